@@ -1,0 +1,102 @@
+"""The `pkmlm` command: a table of sub-commands, each imported only when it is asked for.
+
+Importing this file, and every `--help`, stays free of torch: the commands import what they need when they run.
+"""
+
+import importlib
+import os
+import sys
+from typing import Any
+
+import click
+
+from pkmlm import __version__
+from pkmlm.errors import UserError, printable
+
+COMMANDS = {
+    # name: (module in pkmlm.cli, one line for the list of commands)
+    "tokenize": ("tokenize", "Turn text into tokens: learn a tokenizer, write memory-mapped shards."),
+    "train": ("train", "Train the model of a recipe."),
+    "eval": ("eval", "Perplexity on a split or on any text."),
+    "usage-report": ("usage_report", "How the memory's slots are used."),
+    "generate": ("generate", "Continue a text."),
+    "cost": ("cost", "Parameters, operations, bytes and memory of a recipe, without building its model."),
+    "compare": ("compare", "Runs side by side: curves, perplexity, usage, speed."),
+    "bench": ("bench", "Speed on this machine."),
+    "recipe": ("recipe", "Check a recipe, show it in full, list every key."),
+    "doctor": ("doctor", "Versions, devices, memory, disk, and what is wrong."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group that knows its commands by name and imports one when it is used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"pkmlm.cli.{COMMANDS[cmd_name][0]}")
+        command: click.Command = module.command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            import difflib
+
+            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            if near:
+                error.message += f" Did you mean '{near[0]}'?"
+            raise
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="pkmlm %(version)s")
+def cli() -> None:
+    """Train and measure language models whose capacity lies in a large, sparsely read memory.
+
+    \b
+    From raw text to a measured model:
+      pkmlm tokenize my.txt --valid v.txt --test t.txt -o data/mine
+      pkmlm train recipes/demo.yaml -o runs/mine -s data.dir=data/mine
+      pkmlm eval runs/mine
+      pkmlm usage-report runs/mine
+
+    Results go to standard output, progress to standard error. Shell completion: see the README.
+    """
+
+
+def main() -> None:
+    """Run the command line; the exit codes are those of the README."""
+    try:
+        code = cli.main(standalone_mode=False)
+        sys.stdout.flush()  # a closed pipe shows here, not in the interpreter's shutdown
+    except click.exceptions.Exit as stop:
+        code = stop.exit_code
+    except click.ClickException as error:
+        error.show()
+        code = 2
+    except UserError as error:
+        code = report(error)
+    except (KeyboardInterrupt, click.Abort):
+        print("\ninterrupted", file=sys.stderr)
+        code = 130
+    except BrokenPipeError:  # `| head` closed our output: nothing is wrong, and nobody is left to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def report(error: UserError) -> int:
+    """Print the two lines of a user's error on standard error and return its exit code."""
+    print(f"error: {printable(error.message)}", file=sys.stderr)
+    if error.hint:
+        print(f"hint: {printable(error.hint)}", file=sys.stderr)
+    return error.exit_code

@@ -1,0 +1,22 @@
+"""Errors that a user can mend: shown as one `error:` line and one `hint:` line, never as a traceback."""
+
+
+class UserError(Exception):
+    """What is wrong, where, what was found and what was expected, in one line.
+
+    Args:
+        message: one line: what, where, found (expected).
+        hint: what to do about it, in one line; may be empty.
+        exit_code: 2 for wrong usage, recipe or input; 1 where the machine failed (a full disk, say); 3 for divergence.
+    """
+
+    def __init__(self, message: str, hint: str = "", exit_code: int = 2):
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.exit_code = exit_code
+
+
+def printable(text: str) -> str:
+    """`text` with control characters escaped, so that a file name or a document cannot drive the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

@@ -1,0 +1,1 @@
+"""A trained run, measured: perplexity, usage, generated text."""

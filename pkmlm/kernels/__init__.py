@@ -1,0 +1,1 @@
+"""The hot loops: `reference` defines them, `ops` chooses an implementation and knows their gradients."""

@@ -1,0 +1,1 @@
+"""The network: a decoder-only transformer and its memories."""

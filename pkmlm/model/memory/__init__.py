@@ -1,0 +1,1 @@
+"""Sparsely read memories: product keys, flat keys, hash tables."""

@@ -1,0 +1,31 @@
+"""Where the reads of a memory can be watched.
+
+N: tokens; H: heads (for hash layers: tables); k: reads per head (for hash layers: 1).
+"""
+
+from torch import Tensor, nn
+
+
+class UsageTap(nn.Module):
+    """The identity on a memory's reads; whoever wants to see them registers a forward hook on it.
+
+    Attributes:
+        layer: the block, counted from 1.
+        name: "memory", or for hash layers "qkv", "ffn1", "ffn2".
+        kind: "product-key", "flat-key" or "hash".
+        slots: rows of the memory's table; of all tables together for hash layers.
+        heads: memory heads, or hash tables (table t owns the rows t * slots/heads ... (t + 1) * slots/heads - 1).
+    """
+
+    def __init__(self, layer: int, name: str, kind: str, slots: int, heads: int):
+        super().__init__()
+        self.layer, self.name, self.kind, self.slots, self.heads = layer, name, kind, slots, heads
+
+    def forward(self, slots_NHk: Tensor, weights_NHk: Tensor) -> tuple[Tensor, Tensor]:
+        """Slots read (int64, below `slots`) and their weights after the softmax (floating), unchanged."""
+        return slots_NHk, weights_NHk
+
+
+def usage_taps(model: nn.Module) -> list[UsageTap]:
+    """Every tap of a model, by layer and in the order in which the block reads."""
+    return [module for module in model.modules() if isinstance(module, UsageTap)]

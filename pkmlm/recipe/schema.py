@@ -1,0 +1,150 @@
+"""Every key of a recipe: its type, its default and its help.
+
+A recipe is a tree of frozen dataclasses. `pkmlm recipe keys` prints this file's help texts; `load.py` fills the tree from
+YAML; `check.py` says what must hold between keys. A key's unit stands in its help. Sources: PKM is Lample et al. 2019,
+MF is MemoryFormer (Ding et al. 2024).
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Schedule = Literal["inverse-sqrt", "cosine", "linear", "constant"]
+
+
+def key(default: Any, text: str) -> Any:
+    """A field with a default and its help."""
+    if isinstance(default, type):
+        return field(default_factory=default, metadata={"help": text})
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class Data:
+    dir: str | None = key(None, "folder written by `pkmlm tokenize -o`, relative to the working directory")
+
+
+@dataclass(frozen=True)
+class Memory:
+    kind: Literal["none", "product-key", "flat-key"] = key("none", "the memory that replaces or accompanies an FFN")
+    layers: tuple[str, ...] = key(
+        (), "layers with a memory, counted from 1: 5 replaces the FFN, 5+ adds beside it; auto:2 spreads two evenly"
+    )
+    num_keys: int = key(512, "sub-keys per half: num_keys^2 slots (flat-key: as many slots, one key each)")
+    heads: int = key(4, "memory heads; all share the values, each has its own keys and queries")
+    topk: int = key(32, "slots read per head and token")
+    key_dim: int = key(512, "width of a query; a sub-key has half of it")
+    query: Literal["linear", "mlp"] = key("linear", "the query network: one linear map, or two with a ReLU between")
+    query_norm: Literal["batch", "layer", "rms", "none"] = key(
+        "batch", "normalisation of the queries; batch is the paper's (PKM table 2)"
+    )
+
+
+@dataclass(frozen=True)
+class Hash:
+    bits: int = key(8, "bits of a bucket code (tau): dim / bits tables of 2^bits rows")
+    extra_bits: int = key(2, "more bits for the second layer of the Memory Block (MF table 5)")
+    temperature: float = key(1.0, "temperature t of the score p(z)")
+    score: Literal["paper", "scaled"] = key("paper", "p(z) as in the paper, or sum|z| * p(z) as in its released code")
+    activation: Literal["none", "gelu"] = key("none", "activation between the two layers of the Memory Block (MF table 6)")
+
+
+@dataclass(frozen=True)
+class Model:
+    vocab_size: int | None = key(None, "rows of the embedding; null: the tokenizer's size")
+    dim: int = key(512, "width of the residual stream")
+    layers: int = key(6, "transformer blocks")
+    heads: int = key(8, "attention heads")
+    context: int = key(512, "tokens a sequence")
+    positions: Literal["learned", "rotary"] = key("learned", "position information")
+    rotary_fraction: float = key(1.0, "share of each attention head that rotates (Pythia: 0.25)")
+    attention: Literal["softmax"] = key("softmax", "kind of attention")
+    projections: Literal["dense", "hash"] = key("dense", "hash: q, k, v and the FFN become MemoryFormer's hash tables")
+    residual: Literal["sequential", "parallel"] = key("sequential", "parallel: attention and FFN read the same input")
+    ffn_dim: int | None = key(None, "inner width of the FFN; null: 4 * dim")
+    activation: Literal["gelu", "relu"] = key("gelu", "activation of the FFN")
+    bias: bool = key(True, "biases in linear maps")
+    tie_embeddings: bool = key(True, "the output head shares the token embedding")
+    dropout: float = key(0.0, "dropout probability, on embeddings, attention and what blocks add")
+    memory: Memory = key(Memory, "a sparsely read memory")
+    hash: Hash = key(Hash, "MemoryFormer's tables (projections: hash)")
+
+
+@dataclass(frozen=True)
+class ValuesOptim:
+    optimizer: Literal["row-adam", "adam"] = key("row-adam", "row-adam updates only the rows read; adam is the paper's")
+    lr: float = key(1e-3, "peak learning rate of the memory values")
+    betas: tuple[float, float] = key((0.9, 0.999), "Adam's decay rates")
+    schedule: Schedule = key("constant", "learning-rate schedule")
+    warmup_steps: int = key(0, "steps of linear warm-up")
+    clip: float = key(1.0, "largest gradient norm of the values; 0: no clipping")
+
+
+@dataclass(frozen=True)
+class TablesOptim:
+    optimizer: Literal["adam"] = key("adam", "optimizer of the hash tables")
+    lr_scale: float = key(3.0, "the tables' rate is optim.lr times this, on the same schedule (MF: 3)")
+    clip: float = key(1.0, "largest gradient norm of the tables; 0: no clipping")
+
+
+@dataclass(frozen=True)
+class Optim:
+    lr: float = key(2.5e-4, "peak learning rate")
+    betas: tuple[float, float] = key((0.9, 0.98), "Adam's decay rates")
+    eps: float = key(1e-8, "Adam's epsilon, for every group")
+    schedule: Schedule = key("inverse-sqrt", "learning-rate schedule")
+    warmup_steps: int = key(4000, "steps of linear warm-up; inverse-sqrt needs at least 1")
+    final_lr: float = key(0.1, "cosine and linear end at this share of the peak")
+    weight_decay: float = key(0.0, "decoupled weight decay of dense matrices (never biases, norms, values or tables)")
+    clip: float = key(1.0, "largest gradient norm of the dense parameters; 0: no clipping")
+    values: ValuesOptim = key(ValuesOptim, "memory values")
+    tables: TablesOptim = key(TablesOptim, "MemoryFormer's hash tables")
+
+
+@dataclass(frozen=True)
+class Train:
+    steps: int = key(20000, "optimizer steps")
+    batch_tokens: int = key(65536, "tokens an optimizer step, over all ranks and micro-batches")
+    micro_batch: int = key(16, "sequences a rank takes in one forward")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = key("auto", "arithmetic of the forward; weights stay fp32")
+    seed: int = key(1, "seed of initial weights, data order and dropout")
+    init_from: str | None = key(None, "start from the weights of another run (its best checkpoint)")
+
+
+@dataclass(frozen=True)
+class Eval:
+    every: int = key(500, "steps between validations; 0: only at the end")
+    documents: int | None = key(None, "validate on the first so many documents; null: on all")
+    patience: int | None = key(None, "stop after so many validations without a better one; null: never")
+    sample: str | None = key(None, "continue this text after each validation and log it")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    every: int = key(1000, "steps between checkpoints; one is also saved at the end and on request")
+    keep: int = key(2, "checkpoints to keep besides the best one; at least 2")
+
+
+@dataclass(frozen=True)
+class Log:
+    every: int = key(20, "steps between lines when the output is not a terminal")
+    tensorboard: bool = key(False, "also write TensorBoard events (pip install pkmlm[sinks])")
+    wandb: str | None = key(None, "also log to this Weights & Biases project (pip install pkmlm[sinks])")
+
+
+@dataclass(frozen=True)
+class Parallel:
+    memory: Literal[1] = key(1, "ranks that share one value table; this version trains in one process")
+    shard: Literal[False] = key(False, "shard dense parameters over ranks; this version trains in one process")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    name: str = key("unnamed", "a name for logs and tables")
+    data: Data = key(Data, "the tokens")
+    model: Model = key(Model, "the network")
+    optim: Optim = key(Optim, "how parameters move")
+    train: Train = key(Train, "how long, in what portions")
+    eval: Eval = key(Eval, "validation during training")
+    checkpoint: Checkpoint = key(Checkpoint, "what is kept")
+    log: Log = key(Log, "what is shown")
+    parallel: Parallel = key(Parallel, "many processes")

@@ -1,0 +1,1 @@
+"""The machine: files, run directories, devices, seeds, signals, logs."""

@@ -1,0 +1,119 @@
+"""The one place where pkmlm writes files: every write is whole or absent, and survives a power cut.
+
+A file is written under a temporary name in its own folder, synced, and renamed; a folder likewise. Readers therefore
+see the old content or the new, never a part. Leftovers of a killed process have names that begin with `.tmp-`.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from pkmlm.errors import UserError
+
+TEMPORARY = ".tmp-"
+
+
+@contextmanager
+def writing(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
+    """Open a file that appears under `path` only when the block ends well.
+
+    Raises:
+        UserError: (exit code 1) the system refused a write: disk full, no permission, file too large.
+    """
+    temporary = path.with_name(f"{TEMPORARY}{path.name}")
+    with disk_errors(path):
+        try:
+            with open(temporary, mode, **({} if "b" in mode else {"encoding": "utf-8", "newline": "\n"})) as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            sync_folder(path.parent)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def writing_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder that is renamed to `path` when the block ends well.
+
+    The files in it must have been synced by their writers (`writing` does). An existing folder at `path` is an error.
+    """
+    temporary = path.with_name(f"{TEMPORARY}{path.name}")
+    with disk_errors(path):
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        try:
+            yield temporary
+            sync_folder(temporary)
+            os.rename(temporary, path)
+            sync_folder(path.parent)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn the system's refusals (OSError) into one line that names the file."""
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or path
+        raise UserError(f"cannot write {where}: {error.strerror or error}", exit_code=1) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    with writing(path, "w") as file:
+        file.write(text)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON; NaN and infinity are refused, as JSON has none."""
+    write_text(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path, what: str) -> Any:
+    """Read a JSON file; `what` names it in errors ("the token index", say).
+
+    Raises:
+        UserError: the file is missing, unreadable, or not JSON.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise UserError(f"{what} is missing: {path}") from None
+    except OSError as error:
+        raise UserError(f"cannot read {what} {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{what} {path} is not valid JSON: {error}", "it is damaged: make it again") from None
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_of(path: Path) -> str:
+    """The sha256 of a file's bytes, in hexadecimal."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete what an earlier, killed process left half-written in a folder."""
+    for path in folder.glob(f"{TEMPORARY}*"):
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

@@ -1,0 +1,39 @@
+"""Packaging of pkmlm."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (HERE / "pkmlm/__init__.py").read_text())[1]
+
+setup(
+    name="pkmlm",
+    version=VERSION,
+    description="Train and measure language models with product-key memories and MemoryFormer hash tables",
+    long_description=(HERE / "README.md").read_text() if (HERE / "README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["pkmlm", "pkmlm.*"]),
+    package_data={"pkmlm": ["py.typed"]},
+    python_requires=">=3.10",
+    install_requires=[
+        "torch>=2.10,<3",
+        "numpy>=1.26,<3",
+        "click>=8.1,<9",
+        "sentencepiece>=0.2.2,<0.3",
+        "rich>=13.7,<16",
+        "pyyaml>=6.0,<7",
+        "safetensors>=0.5,<1",
+        "zstandard>=0.22,<1",
+        "pyarrow>=15",
+        "matplotlib>=3.8,<4",
+        "psutil>=5.9,<8",
+    ],
+    extras_require={
+        "sinks": ["tensorboard>=2.16,<3", "wandb>=0.17,<1"],
+        "dev": ["pytest>=8,<10", "hypothesis>=6.100,<7", "ruff>=0.14,<1", "mypy>=1.15,<3", "types-PyYAML>=6,<7"],
+    },
+    entry_points={"console_scripts": ["pkmlm = pkmlm.cli:main"]},
+)
