@@ -2,6 +2,8 @@
 
 import click
 
+from pkmlm.report.tables import FORMATS
+
 set_option = click.option(
     "-s",
     "--set",
@@ -19,3 +21,25 @@ step_option = click.option(
     help="Which checkpoint of the run to read.",
 )
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="No progress on standard error.")
+
+
+def unescaped(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    from pkmlm.data.text import unescape
+
+    return None if value is None else unescape(value)
+
+
+separator_option = click.option(
+    "--separator",
+    metavar="S",
+    callback=unescaped,
+    help=r"What separates documents in text, e.g. '\n\n\n'. Default: a file is one document.",
+)
+format_option = click.option(
+    "--format",
+    type=click.Choice(FORMATS),
+    default="table",
+    show_default=True,
+    help="A table for the terminal, markdown, CSV or JSON with unrounded numbers.",
+)
+force_option = click.option("--force", is_flag=True, help="Overwrite what is there.")

@@ -25,15 +25,20 @@ class Data:
 
 @dataclass(frozen=True)
 class Memory:
-    kind: Literal["none", "product-key", "flat-key"] = key("none", "the memory that replaces or accompanies an FFN")
+    kind: Literal["none", "product-key", "flat-key"] = key(
+        "none", "the memory that replaces or accompanies an FFN"
+    )
     layers: tuple[str, ...] = key(
-        (), "layers with a memory, counted from 1: 5 replaces the FFN, 5+ adds beside it; auto:2 spreads two evenly"
+        (),
+        "layers with a memory, counted from 1: 5 replaces the FFN, 5+ adds beside it; auto:2 spreads two evenly",
     )
     num_keys: int = key(512, "sub-keys per half: num_keys^2 slots (flat-key: as many slots, one key each)")
     heads: int = key(4, "memory heads; all share the values, each has its own keys and queries")
     topk: int = key(32, "slots read per head and token")
     key_dim: int = key(512, "width of a query; a sub-key has half of it")
-    query: Literal["linear", "mlp"] = key("linear", "the query network: one linear map, or two with a ReLU between")
+    query: Literal["linear", "mlp"] = key(
+        "linear", "the query network: one linear map, or two with a ReLU between"
+    )
     query_norm: Literal["batch", "layer", "rms", "none"] = key(
         "batch", "normalisation of the queries; batch is the paper's (PKM table 2)"
     )
@@ -44,8 +49,12 @@ class Hash:
     bits: int = key(8, "bits of a bucket code (tau): dim / bits tables of 2^bits rows")
     extra_bits: int = key(2, "more bits for the second layer of the Memory Block (MF table 5)")
     temperature: float = key(1.0, "temperature t of the score p(z)")
-    score: Literal["paper", "scaled"] = key("paper", "p(z) as in the paper, or sum|z| * p(z) as in its released code")
-    activation: Literal["none", "gelu"] = key("none", "activation between the two layers of the Memory Block (MF table 6)")
+    score: Literal["paper", "scaled"] = key(
+        "paper", "p(z) as in the paper, or sum|z| * p(z) as in its released code"
+    )
+    activation: Literal["none", "gelu"] = key(
+        "none", "activation between the two layers of the Memory Block (MF table 6)"
+    )
 
 
 @dataclass(frozen=True)
@@ -58,8 +67,12 @@ class Model:
     positions: Literal["learned", "rotary"] = key("learned", "position information")
     rotary_fraction: float = key(1.0, "share of each attention head that rotates (Pythia: 0.25)")
     attention: Literal["softmax"] = key("softmax", "kind of attention")
-    projections: Literal["dense", "hash"] = key("dense", "hash: q, k, v and the FFN become MemoryFormer's hash tables")
-    residual: Literal["sequential", "parallel"] = key("sequential", "parallel: attention and FFN read the same input")
+    projections: Literal["dense", "hash"] = key(
+        "dense", "hash: q, k, v and the FFN become MemoryFormer's hash tables"
+    )
+    residual: Literal["sequential", "parallel"] = key(
+        "sequential", "parallel: attention and FFN read the same input"
+    )
     ffn_dim: int | None = key(None, "inner width of the FFN; null: 4 * dim")
     activation: Literal["gelu", "relu"] = key("gelu", "activation of the FFN")
     bias: bool = key(True, "biases in linear maps")
@@ -71,7 +84,9 @@ class Model:
 
 @dataclass(frozen=True)
 class ValuesOptim:
-    optimizer: Literal["row-adam", "adam"] = key("row-adam", "row-adam updates only the rows read; adam is the paper's")
+    optimizer: Literal["row-adam", "adam"] = key(
+        "row-adam", "row-adam updates only the rows read; adam is the paper's"
+    )
     lr: float = key(1e-3, "peak learning rate of the memory values")
     betas: tuple[float, float] = key((0.9, 0.999), "Adam's decay rates")
     schedule: Schedule = key("constant", "learning-rate schedule")
@@ -94,7 +109,9 @@ class Optim:
     schedule: Schedule = key("inverse-sqrt", "learning-rate schedule")
     warmup_steps: int = key(4000, "steps of linear warm-up; inverse-sqrt needs at least 1")
     final_lr: float = key(0.1, "cosine and linear end at this share of the peak")
-    weight_decay: float = key(0.0, "decoupled weight decay of dense matrices (never biases, norms, values or tables)")
+    weight_decay: float = key(
+        0.0, "decoupled weight decay of dense matrices (never biases, norms, values or tables)"
+    )
     clip: float = key(1.0, "largest gradient norm of the dense parameters; 0: no clipping")
     values: ValuesOptim = key(ValuesOptim, "memory values")
     tables: TablesOptim = key(TablesOptim, "MemoryFormer's hash tables")
@@ -105,7 +122,9 @@ class Train:
     steps: int = key(20000, "optimizer steps")
     batch_tokens: int = key(65536, "tokens an optimizer step, over all ranks and micro-batches")
     micro_batch: int = key(16, "sequences a rank takes in one forward")
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = key("auto", "arithmetic of the forward; weights stay fp32")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = key(
+        "auto", "arithmetic of the forward; weights stay fp32"
+    )
     seed: int = key(1, "seed of initial weights, data order and dropout")
     init_from: str | None = key(None, "start from the weights of another run (its best checkpoint)")
 
@@ -113,7 +132,7 @@ class Train:
 @dataclass(frozen=True)
 class Eval:
     every: int = key(500, "steps between validations; 0: only at the end")
-    documents: int | None = key(None, "validate on the first so many documents; null: on all")
+    tokens: int | None = key(None, "validate on the first so many tokens of the split; null: on all")
     patience: int | None = key(None, "stop after so many validations without a better one; null: never")
     sample: str | None = key(None, "continue this text after each validation and log it")
 
@@ -134,7 +153,9 @@ class Log:
 @dataclass(frozen=True)
 class Parallel:
     memory: Literal[1] = key(1, "ranks that share one value table; this version trains in one process")
-    shard: Literal[False] = key(False, "shard dense parameters over ranks; this version trains in one process")
+    shard: Literal[False] = key(
+        False, "shard dense parameters over ranks; this version trains in one process"
+    )
 
 
 @dataclass(frozen=True)
@@ -148,3 +169,13 @@ class Recipe:
     checkpoint: Checkpoint = key(Checkpoint, "what is kept")
     log: Log = key(Log, "what is shown")
     parallel: Parallel = key(Parallel, "many processes")
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a global batch."""
+        return self.train.batch_tokens // self.model.context
+
+    @property
+    def micro_batches(self) -> int:
+        """Forwards of an optimizer step."""
+        return self.sequences // self.train.micro_batch

@@ -28,7 +28,9 @@ def writing(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
     temporary = path.with_name(f"{TEMPORARY}{path.name}")
     with disk_errors(path):
         try:
-            with open(temporary, mode, **({} if "b" in mode else {"encoding": "utf-8", "newline": "\n"})) as file:
+            with open(
+                temporary, mode, **({} if "b" in mode else {"encoding": "utf-8", "newline": "\n"})
+            ) as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -40,20 +42,26 @@ def writing(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
 
 
 @contextmanager
-def writing_folder(path: Path) -> Iterator[Path]:
+def writing_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `path` when the block ends well.
 
-    The files in it must have been synced by their writers (`writing` does). An existing folder at `path` is an error.
+    The files in it must have been synced by their writers (`writing` does). An existing folder at `path` is an
+    error, unless it is empty, or `replace` says that it goes once the new one is whole.
     """
     temporary = path.with_name(f"{TEMPORARY}{path.name}")
+    old = path.with_name(f"{TEMPORARY}old-{path.name}")
     with disk_errors(path):
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         try:
             yield temporary
             sync_folder(temporary)
+            if replace and path.exists():
+                shutil.rmtree(old, ignore_errors=True)
+                os.rename(path, old)
             os.rename(temporary, path)
             sync_folder(path.parent)
+            shutil.rmtree(old, ignore_errors=True)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise

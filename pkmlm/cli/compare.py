@@ -1,0 +1,50 @@
+"""`pkmlm compare`: runs side by side."""
+
+import json
+from typing import TYPE_CHECKING
+
+import click
+
+from pkmlm.cli.options import force_option, format_option
+from pkmlm.errors import printable
+
+if TYPE_CHECKING:
+    from pkmlm.report.tables import Format
+
+
+@click.command()
+@click.argument("run_paths", metavar="RUN...", nargs=-1, required=True)
+@format_option
+@click.option("--plots", metavar="DIR", help="Also draw the training and validation curves into this folder.")
+@force_option
+def command(run_paths: tuple[str, ...], format: "Format", plots: str | None, force: bool) -> None:
+    """RUNs side by side: size, training, perplexity, tasks, memory use, speed.
+
+    Only what is in the run directories is shown, nothing is measured: run `pkmlm eval` and
+    `pkmlm usage-report` first for the test split's numbers. What is missing shows as "-".
+
+    \b
+    Examples:
+      pkmlm compare runs/dense runs/pkm
+      pkmlm compare runs/* --plots pictures
+      pkmlm compare runs/* --format csv > runs.csv
+    """
+    from pkmlm.cli.usage_report import free_folder
+    from pkmlm.report.compare import compare_tables, facts_of, flat_table, open_runs
+
+    folder = free_folder(plots, force)
+    runs = open_runs(run_paths)
+    facts = [facts_of(label, run) for label, run in runs.items()]
+    if format == "json":
+        click.echo(json.dumps({"runs": facts}, indent=2, allow_nan=False))
+    else:
+        tables = [flat_table(facts)] if format == "csv" else compare_tables(facts)
+        click.echo("\n".join(table.render(format) for table in tables), nl=False)
+    if folder is not None:
+        from pkmlm.report.plots import learning_curves, save
+
+        figure = learning_curves({label: run.metrics() for label, run in runs.items()})
+        if figure is None:
+            click.echo("nothing to draw: no run has logged a loss yet", err=True)
+        else:
+            click.echo(f"drew {printable(str(save(folder / 'learning-curves.png', figure)))}", err=True)

@@ -1,0 +1,190 @@
+"""`pkmlm cost`: parameters, operations, bytes and memory of a recipe, by arithmetic."""
+
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import click
+
+from pkmlm.cli.options import json_option, set_option
+from pkmlm.errors import UserError
+
+if TYPE_CHECKING:
+    from pkmlm.model.cost import Block, Cost, HashLayer
+    from pkmlm.recipe.schema import Recipe
+    from pkmlm.report.tables import Table
+
+MEGA, GIGA = 10**6, 10**9
+
+
+@click.command(short_help="Parameters, operations, bytes and memory of a recipe.")
+@click.argument("recipe", required=False, metavar="RECIPE")
+@set_option
+@click.option(
+    "--vocab-size", type=click.IntRange(1), help="Rows of the embedding, where the recipe leaves them open."
+)
+@click.option(
+    "--entry-bytes",
+    type=click.Choice(["2", "4"]),
+    default="2",
+    show_default=True,
+    help="Bytes an entry of values and tables: 2 as the papers count (fp16), 4 for fp32.",
+)
+@click.option(
+    "--hash-layer",
+    nargs=3,
+    type=click.IntRange(1),
+    metavar="BITS TABLES WIDTH",
+    help="Cost of one MemoryFormer layer instead of a recipe: bits of a code, tables, width out.",
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(1),
+    default=2048,
+    show_default=True,
+    help="Tokens of the sequence, for --hash-layer.",
+)
+@json_option
+def command(
+    recipe: str | None,
+    overrides: tuple[str, ...],
+    vocab_size: int | None,
+    entry_bytes: str,
+    hash_layer: tuple[int, int, int] | None,
+    tokens: int,
+    as_json: bool,
+) -> None:
+    """Parameters, operations, bytes and memory of RECIPE's model, without building it.
+
+    A multiply-add is counted once, over one sequence of model.context tokens. "built" sums the layers;
+    "paper" is the block formula of MemoryFormer, for the blocks that it describes. Training memory is an
+    estimate: fp32 weights, gradients and Adam moments, and one micro-batch of activations.
+
+    \b
+    Examples:
+      pkmlm cost recipes/memoryformer/tiny.yaml
+      pkmlm cost recipes/demo.yaml --vocab-size 4096 --json
+      pkmlm cost recipes/pkm/16-layers.yaml -s model.memory.num_keys=1024
+      pkmlm cost --hash-layer 8 64 512
+    """
+    import json
+
+    if (recipe is None) == (hash_layer is None):
+        raise click.UsageError("Give either a RECIPE or --hash-layer BITS TABLES WIDTH.")
+    width = int(entry_bytes)
+    if hash_layer is not None:
+        result, text = one_layer(hash_layer, tokens, width)
+    else:
+        assert recipe is not None
+        result, text = whole_model(recipe, overrides, vocab_size, width)
+    click.echo(json.dumps(result, indent=2) if as_json else text)
+
+
+def one_layer(shape: tuple[int, int, int], tokens: int, entry_bytes: int) -> tuple[dict[str, object], str]:
+    """One Memory Layer as JSON and as text."""
+    from pkmlm.model.cost import hash_layer_cost
+
+    bits, tables, width = shape
+    if bits > 16:
+        raise UserError(f"--hash-layer: found {bits} bits (expected at most 16)", "a table has 2^bits rows")
+    layer: HashLayer = hash_layer_cost(bits, tables, width, tokens)
+    size = layer.table_bytes(entry_bytes)
+    text = (
+        f"{tables} tables of {2**bits:,} rows, {bits * tables} wide in, {width} out\n"
+        f"parameters  {layer.entries:,}\n"
+        f"tables      {size / MEGA:,.1f} MB at {entry_bytes} bytes an entry\n"
+        f"operations  {layer.flops / GIGA:.3g} GFLOP for {tokens:,} tokens\n"
+        f"gathered    {tables * width * entry_bytes:,} bytes a token"
+    )
+    return {"parameters": layer.entries, "flops": layer.flops, "table_bytes": size}, text
+
+
+def whole_model(
+    file: str, overrides: tuple[str, ...], vocab_size: int | None, entry_bytes: int
+) -> tuple[dict[str, object], str]:
+    """A recipe's cost as JSON and as text."""
+    from pkmlm.model.cost import cost_of
+    from pkmlm.recipe.load import load_recipe
+
+    recipe = load_recipe(file, overrides)
+    rows = vocabulary(recipe, vocab_size)
+    cost = cost_of(recipe, rows, entry_bytes)
+    tables = [layer_table(recipe, cost), total_table(cost, rows), training_table(recipe, cost)]
+    return cost.as_json(), "\n".join(table.render() for table in tables).rstrip()
+
+
+def vocabulary(recipe: "Recipe", asked: int | None) -> int:
+    """Rows of the embedding: as asked, as the recipe says, or as the recipe's tokens have them."""
+    from pathlib import Path
+
+    from pkmlm.data.index import FILE, read_index
+
+    if asked or recipe.model.vocab_size:
+        return asked or recipe.model.vocab_size or 0
+    folder = Path(recipe.data.dir) if recipe.data.dir else None
+    if folder and (folder / FILE).exists():
+        return read_index(folder).vocab_size
+    where = f"and data.dir {folder} holds no tokens" if folder else "and data.dir is not set"
+    raise UserError(f"model.vocab_size is open {where}", "say how many: --vocab-size 8192")
+
+
+def layer_table(recipe: "Recipe", cost: "Cost") -> "Table":
+    """What each layer costs; equal layers share a line."""
+    from pkmlm.report.tables import Column, Table
+
+    def number(name: str, style: str = "{:.3g}") -> Column:
+        return Column(name, "right", style)
+
+    columns = [Column("layers"), Column("made of"), number("dense", "{:,}"), number("memory", "{:,}")]
+    columns += [number("GFLOP built"), number("w/o attention")]
+    with_paper = any(block.paper_flops is not None for block in cost.blocks)
+    columns += [number("GFLOP paper"), number("w/o attention")] if with_paper else []
+    rows = []
+    for _, equal in groupby(cost.blocks, key=lambda block: (block.parts, block.paper_flops)):
+        blocks = list(equal)
+        rows.append(layer_row(blocks, with_paper))
+    model = recipe.model
+    title = f"{recipe.name}: {model.layers} layers of {model.dim:,}, a sequence of {model.context:,} tokens"
+    return Table(title, columns, rows)
+
+
+def layer_row(blocks: "list[Block]", with_paper: bool) -> list[object]:
+    """The line of a run of equal layers; every number is that of one of them."""
+    first, last = blocks[0], blocks[-1]
+    layers = str(first.layer) if first is last else f"{first.layer}-{last.layer}"
+    own, attention = first.flops_without_attention / GIGA, first.attention_flops / GIGA
+    row = [
+        layers,
+        " ".join(part.name for part in first.parts),
+        first.dense,
+        first.memory,
+        own + attention,
+        own,
+    ]
+    if with_paper:
+        paper = None if first.paper_flops is None else first.paper_flops / GIGA
+        row += [None, None] if paper is None else [paper + attention, paper]
+    return row
+
+
+def total_table(cost: "Cost", vocab_size: int) -> "Table":
+    from pkmlm.report.tables import Column, Table
+
+    table_bytes = cost.memory * cost.entry_bytes
+    rows = [
+        ("parameters, dense (embeddings with them)", cost.dense),
+        ("parameters, memory values and tables", cost.memory),
+        ("parameters read per token", cost.read_per_token),
+        (f"operations per token, with the head of {vocab_size:,}", cost.flops_per_token),
+        (f"bytes of values and tables, at {cost.entry_bytes} an entry", table_bytes),
+        ("bytes gathered from them per token", cost.gather_bytes_per_token),
+    ]
+    return Table("The whole model", [Column("what"), Column("number", "right", "{:,}")], rows)
+
+
+def training_table(recipe: "Recipe", cost: "Cost") -> "Table":
+    from pkmlm.report.tables import Column, Table
+
+    rows = [(name, size / MEGA) for name, size in cost.training.items() if size]
+    rows.append(("total", sum(cost.training.values()) / MEGA))
+    title = f"Memory to train, estimated: {recipe.train.micro_batch} sequences a forward"
+    return Table(title, [Column("for"), Column("MB", "right", "{:,.1f}")], rows)

@@ -1,0 +1,214 @@
+"""`pkmlm doctor`: versions, devices, memory, disk, and what is wrong."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pkmlm.cli.options import json_option
+from pkmlm.errors import UserError
+
+NEEDED = (
+    *("torch", "numpy", "sentencepiece", "click", "rich", "pyyaml", "safetensors", "zstandard", "pyarrow"),
+    *("matplotlib", "psutil"),
+)
+OLDEST_TORCH = (2, 10)
+GIGA = 10**9
+LITTLE_DISK, LITTLE_MEMORY = 5 * GIGA, 2 * GIGA
+
+
+@click.command(short_help="Versions, devices, memory, disk, and what is wrong.")
+@json_option
+def command(as_json: bool) -> None:
+    """Versions, devices, memory, disk, and what is wrong.
+
+    Exits with 0 when pkmlm can work here, also with warnings, and with 1 when it cannot.
+
+    \b
+    Examples:
+      pkmlm doctor
+      pkmlm doctor --json | jq .problems
+    """
+    import json
+
+    facts = examine()
+    click.echo(json.dumps(facts, indent=2) if as_json else described(facts))
+    if any(problem["broken"] for problem in facts["problems"]):
+        raise click.exceptions.Exit(1)
+
+
+def examine() -> dict[str, Any]:
+    """All facts of this machine, and the problems among them."""
+    facts: dict[str, Any] = {
+        "versions": versions(),
+        "machine": machine(),
+        "disk": disk(),
+        "torch": torch_facts(),
+    }
+    facts["problems"] = problems(facts)
+    return facts
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python, pkmlm and the libraries; None where one is not installed."""
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    from pkmlm import __version__
+
+    found: dict[str, str | None] = {"python": platform.python_version(), "pkmlm": __version__}
+    for name in NEEDED:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """System, usable cores, and memory in bytes (None without psutil)."""
+    import os
+    import platform
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    try:
+        import psutil
+
+        memory = psutil.virtual_memory()
+        total, free = memory.total, memory.available
+    except ImportError:
+        total = free = None
+    return {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cores": cores,
+        "memory_bytes": total,
+        "memory_free_bytes": free,
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+    }
+
+
+def disk() -> dict[str, Any]:
+    """Where we stand, what is free there in bytes, and whether a file can be written."""
+    import os
+    import shutil
+    import tempfile
+
+    try:
+        folder = os.getcwd()
+    except OSError:
+        raise UserError("the working directory is gone", "cd to another one", exit_code=1) from None
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            writable = True
+    except OSError:
+        writable = False
+    return {"folder": folder, "free_bytes": shutil.disk_usage(folder).free, "writable": writable}
+
+
+def torch_facts() -> dict[str, Any]:
+    """What torch sees and what `train.precision: auto` would choose; or why torch fails."""
+    try:
+        return seen_by_torch()
+    except (ImportError, OSError, RuntimeError) as error:
+        return {"error": (str(error) or type(error).__name__).splitlines()[0]}
+
+
+def seen_by_torch() -> dict[str, Any]:
+    """Threads, instruction set, CUDA devices, device and precision."""
+    import torch
+
+    from pkmlm.runtime.device import choose_device, choose_precision
+
+    devices = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        capability = f"{properties.major}.{properties.minor}"
+        devices.append(
+            {"name": properties.name, "memory_bytes": properties.total_memory, "capability": capability}
+        )
+    device = choose_device()
+    precision, reason = choose_precision("auto", device)
+    return {
+        "threads": torch.get_num_threads(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "cuda": devices,
+        "device": str(device),
+        "precision": precision,
+        "precision_reason": reason,
+    }
+
+
+def problems(facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """What is wrong and what to do; `broken` where pkmlm cannot work at all."""
+    found: list[dict[str, Any]] = []
+
+    def report(what: str, todo: str, broken: bool = False) -> None:
+        found.append({"what": what, "todo": todo, "broken": broken})
+
+    torch, versions, here = facts["torch"], facts["versions"], facts["machine"]
+    if "error" in torch:
+        report(f"torch does not work: {torch['error']}", "pip install 'torch>=2.10'", broken=True)
+    elif versions["torch"] and release(versions["torch"]) < OLDEST_TORCH:
+        report(f"torch {versions['torch']} is too old", "pip install 'torch>=2.10'", broken=True)
+    elif not torch["cuda"] and Path("/dev/nvidiactl").exists():
+        report(
+            f"a GPU is here, but torch {versions['torch']} cannot use it",
+            "install torch for CUDA: pytorch.org",
+        )
+    missing = [name for name in NEEDED[1:] if versions[name] is None]
+    if missing:
+        report(f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}", broken=True)
+    if not facts["disk"]["writable"]:
+        report(
+            f"cannot write in {facts['disk']['folder']}", "change to a folder of yours, or give full paths"
+        )
+    if facts["disk"]["free_bytes"] < LITTLE_DISK:
+        report(
+            f"{facts['disk']['free_bytes'] / GIGA:.1f} GB of disk are free",
+            "make room: checkpoints are large",
+        )
+    if here["memory_free_bytes"] is not None and here["memory_free_bytes"] < LITTLE_MEMORY:
+        report(f"{here['memory_free_bytes'] / GIGA:.1f} GB of memory are free", "close other programs")
+    threads = here["omp_num_threads"]
+    if threads is not None and threads != str(here["cores"]):
+        report(
+            f"OMP_NUM_THREADS={threads} with {here['cores']} usable cores",
+            "unset OMP_NUM_THREADS, unless several processes share this machine",
+        )
+    return found
+
+
+def release(version: str) -> tuple[int, ...]:
+    """(major, minor) of a version; (0, 0) of what is none."""
+    import re
+
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def described(facts: dict[str, Any]) -> str:
+    """The facts as lines for a person."""
+    from pkmlm.errors import printable
+
+    here, torch, room = facts["machine"], facts["torch"], facts["disk"]
+    lines = [f"{name:<14}{version or 'not installed'}" for name, version in facts["versions"].items()]
+    lines += ["", f"{'system':<14}{here['system']}"]
+    lines.append(f"{'cores':<14}{here['cores']}")
+    if "error" not in torch:
+        lines[-1] += f" (torch uses {torch['threads']} threads, {torch['cpu']})"
+    if here["memory_bytes"] is not None:
+        total, free = here["memory_bytes"] / GIGA, here["memory_free_bytes"] / GIGA
+        lines.append(f"{'memory':<14}{total:.1f} GB, {free:.1f} GB free")
+    lines.append(f"{'disk':<14}{room['free_bytes'] / GIGA:.1f} GB free in {room['folder']}")
+    if "error" not in torch:
+        for gpu in torch["cuda"]:
+            size = gpu["memory_bytes"] / GIGA
+            lines.append(f"{'gpu':<14}{gpu['name']}, {size:.1f} GB, capability {gpu['capability']}")
+        lines.append(f"{'device':<14}{torch['device']}, {torch['precision']} ({torch['precision_reason']})")
+    lines.append("")
+    for problem in facts["problems"]:
+        lines.append(f"{'broken' if problem['broken'] else 'warning'}: {problem['what']}")
+        lines.append(f"  {problem['todo']}")
+    if not facts["problems"]:
+        lines.append("nothing is wrong")
+    return "\n".join(printable(line) for line in lines)

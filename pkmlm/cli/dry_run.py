@@ -1,0 +1,49 @@
+"""`pkmlm train --dry-run`: what a run would be, and one real batch of it, with nothing written."""
+
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from pkmlm.data.corpus import Corpus
+    from pkmlm.data.tokenizer import Tokenizer
+    from pkmlm.recipe.schema import Recipe
+
+
+def report(recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokenizer") -> int:
+    """Print the plan, then take the first step in memory and print how long it took."""
+    import psutil
+
+    from pkmlm.cli.train import starting_model
+    from pkmlm.data.batches import Batches
+    from pkmlm.model.cost import cost_of
+    from pkmlm.runtime.device import choose_device, choose_precision
+    from pkmlm.train.optim import parameter_groups
+    from pkmlm.train.step import Stepper
+
+    device = choose_device()
+    precision, reason = choose_precision(recipe.train.precision, device)
+    cost = cost_of(recipe, recipe.model.vocab_size or tokenizer.size)
+    train = recipe.train
+    epochs = train.steps * train.batch_tokens / corpus.tokens
+    sizes = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in cost.training.items())
+    lines = [
+        f"recipe       {recipe.name}",
+        f"device       {device}, {precision} ({reason})",
+        f"parameters   {cost.dense:,} dense, {cost.memory:,} in memory, {cost.read_per_token:,} read for a token",
+        f"batch        {recipe.sequences} sequences of {recipe.model.context} tokens, in {recipe.micro_batches} "
+        f"forwards of {train.micro_batch}",
+        f"training     {train.steps:,} steps, {train.steps * train.batch_tokens:,} tokens, {epochs:.2f} epochs of {corpus.tokens:,}",
+        f"memory       {sizes}",
+    ]
+    click.echo("\n".join(lines))
+    model = starting_model(recipe, tokenizer, device, fresh=True)
+    batches = Batches(corpus, recipe.model.context, recipe.sequences, train.seed)
+    stepper = Stepper(model, parameter_groups(model, recipe), batches, recipe, precision)
+    began = time.monotonic()
+    result = stepper.take(1)
+    seconds = time.monotonic() - began
+    resident = psutil.Process().memory_info().rss / 2**20
+    click.echo(f"first step   loss {result.loss:.3f}, {seconds:.2f} s (with warm-up), {resident:,.0f} MiB resident")
+    return 0

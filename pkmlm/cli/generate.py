@@ -1,0 +1,65 @@
+"""`pkmlm generate`: continue a text."""
+
+import sys
+
+import click
+
+from pkmlm.cli.options import step_option
+
+
+@click.command()
+@click.argument("run_path", metavar="RUN")
+@click.argument("prompt", required=False)
+@click.option("-n", "--tokens", default=200, show_default=True, type=click.IntRange(min=1), help="Most tokens to add.")
+@click.option(
+    "--temperature",
+    default=0.8,
+    show_default=True,
+    type=click.FloatRange(min=0),
+    help="Flattens (above 1) or sharpens the choice; 0 takes the most likely token.",
+)
+@click.option("--top-k", type=click.IntRange(min=1), help="Choose among the k most likely tokens.")
+@click.option("--top-p", type=click.FloatRange(min=0, max=1, min_open=True), help="Choose among the most likely tokens that together have this probability.")
+@click.option("--seed", default=1, show_default=True, help="The same seed draws the same text.")
+@step_option
+def command(
+    run_path: str,
+    prompt: str | None,
+    tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int,
+    step: str,
+) -> None:
+    """Continue PROMPT with RUN's model, printing as it goes.
+
+    Without PROMPT the text is read from standard input where that is not a terminal; else the model begins a document.
+
+    \b
+    Examples:
+      pkmlm generate runs/demo "It was a dark night, and"
+      pkmlm generate runs/demo --temperature 0 -n 50 < beginning.txt
+    """
+    from pkmlm.evaluate.generate import Sampling, generate, stream_text
+    from pkmlm.evaluate.load import load_run
+
+    run = load_run(run_path, step)
+    if prompt is None:
+        prompt = "" if sys.stdin.isatty() else sys.stdin.read()
+    ids = [run.tokenizer.eos, *run.tokenizer.encode(prompt)]
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    write(prompt)
+    for piece in stream_text(run.tokenizer, ids, generate(run.model, ids, sampling, tokens)):
+        write(piece)
+    write("\n")
+
+
+def write(text: str) -> None:
+    """Print at once; on a terminal, control characters other than line ends and tabs are shown as escapes."""
+    from pkmlm.errors import printable
+
+    if sys.stdout.isatty():
+        text = "".join(c if c in "\n\t" else printable(c) for c in text)
+    sys.stdout.write(text)
+    sys.stdout.flush()

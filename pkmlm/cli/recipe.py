@@ -1,0 +1,119 @@
+"""`pkmlm recipe`: check recipes, show one in full, list every key."""
+
+import shutil
+from typing import TYPE_CHECKING, cast
+
+import click
+
+from pkmlm.cli.options import set_option
+
+if TYPE_CHECKING:
+    from pkmlm.recipe.load import Key
+    from pkmlm.recipe.schema import Recipe
+    from pkmlm.report.tables import Format
+
+
+@click.group(short_help="Check a recipe, show it in full, list every key.")
+def command() -> None:
+    """Check a recipe, show it in full, list every key.
+
+    A recipe is a YAML file that says what to train and how. `base: other.yaml` in it inherits another recipe.
+
+    \b
+    Examples:
+      pkmlm recipe check recipes/*.yaml
+      pkmlm recipe show recipes/demo.yaml -s model.memory.kind=none
+      pkmlm recipe keys
+    """
+
+
+@command.command()
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@set_option
+def check(files: tuple[str, ...], overrides: tuple[str, ...]) -> None:
+    """Check recipes: keys, types, and what must hold between them.
+
+    Stops at the first that is wrong, names its line, and exits with 2.
+
+    \b
+    Examples:
+      pkmlm recipe check mine.yaml
+      pkmlm recipe check recipes/*/*.yaml
+      pkmlm recipe check mine.yaml -s model.layers=12
+    """
+    from pkmlm.errors import printable
+    from pkmlm.recipe.load import load_recipe
+
+    for file in files:
+        click.echo(printable(f"ok  {file}: {summary(load_recipe(file, overrides))}"))
+
+
+def summary(recipe: "Recipe") -> str:
+    """A recipe in one line."""
+    from pkmlm.recipe.check import memory_layers
+
+    model, memory = recipe.model, recipe.model.memory
+    parts = [f"{recipe.name}, {model.layers} layers of {model.dim}"]
+    if model.projections == "hash":
+        parts.append(f"hash tables of {model.hash.bits} bits")
+    if memory.kind != "none":
+        layers = ", ".join(f"{layer}{'+' * beside}" for layer, beside in memory_layers(model).items())
+        parts.append(f"{memory.kind} memory of {memory.num_keys**2:,} slots at {layers}")
+    parts.append(f"{recipe.train.steps:,} steps of {recipe.train.batch_tokens:,} tokens")
+    return ", ".join(parts)
+
+
+@command.command()
+@click.argument("file", metavar="FILE")
+@set_option
+def show(file: str, overrides: tuple[str, ...]) -> None:
+    """Print a recipe with everything that it inherits and every default.
+
+    \b
+    Examples:
+      pkmlm recipe show recipes/demo.yaml
+      pkmlm recipe show recipes/demo.yaml -s optim.lr=1e-3 > mine.yaml
+    """
+    from pkmlm.recipe.load import dump_recipe, load_recipe
+
+    click.echo(dump_recipe(load_recipe(file, overrides)), nl=False)
+
+
+@command.command()
+@click.option(
+    "--format",
+    "style",
+    type=click.Choice(["table", "md", "csv", "json"]),
+    default="table",
+    show_default=True,
+    help="How to print the keys.",
+)
+def keys(style: str) -> None:
+    """List every key of a recipe with its type, default and meaning.
+
+    \b
+    Examples:
+      pkmlm recipe keys
+      pkmlm recipe keys --format md > keys.md
+    """
+    from pkmlm.recipe import load
+    from pkmlm.report.tables import Column, Table
+
+    if style == "table":
+        click.echo(by_section(load.keys()), nl=False)
+    else:
+        columns = [Column("key"), Column("type"), Column("default"), Column("help")]
+        click.echo(Table("", columns, load.keys()).render(cast("Format", style)), nl=False)
+
+
+def by_section(keys: "list[Key]") -> str:
+    """The keys as a terminal shows them: by section, with default, meaning and type."""
+    formatter = click.HelpFormatter(width=min(100, shutil.get_terminal_size().columns))
+    sections: dict[str, list[tuple[str, str]]] = {}
+    for key in keys:
+        section, _, leaf = key.name.rpartition(".")
+        sections.setdefault(section, []).append((f"{leaf}: {key.default}", f"{key.help} [{key.type}]"))
+    for section, rows in sections.items():
+        with formatter.section(section or "(top level)"):
+            formatter.write_dl(rows, col_max=32)
+    return formatter.getvalue().lstrip()

@@ -1,0 +1,277 @@
+"""`pkmlm tokenize`: text in, a tokenizer and memory-mapped tokens out."""
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pkmlm.cli.options import json_option, quiet_option, separator_option
+from pkmlm.errors import UserError, printable
+
+if TYPE_CHECKING:
+    from pkmlm.data.index import Index
+    from pkmlm.data.sources import Source
+    from pkmlm.data.tokenizer import Tokenizer
+
+LEARNING = "tokenizer"  # a stage beside the splits
+
+
+@click.command()
+@click.argument("train", nargs=-1, required=True, metavar="TRAIN...")
+@click.option("--valid", multiple=True, metavar="FILE", help="Text to validate on. May be repeated.")
+@click.option("--test", multiple=True, metavar="FILE", help="Text to test on. May be repeated.")
+@click.option("-o", "--output", required=True, metavar="DIR", help="Folder to write; must not be there yet.")
+@click.option(
+    "--vocab-size",
+    type=click.IntRange(min=1),
+    default=8192,
+    show_default=True,
+    metavar="N",
+    help="Size of the vocabulary to learn.",
+)
+@click.option(
+    "--model-type",
+    type=click.Choice(["bpe", "unigram"]),
+    default="bpe",
+    show_default=True,
+    help="Kind of SentencePiece model to learn.",
+)
+@click.option("--tokenizer", "model", metavar="FILE", help="Use this SentencePiece model and learn none.")
+@click.option(
+    "--format", type=click.Choice(["txt", "jsonl", "parquet"]), help="Format of all input. Default: by name."
+)
+@click.option(
+    "--field", default="text", show_default=True, metavar="NAME", help="Key or column that holds the text."
+)
+@separator_option
+@click.option(
+    "--jobs", type=click.IntRange(1, 1024), metavar="N", help="Threads that encode. Default: all cores."
+)
+@click.option("--force", is_flag=True, help="Replace DIR if it holds tokens.")
+@quiet_option
+@json_option
+@click.pass_context
+def command(
+    context: click.Context,
+    train: tuple[str, ...],
+    valid: tuple[str, ...],
+    test: tuple[str, ...],
+    output: str,
+    vocab_size: int,
+    model_type: str,
+    model: str | None,
+    format: str | None,
+    field: str,
+    separator: str | None,
+    jobs: int | None,
+    force: bool,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Learn a tokenizer from text, and turn the text into tokens without losing a byte.
+
+    Reads .txt, .jsonl and .parquet, plain, .gz or .zst; quoted globs; and - for standard input (text, unless
+    --format says otherwise). Files are read in the order of their names. The tokenizer is learnt from at most
+    32 MiB of TRAIN, chosen at random. DIR is the same, byte for byte, on every run and for any --jobs.
+
+    \b
+    Examples:
+      pkmlm tokenize book.txt -o data/book
+      pkmlm tokenize train.txt.zst --valid v.txt --test t.txt \\
+          --separator '\\n\\n\\n' -o data/novels
+      pkmlm tokenize 'wiki/*.jsonl.gz' --vocab-size 32000 -o data/wiki
+      zcat news.gz | pkmlm tokenize - --tokenizer my.model -o data/news
+    """
+    from pkmlm.data.shards import write_corpus
+    from pkmlm.data.sources import find_sources
+    from pkmlm.data.tokenizer import Tokenizer
+
+    learns = [f"--{name.replace('_', '-')}" for name in ("vocab_size", "model_type") if given(context, name)]
+    if model and learns:
+        raise click.UsageError(f"{learns[0]} is for learning a tokenizer, and --tokenizer gives one.")
+    folder = Path(output).resolve()
+    check_output(folder, output, force)
+    names = {"train": train, "valid": valid, "test": test}
+    sources = {split: find_sources(files, format) for split, files in names.items() if files}
+    check_sources(sources, separator)
+    tokenizer = Tokenizer.load(Path(model)) if model else None
+    with stopwatch(sources, quiet) as watch:
+        if tokenizer is None:
+            tokenizer = learn(sources, separator, field, vocab_size, model_type, watch)
+        index = write_corpus(
+            folder,
+            sources,
+            tokenizer,
+            separator=separator,
+            field=field,
+            jobs=jobs or cores(),
+            replace=force,
+            watch=watch,
+        )
+    print_result(output, index, watch.seconds, as_json)
+
+
+def given(context: click.Context, name: str) -> bool:
+    return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def check_output(folder: Path, shown: str, force: bool) -> None:
+    """Refuse, before any work, a folder that is there; with --force, one that holds anything but tokens."""
+    from pkmlm.data.index import OWN_FILES
+
+    if not os.path.lexists(folder):
+        return
+    if not folder.is_dir():
+        raise UserError(f"-o {shown} is a file (expected a folder, or nothing)")
+    names = sorted(entry.name for entry in folder.iterdir())
+    if names and not force:
+        raise UserError(f"-o {shown} is there already", "name another folder, or replace it with --force")
+    if strange := [name for name in names if not OWN_FILES.fullmatch(name)]:
+        raise UserError(
+            f"-o {shown} holds {strange[0]!r}, which tokenize did not write: it is not replaced",
+            "move it away, or name another folder",
+        )
+
+
+def check_sources(sources: dict[str, list["Source"]], separator: str | None) -> None:
+    """Refuse inputs that contradict each other; warn of a file in two splits."""
+    every = [source for inputs in sources.values() for source in inputs]
+    if sum(source.name == "-" for source in every) > 1:
+        raise UserError("standard input can be read once: - is given for two splits")
+    if separator is not None and all(source.format != "txt" for source in every):
+        raise UserError("--separator is for text files, and no input is one")
+    seen: dict[str, str] = {}
+    for split, inputs in sources.items():
+        for source in inputs:
+            other = seen.setdefault(os.path.realpath(source.name), split)
+            if other != split:
+                print(f"warning: {printable(source.label)} is in both {other} and {split}", file=sys.stderr)
+
+
+def learn(
+    sources: dict[str, list["Source"]],
+    separator: str | None,
+    field: str,
+    vocab_size: int,
+    model_type: str,
+    watch: "Stopwatch",
+) -> "Tokenizer":
+    """Learn a tokenizer from the training text; standard input is spooled for the next pass."""
+    from dataclasses import replace
+
+    from pkmlm.data.shards import SplitReader, no_text
+    from pkmlm.data.sources import STANDARD_INPUT, spool
+    from pkmlm.data.tokenizer import Tokenizer
+
+    for i, source in enumerate(sources["train"]):
+        if source.name == STANDARD_INPUT:
+            with source.open() as stream:
+                sources["train"][i] = replace(source, spool=spool(stream, decompress=False))
+    reader = SplitReader("train", sources["train"], separator, field, lambda _, count: watch(LEARNING, count))
+    texts = (chunk.text for batch in reader.batches() for chunk in batch)
+    first = next(texts, None)
+    if first is None:
+        raise no_text(reader)
+    tokenizer = Tokenizer.learn(chain([first], texts), vocab_size, model_type)
+    watch(LEARNING, sum(origin.bytes for origin in reader.origins))
+    return tokenizer
+
+
+class Stopwatch:
+    """Times each stage from its first to its last report, and moves its bar."""
+
+    def __init__(self, progress: Any, totals: dict[str, int | None]):
+        self.progress, self.totals = progress, totals
+        self.began: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
+        self.tasks: dict[str, Any] = {}
+
+    def __call__(self, stage: str, count: int) -> None:
+        if stage not in self.began:
+            self.began[stage] = time.monotonic()
+            self.tasks[stage] = self.progress.add_task(stage, total=self.totals.get(stage))
+        self.seconds[stage] = time.monotonic() - self.began[stage]
+        self.progress.update(self.tasks[stage], completed=count)
+
+
+@contextlib.contextmanager
+def stopwatch(sources: dict[str, list["Source"]], quiet: bool) -> Iterator[Stopwatch]:
+    """A stopwatch with bars of the bytes read, on standard error if that is a terminal."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    sizes = {split: [source.size for source in inputs] for split, inputs in sources.items()}
+    totals = {split: None if None in each else sum(filter(None, each)) for split, each in sizes.items()}
+    console = Console(file=sys.stderr)
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=quiet or not console.is_terminal,
+        transient=True,
+    ) as progress:
+        yield Stopwatch(progress, {**totals, LEARNING: totals["train"]})
+
+
+def print_result(output: str, index: "Index", seconds: dict[str, float], as_json: bool) -> None:
+    """What was written, split by split; the rate is of the text's bytes."""
+    rows = []
+    for name, split in index.splits.items():
+        rate = split.bytes / 1e6 / max(seconds[name], 1e-9)
+        counts = (split.documents, split.empty, split.words, split.bytes, split.tokens)
+        rows.append((name, *counts, split.bytes / (split.tokens - split.documents), seconds[name], rate))
+    keys = (
+        "split",
+        "documents",
+        "empty",
+        "words",
+        "bytes",
+        "tokens",
+        "bytes_per_token",
+        "seconds",
+        "mb_per_second",
+    )
+    if as_json:
+        result = {
+            "directory": output,
+            "vocab_size": index.vocab_size,
+            "tokenizer_sha256": index.tokenizer_sha256,
+            "sha256": index.sha256,
+            "learning_seconds": seconds.get(LEARNING),
+            "splits": {row[0]: dict(zip(keys[1:], row[1:], strict=True)) for row in rows},
+        }
+        click.echo(json.dumps(result, indent=2))
+        return
+    from pkmlm.report.tables import Column, Table
+
+    learnt = f", learnt in {seconds[LEARNING]:.1f} s" if LEARNING in seconds else ""
+    formats = ("{:,}",) * 5 + ("{:.2f}", "{:.1f}", "{:.1f}")
+    heads = ("documents", "empty", "words", "bytes", "tokens", "bytes/ token", "s", "MB/s")
+    columns = [
+        Column("split"),
+        *(Column(head, "right", form) for head, form in zip(heads, formats, strict=True)),
+    ]
+    title = f"{output}: vocabulary of {index.vocab_size:,}{learnt}"
+    click.echo(Table(title, columns, rows).render(), nl=False)

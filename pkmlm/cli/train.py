@@ -1,0 +1,212 @@
+"""`pkmlm train`: from a recipe and tokens to a run directory."""
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pkmlm.cli.options import quiet_option, set_option
+from pkmlm.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from pkmlm.data.corpus import Corpus
+    from pkmlm.data.tokenizer import Tokenizer
+    from pkmlm.model.transformer import Transformer
+    from pkmlm.recipe.schema import Recipe
+    from pkmlm.runtime.rundir import RunDirectory
+
+# What may change when a run goes on: how long it trains and what is measured, kept and shown.
+FREE_KEYS = ("name", "data.dir", "train.steps", "eval.", "checkpoint.", "log.")
+
+
+@click.command()
+@click.argument("recipe_file", metavar="RECIPE")
+@click.option("-o", "--output", metavar="RUN", help="The run directory to write (not needed with --dry-run).")
+@set_option
+@click.option(
+    "--resume",
+    type=click.Choice(["auto", "must", "never"]),
+    default="auto",
+    show_default=True,
+    help="Go on from RUN's latest checkpoint: if there is one, or fail, or refuse to.",
+)
+@click.option("--dry-run", is_flag=True, help="Resolve, count, estimate memory, run one batch; write nothing.")
+@click.option("--verify", is_flag=True, help="Check every byte of the tokens first, not each block when it is first read.")
+@quiet_option
+def command(
+    recipe_file: str,
+    output: str | None,
+    overrides: tuple[str, ...],
+    resume: str,
+    dry_run: bool,
+    verify: bool,
+    quiet: bool,
+) -> int:
+    """Train the model of RECIPE on tokens that `pkmlm tokenize` wrote.
+
+    The same command again goes on where the run stopped; Ctrl-C and SIGTERM save a checkpoint first.
+
+    \b
+    Examples:
+      pkmlm train recipes/demo.yaml -o runs/demo
+      pkmlm train my.yaml -o runs/a -s data.dir=data/mine -s train.steps=2000
+      pkmlm train my.yaml --dry-run
+    """
+    from pkmlm.data.corpus import Corpus, open_tokenizer
+    from pkmlm.recipe.load import load_recipe
+
+    recipe = load_recipe(recipe_file, overrides)
+    if recipe.data.dir is None:
+        raise UserError(f"{recipe_file}: data.dir is not set", "add -s data.dir=DIR, a folder that `pkmlm tokenize` wrote")
+    corpus, tokenizer = Corpus.open(recipe.data.dir, "train", verify=verify), open_tokenizer(recipe.data.dir)
+    if recipe.model.vocab_size is not None and recipe.model.vocab_size < tokenizer.size:
+        raise UserError(
+            f"model.vocab_size: {recipe.model.vocab_size} (expected at least the tokenizer's {tokenizer.size})",
+            "leave it null, or tokenize with a smaller --vocab-size",
+        )
+    if dry_run:
+        from pkmlm.cli.dry_run import report
+
+        return report(recipe, corpus, tokenizer)
+    if output is None:
+        raise UserError("Missing option '-o': the run directory to write", "add -o RUN, or --dry-run")
+    return train_in(output, recipe, corpus, tokenizer, resume, quiet)
+
+
+def train_in(
+    output: str, recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokenizer", resume: str, quiet: bool
+) -> int:
+    """Train in the run directory `output`, and note in its run.json how it ended."""
+    from pkmlm.runtime.device import choose_device, choose_precision
+    from pkmlm.runtime.rundir import RunDirectory
+
+    run = RunDirectory(output)
+    if resume == "must" and not run.steps():
+        raise UserError(f"--resume must: run {output} has no checkpoint to resume", "use --resume auto to start it")
+    if resume == "never" and run.recipe_file.exists():
+        raise UserError(f"--resume never: run {output} exists already", "choose another -o, or delete that folder")
+    device = choose_device()
+    precision, reason = choose_precision(recipe.train.precision, device)
+    with run.locked():
+        begin(run, recipe, corpus, tokenizer)
+        run.note(**circumstances(recipe, tokenizer, device, precision, reason), status="running", exit_code=None)
+        try:
+            outcome = run_loop(run, recipe, corpus, tokenizer, device, precision, f"{precision}: {reason}", quiet)
+        except UserError as error:
+            run.note(status="diverged" if error.exit_code == 3 else "failed", exit_code=error.exit_code)
+            raise
+        except BaseException as error:
+            run.note(status="failed", exit_code=1, error=type(error).__name__)
+            raise
+        run.note(**outcome)
+    return int(outcome["exit_code"])
+
+
+def begin(run: "RunDirectory", recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokenizer") -> None:
+    """Make the run's folder, or check that it holds the same run; then clear what a killed process left."""
+    from pkmlm.runtime.files import sha256_of, writing
+
+    if run.recipe_file.exists() and run.steps():
+        refuse_changes(run, recipe)
+        if sha256_of(run.tokenizer_file) != tokenizer.sha256:
+            raise UserError(f"run {run.path} was trained with another tokenizer than that of {recipe.data.dir}")
+        known = run.facts().get("data_sha256")
+        if known not in (None, corpus.sha256):
+            raise UserError(f"run {run.path} was trained on other tokens than those in {recipe.data.dir}")
+    run.create(recipe)
+    run.clean()
+    with writing(run.tokenizer_file) as file:
+        file.write(tokenizer.model_bytes)
+    run.note(data_sha256=corpus.sha256)
+
+
+def refuse_changes(run: "RunDirectory", recipe: "Recipe") -> None:
+    """Refuse to go on with another recipe, but for keys that do not touch what is being trained."""
+    from pkmlm.recipe.load import flatten
+
+    before, now = flatten(run.recipe()), flatten(recipe)
+    changed = [key for key in now if before[key] != now[key] and not key.startswith(FREE_KEYS)]
+    if changed:
+        told = ", ".join(f"{key} was {before[key]} and is now {now[key]}" for key in changed)
+        raise UserError(f"run {run.path} was started with another recipe: {told}", "train it under another -o")
+
+
+def circumstances(
+    recipe: "Recipe", tokenizer: "Tokenizer", device: "torch.device", precision: str, reason: str
+) -> dict[str, Any]:
+    """What run.json says of how this process was started."""
+    import platform
+    import sys
+
+    import torch
+
+    from pkmlm import __version__
+    from pkmlm.model.cost import cost_of
+    from pkmlm.runtime.rundir import source_commit
+
+    cost = cost_of(recipe, recipe.model.vocab_size or tokenizer.size)
+    return {
+        "argv": sys.argv[1:],
+        "versions": {"pkmlm": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "commit": source_commit(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
+        "precision": precision,
+        "precision_reason": reason,
+        "parameters": cost.as_json()["parameters"],
+    }
+
+
+def run_loop(
+    run: "RunDirectory",
+    recipe: "Recipe",
+    corpus: "Corpus",
+    tokenizer: "Tokenizer",
+    device: "torch.device",
+    precision: str,
+    precision_line: str,
+    quiet: bool,
+) -> dict[str, Any]:
+    """Build the model and train it; return what run.json says of the end."""
+    from pkmlm.data.batches import Batches
+    from pkmlm.data.index import read_index
+    from pkmlm.evaluate.validation import validation
+    from pkmlm.runtime.log import TrainingLog
+    from pkmlm.runtime.signals import stop_on_signals
+    from pkmlm.train.loop import train
+
+    with stop_on_signals() as stop, TrainingLog(run.path, recipe.name, recipe.train.steps, recipe.log, quiet=quiet) as log:
+        steps = run.steps()
+        if steps and steps[-1] >= recipe.train.steps:
+            log.say(f"run {run.path} is complete already at step {steps[-1]}; raise train.steps to train longer")
+            return {"status": "finished", "step": steps[-1], "exit_code": 0}
+        log.say(f"{'resuming at step ' + str(steps[-1]) if steps else 'training'} in {run.path} on {device}, {precision_line}")
+        model = starting_model(recipe, tokenizer, device, fresh=not steps)
+        batches = Batches(corpus, recipe.model.context, recipe.sequences, recipe.train.seed)
+        if "valid" in read_index(corpus.folder).splits:
+            validate = validation(recipe, model, tokenizer, precision, log.say)
+        else:
+            log.say(f"{recipe.data.dir} has no valid split: there will be no validation and no best checkpoint")
+            validate = lambda stop: None  # noqa: E731
+        outcome = train(run, recipe, model, batches, precision, validate, log, stop)
+    if outcome.exit_code == 0:
+        from pkmlm.runtime.files import write_text
+
+        write_text(run.path / "done", f"{outcome.status} at step {outcome.step}\n")
+    return {"status": outcome.status, "step": outcome.step, "exit_code": outcome.exit_code}
+
+
+def starting_model(recipe: "Recipe", tokenizer: "Tokenizer", device: "torch.device", *, fresh: bool) -> "Transformer":
+    """The model with its initial weights: drawn from the seed, or those of `train.init_from`."""
+    from pkmlm.model.transformer import build_model
+
+    model = build_model(recipe, recipe.model.vocab_size or tokenizer.size, device)
+    if fresh and recipe.train.init_from is not None:
+        from pkmlm.runtime.rundir import RunDirectory
+        from pkmlm.train import checkpoint
+
+        source = RunDirectory.existing(recipe.train.init_from)
+        path = source.checkpoint(source.resolve("best" if source.best() is not None else "latest"))
+        checkpoint.verify(path)
+        checkpoint.load_weights(path, model)
+    return model

@@ -1,0 +1,106 @@
+"""Batches as a pure function of (seed, step, rank, world size): nothing to save, nothing dropped, nothing repeated.
+
+B: sequences; T: positions (the context).
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pkmlm.data.corpus import Corpus
+from pkmlm.runtime.seeds import derived_seed
+
+IGNORED = -100  # a target that is not scored: torch's own mark
+ROUNDS = 6
+
+
+class Batch(NamedTuple):
+    tokens_BT: Tensor
+    targets_BT: Tensor
+
+
+class Batches:
+    """The training sequences of a corpus, in a fresh pseudo-random order each epoch.
+
+    The corpus is one stream of tokens, every document followed by the end-of-document token, cut into pieces of `context`
+    targets; the input of a piece is the token before it and all of the piece but its last token. The stream's first
+    input is the end-of-document token, so every document starts after one. The stream's last piece may be short: its
+    input goes on at the start of the corpus, and those targets are not scored. Each token is thus scored once an epoch.
+
+    Args:
+        corpus: the training split.
+        context: tokens a sequence.
+        sequences: sequences a global batch.
+        seed: of the order.
+    """
+
+    def __init__(self, corpus: Corpus, context: int, sequences: int, seed: int):
+        self.corpus, self.context, self.batch, self.seed = corpus, context, sequences, seed
+        self.pieces = -(-corpus.tokens // context)
+
+    def scored(self, step: int) -> int:
+        """Targets that count in the global batch of `step` (from 1)."""
+        last = self.corpus.tokens - (self.pieces - 1) * self.context
+        missing = self.context - last
+        return self.batch * self.context - missing * int((self._numbers(step) == self.pieces - 1).sum())
+
+    def micro_batch(self, step: int, index: int, size: int, rank: int = 0, world: int = 1) -> Batch:
+        """Micro-batch `index` (from 0) of global batch `step` (from 1) for one rank; int64 on the CPU.
+
+        Over all ranks, a micro-batch is a run of size * world sequences of the global batch: the same for every pair of
+        (size, world) with the same product.
+        """
+        first = (index * world + rank) * size
+        pieces = [self._piece(int(number)) for number in self._numbers(step)[first : first + size]]
+        tokens_BT, targets_BT = (torch.from_numpy(np.stack(part)) for part in zip(*pieces, strict=True))
+        return Batch(tokens_BT, targets_BT)
+
+    def _piece(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Input and target ids of one piece, (T,) each."""
+        start, stop = number * self.context, (number + 1) * self.context
+        stream = self.corpus.read(max(0, start - 1), min(stop, self.corpus.tokens))
+        if start == 0:
+            stream = np.concatenate([[self.corpus.eos], stream])
+        targets = np.full(self.context, IGNORED)
+        targets[: len(stream) - 1] = stream[1:]
+        while len(stream) < self.context:
+            stream = np.concatenate([stream, self.corpus.read(0, min(self.corpus.tokens, self.context - len(stream)))])
+        return stream[: self.context], targets
+
+    def _numbers(self, step: int) -> np.ndarray:
+        """The pieces of a global batch, in order."""
+        drawn = np.arange((step - 1) * self.batch, step * self.batch)
+        epochs, positions = drawn // self.pieces, drawn % self.pieces
+        return np.concatenate([self._shuffled(int(epoch), positions[epochs == epoch]) for epoch in np.unique(epochs)])
+
+    def _shuffled(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+        return permute(positions, self.pieces, derived_seed(self.seed, "order", epoch))
+
+
+def permute(positions: np.ndarray, size: int, seed: int) -> np.ndarray:
+    """Where a pseudo-random permutation of range(size) sends `positions`; computed, not stored.
+
+    A Feistel network over the smallest even number of bits that holds `size`, walked until it lands inside (at most four
+    times as many values as needed, so a few steps on average).
+    """
+    half = max(1, (max(1, size - 1).bit_length() + 1) // 2)
+    mask = np.uint64((1 << half) - 1)
+    keys = np.random.default_rng(seed).integers(0, 2**63, ROUNDS, dtype=np.uint64)
+    result = positions.astype(np.uint64)
+    outside = np.ones(len(result), dtype=bool)
+    while outside.any():
+        left, right = result[outside] >> np.uint64(half), result[outside] & mask
+        for round_key in keys:
+            left, right = right, left ^ (_mixed(right + round_key) & mask)
+        result[outside] = (left << np.uint64(half)) | right
+        outside = result >= size
+    return result.astype(np.int64)
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """splitmix64's finaliser: every input bit moves every output bit."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

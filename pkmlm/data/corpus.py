@@ -1,0 +1,190 @@
+"""Read a tokenized corpus: mapped into memory, checked block by block as it is read."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+
+from pkmlm.data.index import BLOCK, DIGEST, TOKENIZER, Split, damaged, read_index, token_bytes
+from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.errors import UserError
+
+
+class Corpus:
+    """One split of a tokenized corpus: a stream of `tokens` ids in which `eos` follows each of `documents`.
+
+    Attributes:
+        tokens, documents: how many; `tokens` counts each `eos`.
+        words, bytes: of the text, as lm-eval counts words and in UTF-8.
+        eos, vocab_size, tokenizer_sha256: of the tokenizer.
+        splits: the names of all splits of the corpus.
+        sha256: of the whole corpus: another one means other tokens, or another tokenizer.
+    """
+
+    def __init__(self, folder: Path, split: str):
+        """Open a split: its sizes and the list of its hashes are checked, its tokens are not yet read.
+
+        Raises:
+            UserError: there is no such corpus or split, or a file is missing, of another size, or damaged.
+        """
+        folder = Path(folder)
+        index = read_index(folder)
+        if split not in index.splits:
+            raise UserError(
+                f"{folder} has no split {split!r} (found {', '.join(index.splits)})",
+                f"tokenize it with --{split} FILE" if split != "train" else "",
+            )
+        about = index.splits[split]
+        self.folder, self.split, self.splits, self.sha256 = folder, split, tuple(index.splits), index.sha256
+        self.tokens, self.documents, self.words, self.bytes = (
+            about.tokens,
+            about.documents,
+            about.words,
+            about.bytes,
+        )
+        self.eos, self.vocab_size = index.eos, index.vocab_size
+        self.tokenizer_sha256 = index.tokenizer_sha256
+        self._files, self._starts = mapped_files(folder, split, about, f"<u{token_bytes(index.dtype)}")
+        self._documents = self._files.pop()
+
+    @classmethod
+    def open(cls, folder: Path, split: str, verify: bool = False) -> "Corpus":
+        """Open a split; with `verify` all of it is read and checked now."""
+        corpus = cls(folder, split)
+        if verify:
+            corpus.verify()
+        return corpus
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """The ids from `start` up to `stop`: an int64 array of its own.
+
+        Raises:
+            IndexError: they are not all in the corpus.
+            UserError: a block that is read for the first time is damaged.
+        """
+        if not 0 <= start <= stop <= self.tokens:
+            raise IndexError(f"tokens {start}..{stop} of {self.tokens}")
+        ids = np.empty(stop - start, np.int64)
+        shard = int(np.searchsorted(self._starts, start, side="right")) - 1
+        filled = 0
+        while filled < len(ids):
+            offset = start + filled - int(self._starts[shard])
+            part = self._files[shard].read(offset, offset + len(ids) - filled)
+            ids[filled : filled + len(part)] = part
+            filled += len(part)
+            shard += 1
+        return ids
+
+    def bounds(self, i: int) -> tuple[int, int]:
+        """Where document `i` (from 0) begins and ends; its last token, `eos`, is at the end less one.
+
+        Raises:
+            IndexError: there is no such document.
+            UserError: the list of documents is damaged.
+        """
+        if not 0 <= i < self.documents:
+            raise IndexError(f"document {i} of {self.documents}")
+        start, stop = (int(place) for place in self._documents.read(i, i + 2))
+        if not 0 <= start < stop <= self.tokens:
+            raise damaged(
+                self._documents.path, f"document {i} lies at {start}..{stop} of {self.tokens} tokens"
+            )
+        return start, stop
+
+    def document(self, i: int) -> np.ndarray:
+        """The ids (int64) of document `i` (from 0), without its `eos`; raises as `bounds` and `read` do."""
+        start, stop = self.bounds(i)
+        return self.read(start, stop - 1)
+
+    def verify(self) -> None:
+        """Read and check everything, the tokenizer included.
+
+        Raises:
+            UserError: something is damaged; it is named.
+        """
+        open_tokenizer(self.folder)
+        for file in [*self._files, self._documents]:
+            file.read(0, file.size)
+
+
+class CheckedFile:
+    """A file of numbers, mapped into memory; each 256 KiB is checked against its sha256 when first read."""
+
+    def __init__(self, path: Path, dtype: str, size: int, digests: bytes):
+        """Map the file, which must hold exactly `size` numbers; `digests` are those of its blocks."""
+        numbers = np.dtype(dtype)
+        check_size(path, size * numbers.itemsize)
+        self.path, self.size, self.digests = path, size, digests
+        self.numbers = np.memmap(path, numbers, "r", shape=(size,))
+        self.block = BLOCK // numbers.itemsize
+        self.unread = bytearray(b"\1") * (len(digests) // DIGEST)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """A view of the numbers from `start` up to `stop`, or up to the end of the file."""
+        stop = min(stop, self.size)
+        first, last = start // self.block, -(-stop // self.block)
+        if any(self.unread[first:last]):
+            for block in range(first, last):
+                self._check(block)
+        return self.numbers[start:stop]
+
+    def _check(self, block: int) -> None:
+        if not self.unread[block]:
+            return
+        found = hashlib.sha256(self.numbers[block * self.block : (block + 1) * self.block].data).digest()
+        expected = self.digests[block * DIGEST : (block + 1) * DIGEST]
+        if found != expected:
+            raise damaged(
+                self.path,
+                f"the 256 KiB from byte {block * BLOCK:,} have sha256 {found.hex()[:16]}... "
+                f"(expected {expected.hex()[:16]}...)",
+            )
+        self.unread[block] = 0
+
+
+def mapped_files(folder: Path, split: str, about: Split, dtype: str) -> tuple[list[CheckedFile], np.ndarray]:
+    """The shards of a split and then its list of documents, and the number of tokens before each shard."""
+    files = [(shard.name, dtype, shard.tokens) for shard in about.shards]
+    files.append((f"{split}.documents", "<i8", about.documents + 1))
+    blocks = [-(-size * np.dtype(kind).itemsize // BLOCK) for _, kind, size in files]
+    path = folder / f"{split}.hashes"
+    check_size(path, sum(blocks) * DIGEST)
+    hashes = path.read_bytes()
+    if (found := hashlib.sha256(hashes).hexdigest()) != about.hashes_sha256:
+        raise damaged(path, f"its sha256 is {found[:16]}... (expected {about.hashes_sha256[:16]}...)")
+    ends = np.cumsum(blocks) * DIGEST
+    digests = [hashes[end - count * DIGEST : end] for end, count in zip(ends, blocks, strict=True)]
+    opened = [
+        CheckedFile(folder / name, kind, size, part)
+        for (name, kind, size), part in zip(files, digests, strict=True)
+    ]
+    sizes = [shard.tokens for shard in about.shards]
+    return opened, np.cumsum([0, *sizes[:-1]])
+
+
+def check_size(path: Path, expected: int) -> None:
+    """Refuse a file that is missing or has another size: mapping it would end in a crash of the process."""
+    try:
+        found = path.stat().st_size
+    except FileNotFoundError:
+        raise damaged(path, f"the file is missing (expected {expected:,} bytes)") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    if found != expected:
+        raise damaged(path, f"it has {found:,} bytes (expected {expected:,})")
+
+
+def open_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a corpus.
+
+    Raises:
+        UserError: it is missing, or not the one that made the tokens.
+    """
+    index = read_index(Path(folder))
+    path = Path(folder) / TOKENIZER
+    tokenizer = Tokenizer.load(path)
+    if tokenizer.sha256 != index.tokenizer_sha256:
+        raise damaged(
+            path, f"its sha256 is {tokenizer.sha256[:16]}... (expected {index.tokenizer_sha256[:16]}...)"
+        )
+    return tokenizer

@@ -1,0 +1,221 @@
+"""Write a corpus: sources in, tokens in shards out, one pass, in bounded memory.
+
+The files depend on the documents and the tokenizer alone: not on threads, block sizes or the machine.
+"""
+
+import hashlib
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from pkmlm.data.index import BLOCK, TOKENIZER, Index, Origin, Shard, Split
+from pkmlm.data.sources import Source
+from pkmlm.data.text import Chunk, Tally, read_chunks
+from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.errors import UserError
+from pkmlm.runtime.files import writing, writing_folder
+
+SHARD_BYTES = 1 << 30
+BATCH_CHARACTERS = 1 << 20
+BATCH_CHUNKS = 1 << 13
+Watch = Callable[[str, int], None]
+Item = TypeVar("Item")
+
+
+def write_corpus(
+    folder: Path,
+    sources: Mapping[str, Sequence[Source]],
+    tokenizer: Tokenizer,
+    *,
+    separator: str | None = None,
+    field: str = "text",
+    jobs: int = 1,
+    replace: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    watch: Watch = lambda split, count: None,
+) -> Index:
+    """Tokenize every split into a new folder, which appears when all of it is there.
+
+    Args:
+        folder: where to; an existing folder goes, once the new one is whole, if `replace` says so.
+        sources: the sources of each split ("train", "valid", "test").
+        jobs: threads that encode.
+        shard_bytes: the size of a full shard, a multiple of 256 KiB.
+        watch: called as watch(split, bytes of its sources read so far), at least before and after each split.
+
+    Raises:
+        UserError: a source cannot be read, holds no text, or holds what the tokenizer cannot spell; no room.
+    """
+    with writing_folder(folder, replace=replace) as place:
+        with writing(place / TOKENIZER) as file:
+            file.write(tokenizer.model_bytes)
+        splits = {}
+        for split, inputs in sources.items():
+            reading = SplitReader(split, inputs, separator, field, watch)
+            splits[split] = write_split(place, reading, tokenizer, jobs, shard_bytes)
+        index = Index(
+            dtype="uint16" if tokenizer.size <= 1 << 16 else "uint32",
+            vocab_size=tokenizer.size,
+            eos=tokenizer.eos,
+            tokenizer_sha256=tokenizer.sha256,
+            separator=separator,
+            splits=splits,
+        )
+        index.write(place)
+    return index
+
+
+class SplitReader:
+    """One pass over the sources of a split; `tally` and `origins` are whole when `batches` has ended."""
+
+    def __init__(
+        self, split: str, sources: Sequence[Source], separator: str | None, field: str, watch: Watch
+    ):
+        self.split, self.sources, self.separator, self.field, self.watch = (
+            split,
+            sources,
+            separator,
+            field,
+            watch,
+        )
+        self.tally = Tally()
+        self.origins: list[Origin] = []
+
+    def batches(self) -> Iterator[list[Chunk]]:
+        """The chunks of all documents that are not empty, about a million characters at a time."""
+        batch: list[Chunk] = []
+        size = before = 0
+        for source in self.sources:
+            with source.open() as stream:
+                for chunk in read_chunks(stream, self.separator, self.field):
+                    self.tally.add(chunk)
+                    if chunk.text:
+                        batch.append(chunk)
+                        size += len(chunk.text)
+                    if size >= BATCH_CHARACTERS or len(batch) >= BATCH_CHUNKS:
+                        self.watch(self.split, before + stream.count)
+                        yield batch
+                        batch, size = [], 0
+            before += stream.count
+            self.origins.append(Origin(source.plain_name, stream.count, stream.digest.hexdigest()))
+        if batch:
+            self.watch(self.split, before)
+            yield batch
+
+
+def write_split(
+    folder: Path, reader: SplitReader, tokenizer: Tokenizer, jobs: int, shard_bytes: int
+) -> Split:
+    """Write the files of one split into a folder and return its part of the index."""
+    split, tally = reader.split, reader.tally
+    reader.watch(split, 0)
+    arrays = encoded(ahead(reader.batches()), tokenizer, jobs)
+    shards, digests = write_shards(folder, split, arrays, tokenizer.eos, shard_bytes)
+    if not tally.documents:
+        raise no_text(reader)
+    documents = folder / f"{split}.documents"
+    with open(documents, "rb") as file:
+        digests += [hashlib.sha256(block).digest() for block in iter(lambda: file.read(BLOCK), b"")]
+    with writing(folder / f"{split}.hashes") as file:
+        file.write(b"".join(digests))
+    reader.watch(split, sum(origin.bytes for origin in reader.origins))
+    assert documents.stat().st_size == 8 * (tally.documents + 1), "an end token within a document"
+    return Split(
+        tokens=sum(shard.tokens for shard in shards),
+        documents=tally.documents,
+        empty=tally.empty,
+        words=tally.words,
+        bytes=tally.bytes,
+        shards=tuple(shards),
+        hashes_sha256=hashlib.sha256(b"".join(digests)).hexdigest(),
+        sources=tuple(reader.origins),
+    )
+
+
+def no_text(reader: SplitReader) -> UserError:
+    names = ", ".join(source.label for source in reader.sources[:3]) + ", ..." * (len(reader.sources) > 3)
+    return UserError(f"no text for {reader.split} in {names} ({reader.tally.empty} empty documents)")
+
+
+def ahead(items: Iterator[Item]) -> Iterator[Item]:
+    """The same items, each made in a second thread while the one before it is used."""
+    with ThreadPoolExecutor(1) as thread:
+        coming = thread.submit(next, items, None)
+        while (item := coming.result()) is not None:
+            coming = thread.submit(next, items, None)
+            yield item
+
+
+def encoded(batches: Iterable[list[Chunk]], tokenizer: Tokenizer, jobs: int) -> Iterator[np.ndarray]:
+    """The ids of every batch as one array, with the end token after each document."""
+    dtype = "<u2" if tokenizer.size <= 1 << 16 else "<u4"
+    end = np.array([tokenizer.eos], np.int32)
+    for batch in batches:
+        parts = []
+        for chunk, ids in zip(batch, tokenizer.encode_chunks([c.text for c in batch], jobs), strict=True):
+            parts.append(ids)
+            if chunk.ends_document:
+                parts.append(end)
+        tokens = np.concatenate(parts)
+        if (tokens == tokenizer.unknown).any():
+            raise unspellable(batch, tokenizer)
+        yield tokens.astype(dtype)
+
+
+def unspellable(batch: list[Chunk], tokenizer: Tokenizer) -> UserError:
+    """The error for a character that a foreign tokenizer does not have."""
+    characters = sorted({character for chunk in batch for character in chunk.text})
+    lost = next((c for c in characters if tokenizer.unknown in tokenizer.encode(c)), "")
+    return UserError(
+        f"the tokenizer cannot spell {lost!a}, which is in the text",
+        "leave --tokenizer out to learn one that spells everything",
+    )
+
+
+def write_shards(
+    folder: Path, split: str, arrays: Iterable[np.ndarray], eos: int, shard_bytes: int = SHARD_BYTES
+) -> tuple[list[Shard], list[bytes]]:
+    """Write tokens to shards, and where documents begin to SPLIT.documents.
+
+    Returns:
+        The shards, and the sha256 digests of their blocks.
+    """
+    shards: list[Shard] = []
+    digests: list[bytes] = []
+    written = 0
+    blocks = full_blocks(arrays)
+    with writing(folder / f"{split}.documents") as documents:
+        documents.write(np.zeros(1, "<i8").tobytes())
+        for first in blocks:
+            path = folder / f"{split}-{len(shards):05d}.bin"
+            begin = written
+            with writing(path) as file:
+                for block in itertools.chain([first], itertools.islice(blocks, shard_bytes // BLOCK - 1)):
+                    file.write(block.data)
+                    digests.append(hashlib.sha256(block.data).digest())
+                    documents.write((np.flatnonzero(block == eos) + (written + 1)).astype("<i8").tobytes())
+                    written += len(block)
+            shards.append(Shard(path.name, written - begin, os.path.getsize(path)))
+    return shards, digests
+
+
+def full_blocks(arrays: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """The same tokens in arrays of 256 KiB, but for the last."""
+    held: list[np.ndarray] = []
+    count = 0
+    for array in arrays:
+        held.append(array)
+        count += len(array)
+        size = BLOCK // array.itemsize
+        if count >= size:
+            whole = np.concatenate(held)
+            stop = count - count % size
+            yield from np.split(whole[:stop], stop // size)
+            held, count = [whole[stop:]], count - stop
+    if count:
+        yield np.concatenate(held)

@@ -1,0 +1,245 @@
+"""Where text comes from: files, globs and standard input, plain or compressed, read as streams of bytes.
+
+Every byte of a source is read once, counted and hashed on the way, so that the index of a corpus says exactly
+what it was made from.
+"""
+
+import contextlib
+import glob
+import hashlib
+import io
+import os
+import stat
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from pkmlm.errors import UserError
+from pkmlm.runtime.files import disk_errors
+
+FORMATS = ("txt", "jsonl", "parquet")
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+MAGIC = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+}  # neither begins a valid UTF-8 text or a parquet file
+STANDARD_INPUT = "-"
+BLOCK = 1 << 20
+ZSTD_INPUT = 1 << 10  # four bytes of zstd can stand for 128 KiB: small inputs bound what one call may return
+
+
+@dataclass(frozen=True)
+class Source:
+    """One input: its name, its format, and the compression that its name claims (None: look inside).
+
+    `spool` holds the bytes of standard input once they have been copied to a temporary file.
+    """
+
+    name: str
+    format: str
+    compression: str | None = None
+    spool: IO[bytes] | None = None
+
+    @property
+    def label(self) -> str:
+        return "standard input" if self.name == STANDARD_INPUT else self.name
+
+    @property
+    def plain_name(self) -> str:
+        """The file's name without its folder; bytes that are not UTF-8 are escaped."""
+        return os.fsencode(os.path.basename(self.name)).decode("utf-8", "backslashreplace")
+
+    @property
+    def size(self) -> int | None:
+        """Bytes as stored; None for standard input that was not spooled."""
+        if self.spool:
+            return os.fstat(self.spool.fileno()).st_size
+        return None if self.name == STANDARD_INPUT else os.stat(self.name).st_size
+
+    def open(self) -> "Stream":
+        """Begin a pass over the bytes; use it as a context manager.
+
+        Raises:
+            UserError: the file cannot be opened.
+        """
+        if self.spool:
+            self.spool.seek(0)
+            return Stream(self, self.spool)
+        if self.name == STANDARD_INPUT:
+            return Stream(self, sys.stdin.buffer)
+        try:
+            return Stream(self, open(self.name, "rb"))
+        except OSError as error:
+            raise UserError(f"cannot read {self.name}: {error.strerror}") from None
+
+
+class Stream(io.RawIOBase):
+    """One pass over a source: `count` bytes as stored so far, their `digest`, and decompressed `blocks()`."""
+
+    def __init__(self, source: Source, file: IO[bytes]):
+        self.source = source
+        self.file = file
+        self.count = 0
+        self.digest = hashlib.sha256()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        size: int = self.file.readinto(buffer)  # type: ignore[attr-defined]
+        self.digest.update(memoryview(buffer)[:size])
+        self.count += size
+        return size
+
+    def close(self) -> None:
+        if not self.closed and self.source.spool is None and self.source.name != STANDARD_INPUT:
+            self.file.close()
+        super().close()
+
+    def blocks(self) -> Iterator[bytes]:
+        """The decompressed bytes in blocks of about 1 MiB; at the end every stored byte has been read.
+
+        Raises:
+            UserError: the file cannot be read, or its compressed data is damaged or cut short.
+        """
+        import zstandard
+
+        stored: io.BufferedReader[Any] = io.BufferedReader(self, BLOCK)
+        try:
+            compression = self.source.compression or compression_of(stored.peek(4))
+            read = {"gzip": gzip_blocks, "zstd": zstd_blocks, None: plain_blocks}[compression]
+            yield from joined(read(stored))
+            if compression and not self.count:
+                raise EOFError("the file is empty")
+        except (EOFError, zlib.error, zstandard.ZstdError) as error:
+            raise UserError(f"{self.source.label}: damaged or cut short ({compression}: {error})") from None
+        except OSError as error:  # gzip.BadGzipFile is one, without a number
+            message = error.strerror or f"damaged or cut short ({error})"
+            raise UserError(f"cannot read {self.source.label}: {message}") from None
+        finally:
+            with contextlib.suppress(ValueError):
+                stored.detach()  # the caller closes this stream, and still wants its count and digest
+
+
+def compression_of(head: bytes) -> str | None:
+    return next((name for magic, name in MAGIC.items() if head.startswith(magic)), None)
+
+
+def plain_blocks(stored: io.BufferedReader) -> Iterator[bytes]:
+    return iter(lambda: stored.read(BLOCK), b"")
+
+
+def gzip_blocks(stored: io.BufferedReader) -> Iterator[bytes]:
+    import gzip
+
+    with gzip.GzipFile(fileobj=stored) as file:
+        yield from iter(lambda: file.read(BLOCK), b"")
+
+
+def zstd_blocks(stored: io.BufferedReader) -> Iterator[bytes]:
+    """Frames one after another. (zstandard's own stream reader takes a frame cut short for a whole one.)"""
+    import zstandard
+
+    frame = zstandard.ZstdDecompressor().decompressobj()
+    begun = False
+    while data := stored.read(ZSTD_INPUT):
+        while data:
+            if frame.eof:
+                frame = zstandard.ZstdDecompressor().decompressobj()
+            begun = True
+            yield frame.decompress(data)
+            data = frame.unused_data if frame.eof else b""
+    if begun and not frame.eof:
+        raise EOFError("the last frame is not complete")
+
+
+def joined(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes in blocks of at least 1 MiB, but for the last: what follows costs so much a block."""
+    held: list[bytes] = []
+    size = 0
+    for block in blocks:
+        held.append(block)
+        size += len(block)
+        if size >= BLOCK:
+            yield b"".join(held)
+            held, size = [], 0
+    if size:
+        yield b"".join(held)
+
+
+def spool(stream: Stream, *, decompress: bool) -> IO[bytes]:
+    """Copy a stream to a temporary file that has no name and goes when it is closed.
+
+    Raises:
+        UserError: (exit code 1) there is no room for it.
+    """
+    with disk_errors(Path(tempfile.gettempdir())):
+        file = tempfile.TemporaryFile()  # noqa: SIM115
+    for block in stream.blocks() if decompress else plain_blocks(io.BufferedReader(stream, BLOCK)):
+        with disk_errors(Path(tempfile.gettempdir())):
+            file.write(block)
+    file.flush()
+    file.seek(0)
+    return file
+
+
+def find_sources(patterns: Sequence[str], format: str | None = None) -> list[Source]:
+    """The inputs that file names, globs and `-` stand for: checked, sorted by name, each file once.
+
+    Args:
+        patterns: names of files, globs (`**` crosses folders), or `-` for standard input.
+        format: the format of every input; None: by its name (standard input: txt).
+
+    Raises:
+        UserError: a file is missing, unreadable, not regular or of no known format; a glob matches no file.
+    """
+    names = sorted({name for pattern in patterns for name in expanded(pattern)}, key=os.fsencode)
+    found: dict[str, Source] = {}
+    for name in names:
+        place = name if name == STANDARD_INPUT else os.path.realpath(name)
+        if place not in found:
+            found[place] = checked(name, format)
+    return list(found.values())
+
+
+def expanded(pattern: str) -> list[str]:
+    """The files that one argument stands for; a name that exists is itself, whatever signs are in it."""
+    if pattern == STANDARD_INPUT or os.path.lexists(pattern) or not glob.has_magic(pattern):
+        return [pattern]
+    names = [name for name in glob.glob(pattern, recursive=True) if not os.path.isdir(name)]
+    if not names:
+        raise UserError(f"{pattern} matches no file")
+    return names
+
+
+def checked(name: str, format: str | None) -> Source:
+    """A source that can be read, or the error that says why not."""
+    if name == STANDARD_INPUT:
+        return Source(name, format or "txt")
+    stem, suffix = os.path.splitext(name)
+    compression = COMPRESSIONS.get(suffix.lower())
+    suffix = os.path.splitext(stem)[1] if compression else suffix
+    try:
+        mode = os.stat(name).st_mode
+        if stat.S_ISDIR(mode):
+            raise UserError(
+                f"{name} is a folder (expected a file)", f"name its files: '{name.rstrip('/')}/*.txt'"
+            )
+        if not stat.S_ISREG(mode):
+            raise UserError(
+                f"{name} is not a regular file", "give a pipe as standard input: ... | pkmlm tokenize -"
+            )
+        with open(name, "rb"):
+            pass
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {name}: {getattr(error, 'strerror', None) or error}") from None
+    if format is None and suffix.lower()[1:] not in FORMATS:
+        raise UserError(
+            f"{name}: unknown kind of file (expected .txt, .jsonl or .parquet, plain or with .gz or .zst)",
+            "say what it is with --format txt, jsonl or parquet",
+        )
+    return Source(name, format or suffix.lower()[1:], compression)

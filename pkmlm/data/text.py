@@ -1,0 +1,311 @@
+"""From sources to documents, as streams of short chunks of text.
+
+A document is never held as a whole: it is a run of chunks, the last of which says so. Where it is cut depends
+on its text alone, never on how it was stored or read, so that its tokens are the same on every machine and in
+every command.
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from pkmlm.data.sources import STANDARD_INPUT, Source, Stream, spool
+from pkmlm.errors import UserError
+
+WINDOW = 2048  # characters: BPE slows down on long strings
+LAST_SINGLE_SPACE = re.compile(r".*[^ ](?= [^ ])", re.DOTALL)
+LINE_LIMIT = 128 << 20  # bytes of one line of JSON, which must be parsed whole
+ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[nrtfv0\\]|)")
+SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class Chunk(NamedTuple):
+    """A part of a document, of 1 to 2048 characters; an empty document is one empty chunk."""
+
+    text: str
+    ends_document: bool
+
+
+@dataclass
+class Tally:
+    """Counts over a stream of chunks. Empty documents are counted in `empty` and nowhere else.
+
+    `words` counts as lm-eval does: len(re.split(r"\\s+", document)), summed; `bytes` are those of UTF-8.
+    """
+
+    documents: int = 0
+    empty: int = 0
+    words: int = 0
+    bytes: int = 0
+    after_space: bool = False
+
+    def add(self, chunk: Chunk) -> None:
+        text = chunk.text
+        if text:
+            starts, ends = text[0].isspace(), text[-1].isspace()
+            solid = len(text.split())
+            self.words += solid - 1 + starts + ends if solid else 1  # runs of white space, ...
+            self.words -= starts and self.after_space  # one that lies across the cut counted once
+            self.bytes += len(text) if text.isascii() else len(text.encode())
+            self.after_space = ends
+        if chunk.ends_document:
+            self.documents += bool(text)
+            self.empty += not text
+            self.words += bool(text)  # ... which are one fewer than words
+            self.after_space = False
+
+
+def read_chunks(stream: Stream, separator: str | None = None, field: str = "text") -> Iterator[Chunk]:
+    """The documents of one source.
+
+    Args:
+        stream: `source.open()`; the format is the source's.
+        separator: what stands between the documents of a text file; None: a file is a document.
+        field: the key of a JSON line, or the column of a parquet file, that holds the text.
+
+    Raises:
+        UserError: damaged data, bad UTF-8 (names the byte of the decompressed stream), a bad line or row.
+    """
+    if stream.source.format == "txt":
+        return cut(split_documents(decoded(stream), separator))
+    if stream.source.format == "jsonl":
+        return cut(json_documents(stream, field))
+    return cut(parquet_documents(stream, field))
+
+
+def read_documents(source: Source, separator: str | None = None, field: str = "text") -> Iterator[str]:
+    """The documents of one source as whole strings, without the empty ones: for texts that fit in memory."""
+    parts: list[str] = []
+    with source.open() as stream:
+        for chunk in read_chunks(stream, separator, field):
+            parts.append(chunk.text)
+            if chunk.ends_document:
+                if text := "".join(parts):
+                    yield text
+                parts = []
+
+
+def cut(pieces: Iterable[tuple[str, bool]]) -> Iterator[Chunk]:
+    """Cut documents into chunks of at most 2048 characters.
+
+    A cut falls after the last newline of the window; if it has none, before its last single space; if it has
+    none of these either, at its end. The first two kinds of cut change no id of a BPE model learnt here.
+
+    Args:
+        pieces: (text, whether the document ends here), of any length; only the result's cuts are the rule's.
+    """
+    rest = ""
+    for text, ends in pieces:
+        rest = rest + text if rest else text
+        start = 0
+        while len(rest) - start > WINDOW:
+            stop = cut_before(rest, start)
+            yield Chunk(rest[start:stop], False)
+            start = stop
+        rest = rest[start:]
+        if ends:
+            yield Chunk(rest, True)
+            rest = ""
+
+
+def cut_before(text: str, start: int) -> int:
+    """Where the chunk that begins at `start` ends; more than a window of text must follow."""
+    stop = start + WINDOW
+    newline = text.rfind("\n", start, stop)
+    if newline >= 0:
+        return newline + 1
+    space = LAST_SINGLE_SPACE.match(text, start, stop + 1)
+    return space.end() if space else stop
+
+
+def chunks_of(text: str) -> list[str]:
+    """The chunks of one document that is held whole."""
+    return [chunk.text for chunk in cut([(text, True)]) if chunk.text]
+
+
+def decoded(stream: Stream) -> Iterator[str]:
+    """The text of a stream of UTF-8. Nothing is changed: line ends, a byte-order mark and NUL are text."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    read = 0
+
+    def decode(block: bytes, final: bool) -> str:
+        pending = len(decoder.getstate()[0])
+        try:
+            return decoder.decode(block, final)
+        except UnicodeDecodeError as error:
+            raise bad_utf8(stream, read - pending + error.start, error) from None
+
+    for block in stream.blocks():
+        yield decode(block, False)
+        read += len(block)
+    yield decode(b"", True)
+
+
+def bad_utf8(stream: Stream, offset: int, error: UnicodeDecodeError) -> UserError:
+    byte = error.object[error.start]
+    return UserError(
+        f"{stream.source.label}: not UTF-8 at byte {offset:,} (0x{byte:02x}: {error.reason})",
+        "convert it first, e.g. with iconv -t UTF-8",
+    )
+
+
+def split_documents(texts: Iterable[str], separator: str | None) -> Iterator[tuple[str, bool]]:
+    """Pieces of the documents between separators, which are found from the left as str.split finds them."""
+    held = ""
+    for text in texts:
+        if separator is None:
+            yield text, False
+            continue
+        *documents, held = (held + text).split(separator)
+        for document in documents:
+            yield document, True
+        keep = max(0, len(held) - len(separator) + 1)  # the rest may be the beginning of a separator
+        yield held[:keep], False
+        held = held[keep:]
+    yield held, True
+
+
+def unescape(separator: str) -> str:
+    r"""A separator as typed in a shell: \n \r \t \f \v \0 \\ \xNN \uNNNN \UNNNNNNNN stand for characters.
+
+    Raises:
+        UserError: it is empty, not Unicode, or has another escape.
+    """
+
+    def character(match: re.Match[str]) -> str:
+        if not match[1]:
+            raise UserError(
+                f"--separator: unknown escape in {separator!r} (expected \\n, \\t, \\\\, \\xNN, \\uNNNN)"
+            )
+        return codecs.decode(match[0].encode("ascii"), "unicode_escape")
+
+    try:
+        text = ESCAPE.sub(character, separator)
+    except UnicodeDecodeError as error:
+        raise UserError(f"--separator: {separator!r} has no such character ({error.reason})") from None
+    if not text or has_surrogate(text):
+        raise UserError(
+            f"--separator: {separator!r} is {'not Unicode' if text else 'empty'} (expected some text)"
+        )
+    return text
+
+
+def has_surrogate(text: str) -> bool:
+    """Whether a string has half of a surrogate pair, which UTF-8 cannot hold."""
+    return not text.isascii() and SURROGATE.search(text) is not None
+
+
+def json_documents(stream: Stream, field: str) -> Iterator[tuple[str, bool]]:
+    """The documents of a file of JSON lines; lines of white space are skipped."""
+    offset = 0
+    for number, line in enumerate(lines(stream), 1):
+        where = f"{stream.source.label}:{number}"
+        try:
+            text = line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise bad_utf8(stream, offset + error.start, error) from None
+        offset += len(line) + 1
+        text = text.removeprefix("\ufeff") if number == 1 else text
+        if text.strip():
+            yield json_text(text, field, where), True
+
+
+def json_text(line: str, field: str, where: str) -> str:
+    """The text in one line of JSON."""
+    try:
+        value: Any = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: found {kind(value)} (expected an object with the key {field!r})")
+    if field not in value:
+        keys = ", ".join(map(repr, list(value)[:8])) or "no keys"
+        raise UserError(
+            f"{where}: no key {field!r} (found {keys})", "name the key that holds the text with --field"
+        )
+    text = value[field]
+    if not isinstance(text, str):
+        raise UserError(f"{where}: {field!r} is {kind(text)} (expected a string)")
+    if has_surrogate(text):
+        raise UserError(f"{where}: {field!r} has a lone surrogate, which is not Unicode text")
+    return text
+
+
+def kind(value: Any) -> str:
+    """What JSON calls a value."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def lines(stream: Stream) -> Iterator[bytes]:
+    """The lines of a stream, without their newlines."""
+    held: list[bytes] = []
+    size = number = 0
+    for block in stream.blocks():
+        first, *others = block.split(b"\n")
+        held.append(first)
+        size += len(first)
+        if size > LINE_LIMIT:
+            raise UserError(
+                f"{stream.source.label}:{number + 1}: line over {LINE_LIMIT:,} bytes",
+                "cut the document into several",
+            )
+        for line in others:
+            yield b"".join(held)
+            number += 1
+            held, size = [line], len(line)
+    yield b"".join(held)
+
+
+def parquet_documents(stream: Stream, field: str) -> Iterator[tuple[str, bool]]:
+    """The documents in one column of a parquet file, which is read a few rows at a time."""
+    import pyarrow
+    import pyarrow.parquet
+
+    source = stream.source
+    plain = source.spool is None and source.name != STANDARD_INPUT and source.compression is None
+    row = 0
+    with open(source.name, "rb") if plain else spool(stream, decompress=True) as file:
+        try:
+            table = pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20)
+            check_column(table.schema_arrow, field, source)
+            for batch in table.iter_batches(batch_size=256, columns=[field]):
+                for text in batch.column(0).to_pylist():
+                    row += 1
+                    if text is None:
+                        raise UserError(f"{source.label}: row {row:,}: {field!r} is null (expected a string)")
+                    yield text, True
+                advance(stream, row / table.metadata.num_rows)
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{source.label}: {field!r} is not UTF-8 after row {row:,} ({error.reason})"
+            ) from None
+        except (pyarrow.ArrowException, OSError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"{source.label}: not a whole parquet file: {reason}") from None
+    advance(stream, 1.0)
+
+
+def check_column(schema: Any, field: str, source: Source) -> None:
+    """Refuse a column that is missing or does not hold text."""
+    import pyarrow.types as types
+
+    if field not in schema.names:
+        names = ", ".join(map(repr, schema.names[:8]))
+        raise UserError(
+            f"{source.label}: no column {field!r} (found {names})", "name the text's column with --field"
+        )
+    found = schema.field(field).type
+    value = found.value_type if types.is_dictionary(found) else found
+    if not (types.is_string(value) or types.is_large_string(value) or types.is_string_view(value)):
+        raise UserError(f"{source.label}: column {field!r} holds {found} (expected strings)")
+
+
+def advance(stream: Stream, share: float) -> None:
+    """Count and hash a file that another reads out of order, at the same pace."""
+    size = stream.source.size or 0
+    while stream.count < size * share and stream.read(1 << 20):
+        pass

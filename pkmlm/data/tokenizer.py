@@ -1,0 +1,215 @@
+"""Text to ids and back without loss: a SentencePiece model, learnt here or brought along."""
+
+import hashlib
+import heapq
+import io
+import random
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import sentencepiece
+
+from pkmlm.data.text import chunks_of, has_surrogate
+from pkmlm.errors import UserError
+
+MARK = "\u2581"  # SentencePiece writes a space so; in a text it must be spelt in bytes
+SAMPLE = 32 << 20  # bytes of text to learn from
+SEED = 0  # of the choice of that text
+LEARNING: dict[str, Any] = {
+    "normalization_rule_name": "identity",
+    "remove_extra_whitespaces": False,
+    "add_dummy_prefix": False,  # else a chunk would begin with a space that the text has not
+    "byte_fallback": True,
+    "split_digits": True,
+    "allow_whitespace_only_pieces": True,
+    "user_defined_symbols": ["\n"],  # no piece holds more than a newline: a cut after one changes no id
+    "character_coverage": 0.9995,
+    "max_sentence_length": 1 << 20,  # longer ones would be left out without a word; chunks are 8 KiB at most
+    "unk_id": 0,
+    "eos_id": 1,
+    "bos_id": -1,
+    "pad_id": -1,
+    "num_threads": 8,  # the model depends on their number: never that of the machine
+    "minloglevel": 3,
+}
+PROBES = (
+    " a\n\n b ",
+    "\r\n\tone\ttwo  three   ",
+    "\ufeffbyte-order mark, \x00 and \x1b",
+    "\ufb01 \uff21 \u00bd \u2126 e\u0301 \u00e9",  # what NFKC would change
+    "\u00a0\u2003\u2028\u200b\u0085\u3000",
+    "\U00020bb7 \U0001f469\u200d\U0001f469\u200d\U0001f467 \u0e01\u0633\u05d0",
+    f"{MARK} {MARK}{MARK}a{MARK}",
+    "<s> </s> <unk> <pad> <0x0A> \u2047 \u2585",
+    "0123456789 00",
+    "word " * 1000,
+    "line\n" * 1000,
+    "x" * 5000,
+    "  " * 2500,
+    f"\u00e9{MARK}" * 2500,
+)
+
+
+class Tokenizer:
+    """A lossless SentencePiece model.
+
+    Attributes:
+        model_bytes: the model, as its file holds it; `sha256` is that of these bytes.
+        size: number of ids.
+        eos: the id that ends a document, and that a model sees before the first token of one.
+        unknown: the id of what the model cannot spell.
+    """
+
+    def __init__(self, model_bytes: bytes, name: str = "the tokenizer"):
+        """Load a model and check that it loses nothing.
+
+        Raises:
+            UserError: it is not a SentencePiece model, has no token to end a document with, or does not give
+                back every probe text; `name` is what the error calls it.
+        """
+        try:
+            if not model_bytes:
+                raise RuntimeError("no data")
+            self._processor: Any = sentencepiece.SentencePieceProcessor(model_proto=model_bytes)
+        except RuntimeError:
+            raise UserError(f"{name} is not a SentencePiece model, or is damaged") from None
+        self.model_bytes = model_bytes
+        self.sha256 = hashlib.sha256(model_bytes).hexdigest()
+        self.size = int(self._processor.vocab_size())
+        self.unknown = int(self._processor.unk_id())
+        specials = [int(self._processor.eos_id()), int(self._processor.bos_id())]
+        self.eos = next((special for special in specials if special >= 0), -1)
+        self._mark = np.array([self._processor.piece_to_id(f"<0x{b:02X}>") for b in MARK.encode()], np.int32)
+        self._check(name)
+
+    @classmethod
+    def load(cls, path: Path) -> "Tokenizer":
+        """Load and check a model file.
+
+        Raises:
+            UserError: the file cannot be read, or see the constructor.
+        """
+        try:
+            return cls(Path(path).read_bytes(), str(path))
+        except OSError as error:
+            raise UserError(f"cannot read the tokenizer {path}: {error.strerror}") from None
+
+    @classmethod
+    def learn(
+        cls, texts: Iterable[str], vocab_size: int, model_type: str = "bpe", sample: int = SAMPLE
+    ) -> "Tokenizer":
+        """Learn a model from chunks of text; the same texts give the same model, byte for byte.
+
+        Args:
+            texts: chunks, read once. Of more than `sample` bytes a random part of that size is used.
+            model_type: "bpe" or "unigram".
+
+        Raises:
+            UserError: the text is too small, or has too many different characters, for this vocabulary.
+        """
+        model = io.BytesIO()
+        try:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=iter(sampled(texts, sample)),
+                model_writer=model,
+                vocab_size=vocab_size,
+                model_type=model_type,
+                **LEARNING,
+            )
+        except RuntimeError as error:
+            raise learning_error(str(error), vocab_size) from None
+        return cls(model.getvalue())
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of one document, cut into chunks as a corpus cuts it; without `eos`.
+
+        Raises:
+            UserError: the text has a lone surrogate (which no UTF-8 text has).
+        """
+        if has_surrogate(text):
+            raise UserError("the text has a lone surrogate, which is not Unicode text")
+        chunks = self.encode_chunks(chunks_of(text))
+        ids: list[int] = np.concatenate(chunks).tolist() if chunks else []
+        return ids
+
+    def encode_chunks(self, texts: Sequence[str], threads: int = 1) -> list[np.ndarray]:
+        """The ids (int32) of each text, taken as one piece; the same for any number of threads."""
+        if not texts:
+            return []
+        encoded: list[np.ndarray] = self._processor.encode(texts, num_threads=threads, return_type="numpy")
+        for i, text in enumerate(texts):
+            if MARK in text:
+                encoded[i] = self._encode_marks(text)
+        return encoded
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text that ids stand for; `eos` and other control ids stand for nothing."""
+        text: str = self._processor.decode([int(i) for i in ids])
+        return text
+
+    def _encode_marks(self, text: str) -> np.ndarray:
+        parts: list[np.ndarray] = []
+        for part in self._processor.encode(text.split(MARK), return_type="numpy"):
+            parts += [self._mark, part]
+        return np.concatenate(parts[1:])
+
+    def _check(self, name: str) -> None:
+        hint = "leave --tokenizer out to learn one that fits"
+        if self.eos < 0:
+            raise UserError(
+                f"{name} has neither an end nor a beginning token to separate documents with", hint
+            )
+        if not all(self._processor.is_byte(int(i)) for i in self._mark):
+            raise UserError(
+                f"{name} has no byte pieces: it cannot spell every text (expected byte_fallback)", hint
+            )
+        for probe in PROBES:
+            if self.decode(self.encode(probe)) != probe:
+                shown = ascii(probe if len(probe) < 60 else f"{probe[:20]}...")
+                raise UserError(f"{name} is lossy: {shown} does not come back from decoding", hint)
+        if self.eos in self.encode(self._processor.id_to_piece(self.eos)):
+            raise UserError(f"{name} reads the text of its own end token as that token", hint)
+
+
+def sampled(texts: Iterable[str], limit: int) -> list[str]:
+    """At most `limit` UTF-8 bytes of the texts, in their order: all if they fit, else a random choice.
+
+    Each text draws a number (from a fixed seed), and those with the smallest numbers are kept: bottom-k
+    sampling, in one pass and bounded memory.
+    """
+    draw = random.Random(SEED).random
+    kept: list[tuple[float, int, int, str]] = []  # (-number, place, bytes, text): the largest number on top
+    total, threshold = 0, 1.0
+    for place, text in enumerate(texts):
+        number = draw()
+        if not text or number >= threshold:
+            continue
+        size = len(text) if text.isascii() else len(text.encode())
+        heapq.heappush(kept, (-number, place, size, text))
+        total += size
+        while total > limit:
+            largest, _, size, _ = heapq.heappop(kept)
+            total, threshold = total - size, -largest
+    return [text for _, _, _, text in sorted(kept, key=lambda entry: entry[1])]
+
+
+def learning_error(message: str, vocab_size: int) -> UserError:
+    """SentencePiece's refusals, in terms of our options."""
+    if found := re.search(r"too high \(\d+\).*<= (\d+)", message):
+        most = int(found[1])
+        return UserError(
+            f"--vocab-size: {vocab_size:,} is too large for this text (expected at most {most:,})",
+            f"use --vocab-size {most}, or more text",
+        )
+    if found := re.search(r"required_chars\. \d+ vs (\d+)", message):
+        least = int(found[1])
+        return UserError(
+            f"--vocab-size: {vocab_size:,} is too small (256 bytes and the text's characters need {least:,})",
+            f"use --vocab-size {least} or more",
+        )
+    if "sentences_.empty()" in message or "all_chars_count" in message:
+        return UserError("the training text is too small to learn a tokenizer from")
+    return UserError(f"SentencePiece cannot learn a tokenizer: {message}")

@@ -1,0 +1,87 @@
+"""Continuing a text, one token at a time, with a cache of keys and values.
+
+V: vocabulary.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.model.attention import Cache
+from pkmlm.model.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn.
+
+    Attributes:
+        temperature: divides the logits; 0 takes the most likely token.
+        top_k: keep the k most likely tokens; None: all.
+        top_p: keep the most likely tokens that together reach this probability; None: all.
+        seed: of the draws.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 1
+
+
+@torch.no_grad()
+def generate(model: Transformer, prompt: list[int], sampling: Sampling, most: int) -> Iterator[int]:
+    """Yield up to `most` token ids that continue `prompt` (at least one id), endlessly past the context.
+
+    The cache holds the context; when it is full, the model reads the later half of it again and goes on from there.
+    """
+    device = next(model.parameters()).device
+    random = torch.Generator(device).manual_seed(sampling.seed)
+    ids, cache = list(prompt), Cache()
+    pending = ids[-model.context :]
+    for _ in range(most):
+        if cache.length + len(pending) > model.context:
+            cache, pending = Cache(), ids[-max(1, model.context // 2) :]
+        h_1TD = model.hidden(torch.tensor([pending], device=device), cache)
+        token = draw(model.head(h_1TD[0, -1]).float(), sampling, random)
+        ids.append(token)
+        pending = [token]
+        yield token
+
+
+def draw(logits_V: Tensor, sampling: Sampling, random: torch.Generator) -> int:
+    """One token id by temperature, then top-k, then top-p."""
+    if sampling.temperature == 0:
+        return int(logits_V.argmax())
+    logits_V = logits_V / sampling.temperature
+    if sampling.top_k is not None and sampling.top_k < len(logits_V):
+        least = logits_V.topk(sampling.top_k).values[-1]
+        logits_V = logits_V.masked_fill(logits_V < least, float("-inf"))
+    chance_V = logits_V.softmax(-1)
+    if sampling.top_p is not None:
+        sorted_V, order_V = chance_V.sort(descending=True, stable=True)
+        beyond_V = sorted_V.cumsum(-1) - sorted_V >= sampling.top_p
+        chance_V[order_V[beyond_V]] = 0
+    return int(torch.multinomial(chance_V, 1, generator=random))
+
+
+def stream_text(tokenizer: Tokenizer, prompt: list[int], ids: Iterable[int]) -> Iterator[str]:
+    """The text that `ids` add after `prompt`, in pieces; a character whose bytes are not all there yet is held back.
+
+    Ends before the end-of-document token.
+    """
+    seen = list(prompt[-8:])  # what decodes before the first new id: a piece never reaches further back
+    shown = len(tokenizer.decode(seen))
+    for token in ids:
+        if token == tokenizer.eos:
+            break
+        seen.append(token)
+        text = tokenizer.decode(seen)
+        if not text.endswith("\ufffd"):
+            yield text[shown:]
+            seen = seen[-8:]
+            shown = len(tokenizer.decode(seen))
+    else:
+        yield tokenizer.decode(seen)[shown:]

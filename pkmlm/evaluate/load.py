@@ -1,0 +1,48 @@
+"""A trained run, ready to be measured."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.model.transformer import Transformer, build_model
+from pkmlm.recipe.schema import Recipe
+from pkmlm.runtime.device import choose_device
+from pkmlm.runtime.rundir import RunDirectory
+from pkmlm.train import checkpoint
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A model with what it needs to read and write text.
+
+    Attributes:
+        path, name: of the run directory.
+        step: of the checkpoint that the weights come from.
+        model: in evaluation mode, in fp32.
+    """
+
+    path: Path
+    name: str
+    step: int
+    recipe: Recipe
+    model: Transformer
+    tokenizer: Tokenizer
+    device: torch.device
+
+
+def load_run(path: str | Path, step: str = "latest", device: torch.device | None = None) -> LoadedRun:
+    """Load a checkpoint of a run: "latest", "best" or a step.
+
+    Raises:
+        UserError: no such run or checkpoint, or it is damaged.
+    """
+    run = RunDirectory.existing(path)
+    number = run.resolve(step)
+    recipe, tokenizer = run.recipe(), Tokenizer.load(run.tokenizer_file)
+    checkpoint.verify(run.checkpoint(number))
+    device = device or choose_device()
+    model = build_model(recipe, recipe.model.vocab_size or tokenizer.size, "meta").to_empty(device=device)
+    checkpoint.load_weights(run.checkpoint(number), model)
+    return LoadedRun(run.path, run.name, number, recipe, model.eval(), tokenizer, device)

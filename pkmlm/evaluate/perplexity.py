@@ -1,0 +1,204 @@
+"""Perplexity as lm-evaluation-harness defines it for rolling tasks: documents never share context.
+
+B: windows of a batch; T: positions; D: model width; M: scored positions of a batch.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from pkmlm.data.corpus import Corpus
+from pkmlm.data.sources import find_sources
+from pkmlm.data.text import read_documents
+from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.errors import UserError
+from pkmlm.model.transformer import Transformer
+
+LOGITS = 1 << 24  # logits held at a time: 64 MB in fp32
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Tokenized documents and what their text counts.
+
+    Attributes:
+        name: of the split or the file.
+        ids: the documents' token ids, without the end-of-document token; may be read once.
+        tokens: ids in all; words: as `len(re.split(r"\\s+", text))` summed over documents; bytes: of UTF-8.
+    """
+
+    name: str
+    ids: Iterable[np.ndarray]
+    tokens: int
+    words: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """The negative log-likelihood of documents and what follows from it.
+
+    Attributes:
+        tokens: scored tokens: all but the end-of-document tokens.
+        nll: their sum of -log p, nats.
+        token_ppl, word_ppl, byte_ppl: exp(nll / count).
+        bits_per_byte: nll / bytes / log 2.
+    """
+
+    split: str
+    tokens: int
+    words: int
+    bytes: int
+    nll: float
+    token_ppl: float
+    word_ppl: float
+    byte_ppl: float
+    bits_per_byte: float
+
+    @classmethod
+    def of(cls, split: str, tokens: int, words: int, bytes_: int, nll: float) -> "Perplexity":
+        ppl = [math.exp(min(700.0, nll / count)) for count in (tokens, words, bytes_)]
+        return cls(split, tokens, words, bytes_, nll, *ppl, bits_per_byte=nll / bytes_ / math.log(2))
+
+    @property
+    def nats_per_token(self) -> float:
+        return self.nll / self.tokens
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Window(NamedTuple):
+    """Input ids of one forward, and how many of their last positions are scored, with the ids that follow them."""
+
+    tokens: np.ndarray
+    targets: np.ndarray
+
+
+def windows(ids: np.ndarray, prefix: int, context: int, stride: int) -> Iterator[Window]:
+    """Cut a document into windows in which each token is scored once.
+
+    The first window scores up to `context` tokens after the prefix token; each later one the next `stride`, with as much
+    context before them as fits. With stride = context this is the harness's rule: only the last window overlaps another.
+    """
+    stream = np.concatenate([[prefix], ids])
+    done = 0
+    while done < len(ids):
+        stop = min(len(ids), done + (context if done == 0 else stride))
+        yield Window(stream[max(0, stop - context) : stop], stream[done + 1 : stop + 1])
+        done = stop
+
+
+def documents_of_split(directory: str, split: str, tokenizer: Tokenizer, tokens: int | None = None) -> Documents:
+    """The documents of a tokenized split, or (with `tokens`) as many as hold its first so many tokens, the last one cut.
+
+    Raises:
+        UserError: no such split, or it was made with another tokenizer.
+    """
+    corpus = Corpus.open(directory, split)
+    if corpus.tokenizer_sha256 != tokenizer.sha256:
+        raise UserError(
+            f"{directory} was tokenized with another tokenizer ({corpus.tokenizer_sha256[:12]}) than the run's "
+            f"({tokenizer.sha256[:12]})",
+            "tokenize again with --tokenizer RUN/tokenizer.model",
+        )
+    whole = (corpus.document(i) for i in range(corpus.documents))
+    if tokens is None or tokens >= corpus.tokens - corpus.documents:
+        return Documents(split, whole, corpus.tokens - corpus.documents, corpus.words, corpus.bytes)
+    first: list[np.ndarray] = []
+    while tokens > 0:
+        first.append(next(whole)[:tokens])
+        tokens -= len(first[-1])
+    return documents_of_texts(split, first, [tokenizer.decode(ids.tolist()) for ids in first])
+
+
+def documents_of_text(path: str, tokenizer: Tokenizer, separator: str | None = None) -> Documents:
+    """The documents of a text file (any kind that `pkmlm tokenize` reads); "-" is standard input."""
+    sources = find_sources([path])
+    texts = [text for source in sources for text in read_documents(source, separator)]
+    if not texts:
+        raise UserError(f"{path} holds no text")
+    name = "standard input" if path == "-" else Path(path).name
+    return documents_of_texts(name, [np.array(tokenizer.encode(text)) for text in texts], texts)
+
+
+def documents_of_texts(name: str, ids: list[np.ndarray], texts: list[str]) -> Documents:
+    words = sum(len(re.split(r"\s+", text)) for text in texts)
+    return Documents(name, ids, sum(map(len, ids)), words, sum(len(text.encode()) for text in texts))
+
+
+@torch.no_grad()
+def score(
+    model: Transformer,
+    documents: Documents,
+    prefix: int,
+    *,
+    stride: int | None = None,
+    batch: int = 16,
+    watch: Callable[[Tensor], None] | None = None,
+    advance: Callable[[int], bool] | None = None,
+) -> Perplexity | None:
+    """Score documents with a model in evaluation mode; in the model's own precision, sums in float64.
+
+    Args:
+        prefix: the token that stands before every document (the end-of-document token).
+        stride: tokens scored by each window after a document's first; None: the context.
+        batch: windows a forward.
+        watch: called before each forward with the positions that are scored, a bool tensor (B * T,).
+        advance: called after each forward with the tokens scored so far; False ends the pass.
+
+    Returns:
+        None if `advance` ended it.
+
+    Raises:
+        UserError: stride outside 1 ... context; a score that is not finite (exit code 1).
+    """
+    stride = stride or model.context
+    if not 1 <= stride <= model.context:
+        raise UserError(f"--stride {stride} is not possible (expected 1 to the model's context, {model.context})")
+    device = next(model.parameters()).device
+    total, tokens = 0.0, 0
+    stream = (window for ids in documents.ids for window in windows(ids, prefix, model.context, stride))
+    while group := list(itertools.islice(stream, batch)):
+        nll, count = _score_batch(model, group, device, watch)
+        total, tokens = total + nll, tokens + count
+        if advance is not None and not advance(tokens):
+            return None
+    if not math.isfinite(total):
+        raise UserError(f"the model's scores on {documents.name} are not finite", exit_code=1)
+    if tokens == 0:
+        raise UserError(f"{documents.name} holds no tokens")
+    return Perplexity.of(documents.name, tokens, documents.words, documents.bytes, total)
+
+
+def _score_batch(
+    model: Transformer, group: list[Window], device: torch.device, watch: Callable[[Tensor], None] | None
+) -> tuple[float, int]:
+    """Sum of -log p over a batch of windows (padded on the right, which a causal model does not see)."""
+    longest = max(len(window.tokens) for window in group)
+    tokens_BT = np.zeros((len(group), longest), dtype=np.int64)
+    scored_BT = np.zeros((len(group), longest), dtype=bool)
+    for row, window in enumerate(group):
+        tokens_BT[row, : len(window.tokens)] = window.tokens
+        scored_BT[row, len(window.tokens) - len(window.targets) : len(window.tokens)] = True
+    mask_N = torch.from_numpy(scored_BT).flatten().to(device)
+    if watch is not None:
+        watch(mask_N)
+    h_MD = model.hidden(torch.from_numpy(tokens_BT).to(device)).flatten(0, 1)[mask_N]
+    targets_M = torch.from_numpy(np.concatenate([window.targets for window in group])).to(device)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    step = max(1, LOGITS // model.embedding.num_embeddings)
+    for h_CD, targets_C in zip(h_MD.split(step), targets_M.split(step), strict=True):
+        logits_CV = model.head(h_CD)
+        logits_CV = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
+        total += cross_entropy(logits_CV, targets_C, reduction="none").double().sum()
+    return float(total), len(targets_M)

@@ -1,0 +1,133 @@
+"""Counting what a model reads from its memories, while it runs.
+
+N: tokens; H: memory heads (hash layers: tables); k: slots a head reads; K: slots that one head can read.
+"""
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pkmlm.errors import UserError
+from pkmlm.evaluate.load import LoadedRun
+from pkmlm.evaluate.perplexity import Documents, score
+from pkmlm.model.memory.usage_tap import UsageTap, usage_taps
+from pkmlm.report.usage import MemoryUsage
+
+# Comparisons of slots held at a time when heads are compared: what a core's cache holds.
+COMPARISONS = 1 << 18
+
+
+class UsageCounters:
+    """Counts every read of every memory of a model while the `with` block runs.
+
+    Kept are integer counts and float64 masses of each head and slot, on the model's device: memory does not
+    grow with the tokens counted. A read counts whatever its weight, zero too.
+    """
+
+    def __init__(self, model: nn.Module):
+        device = next((parameter.device for parameter in model.parameters()), None)
+        self._memories = [_Counter(tap, device) for tap in usage_taps(model)]
+        self._hooks: list[Any] = []
+        self._mask_N: Tensor | None = None
+
+    def __enter__(self) -> "UsageCounters":
+        self._hooks = [memory.tap.register_forward_hook(self._hook(memory)) for memory in self._memories]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def only(self, mask_N: Tensor | None) -> None:
+        """Which positions of the next forwards count (bool, (N,) or any shape of N entries); None: all."""
+        self._mask_N = None if mask_N is None else mask_N.flatten()
+
+    def memories(self) -> list[MemoryUsage]:
+        """What has been counted, one entry a memory, in the model's order."""
+        return [memory.result() for memory in self._memories]
+
+    def _hook(self, memory: "_Counter") -> Callable[[nn.Module, Any, tuple[Tensor, Tensor]], None]:
+        def count(tap: nn.Module, inputs: Any, reads: tuple[Tensor, Tensor]) -> None:
+            slots_NHk, weights_NHk = (x.detach() for x in reads)
+            if self._mask_N is not None:
+                mask_N = self._mask_N.to(slots_NHk.device)
+                slots_NHk, weights_NHk = slots_NHk[mask_N], weights_NHk[mask_N]
+            memory.add(slots_NHk, weights_NHk)
+
+        return count
+
+
+class _Counter:
+    """The counts of one memory.
+
+    The heads of a hash layer own their slots, so that (head, slot) is the slot itself; elsewhere head h's
+    counts of slot s stand at h * K + s.
+    """
+
+    def __init__(self, tap: UsageTap, device: torch.device | None):
+        self.tap = tap
+        self.shared = tap.kind != "hash"
+        size = tap.slots * tap.heads if self.shared else tap.slots
+        self.tokens = 0
+        self.counts = torch.zeros(size, dtype=torch.int64, device=device)
+        self.masses = torch.zeros(size, dtype=torch.float64, device=device)
+        self.common_HH = torch.zeros(tap.heads, tap.heads, dtype=torch.int64, device=device)
+
+    @torch.no_grad()
+    def add(self, slots_NHk: Tensor, weights_NHk: Tensor) -> None:
+        self.tokens += len(slots_NHk)
+        if self.shared:
+            self._add_common(slots_NHk)
+            first_H = torch.arange(self.tap.heads, device=slots_NHk.device) * self.tap.slots
+            slots_NHk = slots_NHk + first_H[:, None]
+        index = slots_NHk.flatten()
+        self.counts.index_add_(0, index, torch.ones_like(index))
+        self.masses.index_add_(0, index, weights_NHk.flatten().double())
+
+    def _add_common(self, slots_NHk: Tensor) -> None:
+        """Count the slots that two heads share; a head's own slots differ from each other."""
+        heads, topk = slots_NHk.shape[1:]
+        for part_nHk in slots_NHk.split(max(1, COMPARISONS // topk**2)):
+            for g in range(heads):
+                self.common_HH[g, g] += part_nHk[:, g].numel()
+                for h in range(g + 1, heads):
+                    common = (part_nHk[:, g, :, None] == part_nHk[:, h, None, :]).count_nonzero()
+                    self.common_HH[g, h] += common
+                    self.common_HH[h, g] += common
+
+    def result(self) -> MemoryUsage:
+        tap = self.tap
+        where = f"the {tap.name} of layer {tap.layer}"
+        if not bool(self.masses.isfinite().all()):
+            raise UserError(
+                f"{where} reads with weights that are not finite", "use an earlier checkpoint: --step N"
+            )
+        return MemoryUsage(
+            tap.layer,
+            tap.name,
+            tap.kind,
+            self.tokens,
+            np.array(self.counts.view(tap.heads, -1).cpu()),
+            np.array(self.masses.view(tap.heads, -1).cpu()),
+            np.array(self.common_HH.cpu()) if self.shared else None,
+        )
+
+
+def measure_usage(
+    run: LoadedRun, documents: Documents, advance: Callable[[int], bool] | None = None
+) -> list[MemoryUsage]:
+    """What a run's memories read at the scored positions of documents, each position once.
+
+    Args:
+        advance: see `score`.
+    """
+    with UsageCounters(run.model) as counters:
+        score(run.model, documents, run.tokenizer.eos, watch=counters.only, advance=advance)
+    return counters.memories()

@@ -1,0 +1,60 @@
+"""Validation during training: perplexity, usage and a sample of text, on the model as it stands."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.evaluate.generate import Sampling, generate, stream_text
+from pkmlm.evaluate.perplexity import documents_of_split, score
+from pkmlm.evaluate.usage import UsageCounters
+from pkmlm.model.transformer import Transformer
+from pkmlm.recipe.schema import Recipe
+from pkmlm.runtime.device import autocast
+from pkmlm.runtime.signals import StopRequest
+
+SAMPLE_TOKENS = 48
+
+
+def validation(
+    recipe: Recipe, model: Transformer, tokenizer: Tokenizer, precision: str, say: Callable[[str], None]
+) -> Callable[[StopRequest], dict[str, Any] | None]:
+    """The function that measures `model` on the valid split, as `pkmlm eval --split valid` would (but in the precision
+    of training). It returns the numbers of a "valid" event, or None where a stop request cut it short.
+    """
+    device = next(model.parameters()).device
+
+    def validate(stop: StopRequest) -> dict[str, Any] | None:
+        model.eval()
+        documents = documents_of_split(recipe.data.dir or "", "valid", tokenizer, recipe.eval.tokens)
+        with UsageCounters(model) as counters, autocast(device, precision):
+            result = score(
+                model,
+                documents,
+                tokenizer.eos,
+                batch=recipe.train.micro_batch,
+                watch=counters.only,
+                advance=lambda tokens: not stop,
+            )
+        if result is None:
+            return None
+        if recipe.eval.sample is not None:
+            say(f"sample: {sample(model, tokenizer, recipe.eval.sample)}")
+        return {
+            "loss": result.nats_per_token,
+            "token_ppl": result.token_ppl,
+            "word_ppl": result.word_ppl,
+            "bits_per_byte": result.bits_per_byte,
+            "usage": [memory.brief() for memory in counters.memories()],
+        }
+
+    return validate
+
+
+@torch.no_grad()
+def sample(model: Transformer, tokenizer: Tokenizer, prompt: str) -> str:
+    """The prompt and a short continuation of it, the same draws each time."""
+    ids = [tokenizer.eos, *tokenizer.encode(prompt)]
+    drawn = generate(model, ids, Sampling(temperature=0.8, top_p=0.95), SAMPLE_TOKENS)
+    return prompt + "".join(stream_text(tokenizer, ids, drawn))

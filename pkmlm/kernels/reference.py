@@ -1,0 +1,64 @@
+"""The definition of every kernel, in plain torch: slow, short, and to be checked by eye.
+
+A fast kernel is right when it equals the function of the same name here, over random shapes, dtypes and ties.
+
+R: rows (queries); n: sub-keys of a half; k: slots to select; N: tokens; r: reads of a token; K: slots; D: width of a value.
+"""
+
+import torch
+from torch import Tensor
+
+
+def top_k(scores_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k highest scores of each row and their columns, highest first; equal scores by column, lowest first."""
+    best_Rn, column_Rn = torch.sort(scores_Rn, dim=-1, descending=True, stable=True)
+    return best_Rn[..., :k], column_Rn[..., :k]
+
+
+def candidate_pairs(n: int, k: int) -> tuple[list[int], list[int]]:
+    """Pairs of ranks (a, b), from 0, that can be among the k best sums of two lists of n sorted downwards.
+
+    A pair has (a + 1)(b + 1) - 1 others that score no lower and stand before it (score, then a, then b), so only pairs
+    with (a + 1)(b + 1) <= k can be selected: 119 of 1,024 at k = 32. Listed by a, then b.
+    """
+    pairs = [(a, b) for a in range(min(n, k)) for b in range(min(n, k // (a + 1)))]
+    return [a for a, _ in pairs], [b for _, b in pairs]
+
+
+def product_top_k(scores1_Rn: Tensor, scores2_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Exact top-k over the n^2 sums scores1[i] + scores2[j] (Lample et al. 2019, eq. 4).
+
+    Returns (i_Rk, j_Rk), int64, in the order: sum, then rank of i in half 1, then rank of j in half 2, where ranks
+    within a half are by score, then by index. The slot of a pair is i * n + j.
+    """
+    n = scores1_Rn.shape[-1]
+    best1_Rk, i_Rk = top_k(scores1_Rn, min(n, k))
+    best2_Rk, j_Rk = top_k(scores2_Rn, min(n, k))
+    a, b = candidate_pairs(n, k)
+    _, chosen_Rk = top_k(best1_Rk[:, a] + best2_Rk[:, b], k)
+    a_Rk, b_Rk = chosen_Rk.new_tensor(a)[chosen_Rk], chosen_Rk.new_tensor(b)[chosen_Rk]
+    return i_Rk.gather(1, a_Rk), j_Rk.gather(1, b_Rk)
+
+
+def weighted_row_sum(values_KD: Tensor, slots_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
+    """out[t] = sum over r of weights[t, r] * values[slots[t, r]] (eq. 3); (N, D)."""
+    return (values_KD[slots_Nr] * weights_Nr[..., None]).sum(1)
+
+
+def row_gradients(grad_ND: Tensor, slots_Nr: Tensor, weights_Nr: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of `weighted_row_sum` to its values, as (slots read, ascending (U,), their gradients (U, D))."""
+    touched_U = torch.unique(slots_Nr)
+    grad_UD = grad_ND.new_zeros(len(touched_U), grad_ND.shape[1])
+    for u, slot in enumerate(touched_U):
+        grad_UD[u] = ((weights_Nr * (slots_Nr == slot)).sum(1)[:, None] * grad_ND).sum(0)
+    return touched_U, grad_UD
+
+
+def bucket_codes(z_NTb: Tensor) -> Tensor:
+    """h(z) = sum over i of [z_i >= 0] * 2^i, i from 0 (Ding et al. 2024, eq. 9); int64 (N, tables)."""
+    return ((z_NTb >= 0).long() << torch.arange(z_NTb.shape[-1], device=z_NTb.device)).sum(-1)
+
+
+def bucket_scores(z_NTb: Tensor, temperature: float) -> Tensor:
+    """p(z) = 1 / prod over i of (1 + exp(-2|z_i|/t)) (eq. 12): the softmax, over all sign patterns, of <z, pattern>/t."""
+    return 1 / (1 + torch.exp(-2 * z_NTb.abs() / temperature)).prod(-1)

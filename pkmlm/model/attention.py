@@ -1,0 +1,89 @@
+"""Causal self-attention, its positions and its cache.
+
+B: sequences; T: new positions; S: all positions so far; D: model width; h: heads; e: width of a head.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from pkmlm.recipe.schema import Model
+
+ROTARY_BASE = 10_000.0
+
+
+@dataclass
+class Cache:
+    """Keys and values of the positions that a model has already read, for generation.
+
+    Attributes:
+        length: positions held; the next token has this position.
+        layers: one (k, v) pair a block, each (B, h, S, e).
+    """
+
+    length: int = 0
+    layers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def extend(self, index: int, k_BhTe: Tensor, v_BhTe: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the new positions of block `index`; return all of its keys and values."""
+        if index == len(self.layers):
+            self.layers.append((k_BhTe, v_BhTe))
+        else:
+            k_BhSe, v_BhSe = self.layers[index]
+            self.layers[index] = (torch.cat([k_BhSe, k_BhTe], 2), torch.cat([v_BhSe, v_BhTe], 2))
+        return self.layers[index]
+
+
+def rotation(start: int, length: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (T, width / 2) of rotary positions start ... start + length - 1, in fp32."""
+    frequency = ROTARY_BASE ** (-torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
+    angle_Tw = torch.arange(start, start + length, device=device)[:, None] * frequency
+    return angle_Tw.cos(), angle_Tw.sin()
+
+
+def rotate(x_BhTe: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate the first 2w entries of each head by position (halves paired, as in GPT-NeoX); keep the rest."""
+    cos_Tw, sin_Tw = (part.to(x_BhTe.dtype) for part in cos_sin)
+    width = cos_Tw.shape[-1]
+    a, b, rest = x_BhTe[..., :width], x_BhTe[..., width : 2 * width], x_BhTe[..., 2 * width :]
+    return torch.cat([a * cos_Tw - b * sin_Tw, b * cos_Tw + a * sin_Tw, rest], -1)
+
+
+class Attention(nn.Module):
+    """Multi-head causal attention.
+
+    Args:
+        qkv: maps (B, T, D) to (B, T, 3D): a linear map, or one hash layer for all three (MemoryFormer).
+        out: the output projection; None where there is none (MemoryFormer).
+        index: of the block, counted from 0, for the cache.
+    """
+
+    def __init__(self, model: Model, qkv: nn.Module, out: nn.Module | None, index: int):
+        super().__init__()
+        self.heads, self.dropout, self.index = model.heads, model.dropout, index
+        self.qkv, self.out = qkv, out
+
+    def forward(self, x_BTD: Tensor, cos_sin: tuple[Tensor, Tensor] | None, cache: Cache | None) -> Tensor:
+        batch, new, dim = x_BTD.shape
+        split = self.qkv(x_BTD).view(batch, new, 3, self.heads, dim // self.heads)
+        q_BhTe, k_BhTe, v_BhTe = split.permute(2, 0, 3, 1, 4)
+        if cos_sin is not None:
+            q_BhTe, k_BhTe = rotate(q_BhTe, cos_sin), rotate(k_BhTe, cos_sin)
+        if cache is not None:
+            k_BhTe, v_BhTe = cache.extend(self.index, k_BhTe, v_BhTe)
+        total = k_BhTe.shape[2]
+        mask_TS = None
+        if 1 < new < total:  # a piece that continues a cache: no fast causal path for it
+            mask_TS = torch.ones(new, total, dtype=torch.bool, device=x_BTD.device).tril(total - new)
+        mixed_BhTe = scaled_dot_product_attention(
+            q_BhTe,
+            k_BhTe,
+            v_BhTe,
+            attn_mask=mask_TS,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=new == total and new > 1,
+        )
+        y_BTD = mixed_BhTe.transpose(1, 2).reshape(batch, new, dim)
+        return y_BTD if self.out is None else self.out(y_BTD)

@@ -1,0 +1,295 @@
+"""What a recipe costs: parameters, operations, bytes read and memory, by arithmetic (no torch, no model).
+
+Operations are multiply-adds, each counted once, of a forward over one sequence of s = model.context tokens.
+Counted are the products with weights, keys, values and table rows, and attention's scores and weighted sums
+(2 s^2 d, not halved for
+causality: as MemoryFormer counts). Left out, all small beside these: norms, activations, softmax, the top-k
+and the sums of candidate scores, biases, residual sums, the embedding look-up.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pkmlm.recipe.check import memory_layers
+from pkmlm.recipe.schema import Model, Recipe
+
+
+@dataclass(frozen=True)
+class Part:
+    """One module of a block.
+
+    Attributes:
+        name: "attention", "ffn", "memory", "qkv", "ffn1", "ffn2".
+        dense: parameters of maps, norms, queries and keys.
+        values, tables: parameters of memory values, and of hash tables.
+        flops: of its maps, over one sequence, attention's own products left out.
+        read: entries of values or tables that one token reads.
+        saved: numbers kept for the backward, for one token (an estimate).
+    """
+
+    name: str
+    dense: int
+    flops: int
+    values: int = 0
+    tables: int = 0
+    read: int = 0
+    saved: int = 0
+
+
+@dataclass(frozen=True)
+class Block:
+    """One layer as built, and what MemoryFormer's formula gives for it (None where it does not apply)."""
+
+    layer: int
+    parts: tuple[Part, ...]
+    attention_flops: int
+    paper_flops: int | None
+
+    @property
+    def flops_without_attention(self) -> int:
+        return sum(part.flops for part in self.parts)
+
+    @property
+    def memory(self) -> int:
+        return sum(part.values + part.tables for part in self.parts)
+
+    @property
+    def dense(self) -> int:
+        return sum(part.dense for part in self.parts)
+
+    @property
+    def read(self) -> int:
+        return sum(part.read for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of a model; see the module for what is counted.
+
+    Attributes:
+        dense: parameters that are not values or tables; the embeddings are among them.
+        memory: parameters of memory values and hash tables.
+        read_per_token: parameters that the forward of one token reads: its rows of values and tables, and
+            all dense ones but the rows of the input embedding and of learned positions that belong to
+            others. (A tied embedding is read whole, as the head.)
+        flops_per_token: blocks and head, averaged over a full sequence.
+        entry_bytes: bytes an entry of values and tables, for table_bytes and gather_bytes_per_token.
+        training: bytes by what they hold, with weights and Adam's moments in fp32; an estimate, see
+            `training_bytes`.
+    """
+
+    dense: int
+    memory: int
+    read_per_token: int
+    blocks: tuple[Block, ...]
+    flops_per_token: int
+    entry_bytes: int
+    training: dict[str, int]
+
+    @property
+    def gather_bytes_per_token(self) -> int:
+        return sum(block.read for block in self.blocks) * self.entry_bytes
+
+    def as_json(self) -> dict[str, Any]:
+        """The shape of `pkmlm cost --json`."""
+        return {
+            "parameters": {"dense": self.dense, "memory": self.memory, "read_per_token": self.read_per_token},
+            "block": [
+                {
+                    "layer": block.layer,
+                    "flops": block.flops_without_attention + block.attention_flops,
+                    "flops_without_attention": block.flops_without_attention,
+                    "table_bytes": block.memory * self.entry_bytes,
+                    "paper": None
+                    if block.paper_flops is None
+                    else {
+                        "flops": block.paper_flops + block.attention_flops,
+                        "flops_without_attention": block.paper_flops,
+                    },
+                }
+                for block in self.blocks
+            ],
+            "flops_per_token": self.flops_per_token,
+            "gather_bytes_per_token": self.gather_bytes_per_token,
+            "entry_bytes": self.entry_bytes,
+            "training_bytes": {**self.training, "total": sum(self.training.values())},
+        }
+
+
+def cost_of(recipe: Recipe, vocab_size: int, entry_bytes: int = 2) -> Cost:
+    """The cost of a recipe's model.
+
+    Args:
+        recipe: a checked recipe.
+        vocab_size: rows of the embedding (`model.vocab_size` may be null).
+        entry_bytes: bytes an entry of values and tables: 2 as the papers count (fp16), 4 for fp32.
+    """
+    model = recipe.model
+    beside = memory_layers(model)
+    blocks = tuple(block_cost(model, layer, beside) for layer in range(1, model.layers + 1))
+    embedding, head = vocab_size * model.dim, 0 if model.tie_embeddings else vocab_size * model.dim
+    positions = model.context * model.dim if model.positions == "learned" else 0
+    dense = embedding + positions + sum(block.dense for block in blocks) + 2 * model.dim + head
+    unread = (positions - model.dim if positions else 0) + (
+        0 if model.tie_embeddings else embedding - model.dim
+    )
+    flops = sum(block.flops_without_attention + block.attention_flops for block in blocks)
+    return Cost(
+        dense=dense,
+        memory=sum(block.memory for block in blocks),
+        read_per_token=dense - unread + sum(block.read for block in blocks),
+        blocks=blocks,
+        flops_per_token=flops // model.context + vocab_size * model.dim,
+        entry_bytes=entry_bytes,
+        training=training_bytes(recipe, dense, blocks, vocab_size),
+    )
+
+
+def block_cost(model: Model, layer: int, beside: dict[int, bool]) -> Block:
+    """Attention, then an FFN (or Memory Block), a memory, or both; `beside` is `memory_layers(model)`."""
+    s, d = model.context, model.dim
+    hashed = model.projections == "hash"
+    parts = [hashed_attention(model) if hashed else attention(model)]
+    if beside.get(layer, True):
+        parts += memory_block(model) if hashed else [ffn(model)]
+    if layer in beside:
+        parts.append(key_memory(model))
+    # One norm before all that follows attention.
+    parts[1] = replace(parts[1], dense=parts[1].dense + 2 * d, saved=parts[1].saved + 2 * d)
+    paper = None
+    if layer not in beside and (hashed or model.ffn_dim in (None, 4 * d)):
+        paper = 6 * s * d * d // model.hash.bits if hashed else 12 * s * d * d
+    return Block(layer, tuple(parts), 2 * s * s * d, paper)
+
+
+def attention(model: Model) -> Part:
+    """Norm, one map to q, k and v, and the output map."""
+    d, bias = model.dim, 4 * model.dim if model.bias else 0
+    return Part(
+        "attention", 2 * d + 4 * d * d + bias, model.context * 4 * d * d, saved=6 * d + rotation(model)
+    )
+
+
+def hashed_attention(model: Model) -> Part:
+    """Norm, and one Memory Layer to q, k and v that share a hash; no output map."""
+    tables, d = model.dim // model.hash.bits, model.dim
+    layer = hash_layer_cost(model.hash.bits, tables, 3 * d, model.context)
+    saved = 7 * d + 3 * tables + rotation(model)
+    return Part("qkv", 2 * d, layer.flops, tables=layer.entries, read=tables * 3 * d, saved=saved)
+
+
+def rotation(model: Model) -> int:
+    """Numbers that rotary positions keep for a token: rotated copies of queries and keys, and their parts."""
+    return 3 * model.dim if model.positions == "rotary" else 0
+
+
+def ffn(model: Model) -> Part:
+    d, inner = model.dim, model.ffn_dim or 4 * model.dim
+    bias = inner + d if model.bias else 0
+    return Part("ffn", 2 * d * inner + bias, model.context * 2 * d * inner, saved=2 * inner)
+
+
+def memory_block(model: Model) -> list[Part]:
+    """Two Memory Layers with a norm between (MF section 2.4, eq. 15)."""
+    tables, bits, wide_bits = (
+        model.dim // model.hash.bits,
+        model.hash.bits,
+        model.hash.bits + model.hash.extra_bits,
+    )
+    wide = wide_bits * tables
+    first = hash_layer_cost(bits, tables, wide, model.context)
+    second = hash_layer_cost(wide_bits, tables, model.dim, model.context)
+    return [
+        Part("ffn1", 0, first.flops, tables=first.entries, read=tables * wide, saved=model.dim + 3 * tables),
+        Part(
+            "ffn2",
+            2 * wide,
+            second.flops,
+            tables=second.entries,
+            read=tables * model.dim,
+            saved=3 * wide + 3 * tables,
+        ),
+    ]
+
+
+def key_memory(model: Model) -> Part:
+    """Queries, sub-keys (or flat keys) and values.
+
+    FLOPs a token (PKM section 3.2): the query map; H * n * d_q for the scores of both halves' sub-keys
+    (flat keys: H * n^2 * d_q); H * k * d for the weighted sum of the values.
+    """
+    memory, d = model.memory, model.dim
+    queries, slots = memory.heads * memory.key_dim, memory.num_keys**2
+    rows = memory.num_keys if memory.kind == "product-key" else slots
+    query_map = d * queries + (d * d if memory.query == "mlp" else 0)
+    bias = queries + (d if memory.query == "mlp" else 0)
+    norm = {"batch": 2 * queries, "layer": 2 * memory.key_dim, "rms": memory.key_dim, "none": 0}[
+        memory.query_norm
+    ]
+    keys = queries * rows  # product keys: heads * 2 * n * (d_q / 2)
+    read = memory.heads * memory.topk * d
+    return Part(
+        "memory",
+        query_map + bias + norm + keys,
+        model.context * (query_map + keys + read),
+        values=slots * d,
+        read=read,
+        saved=4 * queries + 6 * memory.heads * memory.topk,
+    )
+
+
+@dataclass(frozen=True)
+class HashLayer:
+    """One Memory Layer: `entries` numbers in its tables, `flops` multiply-adds for `tokens` tokens."""
+
+    entries: int
+    flops: int
+
+    def table_bytes(self, entry_bytes: int = 2) -> int:
+        return self.entries * entry_bytes
+
+
+def hash_layer_cost(bits: int, tables: int, width: int, tokens: int) -> HashLayer:
+    """The cost of one Memory Layer (MF section 2.3): tokens * (bits + width) * tables operations.
+
+    Args:
+        bits: of a bucket code (tau): a table has 2^bits rows.
+        tables: how many (K); the layer's input is bits * tables wide.
+        width: of the output (h), and so of a row.
+        tokens: of the sequence (s).
+    """
+    return HashLayer(entries=tables * 2**bits * width, flops=tokens * (bits + width) * tables)
+
+
+def training_bytes(recipe: Recipe, dense: int, blocks: tuple[Block, ...], vocab_size: int) -> dict[str, int]:
+    """An estimate of the memory that training takes in one process, by what holds it.
+
+    weights, gradients, moments: fp32, 4 + 4 + 8 bytes a parameter under Adam. Values under row-adam have no
+    dense gradient: that of the rows read in an optimizer step (at most all slots) counts instead.
+    activations: what maps, norms, attention and memories keep of one micro-batch for the backward, without
+    dropout; 2 bytes a number in bf16 and fp16, otherwise 4 ("auto" too); SDPA is taken to keep no s^2 scores.
+    logits: the head's output, its log-softmax and its gradient in fp32.
+    search: the scores of one memory's keys and their ordering, at 28 bytes a score; gone after each memory.
+    Left out: the allocator's slack, the framework itself and the data.
+    """
+    model, train, memory = recipe.model, recipe.train, recipe.model.memory
+    values = sum(part.values for block in blocks for part in block.parts)
+    tables = sum(part.tables for block in blocks for part in block.parts)
+    memories = sum(part.name == "memory" for block in blocks for part in block.parts)
+    gradient = 4 * values
+    if recipe.optim.values.optimizer == "row-adam":
+        reads = train.batch_tokens * memory.heads * memory.topk
+        gradient = min(gradient, memories * min(reads, memory.num_keys**2) * (4 * model.dim + 8))
+    tokens = train.micro_batch * model.context
+    rows = memory.num_keys if memory.kind == "product-key" else memory.num_keys**2
+    search = tokens * memory.heads * rows * 28 if memories else 0
+    width = 2 if train.precision in ("bf16", "fp16") else 4
+    saved = sum(part.saved for block in blocks for part in block.parts) + 3 * model.dim
+    return {
+        "weights": 4 * (dense + values + tables),
+        "gradients": 4 * (dense + tables) + gradient,
+        "moments": 8 * (dense + values + tables),
+        "activations": tokens * saved * width,
+        "logits": tokens * vocab_size * 12,
+        "search": search,
+    }

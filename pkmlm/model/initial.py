@@ -1,0 +1,62 @@
+"""Initial values: each module states them, one function fills them in.
+
+Every parameter and buffer has a random stream of its own, named by its path in the model. The numbers therefore depend on
+the seed and the path alone: not on the device (meta included), the order of construction, or what else the model holds.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from pkmlm.runtime.seeds import generator
+
+
+class Normal(NamedTuple):
+    std: float
+
+
+class Uniform(NamedTuple):
+    bound: float
+
+
+class Constant(NamedTuple):
+    value: float
+
+
+Initial = Normal | Uniform | Constant
+
+LINEAR_STD = 0.02  # GPT-2's
+
+
+def stated_by(module: nn.Module) -> dict[str, Initial]:
+    """The initial values of a module's own parameters and buffers, by name."""
+    if hasattr(module, "initial"):
+        stated: dict[str, Initial] = module.initial()
+        return stated
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        return {"weight": Constant(1.0), "bias": Constant(0.0)}
+    if isinstance(module, nn.Linear | nn.Embedding):
+        return {"weight": Normal(LINEAR_STD), "bias": Constant(0.0)}
+    return {}
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, seed: int) -> None:
+    """Fill every parameter and buffer of a model (its tensors must have storage).
+
+    Raises:
+        KeyError: a module owns a tensor for which it states no initial value (a programmer's mistake).
+    """
+    for path, module in model.named_modules():
+        stated = stated_by(module)
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            match stated[name]:
+                case Constant(value):
+                    tensor.fill_(value)
+                case Normal(std):
+                    random = generator(seed, "initial", f"{path}.{name}")
+                    tensor.copy_(torch.empty(tensor.shape, dtype=torch.float32).normal_(0, std, generator=random))
+                case Uniform(bound):
+                    random = generator(seed, "initial", f"{path}.{name}")
+                    tensor.copy_(torch.empty(tensor.shape).uniform_(-bound, bound, generator=random))

@@ -1,0 +1,87 @@
+"""MemoryFormer's hash tables (Ding et al. 2024, sec. 2.2 and 2.3).
+
+B: sequences; T: positions; N: tokens (B * T); D: width in; K: tables; b: bits of a code; W: width out.
+"""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu
+
+from pkmlm.kernels import ops
+from pkmlm.model.initial import LINEAR_STD
+from pkmlm.model.memory.query import at_least_fp32
+from pkmlm.model.memory.usage_tap import UsageTap
+from pkmlm.model.memory.values import Values
+from pkmlm.recipe.schema import Hash
+
+
+def score_rms(bits: int, temperature: float, scaled: bool) -> float:
+    """Root mean square of a bucket's score over z ~ N(0, 1)^bits; `scaled`: of sum|z| * p(z)."""
+    z = np.linspace(0, 12, 24001)
+    density = 2 * np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi) * (z[1] - z[0])
+    density[0] /= 2
+    sigmoid2 = (1 + np.exp(-2 * z / temperature)) ** -2
+    m0, m1, m2 = ((z**power * sigmoid2 * density).sum() for power in (0, 1, 2))
+    if not scaled:
+        return math.sqrt(m0**bits)
+    pairs = bits * (bits - 1) * m1**2 * m0 ** (bits - 2) if bits > 1 else 0.0
+    return math.sqrt(bits * m2 * m0 ** (bits - 1) + pairs)
+
+
+class HashLayer(nn.Module):
+    """One Memory Layer: y = sum over tables k of p(z_k) * T_k[h(z_k)] (eq. 8 to 13), in place of a linear map.
+
+    The input is cut into K = D / b chunks; the signs of a chunk are the code of its bucket. The tables start at a size
+    that gives the output of a linear map with weights N(0, 0.02^2) (the paper does not say): with p about 0.13 at 8 bits,
+    entries of 0.02 would start the layer nearly dead.
+
+    Args:
+        dim, width: in and out. `dim` is a multiple of `bits`.
+        share: the size of the output beside that of the linear map (residual branches start smaller).
+        layer, name: for the usage report.
+    """
+
+    def __init__(self, dim: int, width: int, bits: int, spec: Hash, layer: int, name: str, share: float = 1.0):
+        super().__init__()
+        self.tables, self.bits = dim // bits, bits
+        self.temperature, self.scaled = spec.temperature, spec.score == "scaled"
+        size = share * LINEAR_STD * math.sqrt(dim)
+        std = size / (math.sqrt(self.tables) * score_rms(bits, spec.temperature, self.scaled))
+        self.tap = UsageTap(layer, name, "hash", self.tables << bits, self.tables)
+        self.values = Values(self.tables << bits, width, std=std, group="tables", compact=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """(B, T, W) in the dtype of the tables. Signs and scores are taken in fp32, whatever the autocast."""
+        with torch.autocast(x_BTD.device.type, enabled=False):
+            z_NKb = at_least_fp32(x_BTD).reshape(-1, self.tables, self.bits)
+            first_row_K = torch.arange(self.tables, device=x_BTD.device) << self.bits
+            rows_NK = ops.bucket_codes(z_NKb) + first_row_K
+            scores_NK = ops.bucket_scores(z_NKb, self.temperature)
+            if self.scaled:
+                scores_NK = scores_NK * z_NKb.abs().sum(-1)
+            rows_NK1, scores_NK1 = self.tap(rows_NK[..., None], scores_NK[..., None])
+            return self.values(rows_NK1[..., 0], scores_NK1[..., 0]).view(*x_BTD.shape[:-1], -1)
+
+
+class MemoryBlock(nn.Module):
+    """Two Memory Layers in place of an FFN, a LayerNorm between and no activation (eq. 15, sec. 2.3).
+
+    The second layer's chunks are `extra_bits` wider (table 5), which widens the output of the first.
+    """
+
+    def __init__(self, dim: int, spec: Hash, layer: int, share: float):
+        super().__init__()
+        wide_bits = spec.bits + spec.extra_bits
+        wide = wide_bits * (dim // spec.bits)
+        self.first = HashLayer(dim, wide, spec.bits, spec, layer, "ffn1")
+        self.norm = nn.LayerNorm(wide)
+        self.second = HashLayer(wide, dim, wide_bits, spec, layer, "ffn2", share)
+        self.gelu = spec.activation == "gelu"
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        h_BTW = self.first(x_BTD)
+        out: Tensor = self.second(self.norm(gelu(h_BTW) if self.gelu else h_BTW))
+        return out

@@ -1,0 +1,147 @@
+"""The network: a decoder-only, pre-norm transformer whose FFNs may be memories.
+
+B: sequences; T: positions; D: model width; V: vocabulary.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, linear, relu
+
+from pkmlm.model.attention import Attention, Cache, rotation
+from pkmlm.model.initial import LINEAR_STD, Constant, Initial, Normal, initialise
+from pkmlm.model.memory.flat_key import FlatKeyMemory
+from pkmlm.model.memory.hash_table import HashLayer, MemoryBlock
+from pkmlm.model.memory.product_key import ProductKeyMemory
+from pkmlm.recipe.check import memory_layers, rotary_width
+from pkmlm.recipe.schema import Model, Recipe
+
+BATCH_NORM_MOMENTUM = 0.1  # of one optimizer step
+
+
+class ResidualLinear(nn.Linear):
+    """The last map of a residual branch: it starts smaller by the root of the number of branches (GPT-2)."""
+
+    def __init__(self, dim_in: int, dim_out: int, bias: bool, share: float):
+        super().__init__(dim_in, dim_out, bias)
+        self.share = share
+
+    def initial(self) -> dict[str, Initial]:
+        return {"weight": Normal(LINEAR_STD * self.share), "bias": Constant(0.0)}
+
+
+class FFN(nn.Module):
+    """Two linear maps with an activation between."""
+
+    def __init__(self, model: Model, share: float):
+        super().__init__()
+        inner = model.ffn_dim or 4 * model.dim
+        self.up = nn.Linear(model.dim, inner, bias=model.bias)
+        self.down = ResidualLinear(inner, model.dim, model.bias, share)
+        self.activation = {"gelu": gelu, "relu": relu}[model.activation]
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        out: Tensor = self.down(self.activation(self.up(x_BTD)))
+        return out
+
+
+class Block(nn.Module):
+    """Attention, then what `parts` are: an FFN, a Memory Block, a memory, or an FFN with a memory beside it.
+
+    sequential: z = x + attention(norm(x)), y = z + parts(norm(z)); parallel: y = x + attention(norm(x)) + parts(norm(x)).
+    The residual stream itself is never normalised (MemoryFormer's eq. 15 read as its code has it).
+    """
+
+    def __init__(self, model: Model, attention: Attention, parts: dict[str, nn.Module]):
+        super().__init__()
+        self.parallel = model.residual == "parallel"
+        self.attention_norm = nn.LayerNorm(model.dim)
+        self.attention = attention
+        self.norm = nn.LayerNorm(model.dim)
+        self.parts = nn.ModuleDict(parts)
+        self.dropout = nn.Dropout(model.dropout)
+
+    def forward(self, x_BTD: Tensor, cos_sin: tuple[Tensor, Tensor] | None, cache: Cache | None) -> Tensor:
+        z_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), cos_sin, cache))
+        h_BTD = self.norm(x_BTD if self.parallel else z_BTD)
+        for part in self.parts.values():
+            z_BTD = z_BTD + self.dropout(part(h_BTD))
+        return z_BTD
+
+
+class Transformer(nn.Module):
+    """Tokens to logits. Build it with `build_model`."""
+
+    def __init__(self, model: Model, vocab_size: int, blocks: list[Block]):
+        super().__init__()
+        self.context = model.context
+        self.rotary_width = rotary_width(model) if model.positions == "rotary" else 0
+        self.embedding = nn.Embedding(vocab_size, model.dim)
+        self.positions = nn.Embedding(model.context, model.dim) if model.positions == "learned" else None
+        self.dropout = nn.Dropout(model.dropout)
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.LayerNorm(model.dim)
+        self.untied_head = None if model.tie_embeddings else nn.Linear(model.dim, vocab_size, bias=False)
+
+    def hidden(self, tokens_BT: Tensor, cache: Cache | None = None) -> Tensor:
+        """The final norm's output (B, T, D). With a cache, the tokens continue what the cache holds, and are added to it.
+
+        Raises:
+            ValueError: more positions than the context has.
+        """
+        start, length = (cache.length if cache else 0), tokens_BT.shape[1]
+        if start + length > self.context:
+            raise ValueError(f"{start + length} positions do not fit the context of {self.context}")
+        x_BTD = self.embedding(tokens_BT)
+        if self.positions is not None:
+            x_BTD = x_BTD + self.positions.weight[start : start + length]
+        x_BTD = self.dropout(x_BTD)
+        device = tokens_BT.device
+        cos_sin = rotation(start, length, self.rotary_width, device) if self.rotary_width else None
+        for block in self.blocks:
+            x_BTD = block(x_BTD, cos_sin, cache)
+        if cache is not None:
+            cache.length += length
+        normed: Tensor = self.norm(x_BTD)
+        return normed
+
+    def head(self, h_BTD: Tensor) -> Tensor:
+        """Logits (..., V) of hidden states."""
+        return linear(h_BTD, (self.untied_head or self.embedding).weight)
+
+    def forward(self, tokens_BT: Tensor, cache: Cache | None = None) -> Tensor:
+        """Logits (B, T, V): at each position, of the token after it."""
+        return self.head(self.hidden(tokens_BT, cache))
+
+
+def build_model(recipe: Recipe, vocab_size: int, device: str | torch.device = "cpu") -> Transformer:
+    """The model of a recipe, initialised from its seed; on the meta device, only its shape.
+
+    A model built on "meta" and then given storage (`to_empty`) and `initialise` holds the same numbers.
+    """
+    with torch.device("meta"):
+        model = Transformer(recipe.model, vocab_size, [_block(recipe, index) for index in range(recipe.model.layers)])
+    if torch.device(device).type != "meta":
+        model.to_empty(device=device)
+        initialise(model, recipe.train.seed)
+    return model
+
+
+def _block(recipe: Recipe, index: int) -> Block:
+    model, layer = recipe.model, index + 1
+    share = (2 * model.layers) ** -0.5
+    hashed = model.projections == "hash"
+    memories = memory_layers(model)
+    parts: dict[str, nn.Module] = {}
+    if memories.get(layer, True):  # no memory here, or one beside the FFN
+        parts["ffn"] = MemoryBlock(model.dim, model.hash, layer, share) if hashed else FFN(model, share)
+    if layer in memories:
+        kind = {"product-key": ProductKeyMemory, "flat-key": FlatKeyMemory}[model.memory.kind]
+        compact = recipe.optim.values.optimizer == "row-adam"
+        momentum = 1 - (1 - BATCH_NORM_MOMENTUM) ** (1 / recipe.micro_batches)
+        parts["memory"] = kind(model.dim, model.memory, layer, compact=compact, momentum=momentum)
+    if hashed:
+        qkv: nn.Module = HashLayer(model.dim, 3 * model.dim, model.hash.bits, model.hash, layer, "qkv")
+        return Block(model, Attention(model, qkv, None, index), parts)
+    qkv = nn.Linear(model.dim, 3 * model.dim, bias=model.bias)
+    out = ResidualLinear(model.dim, model.dim, model.bias, share)
+    return Block(model, Attention(model, qkv, out, index), parts)

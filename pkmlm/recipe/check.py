@@ -1,0 +1,305 @@
+"""What must hold within and between a recipe's keys.
+
+Each error names the key, what was found, what was expected, and the nearest values that would do.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, NoReturn
+
+from pkmlm.errors import UserError
+from pkmlm.recipe.schema import Model, Recipe
+
+LARGEST_SIZE = 2**31 - 1
+MOST_PARAMETERS = 2**40
+
+# The least and largest whole numbers where they are not 1 and LARGEST_SIZE; the intervals of other numbers
+# are (low, low included, high, high included).
+LEAST = {
+    "model.hash.extra_bits": 0,
+    "optim.warmup_steps": 0,
+    "optim.values.warmup_steps": 0,
+    "train.seed": 0,
+    "eval.every": 0,
+    "checkpoint.keep": 2,
+}
+MOST = {"model.hash.bits": 16, "model.hash.extra_bits": 15, "train.seed": 2**63 - 1}
+ABOVE_ZERO = (0.0, False, math.inf, False)
+FROM_ZERO = (0.0, True, math.inf, False)
+FROM_ZERO_BELOW_ONE = (0.0, True, 1.0, False)
+INTERVALS = {
+    "model.rotary_fraction": (0.0, False, 1.0, True),
+    "model.dropout": FROM_ZERO_BELOW_ONE,
+    "model.hash.temperature": ABOVE_ZERO,
+    "optim.lr": ABOVE_ZERO,
+    "optim.betas": FROM_ZERO_BELOW_ONE,
+    "optim.eps": ABOVE_ZERO,
+    "optim.final_lr": (0.0, True, 1.0, True),
+    "optim.weight_decay": FROM_ZERO,
+    "optim.clip": FROM_ZERO,
+    "optim.values.lr": ABOVE_ZERO,
+    "optim.values.betas": FROM_ZERO_BELOW_ONE,
+    "optim.values.clip": FROM_ZERO,
+    "optim.tables.lr_scale": ABOVE_ZERO,
+    "optim.tables.clip": FROM_ZERO,
+}
+
+
+class Check:
+    """The recipe under test and the places where its keys were given."""
+
+    def __init__(self, places: Mapping[str, str]):
+        self.places = places
+
+    def fail(self, key: str, message: str, expected: str, *others: str, hint: str = "") -> NoReturn:
+        """Raise the error about `key`; where it is a default, its place is that of another key involved."""
+        place = next((f"{self.places[name]}: " for name in (key, *others) if name in self.places), "")
+        raise UserError(f"{place}{key}: {message} (expected {expected})", hint)
+
+
+def check_recipe(recipe: Recipe, places: Mapping[str, str] | None = None) -> Recipe:
+    """Return the recipe unchanged if everything in it can be built and trained.
+
+    Args:
+        places: dotted key -> where it was given, for the errors.
+
+    Raises:
+        UserError: something cannot hold.
+    """
+    check = Check(places or {})
+    check_ranges(check, recipe, "")
+    if not re.fullmatch(r"\w[\w.+-]{0,99}", recipe.name):
+        check.fail(
+            "name",
+            f"found {recipe.name[:60]!r}",
+            "letters, digits, and . _ + - as in a file name, at most 100",
+        )
+    check_sizes(check, recipe.model)
+    check_attention(check, recipe.model)
+    check_batch(check, recipe)
+    check_schedules(check, recipe)
+    if recipe.model.projections == "hash":
+        check_hash(check, recipe.model)
+    if recipe.model.memory.kind != "none":
+        check_memory(check, recipe.model)
+    return recipe
+
+
+def check_ranges(check: Check, section: Any, prefix: str) -> None:
+    """Every number by itself."""
+    for field in fields(section):
+        name, value = f"{prefix}{field.name}", getattr(section, field.name)
+        if is_dataclass(value):
+            check_ranges(check, value, f"{name}.")
+        elif isinstance(value, int) and not isinstance(value, bool):
+            low, high = LEAST.get(name, 1), MOST.get(name, LARGEST_SIZE)
+            if not low <= value <= high:
+                limit = f"{low} or more" if value < low else f"at most {high}"
+                check.fail(name, f"found {value}", limit)
+        elif name in INTERVALS:
+            for number in value if isinstance(value, tuple) else (value,):
+                check_interval(check, name, number)
+
+
+def check_interval(check: Check, name: str, number: float) -> None:
+    low, with_low, high, with_high = INTERVALS[name]
+    if not (
+        (low < number or (with_low and number == low)) and (number < high or (with_high and number == high))
+    ):
+        lower = f"{low:g} or more" if with_low else f"more than {low:g}"
+        upper = "" if high == math.inf else f" and {'at most' if with_high else 'less than'} {high:g}"
+        check.fail(name, f"found {number:g}", f"{lower}{upper}")
+
+
+def check_sizes(check: Check, model: Model) -> None:
+    """Nothing beyond any machine: each kind of tensor holds at most 2^40 numbers over all layers."""
+    memory, tables = model.memory, model.dim // model.hash.bits
+    sizes = {
+        "model.vocab_size": (model.vocab_size or 0) * model.dim,
+        "model.context": model.context * model.dim,
+        "model.dim": model.layers * 4 * model.dim**2,
+        "model.ffn_dim": model.layers * (model.ffn_dim or 0) * model.dim,
+    }
+    if memory.kind != "none":
+        sizes["model.memory.num_keys"] = memory.num_keys**2 * model.dim
+        key_rows = memory.num_keys if memory.kind == "product-key" else memory.num_keys**2
+        sizes["model.memory.key_dim"] = memory.heads * memory.key_dim * max(key_rows, model.dim)
+    if model.projections == "hash":
+        widest = 2 ** (model.hash.bits + model.hash.extra_bits)
+        sizes["model.hash.bits"] = model.layers * tables * widest * model.dim
+    for key, size in sizes.items():
+        if size > MOST_PARAMETERS:
+            check.fail(
+                key,
+                f"asks for {size:.1e} parameters",
+                f"at most 2^40 = {MOST_PARAMETERS:.1e}",
+                "model.dim",
+                "model.layers",
+            )
+
+
+def check_attention(check: Check, model: Model) -> None:
+    if model.dim % model.heads:
+        near = nearest_divisors(model.dim, model.heads)
+        check.fail(
+            "model.heads", f"{model.heads} heads do not divide model.dim {model.dim}", near, "model.dim"
+        )
+    if model.positions == "rotary":
+        width, turned = model.dim // model.heads, rotary_width(model)
+        pairs = model.rotary_fraction * width / 2
+        if turned < 2 or turned % 2 or abs(turned - 2 * pairs) > 1e-6:
+            counts = {min(max(n, 1), width // 2) for n in (math.floor(pairs), math.ceil(pairs))}
+            fractions = sorted(2 * n / width for n in counts if n)
+            expected = " or ".join(f"{value:.6g}" for value in fractions) or "heads at least two wide"
+            check.fail(
+                "model.rotary_fraction",
+                f"{model.rotary_fraction:g} of a head of {width} is {2 * pairs:g}, not an even width",
+                expected,
+                "model.heads",
+                "model.dim",
+                "model.positions",
+            )
+
+
+def rotary_width(model: Model) -> int:
+    """How many of a head's dim / heads entries rotate; even in a checked recipe."""
+    return round(model.rotary_fraction * (model.dim // model.heads))
+
+
+def check_batch(check: Check, recipe: Recipe) -> None:
+    """An optimizer step is a whole number of sequences, and they fall into whole micro-batches."""
+    context, tokens, portion = recipe.model.context, recipe.train.batch_tokens, recipe.train.micro_batch
+    if tokens % context:
+        check.fail(
+            "train.batch_tokens",
+            f"{tokens} tokens are not a whole number of sequences of {context} (model.context)",
+            nearest_multiples(tokens, context),
+            "model.context",
+        )
+    sequences = tokens // context
+    if sequences % portion:
+        plural = "sequence" if sequences == 1 else "sequences"
+        check.fail(
+            "train.micro_batch",
+            f"the {sequences} {plural} of a step (train.batch_tokens / model.context) "
+            f"do not fall into micro-batches of {portion}",
+            nearest_divisors(sequences, portion),
+            "train.batch_tokens",
+            "model.context",
+        )
+
+
+def check_schedules(check: Check, recipe: Recipe) -> None:
+    for prefix, group in (("optim", recipe.optim), ("optim.values", recipe.optim.values)):
+        if group.schedule == "inverse-sqrt" and group.warmup_steps < 1:
+            check.fail(
+                f"{prefix}.warmup_steps",
+                "found 0 with the inverse-sqrt schedule",
+                "1 or more",
+                f"{prefix}.schedule",
+            )
+
+
+def check_hash(check: Check, model: Model) -> None:
+    bits, extra = model.hash.bits, model.hash.extra_bits
+    if model.dim % bits:
+        check.fail(
+            "model.hash.bits",
+            f"{bits} bits do not divide model.dim {model.dim}",
+            f"{nearest_divisors(model.dim, bits, 16)}, or a dim of {nearest_multiples(model.dim, bits)}",
+            "model.dim",
+            "model.projections",
+        )
+    if bits + extra > 16:
+        check.fail(
+            "model.hash.extra_bits",
+            f"{bits} + {extra} bits make tables of 2^{bits + extra} rows",
+            f"at most {16 - bits}, so that 16 bits in all",
+            "model.hash.bits",
+            "model.projections",
+        )
+
+
+def check_memory(check: Check, model: Model) -> None:
+    memory = model.memory
+    limit = memory.num_keys if memory.kind == "product-key" else memory.num_keys**2
+    if memory.topk > limit:
+        what = "which is model.memory.num_keys" if memory.kind == "product-key" else "the slots"
+        check.fail(
+            "model.memory.topk",
+            f"found {memory.topk}",
+            f"at most {limit}, {what}",
+            "model.memory.num_keys",
+            "model.memory.kind",
+        )
+    if memory.key_dim % 2:
+        low, high = memory.key_dim - 1, memory.key_dim + 1
+        near = f"{low} or {high}" if low else f"{high}"
+        check.fail(
+            "model.memory.key_dim", f"{memory.key_dim} has no half for a sub-key", f"an even width: {near}"
+        )
+    if not memory.layers:
+        check.fail(
+            "model.memory.layers",
+            f"no layer for the {memory.kind} memory",
+            f"layers from 1 to {model.layers}, such as [{max(1, model.layers - 1)}]",
+            "model.memory.kind",
+            hint="without a memory: model.memory.kind: none",
+        )
+    places_of(check, model)
+
+
+def memory_layers(model: Model) -> dict[int, bool]:
+    """The layers with a memory, counted from 1 and in order; the value says whether it stands beside the FFN.
+
+    `5` replaces the FFN of layer 5, `5+` adds beside it. `auto:N` spreads N memories at equal distances, over
+    layers i * ceil(L / (N + 1)), i = 1 ... N, which for L = 16 and N = 2 gives 6 and 12 (PKM section 4.3).
+    Empty where the kind is none.
+
+    Raises:
+        UserError: not a layer, beyond the model, or named twice.
+    """
+    return places_of(Check({}), model) if model.memory.kind != "none" else {}
+
+
+def places_of(check: Check, model: Model) -> dict[int, bool]:
+    beside: dict[int, bool] = {}
+    for text in model.memory.layers:
+        match = re.fullmatch(r"(auto:)?([0-9]{1,9})(\+?)", text)
+        if not match:
+            check.fail("model.memory.layers", f"found {text[:40]!r}", "a layer such as 5, 5+ or auto:2")
+        number = int(match[2])
+        if match[1] and number > model.layers:
+            check.fail("model.memory.layers", f"found {text}", f"at most auto:{model.layers}", "model.layers")
+        step = math.ceil(model.layers / (number + 1))
+        for layer in [i * step for i in range(1, number + 1)] if match[1] else [number]:
+            if not 1 <= layer <= model.layers:
+                what = f"{text} asks for layer {layer}" if match[1] else f"found layer {layer}"
+                check.fail("model.memory.layers", what, f"layers from 1 to {model.layers}", "model.layers")
+            if layer in beside:
+                check.fail("model.memory.layers", f"layer {layer} is named twice", "each layer once")
+            beside[layer] = bool(match[3])
+        if match[1] and not number:
+            check.fail("model.memory.layers", f"found {text}", "auto:1 or more")
+    return dict(sorted(beside.items()))
+
+
+def nearest_divisors(number: int, value: int, most: int | None = None) -> str:
+    """The divisors of `number` on either side of `value`, as text."""
+    divisors = [
+        d
+        for d in range(max(1, value - 4096), min(number, value + 4096, most or number) + 1)
+        if number % d == 0
+    ]
+    below = [d for d in divisors if d < value][-1:] or ([] if value > 4096 else [1])
+    above = [d for d in divisors if d > value][:1]
+    if value > number:
+        below, above = [number], []
+    return " or ".join(str(d) for d in below + above) or f"a divisor of {number}"
+
+
+def nearest_multiples(number: int, unit: int) -> str:
+    below = number // unit * unit
+    return " or ".join(str(n) for n in (below, below + unit) if n)

@@ -1,0 +1,130 @@
+"""YAML text into a small tree that remembers where everything stood.
+
+Only what a recipe needs is read: mappings, lists and scalars. Scalars keep their raw text: what `3e-4` or
+`no` means is decided by the type of the key that they are for, not by the rules by which YAML guesses.
+"""
+
+from dataclasses import dataclass
+
+import yaml
+
+from pkmlm.errors import UserError
+
+DEEPEST = 12  # levels of nesting; recipes have five
+LARGEST = 1 << 18  # bytes of a recipe file
+HINT = "write key: value, indented with spaces; put quotes around a text that holds : or #"
+
+
+@dataclass(frozen=True)
+class Node:
+    """A scalar's text, a list or a mapping, and its place: file:line:column, or the override."""
+
+    value: "str | list[Node] | dict[str, Node]"
+    place: str
+    quoted: bool = False
+
+    @property
+    def is_null(self) -> bool:
+        return not self.quoted and self.value in ("", "~", "null")
+
+    def shown(self) -> str:
+        """What was found, in words, for an error."""
+        if isinstance(self.value, dict):
+            return "a mapping"
+        if isinstance(self.value, list):
+            return f"a list of {len(self.value)}"
+        if self.quoted:
+            return f'the text "{shorten(self.value)}"'
+        return shorten(self.value) if self.value else "nothing"
+
+
+def shorten(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+class PlainComposer(yaml.SafeLoader):
+    """PyYAML's composer without anchors, aliases, tags and deep nesting."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
+            raise yaml.composer.ComposerError(
+                None, None, "anchors and aliases (& and *) are not for recipes", event.start_mark
+            )
+        if event.tag is not None:
+            raise yaml.composer.ComposerError(None, None, "tags (!) are not for recipes", event.start_mark)
+        if self.depth >= DEEPEST:
+            raise yaml.composer.ComposerError(
+                None, None, f"nested deeper than {DEEPEST} levels", event.start_mark
+            )
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+def parse(text: str, file: str) -> Node:
+    """The tree of one YAML document.
+
+    Raises:
+        UserError: not one document of the YAML that recipes use; names `file`, line and column.
+    """
+    composer = None
+    try:
+        composer = PlainComposer(text)
+        root = composer.get_single_node()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else file
+        problem = error.problem or error.context or "cannot be read"
+        if "but found another document" in problem:
+            problem = "a second document (expected one recipe a file)"
+        elif "'\\t'" in problem:
+            problem = "a tab where YAML wants spaces"
+        raise UserError(
+            f"{place}: {problem}", HINT
+        ) from None
+    except yaml.reader.ReaderError as error:
+        before = text[: error.position]
+        place = f"{file}:{before.count(chr(10)) + 1}:{error.position - before.rfind(chr(10))}"
+        code = f"U+{int(error.character):04X}"
+        raise UserError(f"{place}: the character {code} may not stand in YAML text") from None
+    except (ValueError, OverflowError):  # PyYAML lets chr() fail on "\UFFFFFFFF"
+        mark = composer.get_mark() if composer else None
+        place = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else file
+        raise UserError(f"{place}: an escape names no character") from None
+    if root is None:
+        raise UserError(
+            f"{file}: empty (expected a recipe)", "`pkmlm recipe keys` lists what may stand in one"
+        )
+    return convert(root, file)
+
+
+def convert(node: yaml.Node, file: str) -> Node:
+    """A composed YAML node as a `Node`; refuses duplicate keys and keys that are not words."""
+    place = f"{file}:{node.start_mark.line + 1}:{node.start_mark.column + 1}"
+    if isinstance(node, yaml.ScalarNode):
+        return Node(node.value, place, quoted=node.style is not None)
+    if isinstance(node, yaml.SequenceNode):
+        return Node([convert(item, file) for item in node.value], place)
+    entries: dict[str, Node] = {}
+    lines: dict[str, int] = {}
+    for key, value in node.value:
+        line = key.start_mark.line + 1
+        at = f"{file}:{line}:{key.start_mark.column + 1}"
+        if not isinstance(key, yaml.ScalarNode):
+            raise UserError(f"{at}: a key is a mapping or a list (expected a word)")
+        if key.value == "<<":
+            raise UserError(
+                f"{at}: merge keys (<<) are not for recipes", "`base: other.yaml` inherits a whole recipe"
+            )
+        if key.value in entries:
+            raise UserError(
+                f"{at}: {key.value} is given twice: first in line {lines[key.value]}", "remove one of them"
+            )
+        child = convert(value, file)
+        entries[key.value] = Node(child.value, at, child.quoted)
+        lines[key.value] = line
+    return Node(entries, place)

@@ -1,0 +1,191 @@
+"""Runs side by side, from the files that training, `eval` and `usage-report` left in them."""
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from pkmlm.recipe.schema import Recipe
+from pkmlm.report.tables import Column, Table
+from pkmlm.report.usage_tables import NATS, NUMBER, SHARE, right
+from pkmlm.runtime.files import read_json
+from pkmlm.runtime.rundir import RunDirectory
+
+Facts = dict[str, Any]
+
+
+def open_runs(paths: Iterable[str]) -> dict[str, RunDirectory]:
+    """Run directories by name, or by path where two have the same name; one given twice is taken once.
+
+    Raises:
+        UserError: one is not a run directory.
+    """
+    runs = {run.path.resolve(): run for run in map(RunDirectory.existing, paths)}.values()
+    names = [run.name for run in runs]
+    return {run.name if names.count(run.name) == 1 else str(run.path): run for run in runs}
+
+
+def facts_of(label: str, run: RunDirectory) -> Facts:
+    """What is known of a run; None where a measurement is missing.
+
+    Keys: run, kind, dense, memory, read_per_token (parameters), status, step, tokens (trained so far),
+    tokens_per_second (median over steps), seconds (in training steps), valid_step, valid_loss (nats a token),
+    valid_token_ppl, valid_bits_per_byte (of the best validation), test_step, test_token_ppl, test_word_ppl,
+    test_bits_per_byte (of the newest evaluation of the test split), tasks ({name: {"acc", ...}}),
+    average_acc, usage (memories of the newest usage report of the test split).
+    """
+    recorded, metrics = run.facts(), run.metrics()
+    parameters = recorded.get("parameters") or {}
+    train = [event for event in metrics if event.get("event") == "train"]
+    speeds = [event["tokens_per_second"] for event in train if number(event.get("tokens_per_second"))]
+    valid = [
+        event for event in metrics if event.get("event") == "valid" and number(event.get("loss")) is not None
+    ]
+    best = min(valid, key=lambda event: float(event["loss"]), default={})
+    test, tasks = newest(run.path / "eval", "test", "perplexity"), newest(run.path / "eval", "", "tasks")
+    scored = test.get("perplexity") or {}
+    return {
+        "run": label,
+        "kind": kind_of(run.recipe()),
+        **{key: parameters.get(key) for key in ("dense", "memory", "read_per_token")},
+        "status": recorded.get("status"),
+        "step": max((event["step"] for event in train), default=None),
+        "tokens": max((event.get("tokens") or 0 for event in train), default=None),
+        "tokens_per_second": median(speeds) if speeds else None,
+        "seconds": trained_seconds(run),
+        "valid_step": best.get("step"),
+        **{f"valid_{key}": number(best.get(key)) for key in ("loss", "token_ppl", "bits_per_byte")},
+        "test_step": test.get("step"),
+        **{f"test_{key}": number(scored.get(key)) for key in ("token_ppl", "word_ppl", "bits_per_byte")},
+        "tasks": tasks.get("tasks") or {},
+        "average_acc": tasks.get("average_acc"),
+        "usage": newest(run.path / "usage", "test", "memories").get("memories") or [],
+    }
+
+
+def kind_of(recipe: Recipe) -> str:
+    """dense, hash, product-key, flat-key, or two of them."""
+    model = recipe.model
+    parts = ["hash"] if model.projections == "hash" else []
+    parts += [model.memory.kind] if model.memory.kind != "none" else []
+    return " + ".join(parts) or "dense"
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None for anything else."""
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def newest(folder: Path, split: str, holding: str) -> Facts:
+    """The results of the highest step in SPLIT-step-N.json (split "": any) that hold the key; or nothing."""
+    name = re.compile(rf"{re.escape(split) or '.+'}-step-(\d+)\.json")
+    steps = [(int(m[1]), file) for file in sorted(folder.glob("*.json")) if (m := name.fullmatch(file.name))]
+    for _, file in sorted(steps, reverse=True):
+        results = read_json(file, "the results")
+        if isinstance(results, dict) and results.get(holding):
+            return results
+    return {}
+
+
+def trained_seconds(run: RunDirectory) -> float | None:
+    """Seconds spent in training steps up to the latest checkpoint."""
+    steps = run.steps()
+    state = run.checkpoint(steps[-1]) / "state.json" if steps else None
+    return read_json(state, "the checkpoint's state").get("seconds") if state and state.exists() else None
+
+
+def compare_tables(runs: Sequence[Facts]) -> list[Table]:
+    """What people read; tables without a number in them are left out."""
+    return [
+        table
+        for table in (_models(runs), _quality(runs), _tasks(runs), _usage(runs))
+        if any(value is not None for row in table.rows for value in row[1:])
+    ]
+
+
+def flat_table(runs: Sequence[Facts]) -> Table:
+    """One row a run, for CSV: the facts, each task's accuracy, and the mean usage and KL over memories."""
+    plain = [key for key in (runs[0] if runs else {}) if key not in ("tasks", "usage")]
+    tasks = _task_names(runs)
+    rows = [
+        [run[key] for key in plain]
+        + [(run["tasks"].get(task) or {}).get("acc") for task in tasks]
+        + [_mean(memory["mass"][key] for memory in run["usage"]) for key in ("usage", "kl")]
+        for run in runs
+    ]
+    return Table("", [Column(name) for name in (*plain, *tasks, "mean_usage", "mean_kl")], rows)
+
+
+def _models(runs: Sequence[Facts]) -> Table:
+    columns = {
+        "run": Column("Run"),
+        "kind": Column("Kind"),
+        "dense": right("Dense weights", NUMBER),
+        "memory": right("Memory weights", NUMBER),
+        "step": right("Steps", NUMBER),
+        "tokens": right("Tokens", NUMBER),
+        "tokens_per_second": right("Tokens a second", NUMBER),
+        "seconds": right("Time (s)", NUMBER),
+    }
+    if any(run["status"] not in (None, "finished") for run in runs):
+        columns["status"] = Column("Status")
+    return _of_keys("Models and their training", columns, runs)
+
+
+def _quality(runs: Sequence[Facts]) -> Table:
+    columns = {
+        "run": Column("Run"),
+        "valid_loss": right("Best valid (nats)", NATS),
+        "valid_step": right("at step", NUMBER),
+        "valid_token_ppl": right("Valid perplexity", "{:,.2f}"),
+        "test_token_ppl": right("Test perplexity", "{:,.2f}"),
+        "test_word_ppl": right("Test, a word", "{:,.1f}"),
+        "test_bits_per_byte": right("Test bits a byte", NATS),
+        "test_step": right("at step", NUMBER),
+    }
+    return _of_keys("Prediction", columns, runs)
+
+
+def _of_keys(title: str, columns: dict[str, Column], runs: Sequence[Facts]) -> Table:
+    return Table(title, list(columns.values()), [[run[key] for key in columns] for run in runs])
+
+
+def _tasks(runs: Sequence[Facts]) -> Table:
+    names = _task_names(runs)
+    rows = [
+        [run["run"], *((run["tasks"].get(name) or {}).get("acc") for name in names), run["average_acc"]]
+        for run in runs
+    ]
+    columns = [Column("Run"), *(right(name, "{:.3f}") for name in names), right("average", "{:.3f}")]
+    return Table("Zero-shot accuracy", columns, rows)
+
+
+def _usage(runs: Sequence[Facts]) -> Table:
+    columns = [
+        Column("Run"),
+        Column("Layer"),
+        right("Slots", NUMBER),
+        right("Usage", SHARE),
+        right("(random)", SHARE),
+        right("KL (nats)", NATS),
+        right("(random)", NATS),
+        right("Gini", "{:.3f}"),
+    ]
+    rows = []
+    for run in runs:
+        for memory in run["usage"]:
+            mass, uniform = memory["mass"], memory["uniform"]
+            numbers = [mass["usage"], uniform["usage"], mass["kl"], uniform["kl"], mass["gini"]]
+            rows.append([run["run"], f"{memory['layer']} {memory['name']}", memory["slots"], *numbers])
+    return Table("Memory use on the test split, by mass", columns, rows)
+
+
+def _task_names(runs: Sequence[Facts]) -> list[str]:
+    return list(dict.fromkeys(name for run in runs for name in run["tasks"]))
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None

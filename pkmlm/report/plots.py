@@ -1,0 +1,265 @@
+"""Pictures of how memories are used and of how runs learn: PNG files of 1200 x 700 pixels.
+
+Figures are built without pyplot, so that nothing global is kept; colours are those of Okabe and Ito, which
+can be told apart with any kind of colour vision.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from math import isqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from pkmlm.errors import printable
+from pkmlm.report.usage import MemoryUsage, reads_of_a_slot
+from pkmlm.runtime.files import disk_errors, writing
+
+Metrics = Sequence[Mapping[str, Any]]
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+STYLES = ("-", "--", ":", "-.")
+GREY = "#8c8c8c"
+MOST_LINES = 8  # of one picture; of more memories, those of some layers are drawn
+MOST_PIXELS = 512  # of a map's side
+MOST_POINTS = 1000  # of one line
+
+
+def draw_usage(folder: Path, run: str, memories: Sequence[MemoryUsage], metrics: Metrics) -> list[Path]:
+    """Draw one run's memories into a folder and return the files; what has no data is not drawn.
+
+    Args:
+        folder: made if it is missing; files in it are replaced.
+        run: the run's name, for titles and file names.
+        memories: what was counted.
+        metrics: the lines of the run's metrics.jsonl, for usage over training.
+    """
+    read = [memory for memory in memories if memory.masses_S.any()]
+    figures: dict[str, Figure] = {}
+    if read:
+        figures["slot-mass"] = slot_mass(run, read)
+    for memory in read:
+        where = f"layer-{memory.layer}-{memory.name}"
+        if memory.kind == "product-key":
+            figures[f"map-{where}"] = key_map(run, memory)
+        if memory.overlap_HH is not None:
+            figures[f"overlap-{where}"] = head_overlap(run, memory, memory.overlap_HH)
+    hashed = [memory for memory in read if memory.kind == "hash"]
+    for layer, block in groupby(hashed, key=lambda memory: memory.layer):
+        figures[f"buckets-layer-{layer}"] = buckets(run, layer, list(block))
+    training = usage_over_training(run, metrics)
+    if training is not None:
+        figures["usage-over-training"] = training
+    return [save(folder / f"{file_name(run)}-{name}.png", figure) for name, figure in figures.items()]
+
+
+def slot_mass(run: str, memories: Sequence[MemoryUsage]) -> Figure:
+    """Share of the mass of each slot, most used first, and the same for uniform random reading."""
+    chosen = [memories[index] for index in spread([memory.layer for memory in memories])]
+    figure, axes = new_figure(f"Slot mass in sorted order: {label(run)}")
+    for number, memory in enumerate(chosen):
+        share = np.sort(memory.masses_S[memory.masses_S > 0])[::-1] / memory.masses_S.sum()
+        at = np.unique(np.geomspace(1, len(share), MOST_POINTS).astype(int))
+        axes.plot(at, share[at - 1], **line_style(number), label=title_of(memory))
+    floors = {(m.slots, m.counts_HK.shape[1], m.reads) for m in chosen if m.slots > 1}
+    for number, (slots, owned, reads) in enumerate(sorted(floors)):
+        n, chance = reads_of_a_slot(owned, reads * owned // slots)
+        rank = slots * np.cumsum(chance[::-1])[::-1]
+        seen = (n > 0) & (rank >= 1) & (slots * np.cumsum(chance) >= 0.5)
+        name = "as many reads, uniform" if number == 0 else None
+        axes.plot(rank[seen], n[seen] / reads, color=GREY, linestyle="--", linewidth=1.2, label=name)
+    axes.set(xscale="log", yscale="log", xlabel="slots, most used first (rank)", ylabel="share of the mass")
+    axes.legend(fontsize=9)
+    return figure
+
+
+def key_map(run: str, memory: MemoryUsage) -> Figure:
+    """Mass of the n x n product keys, relative to uniform, over the sub-keys of both halves."""
+    n = isqrt(memory.slots)
+    starts = np.arange(0, n, -(-n // MOST_PIXELS))
+    size = np.diff(np.append(starts, n))
+    mass = memory.masses_S.reshape(n, n)
+    binned = np.add.reduceat(np.add.reduceat(mass, starts, axis=0), starts, axis=1)
+    relative = binned / np.outer(size, size) * memory.slots / mass.sum()
+    used = relative[relative > 0]
+    low, high = float(np.percentile(used, 0.5)), float(used.max())
+    unread = ", grey: never read" if used.size < relative.size else ""
+    figure, axes = new_figure(f"Product keys in use, {title_of(memory)}{unread}: {label(run)}")
+    figure.set_layout_engine("compressed")
+    axes.set_facecolor("#d9d9d9")
+    image = axes.imshow(
+        np.ma.masked_equal(relative, 0.0),
+        norm=LogNorm(low, max(high, low * 1.01)),
+        cmap="viridis",
+        extent=(0, n, n, 0),
+        interpolation="nearest",
+    )
+    axes.grid(False)
+    axes.set(xlabel="sub-key of the second half", ylabel="sub-key of the first half")
+    figure.colorbar(image, ax=axes, label="mass of a slot (1 = uniform)", extend="min")
+    return figure
+
+
+def head_overlap(run: str, memory: MemoryUsage, overlap_HH: NDArray[np.float64]) -> Figure:
+    """The mean share of slots that two heads have in common, as a matrix."""
+    heads = memory.heads
+    percent = np.ma.masked_array(100 * overlap_HH, mask=np.eye(heads, dtype=bool))
+    by_chance = memory.reads / heads / memory.tokens / memory.slots
+    figure, axes = new_figure(
+        f"Slots that two heads have in common, {title_of(memory)} (random: {by_chance:.2%}): {label(run)}"
+    )
+    axes.set_facecolor("#d9d9d9")
+    image = axes.imshow(percent, cmap="cividis", aspect="auto", vmin=0, vmax=max(float(percent.max()), 1e-9))
+    for g, h in zip(*np.nonzero(~percent.mask), strict=True):
+        bright = percent[g, h] > percent.max() / 2
+        colour, size = ("black" if bright else "white"), (11 if heads <= 8 else 6)
+        axes.text(h, g, f"{percent[g, h]:.2f}", ha="center", va="center", color=colour, fontsize=size)
+    ticks = range(heads)
+    names = [str(head + 1) for head in ticks]
+    axes.grid(False)
+    axes.set(xlabel="head", ylabel="head", xticks=ticks, yticks=ticks, xticklabels=names, yticklabels=names)
+    figure.colorbar(image, ax=axes, label="slots in common for one token (%)")
+    return figure
+
+
+def buckets(run: str, layer: int, memories: Sequence[MemoryUsage]) -> Figure:
+    """How often each bucket is retrieved: first and last table of each hash layer (MemoryFormer figure 4)."""
+    figure = Figure(figsize=(12, 7), dpi=100, layout="constrained")
+    figure.suptitle(f"Hash buckets of layer {layer}: {label(run)}")
+    both = any(memory.heads > 1 for memory in memories)
+    grid = figure.subplots(len(memories), 2 if both else 1, squeeze=False)
+    for row, memory in zip(grid, memories, strict=True):
+        tables = sorted({0, memory.heads - 1})
+        for axes, table in zip(row, tables, strict=False):
+            counts = memory.counts_HK[table]
+            share = 100 * counts / counts.sum()
+            edges = np.arange(len(counts) + 1)
+            axes.stairs(share, edges, fill=True, color=COLOURS[0])
+            line = axes.axhline(100 / len(counts), color=COLOURS[1], linestyle="--", linewidth=1.2)
+            axes.set_title(f"{memory.name}, table {table + 1} of {memory.heads}", fontsize=10)
+            axes.set(xlim=(0, len(counts)), ylim=(0, None), ylabel="reads (%)")
+        for axes in row[len(tables) :]:
+            axes.set_visible(False)
+    for axes in grid[-1]:
+        axes.set_xlabel("bucket")
+    figure.legend([line], ["uniform"], loc="upper right", fontsize=9)
+    return figure
+
+
+def usage_over_training(run: str, metrics: Metrics) -> Figure | None:
+    """Usage and KL of every memory at each validation; None where none was measured."""
+    lines: dict[tuple[int, str], list[tuple[float, ...]]] = {}
+    for event in metrics:
+        for entry in (event.get("usage") or []) if event.get("event") == "valid" else []:
+            if entry.get("kl") is not None:
+                point = (event["step"], 100 * entry["usage"], entry["kl"])
+                lines.setdefault((entry["layer"], entry["name"]), []).append(point)
+    if not lines:
+        return None
+    figure = Figure(figsize=(12, 7), dpi=100, layout="constrained")
+    figure.suptitle(f"Memory use over training, on the validation text: {label(run)}")
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    names = list(lines)
+    for number, (layer, name) in enumerate(names[index] for index in spread([layer for layer, _ in names])):
+        step, usage, kl = np.array(lines[layer, name]).T
+        style = line_style(number) | {"marker": "o", "markersize": 3}
+        upper.plot(step, usage, **style, label=f"layer {layer} {name}")
+        lower.plot(step, kl, **style)
+    upper.set(ylabel="slots used (%)", ylim=(0, 105))
+    lower.set(ylabel="KL from uniform (nats)", xlabel="step", xlim=(0, None), ylim=(0, None))
+    for axes in (upper, lower):
+        axes.grid(alpha=0.3)
+    upper.legend(fontsize=9)
+    return figure
+
+
+def learning_curves(metrics: Mapping[str, Metrics]) -> Figure | None:
+    """Training and validation loss of every run; None where none has been logged."""
+    figure, axes = new_figure("Loss of training (thin) and of validation (points)")
+    late = []  # losses after a curve's first twentieth, which set the scale
+    for number, (run, events) in enumerate(metrics.items()):
+        style, name = line_style(number), label(run)
+        train, valid = points(events, "train"), points(events, "valid")
+        late += [curve[len(curve) // 20 :, 1] for curve in (train, valid) if len(curve)]
+        if len(train):
+            axes.plot(
+                *train.T, **(style | {"linewidth": 0.7, "alpha": 0.5}), label=None if len(valid) else name
+            )
+        if len(valid):
+            axes.plot(*valid.T, **style, marker="o", markersize=3.5, label=name)
+    if not late:
+        return None
+    losses = np.concatenate(late)
+    margin = 0.05 * (losses.max() - losses.min()) or 0.1
+    axes.set(xlabel="step", ylabel="loss (nats a token)", ylim=(losses.min() - margin, losses.max() + margin))
+    axes.legend(fontsize=9)
+    return figure
+
+
+def points(events: Metrics, kind: str) -> NDArray[np.float64]:
+    """(step, loss) of the events of one kind, (n, 2), without losses that are not finite.
+
+    Of more than MOST_POINTS, neighbours are averaged.
+    """
+    pairs = [(e["step"], e["loss"]) for e in events if e.get("event") == kind and e.get("loss") is not None]
+    found = np.array(pairs, dtype=np.float64).reshape(-1, 2)
+    found = found[np.isfinite(found[:, 1])]
+    if len(found) <= MOST_POINTS:
+        return found
+    return np.stack([part.mean(axis=0) for part in np.array_split(found, MOST_POINTS)])
+
+
+def save(path: Path, figure: Figure) -> Path:
+    """Write a figure as PNG."""
+    with disk_errors(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with warnings.catch_warnings(), writing(path) as file:
+        warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)  # a name in a rarer script
+        figure.savefig(file, format="png")
+    return path
+
+
+def new_figure(title: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(12, 7), dpi=100, layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    return figure, axes
+
+
+def line_style(number: int) -> dict[str, Any]:
+    return {
+        "color": COLOURS[number % len(COLOURS)],
+        "linestyle": STYLES[number // len(COLOURS) % len(STYLES)],
+        "linewidth": 1.6,
+    }
+
+
+def spread(layers: Sequence[int]) -> list[int]:
+    """Which memories to draw, given the layer of each: whole layers, evenly spaced, some MOST_LINES."""
+    distinct = sorted(set(layers))
+    most = max(1, min(len(distinct), MOST_LINES * len(distinct) // len(layers)))
+    chosen = {distinct[index] for index in np.linspace(0, len(distinct) - 1, most).round().astype(int)}
+    return [index for index, layer in enumerate(layers) if layer in chosen]
+
+
+def title_of(memory: MemoryUsage) -> str:
+    return f"layer {memory.layer} {memory.name}"
+
+
+def label(run: str) -> str:
+    """A run's name as matplotlib should show it: no mathematics, and never hidden by a leading underscore."""
+    text = printable(run)
+    text = text if len(text) <= 40 else f"{text[:18]}...{text[-19:]}"
+    return (f" {text}" if text.startswith("_") else text).replace("$", r"\$")
+
+
+def file_name(run: str) -> str:
+    """A run's name as part of a file's name."""
+    return "".join(c if c.isalnum() or c in "-_." else "-" for c in run)[-80:].lstrip(".") or "run"

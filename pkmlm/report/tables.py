@@ -1,0 +1,104 @@
+"""One table, four ways to write it: for a terminal, for a README, for a spreadsheet, for a program."""
+
+import csv
+import io
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pkmlm.errors import printable
+
+Format = Literal["table", "md", "csv", "json"]
+FORMATS: tuple[Format, ...] = ("table", "md", "csv", "json")
+MISSING = "-"
+
+# Only ASCII, so that a table can be printed in any locale: a rule below the header and nothing else.
+RULE = "    \n    \n -- \n    \n    \n    \n    \n    \n"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A heading and how the values below it are shown.
+
+    Args:
+        name: the heading, with the unit where there is one ("time (s)"); the key in CSV and JSON.
+        align: "left" for text, "right" for numbers.
+        format: a format string for numbers, e.g. "{:,}" or "{:.1%}"; text and missing values ignore it.
+    """
+
+    name: str
+    align: Literal["left", "right"] = "left"
+    format: str = "{}"
+
+    def show(self, value: Any) -> str:
+        """A value as people read it; None is "-"."""
+        if value is None:
+            return MISSING
+        return printable(value) if isinstance(value, str) else self.format.format(value)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of values (numbers unrounded, None where there is none) below columns."""
+
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Any]]
+
+    def render(self, format: Format = "table", width: int | None = None) -> str:
+        """The table as text that ends in a newline.
+
+        Args:
+            format: "table" for a terminal, "md" for markdown; "csv" and "json" (a list of objects) keep
+                full precision.
+            width: characters a line of "table"; None: the terminal's width, 80 where there is none. Long
+                text wraps; a number is never cut, so that a table of many numbers may be wider.
+        """
+        if format == "table":
+            return self._text(width)
+        return {"md": self._markdown, "csv": self._csv, "json": self._json}[format]()
+
+    def _text(self, width: int | None) -> str:
+        from rich import box, table
+        from rich.cells import cell_len
+        from rich.console import Console
+        from rich.text import Text
+
+        shown = [[c.show(v) for c, v in zip(self.columns, row, strict=True)] for row in self.rows]
+        style = box.Box(RULE, ascii=True)
+        grid = table.Table(box=style, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+        for index, column in enumerate(self.columns):
+            whole = column.name.split() + ([row[index] for row in shown] if column.align == "right" else [])
+            least = max([1, *map(cell_len, whole)])
+            grid.add_column(Text(column.name), justify=column.align, overflow="fold", min_width=least)
+        for row in shown:
+            grid.add_row(*map(Text, row))
+        console = Console(file=io.StringIO(), width=width, color_system=None)
+        least = console.measure(grid, options=console.options.update(width=10_000)).minimum
+        with console.capture() as lines:
+            console.print(grid, width=max(console.width, least), crop=False)
+        body = "\n".join(line.rstrip() for line in lines.get().splitlines())
+        return f"{printable(self.title)}\n\n{body}\n" if self.title else f"{body}\n"
+
+    def _markdown(self) -> str:
+        def line(cells: Sequence[str]) -> str:
+            return "| " + " | ".join(re.sub(r"([\\|`*<\[])", r"\\\1", cell) for cell in cells) + " |\n"
+
+        rule = "|" + "|".join("---:" if column.align == "right" else "---" for column in self.columns) + "|\n"
+        rows = [line([c.show(v) for c, v in zip(self.columns, row, strict=True)]) for row in self.rows]
+        title = f"**{printable(self.title)}**\n\n" if self.title else ""
+        return title + line([column.name for column in self.columns]) + rule + "".join(rows)
+
+    def _csv(self) -> str:
+        file = io.StringIO()
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([column.name for column in self.columns])
+        writer.writerows([[printable(v) if isinstance(v, str) else v for v in row] for row in self.rows])
+        return file.getvalue()
+
+    def _json(self) -> str:
+        names = [column.name for column in self.columns]
+        rows = [dict(zip(names, row, strict=True)) for row in self.rows]
+        return json.dumps(rows, indent=2, allow_nan=False) + "\n"

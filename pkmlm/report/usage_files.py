@@ -1,0 +1,47 @@
+"""RUN/usage: what a usage report measured, so that tables and plots need no second forward pass.
+
+`test-step-500.json` holds one entry of `usage-report --format json` and what it was measured on (`source`);
+`test-step-500.npz` holds the counts and masses of every head and slot.
+"""
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pkmlm.errors import UserError
+from pkmlm.report.usage import MemoryUsage
+from pkmlm.runtime.files import disk_errors, read_json, write_json, writing
+
+ARRAYS = ("counts_HK", "masses_HK", "common_HH")
+
+
+def save_usage(stem: Path, entry: dict[str, Any], memories: list[MemoryUsage]) -> None:
+    """Write STEM.npz and then STEM.json, each whole or not at all."""
+    with disk_errors(stem.parent):
+        stem.parent.mkdir(exist_ok=True)
+    arrays = {f"{number}-{name}": getattr(m, name) for number, m in enumerate(memories) for name in ARRAYS}
+    with writing(stem.with_name(f"{stem.name}.npz")) as file:
+        np.savez_compressed(file, **{key: array for key, array in arrays.items() if array is not None})
+    write_json(stem.with_name(f"{stem.name}.json"), entry)
+
+
+def load_usage(stem: Path, source: dict[str, Any]) -> tuple[dict[str, Any], list[MemoryUsage]] | None:
+    """What `save_usage` wrote; None where there is nothing whole, or it was measured on another `source`."""
+    try:
+        entry = read_json(stem.with_name(f"{stem.name}.json"), "the usage report")
+        if entry["source"] != source:
+            return None
+        with np.load(stem.with_name(f"{stem.name}.npz"), allow_pickle=False) as arrays:
+            memories = [_memory(number, facts, arrays) for number, facts in enumerate(entry["memories"])]
+    except (OSError, KeyError, TypeError, ValueError, zipfile.BadZipFile, UserError):
+        return None
+    return entry, memories
+
+
+def _memory(number: int, facts: dict[str, Any], arrays: Any) -> MemoryUsage:
+    found = {name: arrays[f"{number}-{name}"] for name in ARRAYS if f"{number}-{name}" in arrays}
+    return MemoryUsage(
+        **{k: facts[k] for k in ("layer", "name", "kind", "tokens")}, **{"common_HH": None, **found}
+    )

@@ -1,0 +1,137 @@
+"""The usage report as tables, from its JSON entries (`pkmlm.report.usage`)."""
+
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+from typing import Any
+
+from pkmlm.report.tables import Column, Table
+
+Entry = dict[str, Any]
+
+MEASURES = ("usage", "kl", "gini", "top50", "top90", "top99", "effective")
+NUMBER, SHARE, NATS = "{:,.0f}", "{:.1%}", "{:.4f}"
+
+
+def right(name: str, format: str) -> Column:
+    return Column(name, "right", format)
+
+
+def usage_tables(entries: Sequence[Entry]) -> list[Table]:
+    """What people read: the texts, the memories, how evenly their slots are used, and each head or table."""
+    run = [Column("Run")] if len(entries) > 1 else []
+    tables = [_texts(entries), _memories(entries, run), _evenness(entries, run), _parts(entries, run)]
+    return [table for table in tables if table.rows]
+
+
+def flat_table(entries: Sequence[Entry]) -> Table:
+    """One row a memory with every number but the heads', for CSV."""
+    facts = ("layer", "name", "kind", "slots", "tokens", "reads")
+    overlap = ("head_overlap", "head_overlap_uniform")
+    groups = {"uniform": ("usage", "kl"), "mass": MEASURES, "count": MEASURES}
+    names = [*facts, *(f"{group}_{key}" for group, keys in groups.items() for key in keys), *overlap]
+    rows = [
+        [entry["run"], entry["step"], entry["split"]]
+        + [memory[key] for key in facts]
+        + [memory[group][key] for group, keys in groups.items() for key in keys]
+        + [memory.get(key) for key in overlap]
+        for entry in entries
+        for memory in entry["memories"]
+    ]
+    return Table("", [Column(name) for name in ("run", "step", "split", *names)], rows)
+
+
+def _texts(entries: Sequence[Entry]) -> Table:
+    columns = [
+        Column("Run"),
+        right("Step", NUMBER),
+        Column("Text"),
+        right("Tokens", NUMBER),
+        right("Memories", "{}"),
+    ]
+    rows = [
+        [
+            e["run"],
+            e["step"],
+            e["split"],
+            e["memories"][0]["tokens"] if e["memories"] else None,
+            len(e["memories"]),
+        ]
+        for e in entries
+    ]
+    return Table("How memories are used", columns, rows)
+
+
+def _memories(entries: Sequence[Entry], run: list[Column]) -> Table:
+    columns = [
+        Column("Layer"),
+        Column("Kind"),
+        right("Heads or tables", NUMBER),
+        right("Slots", NUMBER),
+        right("Reads", NUMBER),
+        right("Reads a slot", "{:,.1f}"),
+        right("Shared by two heads", "{:.2%}"),
+        right("(random)", "{:.2%}"),
+    ]
+    rows = [
+        [
+            *start,
+            memory["kind"],
+            len(_heads(memory)),
+            memory["slots"],
+            memory["reads"],
+            memory["reads"] / memory["slots"],
+            memory.get("head_overlap"),
+            memory.get("head_overlap_uniform"),
+        ]
+        for start, memory in _each(entries)
+    ]
+    return Table("Reads", run + columns, rows)
+
+
+def _evenness(entries: Sequence[Entry], run: list[Column]) -> Table:
+    columns = [
+        Column("Layer"),
+        Column("Weighing"),
+        right("Usage", SHARE),
+        right("KL (nats)", NATS),
+        right("Gini", "{:.3f}"),
+        *(right(f"Hold {percent}%", NUMBER) for percent in (50, 90, 99)),
+        right("Effective", NUMBER),
+    ]
+    rows = [
+        [*start, weighing, *(memory[group].get(key) for key in MEASURES)]
+        for start, memory in _each(entries)
+        for group, weighing in (("mass", "mass"), ("count", "count"), ("uniform", "(random)"))
+    ]
+    title = "Slots: used at all, distance from uniform, holding 50, 90 and 99 % of the reads"
+    return Table(title, run + columns, rows)
+
+
+def _parts(entries: Sequence[Entry], run: list[Column]) -> Table:
+    usage = [right(f"Usage {which}", SHARE) for which in ("least", "mean", "most")]
+    kl = [right(f"KL {which}", NATS) for which in ("least", "mean", "most")]
+    floor = [right("(random)", SHARE), right("(random)", NATS)]
+    columns = [Column("Layer"), *usage, floor[0], *kl, floor[1]]
+    rows = []
+    for start, memory in _each(entries):
+        heads, uniform = _heads(memory), memory["uniform_head"]
+        if len(heads) > 1 and memory["reads"]:
+            row: list[Any] = [*start]
+            for key in ("usage", "kl"):
+                values = [head[key] for head in heads if head[key] is not None]
+                row += [min(values), fmean(values), max(values), uniform[key]]
+            rows.append(row)
+    return Table("Each head or table by itself, by mass", run + columns, rows)
+
+
+def _each(entries: Sequence[Entry]) -> Iterator[tuple[list[str], Entry]]:
+    """Each memory with the first cells of its row."""
+    for entry in entries:
+        for memory in entry["memories"]:
+            where = f"{memory['layer']} {memory['name']}"
+            yield ([entry["run"], where] if len(entries) > 1 else [where]), memory
+
+
+def _heads(memory: Entry) -> list[Entry]:
+    heads: list[Entry] = memory["heads"] if "heads" in memory else memory["tables"]
+    return heads

@@ -1,0 +1,176 @@
+"""A run directory: where a training run keeps its recipe, its log, its metrics and its checkpoints.
+
+Nothing here is ordered by time stamps: the step numbers in the names are the order.
+"""
+
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pkmlm.errors import UserError
+from pkmlm.recipe.load import dump_recipe, load_recipe
+from pkmlm.recipe.schema import Recipe
+from pkmlm.runtime.files import disk_errors, read_json, remove_leftovers, write_json, write_text
+
+CHECKPOINT = re.compile(r"step-(\d{8,})")
+
+
+class RunDirectory:
+    """Paths and small files of a run; reading needs nothing but the folder.
+
+    Args:
+        path: the folder.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.recipe_file = self.path / "recipe.yaml"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.log_file = self.path / "train.log"
+        self.tokenizer_file = self.path / "tokenizer.model"
+        self.checkpoints = self.path / "checkpoints"
+        self.name = self.path.resolve().name
+
+    @classmethod
+    def existing(cls, path: str | Path) -> "RunDirectory":
+        """The run at `path`.
+
+        Raises:
+            UserError: there is none.
+        """
+        run = cls(path)
+        if not run.recipe_file.is_file():
+            what = "is not a run directory (no recipe.yaml in it)" if run.path.exists() else "does not exist"
+            raise UserError(f"run {path} {what}", "give a folder that `pkmlm train -o` wrote")
+        return run
+
+    def create(self, recipe: Recipe) -> None:
+        """Make the folder and write the resolved recipe. A file where the folder should be is a UserError."""
+        with disk_errors(self.path):
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+        write_text(self.recipe_file, dump_recipe(recipe))
+
+    def recipe(self) -> Recipe:
+        """The resolved recipe that the run was started with."""
+        return load_recipe(self.recipe_file)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the run for this process; the kernel releases it however the process ends.
+
+        Raises:
+            UserError: another process holds it.
+        """
+        with disk_errors(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = open(self.path / ".lock", "a+")  # noqa: SIM115 (closing releases the lock)
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                file.seek(0)
+                holder = file.read().strip() or "another process"
+                message = f"run {self.path} is in use by {holder}"
+                raise UserError(message, "wait for it, stop it, or choose another -o", exit_code=1) from None
+            file.truncate(0)
+            file.write(f"process {os.getpid()}")
+            file.flush()
+            yield
+
+    def steps(self) -> list[int]:
+        """Steps with a committed checkpoint, ascending."""
+        if not self.checkpoints.is_dir():
+            return []
+        names = (CHECKPOINT.fullmatch(entry.name) for entry in self.checkpoints.iterdir())
+        return sorted(int(match[1]) for match in names if match)
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:08d}"
+
+    def resolve(self, step: str) -> int:
+        """The step that "latest", "best" or a number names.
+
+        Raises:
+            UserError: no such checkpoint.
+        """
+        steps = self.steps()
+        if not steps:
+            raise UserError(f"run {self.path} has no checkpoint yet", "let it train to its first checkpoint")
+        if step == "latest":
+            return steps[-1]
+        if step == "best":
+            best = self.best()
+            if best is None:
+                raise UserError(f"run {self.path} has no best checkpoint: it was never validated")
+            return best
+        if not step.isdecimal() or int(step) not in steps:
+            have = ", ".join(map(str, steps))
+            raise UserError(f"run {self.path} has no checkpoint at step {step} (has {have})", "--step latest|best|N")
+        return int(step)
+
+    def best(self) -> int | None:
+        """The step that the `best` pointer names, if its checkpoint is there."""
+        try:
+            match = CHECKPOINT.fullmatch((self.path / "best").read_text().strip())
+        except OSError:
+            return None
+        return int(match[1]) if match and int(match[1]) in self.steps() else None
+
+    def point(self, name: str, step: int) -> None:
+        """Let the pointer `name` ("best", "latest") name a checkpoint."""
+        write_text(self.path / name, f"step-{step:08d}\n")
+
+    def facts(self) -> dict[str, Any]:
+        """run.json; empty before the first write."""
+        path = self.path / "run.json"
+        facts: dict[str, Any] = read_json(path, "the run's record") if path.exists() else {}
+        return facts
+
+    def note(self, **facts: Any) -> None:
+        """Set keys of run.json."""
+        write_json(self.path / "run.json", {**self.facts(), **facts})
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All whole lines of metrics.jsonl; a line torn by a kill is passed over."""
+        return list(read_metrics(self.metrics_file))
+
+    def cut_metrics(self, step: int) -> None:
+        """Drop what was measured after `step` (by a run that died before its next checkpoint) and torn lines."""
+        if self.metrics_file.exists():
+            kept = [line for line in read_metrics(self.metrics_file) if line["step"] <= step]
+            write_text(self.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def clean(self) -> None:
+        """Remove what a killed process left half-written."""
+        for folder in (self.path, self.checkpoints):
+            remove_leftovers(folder)
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.exists():
+        return
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for text in file:
+            try:
+                line = json.loads(text)
+            except ValueError:
+                continue
+            if isinstance(line, dict) and isinstance(line.get("step"), int):
+                yield line
+
+
+def source_commit() -> str | None:
+    """The commit of the checkout that this package runs from; None where it is installed or has no history."""
+    root = Path(__file__).resolve().parents[2]
+    try:
+        head = (root / ".git" / "HEAD").read_text().strip()
+        if not head.startswith("ref: "):
+            return head
+        return (root / ".git" / head[5:]).read_text().strip()
+    except OSError:
+        return None

@@ -1,0 +1,129 @@
+"""One optimizer step: micro-batches forward and backward, one verdict on the gradient, one update of every group."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from pkmlm.data.batches import IGNORED, Batches
+from pkmlm.errors import UserError
+from pkmlm.model.transformer import Transformer
+from pkmlm.recipe.schema import Recipe
+from pkmlm.runtime.device import autocast
+from pkmlm.runtime.seeds import derived_seed
+from pkmlm.train.optim import Group
+
+SCALE_FLOOR = 1.0
+MOST_SKIPS = 20
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did.
+
+    Attributes:
+        loss: mean over the global batch's scored tokens, nats.
+        norms: gradient norm of each group before clipping.
+        skipped: fp16 gradients overflowed, and nothing was updated.
+    """
+
+    loss: float
+    norms: dict[str, float]
+    skipped: bool
+
+
+class Stepper:
+    """Takes optimizer steps on one model.
+
+    Args:
+        model, groups, batches: what is trained, how, and on what.
+        precision: "fp32", "bf16" or "fp16"; weights, gradients and moments are fp32 in each.
+    """
+
+    def __init__(
+        self, model: Transformer, groups: list[Group], batches: Batches, recipe: Recipe, precision: str
+    ):
+        self.model, self.groups, self.batches, self.recipe, self.precision = model, groups, batches, recipe, precision
+        self.device = next(model.parameters()).device
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
+        self.skips = 0  # in a row
+
+    def take(self, step: int) -> StepResult:
+        """Take step `step` (from 1): everything random in it follows from the recipe's seed and this number.
+
+        Raises:
+            UserError: (exit code 3) the loss or a gradient is not finite and no smaller loss scale can mend it; the
+                parameters are those of the step before.
+        """
+        torch.manual_seed(derived_seed(self.recipe.train.seed, "dropout", step))
+        self.model.train()
+        loss = self._gradients(step)
+        norms = [self._unscaled_norm(group) for group in self.groups]
+        loss_value, *norm_values = torch.stack([loss, *(norm.to(loss.dtype) for norm in norms)]).tolist()
+        named = dict(zip((group.name for group in self.groups), norm_values, strict=True))
+        finite = all(abs(value) < float("inf") for value in (loss_value, *norm_values))
+        if finite:
+            self._update(step, named)
+        elif self.precision != "fp16":
+            raise diverged(step, loss_value, named)
+        self._adapt_scale(step, finite, loss_value, named)
+        for group in self.groups:
+            group.optimizer.zero_grad(set_to_none=True)
+        return StepResult(loss_value, named, skipped=not finite)
+
+    def _gradients(self, step: int) -> Tensor:
+        """Accumulate the gradient of the mean over the global batch; return that mean, 0-d, detached."""
+        count, scored = self.recipe.micro_batches, self.batches.scored(step)
+        total = torch.zeros((), device=self.device)
+        for index in range(count):
+            batch = self.batches.micro_batch(step, index, self.recipe.train.micro_batch)
+            tokens_BT, targets_BT = (part.to(self.device, non_blocking=True) for part in batch)
+            with autocast(self.device, self.precision):
+                logits_BTV = self.model(tokens_BT)
+            loss = summed_loss(logits_BTV, targets_BT) / scored
+            self.scaler.scale(loss).backward()
+            total = total + loss.detach()
+        return total
+
+    def _unscaled_norm(self, group: Group) -> Tensor:
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(group.optimizer)
+        return group.gradient_norm()
+
+    def _update(self, step: int, norms: dict[str, float]) -> None:
+        for group in self.groups:
+            if group.clip and norms[group.name] > group.clip:
+                group.scale_gradient(group.clip / norms[group.name])
+            group.step(step)
+
+    def _adapt_scale(self, step: int, finite: bool, loss: float, norms: dict[str, float]) -> None:
+        """Let the loss scale grow or back off: one verdict for all groups (torch's scaler keeps one for each)."""
+        if not self.scaler.is_enabled():
+            return
+        self.skips = 0 if finite else self.skips + 1
+        if finite:
+            self.scaler.update()
+            return
+        scale = self.scaler.get_scale()
+        if scale <= SCALE_FLOOR or self.skips >= MOST_SKIPS:
+            raise diverged(step, loss, norms, f" after {self.skips} skipped steps in a row, at a loss scale of {scale:g}")
+        self.scaler.update(new_scale=max(SCALE_FLOOR, scale * self.scaler.get_backoff_factor()))
+
+
+def summed_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Cross-entropy summed over scored targets, in fp32 (fp64 for fp64 logits); nats."""
+    logits_MV = logits_BTV.flatten(0, 1)
+    if logits_MV.dtype != torch.float64:
+        logits_MV = logits_MV.float()
+    return cross_entropy(logits_MV, targets_BT.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def diverged(step: int, loss: float, norms: dict[str, float], after: str = "") -> UserError:
+    bad = [name for name, norm in norms.items() if not abs(norm) < float("inf")]
+    where = f", gradient norm of {' and '.join(bad)} not finite" if bad else ""
+    return UserError(
+        f"training diverged at step {step}: loss {loss:g}{where}{after}; nothing was updated",
+        "lower optim.lr, lengthen optim.warmup_steps or lower optim.clip, then resume from the last checkpoint",
+        exit_code=3,
+    )

@@ -1,0 +1,110 @@
+"""`pkmlm cost` as a user runs it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "recipes/memoryformer/tiny.yaml"
+
+
+def pkmlm(*arguments: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+    command = [sys.executable, "-m", "pkmlm", *map(str, arguments)]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_the_table_of_memoryformer_tiny(tmp_path: Path) -> None:
+    done = pkmlm("cost", TINY, folder=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    text = done.stdout
+    assert max(map(len, text.splitlines())) <= 80
+    row = next(line for line in text.splitlines() if line.startswith("1-6"))
+    assert row.split() == ["1-6", "qkv", "ffn1", "3,328", "69,206,016", "4.65", "0.356", "4.7", "0.403"]
+    assert "parameters, memory values and tables           415,236,096" in text
+    assert "total " in text
+
+
+def test_json_has_the_shape_of_the_contract(tmp_path: Path) -> None:
+    done = pkmlm("cost", TINY, "-s", "model.layers=2", "--json", folder=tmp_path)
+    cost = json.loads(done.stdout)
+    assert set(cost["parameters"]) == {"dense", "memory", "read_per_token"}
+    assert [block["layer"] for block in cost["block"]] == [1, 2]
+    assert set(cost["block"][0]) == {"layer", "flops", "flops_without_attention", "table_bytes", "paper"}
+    assert set(cost["block"][0]["paper"]) == {"flops", "flops_without_attention"}
+    assert {"flops_per_token", "gather_bytes_per_token", "training_bytes"} <= set(cost)
+    assert cost["gather_bytes_per_token"] == 2 * 344_064  # 344 KB a block and token
+    four = json.loads(
+        pkmlm("cost", TINY, "-s", "model.layers=2", "--json", "--entry-bytes", "4", folder=tmp_path).stdout
+    )
+    assert four["gather_bytes_per_token"] == 4 * 344_064
+
+
+def test_layers_with_a_memory_have_a_line_of_their_own(tmp_path: Path) -> None:
+    text = pkmlm("cost", ROOT / "recipes/pkm/16-layers.yaml", folder=tmp_path).stdout
+    layers = [line.split()[0] for line in text.splitlines()[4:] if line[:1].isdigit()]
+    assert layers == ["1-5", "6", "7-11", "12", "13-16"]
+
+
+def test_one_memory_layer(tmp_path: Path) -> None:
+    text = pkmlm("cost", "--hash-layer", "10", "51", "512", folder=tmp_path).stdout
+    assert "53.5 MB at 2 bytes an entry" in text
+    assert "0.0545 GFLOP for 2,048 tokens" in text
+    done = pkmlm("cost", "--hash-layer", "8", "64", "512", "--tokens", "1", "--json", folder=tmp_path)
+    assert json.loads(done.stdout) == {"parameters": 8_388_608, "flops": 520 * 64, "table_bytes": 16_777_216}
+
+
+def test_an_open_vocabulary_is_asked_for(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("model: {dim: 64, heads: 4, context: 32}\ntrain: {batch_tokens: 512}\n")
+    done = pkmlm("cost", recipe, folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "error: model.vocab_size is open and data.dir is not set",
+        "hint: say how many: --vocab-size 8192",
+    ]
+    unset = pkmlm("cost", recipe, "-s", "data.dir=nowhere", folder=tmp_path)
+    assert "and data.dir nowhere holds no tokens" in unset.stderr
+    counted = json.loads(pkmlm("cost", recipe, "--vocab-size", "100", "--json", folder=tmp_path).stdout)
+    more = json.loads(pkmlm("cost", recipe, "--vocab-size", "101", "--json", folder=tmp_path).stdout)
+    assert more["parameters"]["dense"] - counted["parameters"]["dense"] == 64
+
+
+def test_the_vocabulary_of_tokenized_data_is_used(tmp_path: Path) -> None:
+    from pkmlm.data.index import Index
+
+    Index("uint16", 300, 1, "0" * 64, None, {}).write(tmp_path)
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("data: {dir: .}\nmodel: {dim: 64, heads: 4, context: 32}\ntrain: {batch_tokens: 512}\n")
+    assert "with the head of 300" in pkmlm("cost", recipe, folder=tmp_path).stdout
+
+
+def test_wrong_usage(tmp_path: Path) -> None:
+    assert pkmlm("cost", folder=tmp_path).returncode == 2
+    assert pkmlm("cost", TINY, "--hash-layer", "8", "64", "512", folder=tmp_path).returncode == 2
+    wide = pkmlm("cost", "--hash-layer", "17", "64", "512", folder=tmp_path)
+    assert wide.returncode == 2
+    assert wide.stderr.startswith("error: --hash-layer: found 17 bits")
+    missing = pkmlm("cost", "nothing.yaml", folder=tmp_path)
+    assert (missing.returncode, missing.stderr) == (2, "error: no such recipe: nothing.yaml\n")
+
+
+def test_cost_needs_no_torch(tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.argv = ['pkmlm', 'cost', sys.argv[1]]\n"
+        "from pkmlm.cli import main\n"
+        "try: main()\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program, str(TINY)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_help_has_examples_and_fits_a_terminal(tmp_path: Path) -> None:
+    done = pkmlm("cost", "--help", folder=tmp_path)
+    assert "Examples:\n    pkmlm cost recipes/memoryformer/tiny.yaml" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80

@@ -1,0 +1,85 @@
+"""`pkmlm doctor` as a user runs it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pkmlm import __version__
+from pkmlm.cli.doctor import GIGA, examine, problems
+
+ROOT = Path(__file__).parents[2]
+
+
+def doctor(*arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    command = [sys.executable, "-m", "pkmlm", "doctor", *arguments]
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={**clean, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_json_names_versions_devices_memory_and_disk(tmp_path: Path) -> None:
+    done = doctor("--json", folder=tmp_path, OMP_NUM_THREADS="99")
+    assert (done.returncode, done.stderr) == (0, "")
+    facts = json.loads(done.stdout)
+    assert facts["versions"]["pkmlm"] == __version__
+    assert facts["versions"]["torch"].startswith("2.")
+    assert facts["machine"]["cores"] >= 1
+    assert facts["machine"]["memory_bytes"] > GIGA
+    assert facts["disk"] == {**facts["disk"], "folder": str(tmp_path), "writable": True}
+    assert facts["torch"]["precision"] in ("fp32", "bf16", "fp16")
+    threads = [problem for problem in facts["problems"] if "OMP_NUM_THREADS=99" in problem["what"]]
+    assert len(threads) == 1
+    assert not threads[0]["broken"]
+
+
+def test_text_is_for_a_person(tmp_path: Path) -> None:
+    done = doctor(folder=tmp_path)
+    assert done.returncode == 0
+    labels = [line[:14].strip() for line in done.stdout.splitlines()]
+    assert {"python", "pkmlm", "torch", "system", "cores", "memory", "disk", "device"} <= set(labels)
+
+
+def test_a_torch_that_does_not_import_is_broken(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: no such file\\nmore')")
+    done = doctor("--json", folder=tmp_path, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    assert (done.returncode, done.stderr) == (1, "")
+    (problem,) = [problem for problem in json.loads(done.stdout)["problems"] if problem["broken"]]
+    assert problem["what"] == "torch does not work: libcudart.so.12: no such file"
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "what", "broken"),
+    [
+        ("versions", "torch", "2.9.1", "torch 2.9.1 is too old", True),
+        ("versions", "numpy", None, "not installed: numpy", True),
+        ("disk", "free_bytes", GIGA, "1.0 GB of disk are free", False),
+        ("disk", "writable", False, "cannot write in ", False),
+        ("machine", "memory_free_bytes", GIGA // 2, "0.5 GB of memory are free", False),
+    ],
+)
+def test_what_is_wrong_is_named(section: str, key: str, value: object, what: str, broken: bool) -> None:
+    healthy = examine()
+    healthy["machine"].update(omp_num_threads=None, memory_free_bytes=8 * GIGA)
+    healthy["disk"].update(free_bytes=100 * GIGA, writable=True)
+    if "error" not in healthy["torch"] and not healthy["torch"]["cuda"]:
+        healthy["torch"]["cuda"] = [{}]  # a GPU that this torch cannot use is another test's matter
+    assert problems(healthy) == []
+    (found,) = problems({**healthy, section: {**healthy[section], key: value}})
+    assert found["what"].startswith(what)
+    assert found["broken"] is broken
+    assert found["todo"]
+
+
+def test_help_has_examples(tmp_path: Path) -> None:
+    done = doctor("--help", folder=tmp_path)
+    assert "Examples:\n    pkmlm doctor" in done.stdout

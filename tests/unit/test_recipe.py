@@ -1,0 +1,361 @@
+"""Recipes: reading, inheriting, overriding, checking, writing back."""
+
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pkmlm.errors import UserError
+from pkmlm.recipe.check import check_recipe, memory_layers, rotary_width
+from pkmlm.recipe.load import dump_recipe, flatten, keys, load_recipe
+from pkmlm.recipe.schema import Data, Eval, Memory, Model, Optim, Recipe
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+GOOD = """\
+name: small
+model:
+  dim: 256
+  context: 128
+  memory: {kind: product-key, layers: [5], num_keys: 128, key_dim: 128}
+optim: {lr: 3e-4}
+train: {batch_tokens: 4096}
+"""
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path) -> Path:
+    path = tmp_path / "r.yaml"
+    path.write_text(GOOD)
+    return path
+
+
+def error_of(path: Path, *overrides: str) -> UserError:
+    with pytest.raises(UserError) as caught:
+        load_recipe(path, overrides)
+    assert "\n" not in caught.value.message
+    assert caught.value.exit_code == 2
+    return caught.value
+
+
+def error_of_text(tmp_path: Path, text: str | bytes) -> str:
+    path = tmp_path / "bad.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return error_of(path).message.removeprefix(str(path))
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.yaml")), ids=lambda p: str(p.relative_to(RECIPES)))
+def test_every_recipe_of_the_repository_loads(path: Path) -> None:
+    recipe = load_recipe(path)
+    assert recipe.name != "unnamed"
+
+
+def test_the_presets_are_the_papers(recipe_file: Path) -> None:
+    two = load_recipe(RECIPES / "pkm/16-layers.yaml")
+    assert memory_layers(two.model) == {6: False, 12: False}
+    assert (two.model.dim, two.model.heads, two.optim.lr, two.optim.values.lr) == (1024, 16, 2.5e-4, 1e-3)
+    tiny, pythia = (load_recipe(RECIPES / name) for name in ("memoryformer/tiny.yaml", "pythia/70m.yaml"))
+    assert tiny.optim.lr * tiny.optim.tables.lr_scale == 3 * pythia.optim.lr
+    assert pythia.train.batch_tokens == 1024 * 2048
+    assert tiny.model.dim // tiny.model.hash.bits == 64
+    assert rotary_width(tiny.model) == 16
+
+
+def test_numbers_are_read_by_the_type_of_their_key(recipe_file: Path) -> None:
+    recipe = load_recipe(recipe_file, ["optim.eps=1e-9", "optim.clip=.5", "train.steps=1_000", "name=no"])
+    assert (recipe.optim.lr, recipe.optim.eps, recipe.optim.clip, recipe.train.steps) == (
+        3e-4,
+        1e-9,
+        0.5,
+        1000,
+    )
+    assert recipe.name == "no"
+    assert type(load_recipe(recipe_file, ["optim.clip=2"]).optim.clip) is float
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", ": empty"),
+        ("# nothing\n", ": empty"),
+        ("- a\n", ":1:1: found a list of 1"),
+        ("just words", ":1:1: found just words"),
+        ("name: a\nname: b\n", ":2:1: name is given twice: first in line 1"),
+        ("model:\n  dim: 64\n  dim: 32\n", ":3:3: dim is given twice: first in line 2"),
+        ("model:\n\tdim: 3", ":2:1: a tab"),
+        ("model: &a {dim: 5}\n", ":1:8: anchors"),
+        ("name: *a", ":1:7: anchors"),
+        ("model: !!map {}", ":1:8: tags"),
+        ("name: !!python/name:os.system x", ":1:7: tags"),
+        ("<<: {a: 1}\n", ":1:1: merge keys"),
+        ("name: a\n---\nname: b\n", ":2:1: a second document"),
+        ('name: "\\UFFFFFFFF"', ":1:10: an escape"),
+        (b"name: a\0b", ":1:8: the character U+0000"),
+        (b"ok: 1\nname: a\xffb", ":2:8: byte 13 is not UTF-8"),
+        ("[" * 5000, ":1:13: nested deeper"),
+        ("{a: " * 5000, ": nested deeper"),
+        ("model: {dim: " + "9" * 5000 + "}", "a number of fewer digits"),
+        ("? [a]\n: b", ":1:3: a key is a mapping or a list"),
+        ("name: [a", ":1:9: expected"),
+        ("a: b: c", ":1:5: mapping values"),
+        ("x" * (1 << 19), " has more than"),
+        ("\n\nmodel:\n  dims: 5", ":4:3: unknown key model.dims (did you mean model.dim?)"),
+        ("topk: 4", ":1:1: unknown key topk (did you mean model.memory.topk?)"),
+        ("model: {top-k: 4}", ":1:9: unknown key model.top-k (did you mean model.memory.topk?)"),
+        ("model: {lr: 3}", "unknown key model.lr (did you mean optim.lr or optim.values.lr?)"),
+        ("train: {steps: 0755}", ":1:9: train.steps: found 0755 (expected a whole number)"),
+        ("train: {steps: 1:30}", "train.steps: found 1:30 (expected a whole number)"),
+        ("train: {steps: 2001-01-01}", "train.steps: found 2001-01-01 (expected a whole number)"),
+        ("train: {steps: 1.0}", "train.steps: found 1.0 (expected a whole number)"),
+        ("train: {steps: '5'}", 'train.steps: found the text "5" (expected a whole number)'),
+        ("train:\n  steps:\n", ":2:3: train.steps: found nothing (expected a whole number)"),
+        ("optim: {lr: nan}", "optim.lr: found nan (expected a number)"),
+        ("optim: {lr: .inf}", "optim.lr: found .inf (expected a number)"),
+        ("optim: {lr: 1e999}", "optim.lr: found 1e999"),
+        ("optim: {betas: [0.9]}", "optim.betas: found a list of 1 (expected a list of 2)"),
+        ("model: {bias: no}", "model.bias: found no (expected true or false)"),
+        ("model: {dim: [3]}", "model.dim: found a list of 1 (expected a whole number)"),
+        ("model: 5", ":1:1: model: found 5 (expected keys such as"),
+        ("name: null", "name: found null (expected text"),
+        ('eval: {sample: "\\ud800"}', "eval.sample: the text holds a character that no file can hold"),
+        (
+            "model: {memory: {kind: product_key}}",
+            "found product_key (expected none, product-key or flat-key)",
+        ),
+        ("parallel: {memory: 2}", "parallel.memory: found 2 (expected 1)"),
+        ("parallel: {shard: true}", "parallel.shard: found true (expected false)"),
+        ("base: nowhere.yaml", ":1:1: base: no such recipe: "),
+        ("base: bad.yaml", ":1:1: base: "),
+        ("base: [a]", ":1:1: base: found a list of 1 (expected one file name)"),
+    ],
+)
+def test_what_is_no_recipe_is_refused_in_one_line(tmp_path: Path, text: str | bytes, expected: str) -> None:
+    assert expected in error_of_text(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("model.heads=7", "model.heads: 7 heads do not divide model.dim 256 (expected 4 or 8)"),
+        ("model.memory.topk=129", "model.memory.topk: found 129 (expected at most 128"),
+        ("model.memory.key_dim=129", "(expected an even width: 128 or 130)"),
+        ("model.memory.layers=7", "model.memory.layers: found layer 7 (expected layers from 1 to 6)"),
+        ("model.memory.layers=0", "model.memory.layers: found layer 0"),
+        ("model.memory.layers=five", "model.memory.layers: found 'five'"),
+        ("model.memory.layers=[5, 5+]", "model.memory.layers: layer 5 is named twice"),
+        ("model.memory.layers=[]", "model.memory.layers: no layer for the product-key memory"),
+        ("model.memory.layers=auto:4", "auto:4 asks for layer 8 (expected layers from 1 to 6)"),
+        ("model.memory.layers=auto:0", "found auto:0"),
+        ("model.memory.layers=auto:999999999", "found auto:999999999 (expected at most auto:6)"),
+        ("model.memory.num_keys=70000", "model.memory.num_keys: asks for 1.3e+12 parameters"),
+        ("model.vocab_size=99999999999", "model.vocab_size: found 99999999999 (expected at most"),
+        ("model.dropout=1", "model.dropout: found 1 (expected 0 or more and less than 1)"),
+        ("model.ffn_dim=0", "model.ffn_dim: found 0 (expected 1 or more)"),
+        ("model.rotary_fraction=0", "model.rotary_fraction: found 0 (expected more than 0 and at most 1)"),
+        ("train.batch_tokens=4000", "(expected 3968 or 4096)"),
+        ("train.batch_tokens=100", "(expected 128)"),
+        ("train.micro_batch=5", "do not fall into micro-batches of 5 (expected 4 or 8)"),
+        ("train.micro_batch=99", "do not fall into micro-batches of 99 (expected 32)"),
+        ("train.seed=-1", "train.seed: found -1 (expected 0 or more)"),
+        ("train.seed=9223372036854775808", "train.seed: found 9223372036854775808 (expected at most"),
+        ("optim.warmup_steps=0", "optim.warmup_steps: found 0 with the inverse-sqrt schedule"),
+        ("optim.values.schedule=inverse-sqrt", "optim.values.warmup_steps: found 0 with"),
+        ("optim.betas=[0.9, 1]", "optim.betas: found 1"),
+        ("optim.lr=0", "optim.lr: found 0 (expected more than 0)"),
+        ("optim.final_lr=1.5", "optim.final_lr: found 1.5 (expected 0 or more and at most 1)"),
+        ("checkpoint.keep=1", "checkpoint.keep: found 1 (expected 2 or more)"),
+        ("name=a/b", "name: found 'a/b'"),
+        ("name=..", "name: found '..'"),
+        ("model.hash.bits=17", "model.hash.bits: found 17 (expected at most 16)"),
+        ("model.memory.topc=3", "unknown key model.memory.topc (did you mean model.memory.topk?)"),
+        ("no-equals", "not of the form key=value"),
+        ("=3", "not of the form key=value"),
+        ("model..dim=3", "not of the form key=value"),
+        ("model.memory.layers=[5", "expected ',' or ']'"),
+    ],
+)
+def test_what_cannot_hold_is_refused_with_the_override_and_the_key(
+    recipe_file: Path, override: str, expected: str
+) -> None:
+    message = error_of(recipe_file, override).message
+    assert message.startswith(f"-s {override}:")
+    assert expected in message
+
+
+def test_hash_tables_must_fit_the_width(recipe_file: Path) -> None:
+    hashed = "model.projections=hash"
+    load_recipe(recipe_file, [hashed])
+    load_recipe(recipe_file, ["model.hash.bits=7"])  # dense: unused
+    assert (
+        "(expected 4 or 8, or a dim of 252 or 259)"
+        in error_of(recipe_file, hashed, "model.hash.bits=7").message
+    )
+    assert "(expected at most 0, so" in error_of(recipe_file, hashed, "model.hash.bits=16").message
+
+
+def test_a_rotary_width_is_even_and_whole(recipe_file: Path) -> None:
+    rotary = "model.positions=rotary"
+    for share in ("1.0", "0.25", "0.0625"):
+        load_recipe(recipe_file, [rotary, f"model.rotary_fraction={share}"])
+    assert "(expected 0.25 or 0.3125)" in error_of(recipe_file, rotary, "model.rotary_fraction=0.3").message
+    assert "(expected 0.0625)" in error_of(recipe_file, rotary, "model.rotary_fraction=0.01").message
+    assert "heads at least two wide" in error_of(recipe_file, rotary, "model.heads=256").message
+    third = Model(dim=48, heads=8, positions="rotary", rotary_fraction=2 / 6)
+    assert rotary_width(check_recipe(Recipe(model=third)).model) == 2
+
+
+def test_kind_none_turns_a_recipe_dense(recipe_file: Path) -> None:
+    recipe = load_recipe(recipe_file, ["model.memory.kind=none", "model.layers=2", "model.memory.topk=999"])
+    assert memory_layers(recipe.model) == {}
+
+
+def test_memory_layers_as_the_paper_spreads_them() -> None:
+    def layers(total: int, *names: str) -> dict[int, bool]:
+        return memory_layers(Model(layers=total, memory=Memory(kind="product-key", layers=names)))
+
+    assert layers(16, "auto:2") == {6: False, 12: False}
+    assert layers(12, "auto:3") == {3: False, 6: False, 9: False}
+    assert layers(12, "auto:1+") == {6: True}
+    assert list(layers(6, "5+", "2").items()) == [(2, False), (5, True)]
+    with pytest.raises(UserError, match="from 1 to 6"):
+        layers(6, "7")
+
+
+def test_overrides_come_last_and_the_last_wins(recipe_file: Path) -> None:
+    recipe = load_recipe(
+        recipe_file, ["optim.lr=1", "optim.lr=2", "model.memory.layers=[2, 4+]", "data.dir=null"]
+    )
+    assert recipe.optim.lr == 2
+    assert recipe.model.memory.layers == ("2", "4+")
+    assert recipe.data.dir is None
+    assert load_recipe(recipe_file, ["eval.sample=Hello: world # 1"]).eval.sample == "Hello: world # 1"
+    assert load_recipe(recipe_file, ['data.dir="null"']).data.dir == "null"
+    assert load_recipe(recipe_file, ["model.memory={topk: 8, heads: 2}"]).model.memory.topk == 8
+
+
+def test_a_base_is_read_first_and_errors_name_the_file_at_fault(tmp_path: Path, recipe_file: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    child = tmp_path / "sub/child.yaml"
+    child.write_text("base: ../r.yaml\nmodel:\n  memory: {layers: [2, 3]}\n")
+    recipe = load_recipe(child)
+    assert recipe.model.memory == replace(load_recipe(recipe_file).model.memory, layers=("2", "3"))
+    assert recipe.name == "small"
+    recipe_file.write_text(GOOD + "log: {every: x}\n")
+    assert error_of(child).message.startswith(f"{recipe_file}:8:7: log.every: found x")
+    recipe_file.write_text(GOOD + "base: sub/child.yaml\n")
+    assert "inherits from itself" in error_of(child).message
+    recipe_file.write_text(GOOD)
+    child.write_text("base: ../r.yaml\nmodel: {heads: 3}\n")
+    assert error_of(child).message.startswith(f"{child}:2:9: model.heads: 3 heads do not divide")
+    child.write_text(
+        "base: ../r.yaml\nmodel: {dim: 36}\n"
+    )  # the heads are a default: the place is that of dim
+    assert error_of(child).message.startswith(f"{child}:2:9: model.heads: 8 heads do not divide")
+
+
+def test_files_that_cannot_be_read(tmp_path: Path, recipe_file: Path) -> None:
+    wrong = error_of(tmp_path / "rr.yaml")
+    assert "no such recipe" in wrong.message
+    assert wrong.hint == f"did you mean {recipe_file}?"
+    assert "is not a file" in error_of(tmp_path).message
+    loop = tmp_path / "loop.yaml"
+    loop.symlink_to(loop)
+    assert "loop.yaml" in error_of(loop).message
+    assert (
+        "no such recipe" in error_of(recipe_file / "x").message
+        or "cannot read" in error_of(recipe_file / "x").message
+    )
+
+
+def test_a_byte_order_mark_and_crlf_do_no_harm(tmp_path: Path) -> None:
+    path = tmp_path / "windows.yaml"
+    path.write_bytes(b"\xef\xbb\xbf" + GOOD.replace("\n", "\r\n").encode())
+    assert load_recipe(path).name == "small"
+
+
+numbers = st.floats(min_value=1e-300, max_value=1e300)
+texts = st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\0"))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    text=st.none() | texts,
+    folder=texts,
+    lr=numbers,
+    beta=st.floats(0, 1, exclude_max=True),
+    tie=st.booleans(),
+)
+def test_what_is_written_reads_back_equal(
+    tmp_path_factory: pytest.TempPathFactory, text: str | None, folder: str, lr: float, beta: float, tie: bool
+) -> None:
+    recipe = Recipe(
+        data=Data(dir=folder),
+        model=Model(tie_embeddings=tie, memory=Memory(kind="flat-key", layers=("1", "3+"))),
+        optim=Optim(lr=lr, betas=(beta, 0.1)),
+        eval=Eval(sample=text),
+    )
+    path = tmp_path_factory.getbasetemp() / "written.yaml"
+    path.write_text(dump_recipe(recipe), encoding="utf-8", newline="\n")
+    assert load_recipe(path) == recipe
+    other = yaml.safe_load(dump_recipe(recipe))  # and for other readers of YAML
+    assert (other["optim"]["lr"], other["optim"]["betas"], other["eval"]["sample"]) == (lr, [beta, 0.1], text)
+
+
+def test_keys_and_flatten_agree_with_the_schema() -> None:
+    flat = flatten(Recipe())
+    listed = keys()
+    assert [key.name for key in listed] == list(flat)
+    assert flat["model.memory.topk"] == 32
+    assert all(key.help and key.type for key in listed)
+    by_name = {key.name: key for key in listed}
+    assert by_name["optim.lr"].default == "0.00025"
+    assert by_name["model.memory.kind"].type == "none | product-key | flat-key"
+    assert by_name["eval.patience"].type == "int or null"
+    numeric = [name for name, value in flat.items() if isinstance(value, float)]
+    for name in numeric:  # no number goes unchecked
+        for bad in ("-1", "1e301" if name.endswith("fraction") else "-1e-9"):
+            with pytest.raises(UserError):
+                load_recipe(RECIPES / "pkm/ablation.yaml", [f"{name}={bad}"])
+
+
+def test_mutated_recipes_never_show_a_traceback(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    sources = [path.read_bytes() for path in RECIPES.rglob("*.yaml")] + [dump_recipe(Recipe()).encode()]
+    path, accepted = tmp_path / "mutant.yaml", 0
+    junk = [
+        b"\t",
+        b"\0",
+        b"&a",
+        b"*a",
+        b"!!x ",
+        b"[",
+        b"{",
+        b"}",
+        b": ",
+        b"- ",
+        b"\xff",
+        b'"',
+        b"#",
+        b"\n",
+        b"1e9",
+        b"-",
+    ]
+    for _ in range(300):
+        data = bytearray(rng.choice(sources))
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(len(data))
+            data[at : at + rng.choice([0, 1, 8])] = rng.choice([*junk, bytes([rng.randrange(256)])])
+        path.write_bytes(bytes(data))
+        try:
+            recipe = load_recipe(path)
+        except UserError:  # anything else fails the test
+            continue
+        accepted += 1
+        assert check_recipe(recipe) is recipe
+        assert all(math.isfinite(v) for v in flatten(recipe).values() if isinstance(v, float))
+    assert 0 < accepted < 300
