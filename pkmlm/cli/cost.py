@@ -135,9 +135,9 @@ def layer_table(recipe: "Recipe", cost: "Cost") -> "Table":
         return Column(name, "right", style)
 
     columns = [Column("layers"), Column("made of"), number("dense", "{:,}"), number("memory", "{:,}")]
-    columns += [number("GFLOP built"), number("w/o attention")]
+    columns += [number("GFLOP built"), number("w/o attn")]
     with_paper = any(block.paper_flops is not None for block in cost.blocks)
-    columns += [number("GFLOP paper"), number("w/o attention")] if with_paper else []
+    columns += [number("GFLOP paper"), number("w/o attn")] if with_paper else []
     rows = []
     for _, equal in groupby(cost.blocks, key=lambda block: (block.parts, block.paper_flops)):
         blocks = list(equal)

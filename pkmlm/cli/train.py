@@ -116,6 +116,7 @@ def begin(run: "RunDirectory", recipe: "Recipe", corpus: "Corpus", tokenizer: "T
             raise UserError(f"run {run.path} was trained on other tokens than those in {recipe.data.dir}")
     run.create(recipe)
     run.clean()
+    run.cut_metrics(max(run.steps(), default=0))  # before the log opens the file, which this replaces
     with writing(run.tokenizer_file) as file:
         file.write(tokenizer.model_bytes)
     run.note(data_sha256=corpus.sha256)

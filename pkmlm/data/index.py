@@ -76,6 +76,11 @@ class Index:
         write_json(folder / FILE, {"format": FORMAT, "sha256": self.sha256, **asdict(self)})
 
 
+def dtype_for(vocab_size: int) -> str:
+    """The smallest type that holds every id."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
 def token_bytes(dtype: str) -> int:
     """Bytes of one id."""
     return {"uint16": 2, "uint32": 4}[dtype]

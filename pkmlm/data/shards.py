@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from pkmlm.data.index import BLOCK, TOKENIZER, Index, Origin, Shard, Split
+from pkmlm.data.index import BLOCK, TOKENIZER, Index, Origin, Shard, Split, dtype_for
 from pkmlm.data.sources import Source
 from pkmlm.data.text import Chunk, Tally, read_chunks
 from pkmlm.data.tokenizer import Tokenizer
@@ -59,7 +59,7 @@ def write_corpus(
             reading = SplitReader(split, inputs, separator, field, watch)
             splits[split] = write_split(place, reading, tokenizer, jobs, shard_bytes)
         index = Index(
-            dtype="uint16" if tokenizer.size <= 1 << 16 else "uint32",
+            dtype=dtype_for(tokenizer.size),
             vocab_size=tokenizer.size,
             eos=tokenizer.eos,
             tokenizer_sha256=tokenizer.sha256,
@@ -153,7 +153,7 @@ def ahead(items: Iterator[Item]) -> Iterator[Item]:
 
 def encoded(batches: Iterable[list[Chunk]], tokenizer: Tokenizer, jobs: int) -> Iterator[np.ndarray]:
     """The ids of every batch as one array, with the end token after each document."""
-    dtype = "<u2" if tokenizer.size <= 1 << 16 else "<u4"
+    dtype = np.dtype(dtype_for(tokenizer.size)).newbyteorder("<")
     end = np.array([tokenizer.eos], np.int32)
     for batch in batches:
         parts = []

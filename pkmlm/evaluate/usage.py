@@ -7,7 +7,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -114,9 +113,9 @@ class _Counter:
             tap.name,
             tap.kind,
             self.tokens,
-            np.array(self.counts.view(tap.heads, -1).cpu()),
-            np.array(self.masses.view(tap.heads, -1).cpu()),
-            np.array(self.common_HH.cpu()) if self.shared else None,
+            self.counts.view(tap.heads, -1).cpu().numpy().copy(),
+            self.masses.view(tap.heads, -1).cpu().numpy().copy(),
+            self.common_HH.cpu().numpy().copy() if self.shared else None,
         )
 
 

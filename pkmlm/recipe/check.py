@@ -25,7 +25,7 @@ LEAST = {
     "eval.every": 0,
     "checkpoint.keep": 2,
 }
-MOST = {"model.hash.bits": 16, "model.hash.extra_bits": 15, "train.seed": 2**63 - 1}
+MOST = {"model.layers": 10_000, "model.hash.bits": 16, "model.hash.extra_bits": 15, "train.seed": 2**63 - 1}
 ABOVE_ZERO = (0.0, False, math.inf, False)
 FROM_ZERO = (0.0, True, math.inf, False)
 FROM_ZERO_BELOW_ONE = (0.0, True, 1.0, False)

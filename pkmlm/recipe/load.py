@@ -20,7 +20,7 @@ from pkmlm.recipe.schema import Recipe
 
 WHOLE = re.compile(r"[+-]?(0|[1-9][0-9]*(_[0-9]+)*)")
 NUMBER = re.compile(r"[+-]?((0|[1-9][0-9]*(_[0-9]+)*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,4})?")
-PLAIN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9_./+-]*|[0-9]+\+?|auto:[0-9]+\+?", re.ASCII)
+PLAIN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9_./+-]*|[0-9]+\+|auto:[0-9]+\+?", re.ASCII)
 NOT_TEXT = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}  # for other YAML readers' sake
 
 
@@ -87,7 +87,7 @@ def decoded(data: bytes, file: str) -> str:
     if len(data) > LARGEST:
         raise UserError(f"{file} has more than {LARGEST:,} bytes (expected a recipe)")
     try:
-        return data.decode("utf-8-sig")
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         column = error.start - data.rfind(b"\n", 0, error.start)
@@ -324,7 +324,8 @@ def dump_recipe(recipe: Recipe) -> str:
 def scalar_text(value: Any) -> str:
     """A value as YAML: numbers in their shortest exact form, texts quoted where YAML could misread them."""
     if isinstance(value, tuple):
-        return f"[{', '.join(scalar_text(item) for item in value)}]"
+        items = [str(item) if str(item).isdecimal() else scalar_text(item) for item in value]  # layers: [5]
+        return f"[{', '.join(items)}]"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, (int, float)):

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import yaml
 
-from pkmlm.errors import UserError
+from pkmlm.errors import UserError, printable
 
 DEEPEST = 12  # levels of nesting; recipes have five
-LARGEST = 1 << 18  # bytes of a recipe file
+LARGEST = 1 << 16  # bytes of a recipe file
 HINT = "write key: value, indented with spaces; put quotes around a text that holds : or #"
 
 
@@ -39,7 +39,8 @@ class Node:
 
 
 def shorten(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    """A text in one line, of about 60 characters at most."""
+    return printable(text if len(text) <= 60 else f"{text[:57]}...")
 
 
 class PlainComposer(yaml.SafeLoader):
@@ -49,7 +50,7 @@ class PlainComposer(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()  # type: ignore[no-untyped-call]
-        if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
+        if event.anchor is not None:  # also of an alias
             raise yaml.composer.ComposerError(
                 None, None, "anchors and aliases (& and *) are not for recipes", event.start_mark
             )
@@ -83,9 +84,7 @@ def parse(text: str, file: str) -> Node:
             problem = "a second document (expected one recipe a file)"
         elif "'\\t'" in problem:
             problem = "a tab where YAML wants spaces"
-        raise UserError(
-            f"{place}: {problem}", HINT
-        ) from None
+        raise UserError(f"{place}: {problem}", HINT) from None
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
         place = f"{file}:{before.count(chr(10)) + 1}:{error.position - before.rfind(chr(10))}"

@@ -122,30 +122,30 @@ def _models(runs: Sequence[Facts]) -> Table:
     columns = {
         "run": Column("Run"),
         "kind": Column("Kind"),
-        "dense": right("Dense weights", NUMBER),
-        "memory": right("Memory weights", NUMBER),
+        "dense": right("Dense", NUMBER),
+        "memory": right("Memory", NUMBER),
         "step": right("Steps", NUMBER),
         "tokens": right("Tokens", NUMBER),
-        "tokens_per_second": right("Tokens a second", NUMBER),
+        "tokens_per_second": right("Tokens/s", NUMBER),
         "seconds": right("Time (s)", NUMBER),
     }
     if any(run["status"] not in (None, "finished") for run in runs):
         columns["status"] = Column("Status")
-    return _of_keys("Models and their training", columns, runs)
+    return _of_keys("Weights and training", columns, runs)
 
 
 def _quality(runs: Sequence[Facts]) -> Table:
     columns = {
         "run": Column("Run"),
-        "valid_loss": right("Best valid (nats)", NATS),
+        "valid_loss": right("Valid (nats)", NATS),
         "valid_step": right("at step", NUMBER),
-        "valid_token_ppl": right("Valid perplexity", "{:,.2f}"),
-        "test_token_ppl": right("Test perplexity", "{:,.2f}"),
-        "test_word_ppl": right("Test, a word", "{:,.1f}"),
-        "test_bits_per_byte": right("Test bits a byte", NATS),
+        "valid_token_ppl": right("Valid ppl", "{:,.2f}"),
+        "test_token_ppl": right("Test ppl", "{:,.2f}"),
+        "test_word_ppl": right("a word", "{:,.1f}"),
+        "test_bits_per_byte": right("bits a byte", NATS),
         "test_step": right("at step", NUMBER),
     }
-    return _of_keys("Prediction", columns, runs)
+    return _of_keys("Best validation, and perplexity of the test split", columns, runs)
 
 
 def _of_keys(title: str, columns: dict[str, Column], runs: Sequence[Facts]) -> Table:
@@ -168,9 +168,9 @@ def _usage(runs: Sequence[Facts]) -> Table:
         Column("Layer"),
         right("Slots", NUMBER),
         right("Usage", SHARE),
-        right("(random)", SHARE),
+        right("random", SHARE),
         right("KL (nats)", NATS),
-        right("(random)", NATS),
+        right("random", NATS),
         right("Gini", "{:.3f}"),
     ]
     rows = []

@@ -89,8 +89,8 @@ def key_map(run: str, memory: MemoryUsage) -> Figure:
     relative = binned / np.outer(size, size) * memory.slots / mass.sum()
     used = relative[relative > 0]
     low, high = float(np.percentile(used, 0.5)), float(used.max())
-    unread = ", grey: never read" if used.size < relative.size else ""
-    figure, axes = new_figure(f"Product keys in use, {title_of(memory)}{unread}: {label(run)}")
+    unread = " (grey: never read)" if used.size < relative.size else ""
+    figure, axes = new_figure(f"Product keys in use: {label(run)}, {title_of(memory)}{unread}")
     figure.set_layout_engine("compressed")
     axes.set_facecolor("#d9d9d9")
     image = axes.imshow(
@@ -112,7 +112,7 @@ def head_overlap(run: str, memory: MemoryUsage, overlap_HH: NDArray[np.float64])
     percent = np.ma.masked_array(100 * overlap_HH, mask=np.eye(heads, dtype=bool))
     by_chance = memory.reads / heads / memory.tokens / memory.slots
     figure, axes = new_figure(
-        f"Slots that two heads have in common, {title_of(memory)} (random: {by_chance:.2%}): {label(run)}"
+        f"Slots that two heads have in common: {label(run)}, {title_of(memory)} (random: {by_chance:.2%})"
     )
     axes.set_facecolor("#d9d9d9")
     image = axes.imshow(percent, cmap="cividis", aspect="auto", vmin=0, vmax=max(float(percent.max()), 1e-9))

@@ -13,6 +13,7 @@ from pkmlm.errors import printable
 Format = Literal["table", "md", "csv", "json"]
 FORMATS: tuple[Format, ...] = ("table", "md", "csv", "json")
 MISSING = "-"
+WORD = 16  # characters of a text column that are kept on one line, if they are one word
 
 # Only ASCII, so that a table can be printed in any locale: a rule below the header and nothing else.
 RULE = "    \n    \n -- \n    \n    \n    \n    \n    \n"
@@ -70,8 +71,10 @@ class Table:
         style = box.Box(RULE, ascii=True)
         grid = table.Table(box=style, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
         for index, column in enumerate(self.columns):
-            whole = column.name.split() + ([row[index] for row in shown] if column.align == "right" else [])
-            least = max([1, *map(cell_len, whole)])
+            cells = [row[index] for row in shown]
+            whole = column.name.split() + [word for cell in cells for word in cell.split()]
+            least = max(1, *(cell_len(word) for word in whole)) if whole else 1
+            least = least if column.align == "right" else min(least, WORD)
             grid.add_column(Text(column.name), justify=column.align, overflow="fold", min_width=least)
         for row in shown:
             grid.add_row(*map(Text, row))

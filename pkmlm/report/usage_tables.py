@@ -65,12 +65,12 @@ def _memories(entries: Sequence[Entry], run: list[Column]) -> Table:
     columns = [
         Column("Layer"),
         Column("Kind"),
-        right("Heads or tables", NUMBER),
+        right("Heads", NUMBER),
         right("Slots", NUMBER),
         right("Reads", NUMBER),
-        right("Reads a slot", "{:,.1f}"),
-        right("Shared by two heads", "{:.2%}"),
-        right("(random)", "{:.2%}"),
+        right("a slot", "{:,.1f}"),
+        right("Overlap", "{:.2%}"),
+        right("random", "{:.2%}"),
     ]
     rows = [
         [
@@ -85,7 +85,8 @@ def _memories(entries: Sequence[Entry], run: list[Column]) -> Table:
         ]
         for start, memory in _each(entries)
     ]
-    return Table("Reads", run + columns, rows)
+    title = "Reads by heads or tables; overlap: slots that two heads both read for a token"
+    return Table(title, run + columns, rows)
 
 
 def _evenness(entries: Sequence[Entry], run: list[Column]) -> Table:
@@ -95,22 +96,21 @@ def _evenness(entries: Sequence[Entry], run: list[Column]) -> Table:
         right("Usage", SHARE),
         right("KL (nats)", NATS),
         right("Gini", "{:.3f}"),
-        *(right(f"Hold {percent}%", NUMBER) for percent in (50, 90, 99)),
-        right("Effective", NUMBER),
+        *(right(f"{percent}% in", NUMBER) for percent in (50, 90, 99)),
     ]
     rows = [
-        [*start, weighing, *(memory[group].get(key) for key in MEASURES)]
+        [*start, weighing, *(memory[group].get(key) for key in MEASURES[:-1])]
         for start, memory in _each(entries)
-        for group, weighing in (("mass", "mass"), ("count", "count"), ("uniform", "(random)"))
+        for group, weighing in (("mass", "mass"), ("count", "count"), ("uniform", "random"))
     ]
-    title = "Slots: used at all, distance from uniform, holding 50, 90 and 99 % of the reads"
+    title = "Slots: used at all, distance from uniform reading, slots that hold 50, 90 and 99 %"
     return Table(title, run + columns, rows)
 
 
 def _parts(entries: Sequence[Entry], run: list[Column]) -> Table:
-    usage = [right(f"Usage {which}", SHARE) for which in ("least", "mean", "most")]
-    kl = [right(f"KL {which}", NATS) for which in ("least", "mean", "most")]
-    floor = [right("(random)", SHARE), right("(random)", NATS)]
+    usage = [right(f"Usage {which}", SHARE) for which in ("min", "mean", "max")]
+    kl = [right(f"KL {which}", NATS) for which in ("min", "mean", "max")]
+    floor = [right("random", SHARE), right("random", NATS)]
     columns = [Column("Layer"), *usage, floor[0], *kl, floor[1]]
     rows = []
     for start, memory in _each(entries):

@@ -90,10 +90,9 @@ def train(
 
 
 def restore(run: RunDirectory, model: Transformer, stepper: Stepper) -> Progress:
-    """Go back to the latest checkpoint, if there is one, and drop what was logged after it."""
+    """Go back to the latest checkpoint, if there is one."""
     steps = run.steps()
     progress = checkpoint.load(run.checkpoint(steps[-1]), model, stepper.groups) if steps else Progress()
-    run.cut_metrics(progress.step)
     stepper.skips = progress.skips
     if progress.scaler and stepper.scaler.is_enabled():
         stepper.scaler.load_state_dict(progress.scaler)

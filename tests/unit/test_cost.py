@@ -22,8 +22,8 @@ def preset(name: str, *overrides: str) -> Cost:
 
 
 # MemoryFormer table 1, one block at 2,048 tokens, in G: by the block formula without and with attention, and
-# the sum of the layers as built without attention. For MemoryFormer-small the paper prints 1.0 and 7.4 where its
-# formula gives 0.91 and 7.35.
+# the sum of the layers as built without attention. For MemoryFormer-small the paper prints 1.0 and 7.4, where
+# its formula gives 0.91 and 7.35.
 TABLE_1 = {
     "pythia/70m.yaml": (6.44, 10.74, 6.44),
     "memoryformer/tiny.yaml": (0.40, 4.70, 0.36),

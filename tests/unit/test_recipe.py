@@ -119,8 +119,10 @@ def test_numbers_are_read_by_the_type_of_their_key(recipe_file: Path) -> None:
         ("optim: {lr: 1e999}", "optim.lr: found 1e999"),
         ("optim: {betas: [0.9]}", "optim.betas: found a list of 1 (expected a list of 2)"),
         ("model: {bias: no}", "model.bias: found no (expected true or false)"),
+        ('model: {bias: "true"}', 'model.bias: found the text "true" (expected true or false)'),
         ("model: {dim: [3]}", "model.dim: found a list of 1 (expected a whole number)"),
         ("model: 5", ":1:1: model: found 5 (expected keys such as"),
+        ('train: {steps: "a\\nb"}', 'train.steps: found the text "a\\nb" (expected'),
         ("name: null", "name: found null (expected text"),
         ('eval: {sample: "\\ud800"}', "eval.sample: the text holds a character that no file can hold"),
         (
@@ -155,6 +157,7 @@ def test_what_is_no_recipe_is_refused_in_one_line(tmp_path: Path, text: str | by
         ("model.memory.num_keys=70000", "model.memory.num_keys: asks for 1.3e+12 parameters"),
         ("model.vocab_size=99999999999", "model.vocab_size: found 99999999999 (expected at most"),
         ("model.dropout=1", "model.dropout: found 1 (expected 0 or more and less than 1)"),
+        ("model.layers=10001", "model.layers: found 10001 (expected at most 10000)"),
         ("model.ffn_dim=0", "model.ffn_dim: found 0 (expected 1 or more)"),
         ("model.rotary_fraction=0", "model.rotary_fraction: found 0 (expected more than 0 and at most 1)"),
         ("train.batch_tokens=4000", "(expected 3968 or 4096)"),
@@ -304,6 +307,16 @@ def test_what_is_written_reads_back_equal(
     assert load_recipe(path) == recipe
     other = yaml.safe_load(dump_recipe(recipe))  # and for other readers of YAML
     assert (other["optim"]["lr"], other["optim"]["betas"], other["eval"]["sample"]) == (lr, [beta, 0.1], text)
+
+
+@pytest.mark.parametrize(
+    "word", ["no", "null", "True", "on", "1e3", "0x1F", "~", "12", "a: b", "- a", "", " x"]
+)
+def test_words_that_yaml_could_misread_are_quoted(tmp_path: Path, word: str) -> None:
+    recipe = Recipe(eval=Eval(sample=word))
+    (tmp_path / "r.yaml").write_text(dump_recipe(recipe))
+    assert load_recipe(tmp_path / "r.yaml") == recipe
+    assert yaml.safe_load(dump_recipe(recipe))["eval"]["sample"] == word
 
 
 def test_keys_and_flatten_agree_with_the_schema() -> None:

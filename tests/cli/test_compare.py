@@ -1,0 +1,167 @@
+"""`pkmlm compare`: on files by hand and on trained runs."""
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import pkmlm
+
+Facts = dict[str, Any]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run directory written by hand, with a torn last line and results at several steps."""
+    folder = tmp_path / "runs" / "mine"
+    for name in ("eval", "usage", "checkpoints/step-00000200"):
+        (folder / name).mkdir(parents=True)
+    memory = "{kind: product-key, layers: 2, num_keys: 8, topk: 4, heads: 2, key_dim: 8}"
+    (folder / "recipe.yaml").write_text(
+        f"name: r\nmodel: {{dim: 16, layers: 2, heads: 2, memory: {memory}}}\n"
+    )
+    parameters = {"dense": 1000, "memory": 2000, "read_per_token": 1100}
+    (folder / "run.json").write_text(json.dumps({"parameters": parameters, "status": "finished"}))
+    events: list[Facts] = [
+        {"event": "train", "step": step, "loss": 5.0, "tokens": 64 * step, "tokens_per_second": speed}
+        for step, speed in ((1, 1.0), (2, 300.0), (200, 200.0))
+    ]
+    for step, loss in ((50, 4.0), (100, 3.0), (150, float("nan")), (200, 3.5)):
+        events.append({"event": "valid", "step": step, "loss": loss, "token_ppl": 20.0, "bits_per_byte": 2.0})
+    lines = "".join(json.dumps(event) + "\n" for event in events)
+    (folder / "metrics.jsonl").write_text(lines + '{"event": "valid", "step": 210, "loss": 0.')
+    (folder / "checkpoints/step-00000200/state.json").write_text('{"seconds": 12.5}')
+    for name, step, split, ppl in (
+        ("test-step-90", 90, "test", 9.0),
+        ("test-step-200", 200, "test", 7.0),
+        ("test-step-300-stride-4", 300, "test", 5.0),
+        ("valid-step-400", 400, "valid", 6.0),
+    ):
+        scores = {"split": split, "token_ppl": ppl, "word_ppl": 2 * ppl, "bits_per_byte": 1.5}
+        (folder / "eval" / f"{name}.json").write_text(json.dumps({"step": step, "perplexity": scores}))
+    tasks = {"step": 200, "tasks": {"piqa": {"n": 10, "acc": 0.6}}, "average_acc": 0.6}
+    (folder / "eval" / "tasks-step-200.json").write_text(json.dumps(tasks))
+    mass = {"usage": 0.9, "kl": 0.5, "gini": 0.3}
+    memory_used = {
+        "layer": 2,
+        "name": "memory",
+        "slots": 64,
+        "mass": mass,
+        "uniform": {"usage": 1.0, "kl": 0.01},
+    }
+    (folder / "usage" / "test-step-200.json").write_text(json.dumps({"memories": [memory_used]}))
+    return folder
+
+
+def facts(*arguments: object) -> list[Facts]:
+    runs: list[Facts] = json.loads(pkmlm("compare", *arguments, "--format", "json").stdout)["runs"]
+    return runs
+
+
+def test_json_gathers_what_the_run_holds(run: Path) -> None:
+    (found,) = facts(run)
+    usage = found.pop("usage")
+    assert found == {
+        "run": "mine",
+        "kind": "product-key",
+        "dense": 1000,
+        "memory": 2000,
+        "read_per_token": 1100,
+        "status": "finished",
+        "step": 200,
+        "tokens": 12800,
+        "tokens_per_second": 200.0,
+        "seconds": 12.5,
+        "valid_step": 100,
+        "valid_loss": 3.0,
+        "valid_token_ppl": 20.0,
+        "valid_bits_per_byte": 2.0,
+        "test_step": 200,
+        "test_token_ppl": 7.0,
+        "test_word_ppl": 14.0,
+        "test_bits_per_byte": 1.5,
+        "tasks": {"piqa": {"n": 10, "acc": 0.6}},
+        "average_acc": 0.6,
+    }
+    assert usage[0]["mass"]["kl"] == 0.5
+
+
+def test_missing_pieces_show_as_a_dash(run: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "recipe.yaml").write_text("model: {projections: hash}\n")
+    (found,) = facts(bare)
+    assert found["kind"] == "hash"
+    assert {key for key, value in found.items() if value not in (None, [], {})} == {"run", "kind"}
+    assert pkmlm("compare", bare).stdout.splitlines()[-1].split() == ["bare", "hash"] + ["-"] * 6
+    text = pkmlm("compare", run, bare).stdout
+    assert [line.split()[1:3] for line in text.splitlines() if line.startswith("bare")] == [
+        ["hash", "-"],
+        ["-", "-"],
+        ["-", "-"],
+    ]
+    assert "Zero-shot accuracy" in text
+    assert "Zero-shot" not in pkmlm("compare", bare).stdout
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_csv_and_markdown(run: Path) -> None:
+    (row,) = csv.DictReader(io.StringIO(pkmlm("compare", run, "--format", "csv").stdout))
+    assert (row["run"], row["test_token_ppl"], row["piqa"], row["mean_kl"]) == ("mine", "7.0", "0.6", "0.5")
+    assert "| mine | product-key | 1,000 | 2,000 |" in pkmlm("compare", run, "--format", "md").stdout
+
+
+def test_runs_of_one_name_are_told_apart_and_doubles_dropped(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other" / "mine"
+    other.mkdir(parents=True)
+    (other / "recipe.yaml").write_text("{}\n")
+    assert [found["run"] for found in facts(run, other, run)] == [str(run), str(other)]
+
+
+def test_an_unfinished_run_says_so(run: Path) -> None:
+    assert "Status" not in pkmlm("compare", run).stdout
+    (run / "run.json").write_text('{"status": "diverged"}')
+    assert "diverged" in pkmlm("compare", run).stdout
+
+
+def test_plots(run: Path, tmp_path: Path) -> None:
+    done = pkmlm("compare", run, "--plots", tmp_path / "p")
+    assert (tmp_path / "p" / "learning-curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert "learning-curves.png" in done.stderr
+    assert "not empty" in pkmlm("compare", run, "--plots", tmp_path / "p", code=2).stderr
+    (run / "metrics.jsonl").unlink()
+    assert "nothing to draw" in pkmlm("compare", run, "--plots", tmp_path / "q").stderr
+    assert not (tmp_path / "q").exists()
+
+
+def test_neither_torch_nor_numpy_is_needed(run: Path) -> None:
+    program = (
+        "import sys; from pkmlm.cli import cli; cli.main(sys.argv[1:], standalone_mode=False);"
+        "assert not {'torch', 'numpy', 'matplotlib'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program, "compare", str(run)], check=True, capture_output=True)
+
+
+def test_damaged_results_are_named(run: Path) -> None:
+    (run / "eval" / "test-step-200.json").write_text("{")
+    assert "test-step-200.json" in pkmlm("compare", run, code=2).stderr
+    assert "none" in pkmlm("compare", run / "none", code=2).stderr
+
+
+def test_trained_runs(trained: Callable[[str], Path]) -> None:
+    found = facts(trained("dense"), trained("hash"))
+    assert [one["kind"] for one in found] == ["dense", "hash"]
+    for one in found:
+        assert one["step"] == 30
+        assert one["tokens"] == 30 * 256
+        assert one["tokens_per_second"] > 0
+        assert one["seconds"] > 0
+        assert one["valid_loss"] > 0
+        assert one["dense"] > 0
+    assert found[0]["memory"] == 0 < found[1]["memory"]

@@ -1,0 +1,82 @@
+"""`pkmlm eval` and `pkmlm generate` on trained runs."""
+
+import json
+import shutil
+
+import pytest
+
+from tests.conftest import pkmlm
+
+
+def test_json_has_the_shape_of_the_contract(trained):
+    result = json.loads(pkmlm("eval", trained("product-key"), "--json").stdout)
+    assert result.keys() == {"run", "step", "perplexity"}
+    assert result["step"] == 30
+    assert result["perplexity"].keys() == {
+        *("split", "tokens", "words", "bytes", "nll", "token_ppl", "word_ppl", "byte_ppl", "bits_per_byte")
+    }
+    assert json.loads((trained("product-key") / "eval/test-step-30.json").read_text()) == result
+
+
+def test_a_split_and_its_text_give_the_same(trained, novels):
+    run = trained("hash")
+    split = json.loads(pkmlm("eval", run, "--json").stdout)["perplexity"]
+    text = json.loads(pkmlm("eval", run, "--json", "--text", novels / "test.txt").stdout)["perplexity"]
+    assert text.pop("split") == "test.txt"
+    assert split.pop("split") == "test"
+    assert text == pytest.approx(split, rel=1e-6)
+
+
+def test_validation_during_training_is_eval_on_valid(trained):
+    run = trained("product-key")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    last = [line for line in lines if line["event"] == "valid"][-1]
+    result = json.loads(pkmlm("eval", run, "--json", "--split", "valid").stdout)["perplexity"]
+    assert result["tokens"] > 600  # the run validated on 600 tokens alone
+    assert 0.8 < last["loss"] / (result["nll"] / result["tokens"]) < 1.2
+
+
+def test_more_context_predicts_better(trained):
+    run = trained("dense")
+    plain, close = (
+        json.loads(pkmlm("eval", run, "--json", *extra).stdout)["perplexity"] for extra in ([], ["--stride", 8])
+    )
+    assert close["tokens"] == plain["tokens"]
+    assert close["nll"] != plain["nll"]
+
+
+def test_best_and_numbered_steps(trained):
+    run = trained("dense")
+    assert json.loads(pkmlm("eval", run, "--json", "--step", "20").stdout)["step"] == 20
+    best = int((run / "best").read_text().strip()[5:])
+    assert json.loads(pkmlm("eval", run, "--json", "--step", "best").stdout)["step"] == best
+    assert "has no checkpoint at step 7 (has " in pkmlm("eval", run, "--step", 7, code=2).stderr
+
+
+def test_a_table_for_people(trained):
+    said = pkmlm("eval", trained("dense")).stdout
+    assert "nats a token" in said
+    assert all(len(line) <= 80 for line in said.splitlines())
+
+
+def test_mistakes_are_told_in_one_line(trained, tmp_path):
+    assert "does not exist" in pkmlm("eval", tmp_path / "none", code=2).stderr
+    assert "is not a run directory" in pkmlm("eval", tmp_path, code=2).stderr
+    assert "no split 'tset'" in pkmlm("eval", trained("dense"), "--split", "tset", code=2).stderr
+    (tmp_path / "empty.txt").write_text("")
+    assert "empty.txt" in pkmlm("eval", trained("dense"), "--text", tmp_path / "empty.txt", code=2).stderr
+    broken = tmp_path / "broken"
+    shutil.copytree(trained("dense"), broken)
+    (broken / "tokenizer.model").write_bytes(b"garbage")
+    assert "tokenizer.model" in pkmlm("eval", broken, code=2).stderr
+
+
+def test_generate_continues_a_prompt_the_same_way_for_a_seed(trained):
+    run = trained("product-key")
+    first = pkmlm("generate", run, "It was", "-n", 50, "--seed", 3).stdout
+    assert first.startswith("It was")
+    assert len(first) > 30
+    assert pkmlm("generate", run, "It was", "-n", 50, "--seed", 3).stdout == first
+    assert pkmlm("generate", run, "It was", "-n", 50, "--seed", 4).stdout != first
+    assert pkmlm("generate", run, "-n", 50, "--seed", 3, stdin="It was").stdout == first
+    assert pkmlm("generate", run, "-n", 5).stdout

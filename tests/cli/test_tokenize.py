@@ -1,0 +1,326 @@
+"""`pkmlm tokenize` from outside: what it writes, what it prints, what it refuses without leaving a trace."""
+
+import filecmp
+import gzip
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from click.testing import CliRunner
+
+from pkmlm.cli import cli
+from pkmlm.data.corpus import Corpus, open_tokenizer
+from pkmlm.errors import UserError
+
+TEXT = "a whale and the sea it was not so near to us all; he said: \u201cno\u201d"
+WORDS = TEXT.split()
+
+
+def prose(words, seed=0):
+    draw = random.Random(seed)
+    joins = [" "] * 20 + ["\n", "\r\n", "  ", "\n\n"]
+    return "".join(draw.choice(WORDS) + draw.choice(joins) for _ in range(words))
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """Files of three splits; the documents of a text are divided by three newlines."""
+    for seed, name in enumerate(("train", "valid", "test")):
+        documents = [prose(400, 10 * seed + i).strip() for i in range(5)]
+        (tmp_path / f"{name}.txt").write_text("\n\n\n".join(documents), newline="")
+    return tmp_path
+
+
+def tokenize(*arguments, data=None):
+    """Run the command in this process and return what it printed; its errors are raised."""
+    runner = CliRunner()
+    result = runner.invoke(cli, ["tokenize", *map(str, arguments)], input=data, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def process(*arguments, data=b"", **options):
+    """Run the command as a user does."""
+    command = [sys.executable, "-m", "pkmlm", "tokenize", *map(str, arguments)]
+    return subprocess.run(command, input=data, capture_output=True, timeout=60, check=False, **options)
+
+
+def text_of(folder, split="train", separator="\n\n\n"):
+    """The text of a split, decoded."""
+    corpus, tokenizer = Corpus.open(folder, split, verify=True), open_tokenizer(folder)
+    return separator.join(tokenizer.decode(corpus.document(i)) for i in range(corpus.documents))
+
+
+def assert_same_folders(one, other):
+    names = sorted(os.listdir(one))
+    assert names == sorted(os.listdir(other))
+    assert filecmp.cmpfiles(one, other, names, shallow=False) == (names, [], [])
+
+
+def test_the_whole_road(texts):
+    done = process(
+        f"{texts}/train.txt", "--valid", f"{texts}/valid.txt", "--test", f"{texts}/test.txt",
+        "--separator", r"\n\n\n", "--vocab-size", "320", "-o", texts / "out",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == b""  # no progress where nobody looks
+    for split in ("train", "valid", "test"):
+        assert text_of(texts / "out", split).encode() == (texts / f"{split}.txt").read_bytes()
+    table = done.stdout.decode().splitlines()
+    assert all(len(line) <= 80 for line in table if str(texts) not in line)
+    assert [line.split()[:3] for line in table if line.startswith(("train", "valid", "test"))] == [
+        [split, "5", "0"] for split in ("train", "valid", "test")
+    ]
+
+
+def test_json_is_all_there_is_on_standard_output(texts):
+    done = process(
+        f"{texts}/train.txt", "-o", texts / "out", "--vocab-size", "320", "--json", "--separator", r"\n\n\n"
+    )
+    result = json.loads(done.stdout)
+    corpus = Corpus.open(texts / "out", "train")
+    assert result["splits"]["train"]["tokens"] == corpus.tokens
+    assert result["splits"]["train"]["words"] == corpus.words
+    assert result["splits"]["train"]["documents"] == 5
+    assert result["tokenizer_sha256"] == corpus.tokenizer_sha256
+    assert result["vocab_size"] == 320
+    assert result["learning_seconds"] > 0
+
+
+def test_every_run_writes_the_same_bytes(texts):
+    for folder, jobs in (("one", 1), ("two", 2), ("five", 5)):
+        tokenize(texts / "train.txt", "--valid", texts / "valid.txt", "--vocab-size", 320, "--jobs", jobs,
+                 "-o", texts / folder)  # fmt: skip
+    assert_same_folders(texts / "one", texts / "two")
+    assert_same_folders(texts / "one", texts / "five")
+
+
+def test_formats_and_compressions_give_the_same_tokens(texts):
+    whole = (texts / "train.txt").read_bytes()
+    documents = whole.decode().split("\n\n\n")
+    lines = "".join(json.dumps({"text": text, "n": 1}) + "\n" for text in documents).encode()
+    pq.write_table(pa.table({"text": documents}), texts / "a.parquet")
+    files = {
+        "a.txt.gz": gzip.compress(whole),
+        "a.txt.zst": zstandard.compress(whole),
+        "a.jsonl": lines,
+        "a.jsonl.gz": gzip.compress(lines),
+        "a.jsonl.zst": zstandard.compress(lines),
+        "a.parquet": (texts / "a.parquet").read_bytes(),
+        "a.parquet.zst": zstandard.compress((texts / "a.parquet").read_bytes()),
+    }
+    tokenize(texts / "train.txt", "--separator", r"\n\n\n", "--vocab-size", 320, "-o", texts / "plain")
+    plain = Corpus.open(texts / "plain", "train")
+    for number, (name, data) in enumerate(files.items()):
+        (texts / name).write_bytes(data)
+        separator = ["--separator", r"\n\n\n"] if ".txt" in name else []
+        tokenize(texts / name, *separator, "--vocab-size", 320, "-o", texts / f"out{number}")
+        corpus = Corpus.open(texts / f"out{number}", "train")
+        assert corpus.tokenizer_sha256 == plain.tokenizer_sha256
+        assert np.array_equal(corpus.read(0, corpus.tokens), plain.read(0, plain.tokens))
+        assert (corpus.words, corpus.bytes, corpus.documents) == (plain.words, plain.bytes, plain.documents)
+
+
+def test_globs_and_several_files(texts):
+    tokenize(f"{texts}/t*.txt", "--valid", texts / "valid.txt", "--vocab-size", 320, "-o", texts / "out")
+    both = (texts / "test.txt").read_bytes() + b"|" + (texts / "train.txt").read_bytes()
+    assert text_of(texts / "out", separator="|").encode() == both
+
+
+@pytest.mark.parametrize("wrap", [bytes, gzip.compress, zstandard.compress])
+def test_standard_input(texts, wrap):
+    data = (texts / "train.txt").read_bytes()
+    stored = wrap(data)  # once: gzip writes the time
+    tokenize("-", "--vocab-size", 320, "-o", texts / "out", data=stored)
+    assert text_of(texts / "out").encode() == data
+    tokenize("-", "--tokenizer", texts / "out/tokenizer.model", "-o", texts / "again", data=stored)
+    assert_same_folders(texts / "out", texts / "again")
+
+
+def test_standard_input_has_a_format(texts):
+    data = b"".join(json.dumps({"body": prose(300, i)}).encode() + b"\n" for i in range(9))
+    done = process(
+        "-", "--format", "jsonl", "--field", "body", "--vocab-size", "320", "-o", texts / "out", data=data
+    )
+    assert done.returncode == 0, done.stderr
+    assert Corpus.open(texts / "out", "train").documents == 9
+    pq.write_table(pa.table({"body": [prose(300, i) for i in range(9)]}), texts / "a.parquet")
+    tokenize("-", "--format", "parquet", "--field", "body", "--vocab-size", 320, "-o", texts / "two",
+             data=(texts / "a.parquet").read_bytes())  # fmt: skip
+    assert text_of(texts / "two") == text_of(texts / "out")
+
+
+def test_unigram(texts):
+    tokenize(texts / "train.txt", "--model-type", "unigram", "--vocab-size", 300, "-o", texts / "out")
+    assert text_of(texts / "out").encode() == (texts / "train.txt").read_bytes()
+
+
+def test_a_file_in_two_splits_is_warned_of(texts):
+    (texts / "link.txt").symlink_to(texts / "train.txt")
+    done = process(
+        texts / "train.txt", "--valid", texts / "link.txt", "--vocab-size", "320", "-o", texts / "out", "-q"
+    )
+    assert done.returncode == 0
+    assert done.stderr.decode() == f"warning: {texts}/link.txt is in both train and valid\n"
+
+
+# What is there already
+
+
+def test_nothing_is_overwritten_without_force(texts):
+    tokenize(texts / "train.txt", "--vocab-size", 320, "-o", texts / "out")
+    before = (texts / "out/index.json").read_bytes()
+    with pytest.raises(UserError, match="is there already"):
+        tokenize(texts / "test.txt", "--vocab-size", 320, "-o", texts / "out")
+    assert (texts / "out/index.json").read_bytes() == before
+    tokenize(texts / "test.txt", "--vocab-size", 320, "-o", texts / "out", "--force")
+    assert text_of(texts / "out").encode() == (texts / "test.txt").read_bytes()
+    assert not list(texts.glob(".tmp-*"))
+
+
+def test_force_can_read_what_it_replaces(texts):
+    tokenize(texts / "train.txt", "--vocab-size", 320, "-o", texts / "out")
+    model = texts / "out/tokenizer.model"
+    tokenize(texts / "test.txt", "--tokenizer", model, "-o", texts / "out", "--force")
+    assert text_of(texts / "out").encode() == (texts / "test.txt").read_bytes()
+
+
+def test_force_replaces_nothing_but_tokens(texts):
+    (texts / "out").mkdir()
+    (texts / "out/thesis.tex").write_text("years of work")
+    (texts / "file").write_text("x")
+    for place, message in (("out", r"holds 'thesis\.tex'"), ("file", "is a file")):
+        with pytest.raises(UserError, match=message):
+            tokenize(texts / "train.txt", "-o", texts / place, "--force")
+    assert (texts / "out/thesis.tex").read_text() == "years of work"
+
+
+def test_an_empty_folder_is_filled(texts):
+    (texts / "out").mkdir()
+    tokenize(texts / "train.txt", "--vocab-size", 320, "-o", f"{texts}/out/")
+    assert Corpus.open(texts / "out", "train").documents == 1
+
+
+def test_folders_above_are_made(texts):
+    tokenize(texts / "train.txt", "--vocab-size", 320, "-o", texts / "a/b/out")
+    assert Corpus.open(texts / "a/b/out", "train").documents == 1
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.txt"], "cannot read missing.txt: No such file"),
+        (["*.none"], r"\*\.none matches no file"),
+        (["."], r"\. is a folder"),
+        (["train.txt", "--valid", "missing.txt"], "cannot read missing.txt"),
+        (["train.txt", "--valid", "empty.txt"], r"no text for valid in empty\.txt \(1 empty documents\)"),
+        (["empty.txt"], r"no text for train in empty\.txt"),
+        (["bad.txt"], r"bad\.txt: not UTF-8 at byte 3 "),
+        (["train.txt", "--test", "bad.txt"], r"bad\.txt: not UTF-8 at byte 3 "),
+        (["train.txt", "--vocab-size", "100000"], r"--vocab-size: 100,000 is too large .* at most \d+"),
+        (["train.txt", "--tokenizer", "missing.model"], r"cannot read the tokenizer missing\.model"),
+        (["train.txt", "--tokenizer", "train.txt"], r"train\.txt is not a SentencePiece model"),
+        (["train.txt", "--separator", r"\d"], "unknown escape"),
+        (["a.jsonl", "--separator", "x"], "--separator is for text files"),
+        (["a.jsonl"], r"a\.jsonl:1: no key 'text'"),
+        (["train.txt", "--format", "parquet"], r"train\.txt: not a whole parquet file"),
+        (["cut.txt.gz"], r"cut\.txt\.gz: damaged or cut short"),
+        (["-", "--valid", "-"], "standard input can be read once"),
+    ],
+)
+def test_a_mistake_is_named_and_leaves_nothing(texts, monkeypatch, arguments, message):
+    monkeypatch.chdir(texts)
+    (texts / "empty.txt").touch()
+    (texts / "bad.txt").write_bytes(b"abc\xff")
+    (texts / "a.jsonl").write_text('{"body": "x"}\n')
+    (texts / "cut.txt.gz").write_bytes(gzip.compress(prose(500).encode())[:-9])
+    before = sorted(os.listdir())
+    options = [] if {"--vocab-size", "--tokenizer"} & set(arguments) else ["--vocab-size", "320"]
+    with pytest.raises(UserError, match=message):
+        tokenize(*arguments, *options, "-o", "out")
+    assert sorted(os.listdir()) == before
+
+
+def test_a_mistake_ends_with_code_2_and_two_lines(texts):
+    done = process("what\x1b.doc", "-o", "out", cwd=texts)
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert done.stderr == b"error: cannot read what\\x1b.doc: No such file or directory\n"
+    (texts / "what.doc").touch()
+    done = process("what.doc", "-o", "out", cwd=texts)
+    assert done.returncode == 2
+    assert [line.split(b":")[0] for line in done.stderr.splitlines()] == [b"error", b"hint"]
+
+
+@pytest.mark.parametrize("option", [["--vocab-size", "320"], ["--model-type", "bpe"]])
+def test_a_given_tokenizer_is_not_learnt(texts, option):
+    result = CliRunner().invoke(cli, ["tokenize", "x.txt", "--tokenizer", "m", *option, "-o", "out"])
+    assert result.exit_code == 2
+    assert f"{option[0]} is for learning" in result.output
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(texts):
+    import resource
+
+    def small_files():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+
+    done = process(texts / "train.txt", "--vocab-size", "320", "-o", texts / "out", preexec_fn=small_files)
+    assert done.returncode == 1
+    assert done.stderr.startswith(b"error: cannot write ")
+    assert done.stderr.endswith(b": File too large\n")
+    assert not list(texts.glob("*out*"))
+
+
+def test_a_killed_run_leaves_nothing_that_looks_finished(texts):
+    (texts / "long.txt").write_text(prose(600_000))
+    tokenize(texts / "train.txt", "--vocab-size", 320, "-o", texts / "first")
+    command = [
+        sys.executable,
+        "-m",
+        "pkmlm",
+        "tokenize",
+        "long.txt",
+        "--tokenizer",
+        "first/tokenizer.model",
+        "-o",
+        "out",
+    ]
+    for number in (signal.SIGINT, signal.SIGKILL):
+        # a shell that runs the tests in the background ignores SIGINT, which a child would inherit
+        heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+        running = subprocess.Popen(command, cwd=texts, stderr=subprocess.PIPE, preexec_fn=heed)
+        until = time.monotonic() + 30
+        while not list(texts.glob(".tmp-out/.tmp-train-00000.bin")) and time.monotonic() < until:
+            time.sleep(0.005)
+        running.send_signal(number)
+        errors = running.communicate(timeout=30)[1]
+        assert running.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL), errors
+        assert not (texts / "out").exists()
+        assert (texts / ".tmp-out").exists() == (number == signal.SIGKILL)
+    tokenize(texts / "valid.txt", "--vocab-size", 320, "-o", texts / "out")
+    assert text_of(texts / "out").encode() == (texts / "valid.txt").read_bytes()
+    assert not (texts / ".tmp-out").exists()
+
+
+def test_help_has_examples_and_is_free_of_heavy_imports():
+    program = (
+        "import sys; from click.testing import CliRunner; from pkmlm.cli import cli\n"
+        "result = CliRunner().invoke(cli, ['tokenize', '--help'], terminal_width=80); print(result.output)\n"
+        "assert not {'torch', 'numpy', 'sentencepiece', 'pyarrow'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "Examples:\n    pkmlm tokenize book.txt -o data/book\n" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80

@@ -1,0 +1,188 @@
+"""`pkmlm train` as its users meet it: to the end, stopped and resumed, refused, diverged."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from tests.conftest import ROOT, pkmlm
+
+
+def losses(run: Path) -> list[tuple[int, str]]:
+    """Every logged loss, to the bit."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["event"], line["loss"].hex()) for line in lines if line["event"] != "save"]
+
+
+def tensors(run: Path, step: int, name: str) -> dict[str, bytes]:
+    return {k: v.tobytes() for k, v in load_file(run / f"checkpoints/step-{step:08d}/{name}.safetensors").items()}
+
+
+@pytest.mark.parametrize("kind", ["dense", "product-key", "flat-key", "hash"])
+def test_a_run_directory_holds_what_the_design_says(trained, kind):
+    run = trained(kind)
+    for name in ("recipe.yaml", "run.json", "train.log", "metrics.jsonl", "tokenizer.model", "best", "latest", "done"):
+        assert (run / name).is_file(), name
+    facts = json.loads((run / "run.json").read_text())
+    assert facts["status"] == "finished"
+    assert facts["exit_code"] == 0
+    assert facts["step"] == 30
+    assert facts["precision_reason"]
+    assert (run / "latest").read_text() == "step-00000030\n"
+    assert sorted(p.name for p in (run / "checkpoints").iterdir())[-1] == "step-00000030"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    train = [line for line in lines if line["event"] == "train"]
+    assert [line["step"] for line in train] == list(range(1, 31))
+    assert {"loss", "lr", "grad_norm", "tokens", "tokens_per_second"} <= train[0].keys()
+    assert 29 * 256 < train[-1]["tokens"] <= 30 * 256  # the corpus's last piece is short
+    assert train[-1]["loss"] < train[0]["loss"] - 0.5
+    assert [line["step"] for line in lines if line["event"] == "valid"] == [15, 30]
+
+
+@pytest.mark.parametrize("kind", ["product-key", "hash"])
+def test_stopped_and_resumed_is_the_same_run_to_the_bit(trained, tmp_path, write_recipe, kind):
+    straight, run, recipe = trained(kind), tmp_path / "run", write_recipe(tmp_path, kind)
+    for steps in (12, 20, 30):  # 12 is between checkpoints; the cosine ends at 30 in each part
+        stop = ["-s", "checkpoint.every=4"] if steps < 30 else []
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pkmlm", "train", recipe, "-o", run, *stop], cwd=ROOT, stderr=subprocess.DEVNULL
+        )
+        while steps < 30 and process.poll() is None:
+            if run.joinpath("metrics.jsonl").exists() and max([0, *(s for s, *_ in losses(run))]) >= steps:
+                process.send_signal(signal.SIGTERM)
+                break
+            time.sleep(0.005)
+        assert process.wait(60) in (75, 0)
+    assert losses(run) == losses(straight)
+    for name in ("weights", "optimizer"):
+        assert tensors(run, 30, name) == tensors(straight, 30, name)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_signals_save_and_stop(tmp_path, write_recipe, number, code):
+    run = tmp_path / "run"
+    arguments = ["train", write_recipe(tmp_path, "dense"), "-o", run, "-s", "train.steps=100000", "-s", "eval.every=0"]
+    process = subprocess.Popen([sys.executable, "-m", "pkmlm", *arguments], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").read_text():
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert "stopped on request" in said
+    assert "Traceback" not in said
+    facts = json.loads((run / "run.json").read_text())
+    assert (facts["status"], facts["exit_code"]) == ("stopped", code)
+    assert (run / "latest").read_text() == f"step-{facts['step']:08d}\n"
+    assert not (run / "done").exists()
+
+
+def test_a_kill_loses_only_what_came_after_the_last_checkpoint(tmp_path, trained, write_recipe):
+    run = tmp_path / "run"
+    arguments = ["train", write_recipe(tmp_path, "product-key"), "-o", run]
+    process = subprocess.Popen([sys.executable, "-m", "pkmlm", *arguments], cwd=ROOT, stderr=subprocess.DEVNULL)
+    while not (run / "latest").exists():
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"event": "train", "step": 29, "lo')  # torn
+    pkmlm(*arguments)
+    assert losses(run) == losses(trained("product-key"))
+
+
+def test_a_finished_run_says_so_and_more_steps_train_longer(tmp_path, write_recipe):
+    recipe, run = write_recipe(tmp_path, "dense"), tmp_path / "run"
+    pkmlm("train", recipe, "-o", run, "-s", "train.steps=4")
+    assert "complete already at step 4" in pkmlm("train", recipe, "-o", run, "-s", "train.steps=4").stderr
+    pkmlm("train", recipe, "-o", run, "-s", "train.steps=6")
+    assert [step for step, event, _ in losses(run) if event == "train"] == [1, 2, 3, 4, 5, 6]
+
+
+def test_resume_rules(tmp_path, write_recipe, trained):
+    recipe = write_recipe(tmp_path, "dense")
+    assert "no checkpoint to resume" in pkmlm("train", recipe, "-o", tmp_path / "x", "--resume", "must", code=2).stderr
+    assert not (tmp_path / "x").exists()
+    done = trained("dense")
+    assert "exists already" in pkmlm("train", recipe, "-o", done, "--resume", "never", code=2).stderr
+    other = pkmlm("train", recipe, "-o", done, "-s", "optim.lr=1e-3", "-s", "log.every=3", code=2).stderr
+    assert "optim.lr was 0.003 and is now 0.001" in other
+    assert "log.every" not in other
+
+
+def test_two_processes_do_not_share_a_run(tmp_path, write_recipe):
+    from pkmlm.runtime.rundir import RunDirectory
+
+    with RunDirectory(tmp_path / "run").locked():
+        said = pkmlm("train", write_recipe(tmp_path, "dense"), "-o", tmp_path / "run", code=1).stderr
+    assert "is in use by process" in said
+
+
+def test_divergence_exits_3_and_keeps_the_last_checkpoint(tmp_path, write_recipe):
+    run, recipe = tmp_path / "run", write_recipe(tmp_path, "dense")
+    said = pkmlm(
+        "train", recipe, "-o", run, "-s", "optim.lr=1e30", "-s", "optim.clip=0", "-s", "checkpoint.every=1", code=3
+    ).stderr
+    assert said.count("error: training diverged at step") == 1
+    assert "hint: " in said
+    facts = json.loads((run / "run.json").read_text())
+    assert (facts["status"], facts["exit_code"]) == ("diverged", 3)
+
+
+def test_patience_stops_early(tmp_path, write_recipe):
+    run, recipe = tmp_path / "run", write_recipe(tmp_path, "dense")
+    slow = ["-s", "optim.lr=1e-12", "-s", "eval.every=1", "-s", "eval.patience=2", "-s", "eval.tokens=50"]
+    said = pkmlm("train", recipe, "-o", run, *slow).stderr
+    facts = json.loads((run / "run.json").read_text())
+    if facts["status"] == "patience":
+        assert "stopping early" in said
+        assert facts["step"] < 30
+    assert (run / "done").exists()
+
+
+def test_starting_from_another_run(tmp_path, write_recipe, trained):
+    run, recipe = tmp_path / "run", write_recipe(tmp_path, "dense")
+    pkmlm("train", recipe, "-o", run, "-s", f"train.init_from={trained('dense')}", "-s", "train.steps=1")
+    assert float.fromhex(losses(run)[0][2]) < float.fromhex(losses(trained("dense"))[0][2]) - 0.5
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precisions_train_and_resume_on_a_cpu(tmp_path, write_recipe, precision):
+    run, recipe = tmp_path / "run", write_recipe(tmp_path, "product-key")
+    half = ["-s", f"train.precision={precision}"]
+    pkmlm("train", recipe, "-o", run, *half, "-s", "train.steps=8")
+    pkmlm("train", recipe, "-o", run, *half, "-s", "train.steps=12")
+    assert len([1 for _, event, _ in losses(run) if event == "train"]) == 12
+    state = json.loads((run / "checkpoints/step-00000012/state.json").read_text())
+    assert ("scale" in (state["scaler"] or {})) == (precision == "fp16")
+
+
+def test_a_dry_run_writes_nothing(tmp_path, write_recipe):
+    recipe = write_recipe(tmp_path, "product-key")
+    said = pkmlm("train", recipe, "--dry-run", "-o", tmp_path / "run").stdout
+    assert "first step   loss 6." in said
+    assert "8,192 in memory" in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("data.dir=null", "data.dir is not set"),
+        ("data.dir=/nowhere", "/nowhere"),
+        ("model.vocab_size=100", "expected at least the tokenizer's 600"),
+        ("train.micro_batch=3", "train.micro_batch"),
+        ("modle.dim=3", "modle"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(tmp_path, write_recipe, change, message):
+    done = pkmlm("train", write_recipe(tmp_path, "dense"), "-o", tmp_path / "run", "-s", change, code=2)
+    assert message in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert len(done.stderr.strip().splitlines()) <= 2
+    assert not (tmp_path / "run").exists()

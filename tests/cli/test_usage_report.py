@@ -1,0 +1,154 @@
+"""`pkmlm usage-report` on small trained runs."""
+
+import csv
+import io
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.conftest import pkmlm
+
+Trained = Callable[[str], Path]
+
+
+@pytest.fixture
+def run_of(trained: Trained, tmp_path: Path) -> Callable[[str], Path]:
+    """A function that gives a copy of a trained run, to write into."""
+
+    def copy(kind: str) -> Path:
+        return Path(
+            shutil.copytree(trained(kind), tmp_path / kind, ignore=shutil.ignore_patterns("usage", "eval"))
+        )
+
+    return copy
+
+
+def report(*arguments: object) -> list[dict]:
+    runs: list[dict] = json.loads(pkmlm("usage-report", *arguments, "--format", "json").stdout)["runs"]
+    return runs
+
+
+def test_json_of_a_product_key_run_counts_every_scored_token_once(run_of: Callable[[str], Path]) -> None:
+    run = run_of("product-key")
+    (entry,) = report(run)
+    scored = json.loads(pkmlm("eval", run, "--json").stdout)["perplexity"]["tokens"]
+    assert (entry["run"], entry["step"], entry["split"]) == ("product-key", 30, "test")
+    (memory,) = entry["memories"]
+    assert memory["tokens"] == scored, "padding and overlapping windows are not counted"
+    assert memory["reads"] == scored * 2 * 4
+    assert (memory["layer"], memory["kind"], memory["slots"]) == (2, "product-key", 256)
+    assert len(memory["heads"]) == 2
+    assert 0 < memory["mass"]["usage"] <= memory["count"]["usage"] <= memory["uniform"]["usage"] <= 1
+    assert memory["mass"]["kl"] > memory["uniform"]["kl"]
+    assert 0 <= memory["head_overlap"] <= 1
+    assert memory["head_overlap_uniform"] == 4 / 256
+    kept = json.loads((run / "usage" / "test-step-30.json").read_text())
+    assert kept == entry
+    with np.load(run / "usage" / "test-step-30.npz") as arrays:
+        assert arrays["0-counts_HK"].sum() == memory["reads"]
+        assert arrays["0-masses_HK"].sum() == pytest.approx(scored * 2, rel=1e-5)
+
+
+def test_hash_layers_have_tables(run_of: Callable[[str], Path]) -> None:
+    (entry,) = report(run_of("hash"))
+    assert [(m["layer"], m["name"]) for m in entry["memories"]] == [
+        (layer, name) for layer in (1, 2) for name in ("qkv", "ffn1", "ffn2")
+    ]
+    for memory in entry["memories"]:
+        assert len(memory["tables"]) == 8, "32 wide, 4 bits: 8 tables"
+        assert memory["reads"] == memory["tokens"] * 8
+        assert "heads" not in memory
+
+
+def test_the_second_report_needs_no_forward_pass(run_of: Callable[[str], Path]) -> None:
+    run = run_of("product-key")
+    before = report(run)
+    program = "import sys; from pkmlm.cli import cli; cli.main(sys.argv[1:], standalone_mode=False); assert 'torch' not in sys.modules"
+    command = [sys.executable, "-c", program, "usage-report", str(run), "--format", "json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["runs"] == before
+
+
+def test_what_is_stale_or_damaged_is_measured_again(run_of: Callable[[str], Path]) -> None:
+    run = run_of("product-key")
+    before = report(run)
+    kept = run / "usage" / "test-step-30.json"
+    true = kept.read_text()
+    kept.write_text(true.replace('"reads": ', '"reads": 9'))
+    assert report(run) != before, "what is kept is what is shown"
+    for broken in (true.replace('"checkpoint": "', '"checkpoint": "0'), true[:100], "[]"):
+        kept.write_text(broken)
+        assert report(run) == before
+        assert kept.read_text() == true
+    (run / "usage" / "test-step-30.npz").write_bytes(b"PK")
+    assert report(run) == before
+
+
+def test_text_equals_its_split_and_steps_differ(run_of: Callable[[str], Path], novels: Path) -> None:
+    run = run_of("flat-key")
+    (split,), (text,) = report(run), report(run, "--text", novels / "test.txt")
+    assert text["split"] == "test.txt"
+    assert text["memories"] == split["memories"]
+    (earlier,) = report(run, "--step", "20")
+    assert earlier["step"] == 20
+    assert earlier["memories"] != split["memories"]
+    assert len(list((run / "usage").glob("*.json"))) == 3
+
+
+def test_tables_of_several_runs(run_of: Callable[[str], Path]) -> None:
+    runs = [run_of(kind) for kind in ("dense", "product-key", "hash")]
+    text = pkmlm("usage-report", *runs).stdout
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert sum(line.startswith("product-key") for line in text.splitlines()) == 1 + 1 + 3 + 1
+    assert sum(line.startswith("dense") for line in text.splitlines()) == 1, "it has no memory"
+    rows = list(csv.DictReader(io.StringIO(pkmlm("usage-report", *runs, "--format", "csv").stdout)))
+    assert [row["run"] for row in rows] == ["product-key"] + ["hash"] * 6
+    (entry,) = report(runs[1])
+    assert float(rows[0]["mass_kl"]) == entry["memories"][0]["mass"]["kl"]
+    markdown = pkmlm("usage-report", *runs, "--format", "md").stdout
+    assert "| product-key | 2 memory | mass |" in markdown
+
+
+def test_plots_and_force(run_of: Callable[[str], Path], tmp_path: Path) -> None:
+    run, folder = run_of("product-key"), tmp_path / "pictures"
+    done = pkmlm("usage-report", run, "--plots", folder, "--format", "json")
+    assert json.loads(done.stdout), "standard output stays JSON"
+    names = {path.name for path in folder.iterdir()}
+    kinds = ("slot-mass", "map-layer-2-memory", "overlap-layer-2-memory", "usage-over-training")
+    assert names == {f"product-key-{kind}.png" for kind in kinds}
+    assert "not empty" in pkmlm("usage-report", run, "--plots", folder, code=2).stderr
+    (folder / "product-key-slot-mass.png").write_bytes(b"")
+    pkmlm("usage-report", run, "--plots", folder, "--force")
+    assert (folder / "product-key-slot-mass.png").stat().st_size > 10_000
+
+
+def test_errors_are_one_line(run_of: Callable[[str], Path], tmp_path: Path) -> None:
+    run = run_of("product-key")
+    for arguments, said in (
+        ([tmp_path / "none"], "none"),
+        ([tmp_path], "not a run directory"),
+        ([run, "--step", "7"], "has 10, 20, 30"),
+        ([run, "--text", tmp_path / "no.txt"], "no.txt"),
+        ([run, "--split", "unknown"], "unknown"),
+        ([run, "--format", "xml"], "xml"),
+        ([], "RUN"),
+    ):
+        done = pkmlm("usage-report", *arguments, code=2)
+        assert said in done.stderr
+        assert done.stdout == ""
+    assert not (run / "usage").exists()
+
+
+def test_a_run_that_cannot_be_written_is_still_reported(run_of: Callable[[str], Path]) -> None:
+    run = run_of("product-key")
+    (run / "usage").write_text("a file in the way")
+    done = pkmlm("usage-report", run, "--format", "json")
+    assert json.loads(done.stdout)["runs"][0]["memories"]
+    assert "warning: not kept" in done.stderr

@@ -1,0 +1,110 @@
+"""Shared ground: a few pages of real text, their tokens, and small trained runs. All made by the commands themselves."""
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from pkmlm.cli import main
+
+ROOT = Path(__file__).parent.parent
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command left behind."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def pkmlm(*arguments: object, code: int = 0, stdin: str = "") -> Done:
+    """Run the command line as a user does, in this process (importing torch takes seconds); check its exit code."""
+    out, err = io.StringIO(), io.StringIO()
+    before = sys.argv, sys.stdin
+    sys.argv, sys.stdin = ["pkmlm", *map(str, arguments)], io.TextIOWrapper(io.BytesIO(stdin.encode()))
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as end:
+            main()
+    finally:
+        sys.argv, sys.stdin = before
+    done = Done(int(end.value.code or 0), out.getvalue(), err.getvalue())
+    assert done.returncode == code, f"{arguments}: {done}"
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+@pytest.fixture(scope="session")
+def novels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with train.txt, valid.txt and test.txt: the beginnings of the demo's novels."""
+    folder = tmp_path_factory.mktemp("novels")
+    for split, size in (("train", 150_000), ("valid", 12_000), ("test", 15_000)):
+        stored = (ROOT / "recipes" / "demo" / f"{split}.txt.zst").read_bytes()
+        text = io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(stored), encoding="utf-8", newline="")
+        (folder / f"{split}.txt").write_bytes(text.read(size).encode())
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokens(novels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tokens of `novels`: vocabulary 600."""
+    folder = tmp_path_factory.mktemp("tokens") / "novels"
+    splits = [f"--{split}={novels / split}.txt" for split in ("valid", "test")]
+    pkmlm("tokenize", novels / "train.txt", *splits, "-o", folder, "--vocab-size", 600)
+    return folder
+
+
+MODELS = {
+    "dense": "projections: dense",
+    "product-key": "memory: {kind: product-key, layers: 2, num_keys: 16, heads: 2, topk: 4, key_dim: 16}",
+    "flat-key": "memory: {kind: flat-key, layers: 2, num_keys: 8, heads: 2, topk: 4, key_dim: 16}",
+    "hash": "projections: hash\n  hash: {bits: 4, extra_bits: 2}",
+}
+
+
+@pytest.fixture(scope="session")
+def write_recipe(tokens: Path) -> Callable[[Path, str], Path]:
+    """A function that writes a tiny recipe of a kind of model and returns its path."""
+
+    def write(folder: Path, kind: str) -> Path:
+        path = folder / f"{kind}.yaml"
+        path.write_text(
+            f"""name: tiny-{kind}
+data: {{dir: {tokens}}}
+model:
+  dim: 32
+  layers: 2
+  heads: 2
+  context: 32
+  {MODELS[kind]}
+optim: {{lr: 3e-3, schedule: cosine, warmup_steps: 5, values: {{lr: 4e-3}}}}
+train: {{steps: 30, batch_tokens: 256, micro_batch: 4}}
+eval: {{every: 15, tokens: 600}}
+checkpoint: {{every: 10}}
+log: {{every: 10}}
+"""
+        )
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory, write_recipe: Callable[[Path, str], Path]) -> Callable[[str], Path]:
+    """A function that gives the finished tiny run of a kind of model, trained once a session. Do not write into it."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    def run(kind: str) -> Path:
+        if not (folder / kind).exists():
+            pkmlm("train", write_recipe(folder, kind), "-o", folder / kind, "-q")
+        return folder / kind
+
+    return run

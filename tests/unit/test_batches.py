@@ -1,0 +1,75 @@
+"""Batches: every token scored once an epoch, in an order that follows from the seed alone."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pkmlm.data.batches import IGNORED, Batches, permute
+from pkmlm.data.corpus import Corpus
+
+
+@pytest.fixture
+def corpus(tokens: Path) -> Corpus:
+    return Corpus.open(tokens, "valid")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 64, 65, 1000, 4097])
+def test_a_permutation_takes_every_place_once(size):
+    for seed in range(3):
+        assert sorted(permute(np.arange(size), size, seed)) == list(range(size))
+
+
+def test_a_permutation_of_many_is_computed_not_stored():
+    size = 10**13
+    some = permute(np.arange(size - 1000, size), size, 1)
+    assert len(set(some)) == 1000
+    assert 0 <= some.min() < some.max() < size
+    assert abs(some.mean() / size - 0.5) < 0.05
+
+
+def test_seeds_and_epochs_give_other_orders():
+    orders = [tuple(permute(np.arange(50), 50, seed)) for seed in range(20)]
+    assert len(set(orders)) == 20
+
+
+@pytest.mark.parametrize(("context", "sequences"), [(32, 4), (31, 3), (500, 2), (10_000, 1)])
+def test_every_token_is_scored_once_an_epoch_after_the_token_before_it(corpus, context, sequences):
+    stream = np.concatenate([[corpus.eos], corpus.read(0, corpus.tokens)])
+    batches = Batches(corpus, context, sequences, seed=1)
+    assert batches.pieces == -(-corpus.tokens // context)
+    pairs, step = [], 0
+    while len(pairs) < corpus.tokens:
+        step += 1
+        batch = batches.micro_batch(step, 0, sequences)
+        assert batch.tokens_BT.shape == batch.targets_BT.shape == (sequences, context)
+        assert batches.scored(step) == int((batch.targets_BT != IGNORED).sum())
+        for tokens, targets in zip(batch.tokens_BT.tolist(), batch.targets_BT.tolist(), strict=True):
+            pairs += [(a, b) for a, b in zip(tokens, targets, strict=True) if b != IGNORED]
+            if len(pairs) == corpus.tokens:
+                break
+    assert sorted(pairs) == sorted(zip(stream[:-1].tolist(), stream[1:].tolist(), strict=True))
+
+
+def test_the_end_of_the_last_piece_is_real_text_that_is_not_scored(corpus):
+    batches = Batches(corpus, 10_000, 1, seed=1)
+    batch = batches.micro_batch(1, 0, 1)
+    missing = 10_000 - corpus.tokens
+    assert missing > 0
+    assert (batch.targets_BT[0, -missing:] == IGNORED).all()
+    assert batch.tokens_BT[0, corpus.tokens + 1 :].tolist() == corpus.read(0, missing - 1).tolist()
+
+
+def test_ranks_and_micro_batches_cut_one_global_batch(corpus):
+    batches = Batches(corpus, 16, 8, seed=3)
+    whole = batches.micro_batch(5, 0, 8).tokens_BT
+    halves = [batches.micro_batch(5, index, 4).tokens_BT for index in range(2)]
+    assert torch.equal(torch.cat(halves), whole)
+    ranks = [batches.micro_batch(5, index, 2, rank, 2).tokens_BT for index in range(2) for rank in range(2)]
+    assert torch.equal(torch.cat(ranks), whole)
+
+
+def test_another_seed_gives_another_order(corpus):
+    first, second = (Batches(corpus, 16, 8, seed).micro_batch(1, 0, 8).tokens_BT for seed in (1, 2))
+    assert not torch.equal(first, second)

@@ -1,0 +1,104 @@
+"""Checkpoints: whole, checked, and refused when they are not what they say."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from pkmlm.errors import UserError
+from pkmlm.model.transformer import build_model
+from pkmlm.recipe.load import load_recipe
+from pkmlm.runtime.rundir import RunDirectory
+from pkmlm.train import checkpoint
+from pkmlm.train.checkpoint import Progress
+from pkmlm.train.optim import parameter_groups
+
+
+@pytest.fixture
+def run(tmp_path: Path, trained) -> RunDirectory:
+    shutil.copytree(trained("product-key"), tmp_path / "run")
+    return RunDirectory(tmp_path / "run")
+
+
+def state_of(run: RunDirectory):
+    recipe = load_recipe(run.recipe_file)
+    model = build_model(recipe, 600)
+    return model, parameter_groups(model, recipe)
+
+
+def test_what_is_saved_is_what_is_loaded(run):
+    model, groups = state_of(run)
+    progress = checkpoint.load(run.checkpoint(30), model, groups)
+    assert progress.step == 30
+    progress.step = 31
+    checkpoint.save(run, model, groups, progress)
+    again, groups_again = state_of(run)
+    assert checkpoint.load(run.checkpoint(31), again, groups_again) == progress
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name]), name
+    first, second = checkpoint.optimizer_state(groups), checkpoint.optimizer_state(groups_again)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    for name in checkpoint.FILES[:2]:
+        assert (run.checkpoint(30) / name).read_bytes() == (run.checkpoint(31) / name).read_bytes()
+
+
+@pytest.mark.parametrize("name", [*checkpoint.FILES, "manifest.json"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "grow"])
+def test_damage_is_named(run, name, damage):
+    path = run.checkpoint(30) / name
+    data = bytearray(path.read_bytes())
+    if damage == "flip":
+        data[len(data) // 2] ^= 1
+    elif damage == "truncate":
+        del data[-2:]
+    else:
+        data += b"x"
+    path.unlink() if damage == "delete" else path.write_bytes(data)
+    if name == "manifest.json" and damage == "flip":
+        path.write_text(json.dumps({"version": 7}))
+    model, groups = state_of(run)
+    with pytest.raises(UserError, match=name if damage != "flip" or name != "manifest.json" else "version 7"):
+        checkpoint.load(run.checkpoint(30), model, groups)
+
+
+def test_weights_of_another_shape_are_refused_before_anything_is_copied(run):
+    recipe = load_recipe(run.recipe_file, ["model.memory.num_keys=17"])
+    model = build_model(recipe, 600)
+    before = model.embedding.weight.clone()
+    with pytest.raises(UserError, match=r"subkeys_H2nf has shape \[2, 2, 16, 8\] \(expected \[2, 2, 17, 8\]\)"):
+        checkpoint.load_weights(run.checkpoint(30), model)
+    assert torch.equal(model.embedding.weight, before)
+    dense = build_model(load_recipe(run.recipe_file, ["model.memory.kind=none"]), 600)
+    with pytest.raises(UserError, match="is not in the model|is missing"):
+        checkpoint.load_weights(run.checkpoint(30), dense)
+
+
+def test_nothing_is_saved_from_weights_that_are_not_finite(run):
+    model, groups = state_of(run)
+    model.norm.weight.data[0] = float("nan")
+    with pytest.raises(UserError, match=r"norm.weight is not finite"):
+        checkpoint.save(run, model, groups, Progress(step=99))
+    assert 99 not in run.steps()
+
+
+def test_pruning_keeps_the_newest_and_the_best(run):
+    model, groups = state_of(run)
+    for step in (40, 50, 60):
+        checkpoint.save(run, model, groups, Progress(step=step))
+    run.point("best", 40)
+    checkpoint.prune(run, 2)
+    assert run.steps() == [40, 50, 60]
+    checkpoint.save(run, model, groups, Progress(step=70))
+    checkpoint.prune(run, 2)
+    assert run.steps() == [40, 60, 70]
+
+
+def test_a_half_written_checkpoint_is_never_seen(run):
+    (run.checkpoints / ".tmp-step-00000040").mkdir()
+    (run.checkpoints / ".tmp-step-00000040" / "weights.safetensors").write_bytes(b"half")
+    assert run.steps() == [20, 30]
+    run.clean()
+    assert not list(run.checkpoints.glob(".tmp*"))

@@ -1,0 +1,363 @@
+"""A corpus gives back exactly what was written; every damage to its files is found and named."""
+
+import hashlib
+import json
+import random
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pkmlm.data.corpus import Corpus, open_tokenizer
+from pkmlm.data.index import BLOCK, FORMAT, read_index
+from pkmlm.data.shards import write_corpus, write_shards
+from pkmlm.data.sources import find_sources
+from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.errors import UserError
+
+SEPARATOR = "\n\n\n"
+
+
+def text_documents():
+    """Some 700 kB in documents of very different lengths."""
+    draw = random.Random(1)
+    lengths = [1, 5, 300_000, 40, *(draw.randrange(1, 2000) for _ in range(300)), 90_000]
+    texts = ["".join(draw.choice("abcdefgh  \n") for _ in range(length)) for length in lengths]
+    return [text.replace("\n\n", "ab").strip("\n") or "a" for text in texts]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.learn(["abc defgh\n" * 20, "hgf cba bad cafe " * 20], 290)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, tokenizer):
+    """A corpus in shards of 512 KiB, its documents, and its tokens as one array."""
+    folder = tmp_path_factory.mktemp("corpus")
+    texts = text_documents()
+    (folder / "train.txt").write_text(SEPARATOR.join(texts), newline="")
+    (folder / "valid.txt").write_text("abc\u2581d")
+    sources = {split: find_sources([f"{folder}/{split}.txt"]) for split in ("train", "valid")}
+    write_corpus(folder / "tokens", sources, tokenizer, separator=SEPARATOR, shard_bytes=2 * BLOCK)
+    tokens = np.concatenate([[*tokenizer.encode(text), tokenizer.eos] for text in texts])
+    return folder / "tokens", texts, tokens
+
+
+@pytest.fixture
+def copy(made, tmp_path):
+    return Path(shutil.copytree(made[0], tmp_path / "copy"))
+
+
+def test_what_was_written_is_read(made, tokenizer):
+    folder, texts, tokens = made
+    corpus = Corpus.open(folder, "train", verify=True)
+    assert len(list(folder.glob("train-*.bin"))) > 1
+    assert (corpus.tokens, corpus.documents) == (len(tokens), len(texts))
+    assert corpus.bytes == sum(map(len, texts))
+    assert (corpus.eos, corpus.vocab_size, corpus.splits) == (1, 290, ("train", "valid"))
+    assert corpus.tokenizer_sha256 == tokenizer.sha256 == open_tokenizer(folder).sha256
+    assert np.array_equal(corpus.read(0, corpus.tokens), tokens)
+    assert [tokenizer.decode(corpus.document(i)) for i in range(corpus.documents)] == texts
+    assert tokenizer.decode(Corpus.open(folder, "valid").document(0)) == "abc\u2581d"
+
+
+def test_reads_go_over_the_ends_of_blocks_and_shards(made):
+    folder, _, tokens = made
+    corpus = Corpus.open(folder, "train")
+    for place in (0, BLOCK // 2, BLOCK, 2 * BLOCK // 2, len(tokens)):
+        for start, stop in (
+            (place - 3, place + 3),
+            (place, place),
+            (place - 1, place),
+            (place, place + BLOCK),
+        ):
+            start, stop = max(0, start), min(len(tokens), stop)
+            ids = corpus.read(start, stop)
+            assert ids.dtype == np.int64
+            assert np.array_equal(ids, tokens[start:stop])
+    ids[:] = 7  # the caller's own
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 3), (3, 2), (0, 10**9)])
+def test_reads_beyond_the_corpus_are_errors(made, start, stop):
+    with pytest.raises(IndexError):
+        Corpus.open(made[0], "train").read(start, stop)
+
+
+def test_documents_beyond_the_corpus_are_errors(made):
+    corpus = Corpus.open(made[0], "train")
+    for i in (-1, corpus.documents):
+        with pytest.raises(IndexError):
+            corpus.document(i)
+
+
+def test_the_index_says_what_is_there(made):
+    folder, _, tokens = made
+    index = json.loads((folder / "index.json").read_bytes())
+    train = index["splits"]["train"]
+    assert (index["format"], index["dtype"], index["separator"]) == (FORMAT, "uint16", SEPARATOR)
+    assert sum(shard["tokens"] for shard in train["shards"]) == train["tokens"] == len(tokens)
+    assert [shard["bytes"] for shard in train["shards"][:-1]] == [2 * BLOCK] * (len(train["shards"]) - 1)
+    stored = (folder.parent / "train.txt").read_bytes()
+    origin = {"name": "train.txt", "bytes": len(stored), "sha256": hashlib.sha256(stored).hexdigest()}
+    assert train["sources"] == [origin]
+    assert str(folder.parent) not in json.dumps(index)
+    raw = np.fromfile(folder / "train-00000.bin", "<u2")
+    assert np.array_equal(raw, tokens[: len(raw)])
+    starts = np.fromfile(folder / "train.documents", "<i8")
+    assert np.array_equal(starts[1:], np.flatnonzero(tokens == 1) + 1)
+    assert starts[0] == 0
+
+
+def test_jobs_and_storage_change_no_byte(made, tokenizer, tmp_path):
+    import gzip
+
+    folder, _, _ = made
+    text = (folder.parent / "train.txt").read_bytes()
+    (tmp_path / "train.txt.gz").write_bytes(gzip.compress(text))
+    sources = {"train": find_sources([f"{tmp_path}/train.txt.gz"])}
+    write_corpus(tmp_path / "out", sources, tokenizer, separator=SEPARATOR, shard_bytes=2 * BLOCK, jobs=3)
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert len(names) >= 6
+    for name in names:
+        if name != "index.json":
+            assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes(), name
+
+
+def test_ids_beyond_16_bits_are_kept(tmp_path, tokenizer):
+    import sentencepiece
+
+    with open(tmp_path / "wide.model", "wb") as model:
+        symbols = ["\n", *(f"zq{i:05d}" for i in range(66_000))]
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["abc def gh " * 50]),
+            model_writer=model,
+            vocab_size=66_400,
+            hard_vocab_limit=False,
+            model_type="unigram",
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            byte_fallback=True,
+            user_defined_symbols=symbols,
+            minloglevel=3,
+        )
+    wide = Tokenizer.load(tmp_path / "wide.model")
+    assert wide.size > 1 << 16
+    (tmp_path / "a.txt").write_text("abc zq00001 zq65999 zq65998")
+    write_corpus(tmp_path / "out", {"train": find_sources([f"{tmp_path}/a.txt"])}, wide)
+    corpus = Corpus.open(tmp_path / "out", "train")
+    assert read_index(tmp_path / "out").dtype == "uint32"
+    assert corpus.read(0, corpus.tokens).max() > 1 << 16
+    assert wide.decode(corpus.document(0)) == "abc zq00001 zq65999 zq65998"
+
+
+def test_a_character_that_a_foreign_tokenizer_lacks_is_named(tmp_path, tokenizer):
+    """Its unknown token stands for nothing that could be decoded."""
+    (tmp_path / "a.txt").write_text("abc\u0416")
+    lacking = Tokenizer(tokenizer.model_bytes)
+    lacking.unknown = lacking.encode("\u0416")[0]
+    with pytest.raises(UserError, match=r"cannot spell '\\u0416'"):
+        write_corpus(tmp_path / "out", {"train": find_sources([f"{tmp_path}/a.txt"])}, lacking)
+    assert not (tmp_path / "out").exists()
+
+
+def test_full_shards_end_at_any_token(tmp_path):
+    """Tokens that fill their shards exactly, in arrays of odd sizes."""
+    tokens = np.arange(BLOCK, dtype="<u2") % 9
+    shards, digests = write_shards(tmp_path, "train", np.array_split(tokens, 7), 1, BLOCK)
+    assert [(shard.tokens, shard.bytes) for shard in shards] == [(BLOCK // 2, BLOCK)] * 2
+    assert len(digests) == 2
+
+
+# Damage
+
+
+def damage_positions(size):
+    return sorted({0, 1, size // 3, size // 2, size - 1})
+
+
+def read_everything(folder):
+    for split in ("train", "valid"):
+        Corpus.open(folder, split, verify=True)
+
+
+def test_every_flipped_bit_is_found(copy):
+    for path in sorted(copy.iterdir()):
+        whole = path.read_bytes()
+        for place in damage_positions(len(whole)):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+            with pytest.raises(UserError, match=path.name):
+                read_everything(copy)
+        path.write_bytes(whole)
+    read_everything(copy)
+
+
+def test_every_missing_shortened_or_longer_file_is_found_at_once(copy):
+    for path in sorted(copy.iterdir()):
+        split = "valid" if path.name.startswith("valid") else "train"
+        whole = path.read_bytes()
+        for data in (None, b"", whole[:-2], whole[: len(whole) // 2], whole + b"\n\0"):
+            path.unlink()
+            if data is not None:
+                path.write_bytes(data)
+            with pytest.raises(UserError, match=path.name):
+                (Corpus.open(copy, split), open_tokenizer(copy))
+            path.write_bytes(whole)
+    read_everything(copy)
+
+
+def test_swapped_shards_are_found(copy):
+    first, second = copy / "train-00000.bin", copy / "train-00001.bin"
+    data = first.read_bytes()
+    first.write_bytes(second.read_bytes() + data[second.stat().st_size :])
+    with pytest.raises(UserError, match=r"train-00000.bin is damaged: the 256 KiB from byte 0 have sha256"):
+        Corpus.open(copy, "train").read(0, 1)
+
+
+def test_a_block_is_checked_when_it_is_first_read(copy):
+    path = copy / "train-00000.bin"
+    data = bytearray(path.read_bytes())
+    data[BLOCK + 5] ^= 1
+    path.write_bytes(data)
+    corpus = Corpus.open(copy, "train")
+    corpus.read(0, BLOCK // 2)
+    for start, stop in ((BLOCK // 2 - 1, BLOCK // 2 + 1), (BLOCK - 1, BLOCK), (BLOCK, BLOCK + 5)):
+        if stop <= BLOCK:
+            with pytest.raises(UserError, match=f"from byte {BLOCK:,}"):
+                corpus.read(start, stop)
+        else:
+            corpus.read(start, stop)
+    with pytest.raises(UserError, match=f"from byte {BLOCK:,}"):
+        Corpus.open(copy, "train", verify=True)
+
+
+def test_another_tokenizer_is_found(copy):
+    (copy / "tokenizer.model").write_bytes(Tokenizer.learn(["abc " * 30], 264).model_bytes)
+    with pytest.raises(UserError, match=r"tokenizer.model is damaged: its sha256"):
+        open_tokenizer(copy)
+
+
+def test_a_folder_without_tokens_or_without_the_split_is_named(made, tmp_path):
+    with pytest.raises(UserError, match="holds no tokens"):
+        Corpus.open(tmp_path, "train")
+    with pytest.raises(UserError, match=r"no split 'test' \(found train, valid\)"):
+        Corpus.open(made[0], "test")
+
+
+def rewritten(folder, change):
+    """Change the index and make its own sha256 right again, as an attacker would."""
+    content = json.loads((folder / "index.json").read_bytes())
+    change(content)
+    rest = {key: value for key, value in content.items() if key not in ("format", "sha256")}
+    content["sha256"] = hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    (folder / "index.json").write_text(json.dumps(content))
+
+
+def set_at(*path_and_value):
+    *path, last, value = path_and_value
+
+    def change(content):
+        for key in path:
+            content = content[key]
+        content[last] = value
+
+    return change
+
+
+TRAIN = ("splits", "train")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (set_at(*TRAIN, "shards", 0, "name", "../secret"), "the shards of train are named"),
+        (set_at(*TRAIN, "shards", 0, "name", "/etc/passwd"), "the shards of train are named"),
+        (set_at(*TRAIN, "shards", 0, "tokens", 2**62), "the bytes of a shard"),
+        (set_at(*TRAIN, "shards", 0, "tokens", -1), "unexpected content"),
+        (set_at(*TRAIN, "shards", 0, "tokens", True), "unexpected content"),
+        (set_at(*TRAIN, "shards", []), "do not add up"),
+        (set_at(*TRAIN, "shards", {}), "unexpected content"),
+        (set_at(*TRAIN, "tokens", 5), "do not add up"),
+        (set_at(*TRAIN, "documents", 0), "do not add up"),
+        (set_at(*TRAIN, "documents", 2), r"train\.(hashes|documents)"),
+        (set_at(*TRAIN, "words", 1.5), "unexpected content"),
+        (set_at(*TRAIN, "hashes_sha256", "00"), r"train\.hashes"),
+        (set_at("dtype", "float64"), "dtype is"),
+        (set_at("dtype", "uint32"), "the bytes of a shard"),
+        (set_at("eos", 290), "eos 290"),
+        (set_at("vocab_size", 70_000), "do not fit uint16"),
+        (set_at("separator", 3), "unexpected content"),
+        (set_at("more", 3), "unexpected content"),
+        (set_at("format", "pkmlm-tokens-2"), "found format 'pkmlm-tokens-2'"),
+        (set_at("splits", {"../x": {}}), "unexpected content"),
+        (set_at("splits", None), "unexpected content"),
+        (lambda content: content.pop("splits"), "unexpected content"),
+        (lambda content: content["splits"].update(bad=content["splits"]["train"]), "unknown split 'bad'"),
+    ],
+)
+def test_an_index_that_lies_is_refused(copy, change, message):
+    rewritten(copy, change)
+    with pytest.raises(UserError, match=message):
+        Corpus.open(copy, "train", verify=True)
+
+
+def test_a_changed_number_in_the_index_is_found(copy):
+    content = json.loads((copy / "index.json").read_bytes())
+    content["splits"]["train"]["words"] += 1
+    (copy / "index.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"index.json is damaged: its content has sha256"):
+        Corpus.open(copy, "train")
+
+
+def test_mutated_indexes_are_refused_in_words(copy):
+    path = copy / "index.json"
+    whole = path.read_bytes()
+    draw = random.Random(2)
+    for _ in range(300):
+        data = bytearray(whole)
+        for _ in range(draw.randrange(1, 4)):
+            place = draw.randrange(len(data))
+            kind = draw.randrange(3)
+            if kind == 0:
+                data[place] = draw.randrange(256)
+            elif kind == 1:
+                del data[place : place + draw.randrange(1, 30)]
+            else:
+                data[place:place] = draw.choice([b"0", b"-", b'"', b"{", b"[", b"null,", b"\xff", b"1e9"])
+        path.write_bytes(data)
+        try:
+            index = read_index(copy)
+        except UserError:
+            continue
+        path.write_bytes(whole)
+        assert asdict(index) == asdict(read_index(copy)), bytes(data)  # only its white space had changed
+
+
+# Size
+
+
+def test_memory_does_not_grow_with_the_text(tmp_path, tokenizer):
+    """One line of 24 MB takes little more than one of 2 MB."""
+    (tmp_path / "m.model").write_bytes(
+        Tokenizer.learn(["some words in a line " * 99], 272, "unigram").model_bytes
+    )
+    program = (
+        "import resource, sys; from pathlib import Path; from pkmlm.data.shards import write_corpus\n"
+        "from pkmlm.data.sources import find_sources; from pkmlm.data.tokenizer import Tokenizer\n"
+        "sources = {'train': find_sources([sys.argv[1]])}\n"
+        "write_corpus(Path(sys.argv[1] + '.out'), sources, Tokenizer.load(Path(sys.argv[2])), jobs=2)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    peaks = []
+    for size in (2, 24):
+        path = tmp_path / f"{size}.txt"
+        path.write_bytes(b"some words in a line " * (size * 50_000))
+        done = [sys.executable, "-c", program, str(path), str(tmp_path / "m.model")]
+        peaks.append(int(subprocess.run(done, capture_output=True, text=True, check=True).stdout))
+    assert (peaks[1] - peaks[0]) * (1 if sys.platform == "darwin" else 1024) < 60 << 20

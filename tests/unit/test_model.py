@@ -1,0 +1,146 @@
+"""The transformer: initial values, causality, cache, and what its keys mean."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pkmlm.model.attention import Cache
+from pkmlm.model.initial import initialise
+from pkmlm.model.transformer import build_model
+from pkmlm.recipe.schema import Hash, Memory, Model, Recipe, Train
+
+MODEL = Model(dim=16, layers=3, heads=2, context=12, hash=Hash(bits=4))
+MEMORY = Memory(kind="product-key", layers=("2",), num_keys=8, heads=2, topk=4, key_dim=8)
+KINDS = {
+    "dense": MODEL,
+    "rotary": replace(MODEL, positions="rotary", rotary_fraction=0.5, tie_embeddings=False, residual="parallel"),
+    "product-key": replace(MODEL, memory=MEMORY),
+    "beside": replace(MODEL, memory=replace(MEMORY, layers=("2+", "3"))),
+    "flat-key": replace(MODEL, memory=replace(MEMORY, kind="flat-key")),
+    "hash": replace(MODEL, projections="hash"),
+    "hash with a memory": replace(MODEL, projections="hash", memory=MEMORY),
+}
+
+
+def recipe_of(model: Model, seed: int = 1) -> Recipe:
+    return Recipe(model=model, train=Train(batch_tokens=model.context * 4, micro_batch=2, seed=seed))
+
+
+@pytest.fixture(params=KINDS, ids=lambda name: name.replace(" ", "-"))
+def recipe(request) -> Recipe:
+    return recipe_of(KINDS[request.param])
+
+
+def test_a_model_from_the_meta_device_holds_the_same_numbers(recipe):
+    direct = build_model(recipe, 50)
+    later = build_model(recipe, 50, "meta").to_empty(device="cpu")
+    for tensor in (*later.parameters(), *later.buffers()):
+        tensor.data.fill_(7)
+    initialise(later, recipe.train.seed)
+    for (name, a), b in zip(direct.state_dict().items(), later.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_initial_values_depend_on_the_seed_and_not_on_the_global_generator(recipe):
+    torch.manual_seed(5)
+    first = build_model(recipe, 50).state_dict()
+    torch.manual_seed(6)
+    second = build_model(recipe, 50).state_dict()
+    other = build_model(replace(recipe, train=replace(recipe.train, seed=2)), 50).state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["embedding.weight"], other["embedding.weight"])
+
+
+def test_two_models_in_one_process_share_nothing(recipe):
+    first, second = build_model(recipe, 50), build_model(recipe, 50)
+    storages = {tensor.data_ptr() for tensor in first.state_dict().values()}
+    assert storages.isdisjoint(tensor.data_ptr() for tensor in second.state_dict().values())
+
+
+def test_no_output_depends_on_a_later_token(recipe):
+    model = build_model(recipe, 50).eval()
+    tokens = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(0))
+    changed = tokens.clone()
+    changed[:, 7:] = (changed[:, 7:] + 1) % 50
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :7], after[:, :7])
+    assert not torch.allclose(before[:, 7], after[:, 7])
+
+
+def test_the_cache_gives_what_one_forward_gives(recipe):
+    model = build_model(recipe, 50).eval().double()
+    tokens = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(0))
+    whole, cache = model(tokens), Cache()
+    pieces = [model(tokens[:, start:stop], cache) for start, stop in [(0, 5), (5, 6), (6, 9), (9, 12)]]
+    torch.testing.assert_close(torch.cat(pieces, 1), whole)
+    with pytest.raises(ValueError, match="13 positions do not fit"):
+        model(tokens[:, :1], cache)
+
+
+def test_every_parameter_gets_a_finite_gradient(recipe):
+    model = build_model(recipe, 50)
+    tokens = torch.randint(0, 50, (8, 12), generator=torch.Generator().manual_seed(0))
+    torch.nn.functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+        assert torch.isfinite(gradient).all(), name
+        assert gradient.abs().sum() > 0, name
+
+
+def test_the_first_loss_is_that_of_guessing(recipe):
+    model = build_model(recipe, 50)
+    tokens = torch.randint(0, 50, (8, 12), generator=torch.Generator().manual_seed(0))
+    loss = torch.nn.functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    assert loss.item() == pytest.approx(3.912, abs=0.15)
+
+
+def test_parallel_blocks_read_the_same_input():
+    model = build_model(recipe_of(KINDS["rotary"]), 50).double()
+    block, x = model.blocks[0], torch.randn(1, 4, 16, dtype=torch.float64)
+    ffn = block.parts["ffn"]
+    expected = x + block.attention(block.attention_norm(x), None, None) + ffn(block.norm(x))
+    torch.testing.assert_close(block(x, None, None), expected)
+
+
+def test_hash_blocks_keep_the_raw_residual_in_sequence():
+    block = build_model(recipe_of(KINDS["hash"]), 50).double().blocks[0]
+    x = torch.randn(1, 4, 16, dtype=torch.float64)
+    z = x + block.attention(block.attention_norm(x), None, None)
+    torch.testing.assert_close(block(x, None, None), z + block.parts["ffn"](block.norm(z)))
+    assert block.attention.out is None
+
+
+def test_a_memory_stands_in_place_of_or_beside_the_ffn():
+    blocks = build_model(recipe_of(KINDS["beside"]), 50).blocks
+    assert [list(block.parts) for block in blocks] == [["ffn"], ["ffn", "memory"], ["memory"]]
+
+
+def test_rotary_scores_depend_on_the_distance_alone():
+    from pkmlm.model.attention import rotate, rotation
+
+    q, k = torch.randn(1, 1, 1, 8).double(), torch.randn(1, 1, 1, 8).double()
+    at = [rotation(start, 1, 6, torch.device("cpu")) for start in (0, 3, 40, 43)]
+    near = (rotate(q, at[1]) * rotate(k, at[0])).sum()
+    far = (rotate(q, at[3]) * rotate(k, at[2])).sum()
+    torch.testing.assert_close(near, far, rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(near, (rotate(q, at[2]) * rotate(k, at[0])).sum())
+
+
+def test_dropout_acts_in_training_alone():
+    model = build_model(recipe_of(replace(MODEL, dropout=0.5)), 50)
+    tokens = torch.zeros(1, 12, dtype=torch.int64)
+    assert not torch.equal(model(tokens), model(tokens))
+    model.eval()
+    assert torch.equal(model(tokens), model(tokens))
+
+
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
+def test_half_precision_forwards_stay_close_to_fp32(recipe, precision):
+    model = build_model(recipe, 50).eval()
+    tokens = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", dtype=precision):
+        half = model(tokens)
+    error = (half.float() - model(tokens)).abs().median()
+    assert error < 0.02

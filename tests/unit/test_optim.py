@@ -1,0 +1,124 @@
+"""Parameter groups, schedules, row Adam, clipping, accumulation."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pkmlm.model.transformer import build_model
+from pkmlm.recipe.schema import Hash, Memory, Model, Optim, Recipe, Train, ValuesOptim
+from pkmlm.train.optim import learning_rate, parameter_groups
+from pkmlm.train.row_adam import RowAdam
+
+MODEL = Model(
+    dim=16,
+    layers=2,
+    heads=2,
+    context=8,
+    hash=Hash(bits=4),
+    memory=Memory(kind="product-key", layers=("2",), num_keys=8, heads=2, topk=4, key_dim=8),
+)
+RECIPE = Recipe(model=MODEL, train=Train(batch_tokens=32, micro_batch=2))
+
+
+def rates(schedule: str, *steps: int) -> list[float]:
+    return [
+        learning_rate(step, peak=2.0, schedule=schedule, warmup_steps=10, steps=110, final=0.1) for step in steps
+    ]
+
+
+def test_schedules():
+    assert rates("inverse-sqrt", 1, 5, 10, 40, 90) == pytest.approx([0.2, 1.0, 2.0, 1.0, 2 / 3])
+    assert rates("cosine", 5, 10, 60, 110, 500) == pytest.approx([1.0, 2.0, 1.1, 0.2, 0.2])
+    assert rates("linear", 5, 10, 60, 110, 500) == pytest.approx([1.0, 2.0, 1.1, 0.2, 0.2])
+    assert rates("constant", 5, 10, 60, 500) == pytest.approx([1.0, 2.0, 2.0, 2.0])
+    assert learning_rate(1, peak=1.0, schedule="constant", warmup_steps=0, steps=5, final=0.1) == 1.0
+
+
+def test_every_parameter_is_in_one_group():
+    recipe = replace(RECIPE, model=replace(MODEL, projections="hash"))
+    model = build_model(recipe, 20)
+    groups = {group.name: group for group in parameter_groups(model, recipe)}
+    assert list(groups) == ["dense", "values", "tables"]
+    names = [name for group in groups.values() for name in group.parameters]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+    assert list(groups["values"].parameters) == ["blocks.1.parts.memory.values.weight_KD"]
+    assert all(".tap" not in name and "values" in name for name in groups["tables"].parameters)
+    assert groups["tables"].rate(4000) == pytest.approx(3 * groups["dense"].rate(4000))
+    assert groups["values"].rate(1) == pytest.approx(1e-3)
+
+
+def test_weight_decay_moves_matrices_alone():
+    recipe = replace(RECIPE, optim=replace(RECIPE.optim, weight_decay=0.5, schedule="constant", warmup_steps=0, lr=0.1))
+    model = build_model(recipe, 20)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for group in parameter_groups(model, recipe):
+        for parameter in group.parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+        if group.name == "dense":
+            group.step(1)
+    for name, parameter in model.named_parameters():
+        decayed = parameter.ndim == 2 and "values" not in name
+        expected = before[name] * 0.95 if decayed else before[name]
+        torch.testing.assert_close(parameter.detach(), expected, msg=name)
+
+
+def test_row_adam_is_adam_where_every_row_is_read():
+    torch.manual_seed(0)
+    start = torch.randn(5, 3)
+    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    row_adam, adam = RowAdam([ours], lr=0.01), torch.optim.Adam([theirs], lr=0.01)
+    for _ in range(6):
+        gradient = torch.randn(5, 3)
+        ours.grad = torch.sparse_coo_tensor(torch.arange(5)[None], gradient, (5, 3))
+        theirs.grad = gradient
+        row_adam.step()
+        adam.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_row_adam_leaves_rows_that_were_not_read():
+    values = torch.nn.Parameter(torch.randn(5, 3))
+    optimizer = RowAdam([values], lr=0.1)
+    for rows in ([0, 1], [1, 3]):
+        before = values.detach().clone()
+        moments = {key: state.clone() for key, state in optimizer.state[values].items() if key != "step"}
+        values.grad = torch.sparse_coo_tensor([rows], torch.ones(2, 3), (5, 3))
+        optimizer.step()
+        others = [row for row in range(5) if row not in rows]
+        assert torch.equal(values[others], before[others])
+        assert (values[rows] < before[rows]).all()
+        for key, state in moments.items():
+            assert torch.equal(optimizer.state[values][key][others], state[others])
+            assert not torch.equal(optimizer.state[values][key][rows], state[rows])
+
+
+def test_row_adam_sums_the_same_row_of_two_micro_batches():
+    once, twice = (torch.nn.Parameter(torch.zeros(3, 2)) for _ in range(2))
+    once.grad = torch.sparse_coo_tensor([[1]], torch.full((1, 2), 3.0), (3, 2))
+    twice.grad = torch.sparse_coo_tensor([[1, 1]], torch.tensor([[1.0, 1.0], [2.0, 2.0]]), (3, 2))
+    for values in (once, twice):
+        RowAdam([values]).step()
+    assert torch.equal(once, twice)
+
+
+def test_row_adam_refuses_dense_gradients():
+    values = torch.nn.Parameter(torch.zeros(3, 2))
+    values.grad = torch.ones(3, 2)
+    with pytest.raises(ValueError, match="sparse gradients"):
+        RowAdam([values]).step()
+
+
+@pytest.mark.parametrize("optimizer", ["row-adam", "adam"])
+def test_gradient_norms_and_clipping(optimizer):
+    recipe = replace(RECIPE, optim=Optim(values=ValuesOptim(optimizer=optimizer)))
+    model = build_model(recipe, 20)
+    groups = {group.name: group for group in parameter_groups(model, recipe)}
+    model(torch.randint(0, 20, (2, 8))).square().sum().backward()
+    for group in groups.values():
+        dense = [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in group.parameters.values()]
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in dense))
+        assert group.gradient_norm().item() == pytest.approx(norm, rel=1e-4)
+        group.scale_gradient(0.25)
+        assert group.gradient_norm().item() == pytest.approx(norm / 4, rel=1e-4)

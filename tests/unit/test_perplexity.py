@@ -1,0 +1,146 @@
+"""Perplexity: windows by hand, and the sum against a slow loop over every token."""
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pkmlm.data.corpus import Corpus, open_tokenizer
+from pkmlm.errors import UserError
+from pkmlm.evaluate.load import load_run
+from pkmlm.evaluate.perplexity import Documents, documents_of_split, documents_of_text, score, windows
+from pkmlm.model.transformer import build_model
+from pkmlm.recipe.schema import Model, Recipe, Train
+
+
+def cut(length: int, context: int, stride: int) -> list[tuple[list[int], list[int]]]:
+    ids = np.arange(1, length + 1)
+    return [(w.tokens.tolist(), w.targets.tolist()) for w in windows(ids, 0, context, stride)]
+
+
+def test_windows_by_hand():
+    assert cut(3, 4, 4) == [([0, 1, 2], [1, 2, 3])]
+    assert cut(4, 4, 4) == [([0, 1, 2, 3], [1, 2, 3, 4])]
+    assert cut(6, 4, 4) == [([0, 1, 2, 3], [1, 2, 3, 4]), ([2, 3, 4, 5], [5, 6])]
+    assert cut(6, 4, 1) == [([0, 1, 2, 3], [1, 2, 3, 4]), ([1, 2, 3, 4], [5]), ([2, 3, 4, 5], [6])]
+    assert cut(0, 4, 4) == []
+
+
+@pytest.mark.parametrize("stride", [1, 3, 8])
+def test_every_token_is_scored_once_after_the_right_context(stride):
+    for length in range(1, 40):
+        scored = []
+        for tokens, targets in cut(length, 8, stride):
+            assert len(tokens) <= 8
+            assert tokens[len(tokens) - len(targets) :] == [target - 1 for target in targets]
+            scored += targets
+        assert scored == list(range(1, length + 1))
+
+
+def model_and_documents() -> tuple[torch.nn.Module, Documents]:
+    recipe = Recipe(model=Model(dim=16, layers=2, heads=2, context=8), train=Train(batch_tokens=16, micro_batch=2))
+    random = np.random.default_rng(0)
+    ids = [random.integers(0, 30, length) for length in (1, 8, 9, 30, 5)]
+    return build_model(recipe, 30).eval(), Documents("test", ids, sum(map(len, ids)), 20, 100)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 16])
+@pytest.mark.parametrize("stride", [None, 2])
+def test_the_sum_is_that_of_a_slow_loop(batch, stride):
+    model, documents = model_and_documents()
+    expected = 0.0
+    for ids in documents.ids:
+        for window in windows(ids, 1, 8, stride or 8):
+            logits = model(torch.from_numpy(window.tokens)[None])[0, -len(window.targets) :].double()
+            expected -= logits.log_softmax(-1)[range(len(window.targets)), window.targets].sum().item()
+    masks = []
+    result = score(model, documents, 1, stride=stride, batch=batch, watch=masks.append)
+    assert result.nll == pytest.approx(expected, rel=1e-6)
+    assert result.tokens == documents.tokens == sum(int(mask.sum()) for mask in masks)
+    assert result.token_ppl == pytest.approx(math.exp(expected / 53), rel=1e-6)
+    assert result.word_ppl == pytest.approx(math.exp(expected / 20), rel=1e-5)
+    assert result.byte_ppl == pytest.approx(math.exp(expected / 100), rel=1e-6)
+    assert result.bits_per_byte == pytest.approx(expected / 100 / math.log(2), rel=1e-6)
+
+
+def test_documents_never_share_context():
+    model, documents = model_and_documents()
+    alone = [score(model, replace(documents, ids=[ids]), 1).nll for ids in documents.ids]
+    assert score(model, documents, 1).nll == pytest.approx(sum(alone), rel=1e-6)
+
+
+def test_scores_that_are_not_finite_are_an_error():
+    model, documents = model_and_documents()
+    model.norm.weight.data[3] = float("nan")
+    with pytest.raises(UserError, match="not finite"):
+        score(model, documents, 1)
+
+
+def test_a_stride_beyond_the_context_is_refused():
+    model, documents = model_and_documents()
+    with pytest.raises(UserError, match="expected 1 to the model's context, 8"):
+        score(model, documents, 1, stride=9)
+
+
+def test_splits_and_texts_count_as_the_harness_does(tokens: Path, novels: Path):
+    tokenizer = open_tokenizer(tokens)
+    text = (novels / "test.txt").read_bytes().decode()
+    of_split = documents_of_split(str(tokens), "test", tokenizer)
+    of_text = documents_of_text(str(novels / "test.txt"), tokenizer)
+    for documents in (of_split, of_text):
+        assert documents.words == len(re.split(r"\s+", text))
+        assert documents.bytes == len(text.encode())
+    assert [ids.tolist() for ids in of_split.ids] == [ids.tolist() for ids in of_text.ids]
+
+
+def test_the_first_tokens_of_a_split(tokens: Path):
+    tokenizer, corpus = open_tokenizer(tokens), Corpus.open(tokens, "test")
+    documents = documents_of_split(str(tokens), "test", tokenizer, 100)
+    assert np.concatenate(list(documents.ids)).tolist() == corpus.document(0)[:100].tolist()
+    assert documents.bytes == len(tokenizer.decode(corpus.document(0)[:100].tolist()).encode())
+
+
+def test_generation_is_the_same_with_and_without_a_cache(trained):
+    from pkmlm.evaluate.generate import Sampling, generate
+
+    run = load_run(trained("product-key"))
+    greedy = list(generate(run.model, [run.tokenizer.eos, 7], Sampling(temperature=0), 20))
+    ids = [run.tokenizer.eos, 7]
+    for _ in range(20):
+        ids.append(int(run.model(torch.tensor([ids]))[0, -1].argmax()))
+    assert greedy == ids[2:]
+    longer = list(generate(run.model, ids, Sampling(seed=3), 100))  # past the context of 32
+    assert len(longer) == 100
+    assert longer == list(generate(run.model, ids, Sampling(seed=3), 100))
+    assert longer != list(generate(run.model, ids, Sampling(seed=4), 100))
+
+
+def test_sampling_keeps_to_top_k_and_top_p():
+    from pkmlm.evaluate.generate import Sampling, draw
+
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    random = torch.Generator().manual_seed(0)
+    for sampling, allowed in [
+        (Sampling(), {0, 1, 2, 3}),
+        (Sampling(top_k=2), {0, 1}),
+        (Sampling(top_p=0.65), {0, 1}),
+        (Sampling(top_p=0.75), {0, 1, 2}),
+        (Sampling(temperature=0), {0}),
+    ]:
+        assert {draw(logits.clone(), sampling, random) for _ in range(200)} == allowed
+
+
+def test_streamed_text_is_the_decoded_text(tokens: Path):
+    from pkmlm.evaluate.generate import stream_text
+
+    tokenizer = open_tokenizer(tokens)
+    text = "caf\u00e9 \U0001f600 and\n\n  \u4e2d\u6587 \u2581 end"
+    prompt, ids = tokenizer.encode("It was"), tokenizer.encode(text)
+    pieces = list(stream_text(tokenizer, prompt, [*ids, tokenizer.eos, 5]))
+    assert "".join(pieces) == text
+    assert len(pieces) > 10
+    assert "\ufffd" not in "".join(pieces)

@@ -1,0 +1,171 @@
+"""Pictures: what is drawn is what was counted, and what has no data is not drawn."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pkmlm.report import plots
+from pkmlm.report.usage import MemoryUsage
+
+RANDOM = np.random.default_rng(0)
+
+
+def memory(kind: str = "product-key", n: int = 6, heads: int = 2, layer: int = 3) -> MemoryUsage:
+    tokens, slots = 50, n * n
+    counts = RANDOM.integers(0, 9, (heads, slots))
+    common = None if kind == "hash" else np.full((heads, heads), 7)
+    name = "qkv" if kind == "hash" else "memory"
+    return MemoryUsage(layer, name, kind, tokens, counts, counts * RANDOM.random((heads, slots)), common)
+
+
+def valid(step: int, usage: float = 0.5, kl: float | None = 1.0) -> dict[str, object]:
+    entry = {"layer": 3, "name": "memory", "usage": usage, "kl": kl}
+    return {"event": "valid", "step": step, "loss": 9 / step, "usage": [entry]}
+
+
+def train(step: int, loss: float | None) -> dict[str, object]:
+    return {"event": "train", "step": step, "loss": loss}
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", data[16:24])
+    return width, height
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("product-key", {"slot-mass", "map-layer-3-memory", "overlap-layer-3-memory", "usage-over-training"}),
+        ("flat-key", {"slot-mass", "overlap-layer-3-memory", "usage-over-training"}),
+        ("hash", {"slot-mass", "buckets-layer-3", "usage-over-training"}),
+    ],
+)
+def test_the_pictures_of_a_kind(tmp_path: Path, kind: str, expected: set[str]) -> None:
+    drawn = plots.draw_usage(tmp_path / "new" / "folder", "my run", [memory(kind)], [valid(10), valid(20)])
+    assert {path.name for path in drawn} == {f"my-run-{name}.png" for name in expected}
+    assert {png_size(path) for path in drawn} == {(1200, 700)}
+    assert sorted(drawn) == sorted((tmp_path / "new" / "folder").iterdir())
+
+
+def test_nothing_is_drawn_of_nothing(tmp_path: Path) -> None:
+    unread = MemoryUsage(1, "memory", "product-key", 0, *np.zeros((2, 1, 4)), np.zeros((1, 1)))  # type: ignore[arg-type]
+    assert plots.draw_usage(tmp_path, "r", [], []) == []
+    assert plots.draw_usage(tmp_path, "r", [unread], [valid(1, 0.0, None), train(1, 2.0)]) == []
+    assert plots.learning_curves({"a": [], "b": [train(1, None), train(2, float("nan"))]}) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_head_has_no_overlap_to_draw(tmp_path: Path) -> None:
+    drawn = plots.draw_usage(tmp_path, "r", [memory(heads=1)], [])
+    assert not [path for path in drawn if "overlap" in path.name]
+
+
+def test_slot_mass_falls_and_ends_where_use_ends() -> None:
+    one = memory()
+    figure = plots.slot_mass("r", [one])
+    measured, uniform = figure.axes[0].lines
+    mass = np.sort(one.masses_S[one.masses_S > 0])[::-1] / one.masses_S.sum()
+    assert np.allclose(measured.get_ydata(), mass)
+    assert measured.get_xdata()[-1] == np.count_nonzero(one.masses_S)
+    assert uniform.get_ydata().max() < mass[0], "uniform reading is flatter"
+    assert 0.3 < np.trapezoid(uniform.get_ydata()[::-1], uniform.get_xdata()[::-1]) <= 1.05
+    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == [
+        "layer 3 memory",
+        "as many reads, uniform",
+    ]
+
+
+def test_map_is_the_square_of_slots_relative_to_uniform() -> None:
+    one = memory()
+    image = plots.key_map("r", one).axes[0].images[0].get_array()
+    expected = one.masses_S.reshape(6, 6) / one.masses_S.mean()
+    assert np.allclose(image.filled(0), expected)
+    assert (image.mask == (expected == 0)).all()
+
+
+def test_large_maps_are_binned_and_keep_their_mean() -> None:
+    n = 1100
+    counts = RANDOM.integers(0, 3, (1, n * n))
+    image = plots.key_map("r", MemoryUsage(1, "memory", "product-key", 9, counts, counts * 1.0, None)).axes[0]
+    relative = image.images[0].get_array()
+    assert max(relative.shape) <= plots.MOST_PIXELS
+    sizes = np.diff(np.append(np.arange(0, n, 3), n))
+    assert float((relative * np.outer(sizes, sizes)).sum()) == pytest.approx(n * n)
+    assert image.images[0].get_extent() == [0, n, n, 0]
+
+
+def test_overlap_writes_every_pair() -> None:
+    one = memory(heads=3)
+    assert one.overlap_HH is not None
+    texts = [text.get_text() for text in plots.head_overlap("r", one, one.overlap_HH).axes[0].texts]
+    assert texts == [f"{100 * 7 / (one.reads / 3):.2f}"] * 6
+
+
+def test_buckets_of_the_first_and_last_table() -> None:
+    one = memory("hash", heads=5)
+    figure = plots.buckets("r", 3, [one])
+    for axes, table in zip(figure.axes, (0, 4), strict=True):
+        drawn = axes.patches[0].get_data().values
+        assert np.allclose(drawn, 100 * one.counts_HK[table] / one.counts_HK[table].sum())
+        assert axes.lines[0].get_ydata()[0] == pytest.approx(100 / 36), "the uniform line"
+        assert f"table {table + 1} of 5" in axes.get_title()
+    assert len(plots.buckets("r", 3, [memory("hash", heads=1)]).axes) == 1
+
+
+def test_usage_over_training_is_that_of_the_valid_events() -> None:
+    figure = plots.usage_over_training("r", [valid(10, 0.25, 2.0), train(15, 3.0), valid(20, 0.75, 1.0)])
+    assert figure is not None
+    usage, kl = (axes.lines[0] for axes in figure.axes)
+    assert usage.get_xdata().tolist() == [10, 20]
+    assert usage.get_ydata().tolist() == [25, 75]
+    assert kl.get_ydata().tolist() == [2, 1]
+
+
+def test_many_memories_are_thinned_by_layers() -> None:
+    layers = [layer for layer in range(1, 25) for _ in range(3)]
+    assert [layers[index] for index in plots.spread(layers)] == [1, 1, 1, 24, 24, 24]
+    assert plots.spread([6, 12]) == [0, 1]
+    assert len(plots.slot_mass("r", [memory("hash", layer=layer) for layer in layers]).axes[0].lines) == 7
+
+
+def test_learning_curves() -> None:
+    many = [train(step, 5 - step / 4000) for step in range(1, 4001)]
+    figure = plots.learning_curves({"a": [*many, valid(2000)], "_b": many[:10]})
+    assert figure is not None
+    thin, points, other = figure.axes[0].lines
+    assert len(thin.get_xdata()) == plots.MOST_POINTS
+    assert thin.get_ydata().mean() == pytest.approx(5 - 4001 / 8000), "neighbours are averaged, none left out"
+    assert points.get_ydata().tolist() == [9 / 2000]
+    assert len(other.get_xdata()) == 10
+    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == ["a", " _b"]
+
+
+def test_every_axis_has_a_title_and_units(tmp_path: Path) -> None:
+    one, hashed = memory(), memory("hash")
+    assert one.overlap_HH is not None
+    figures = [
+        plots.slot_mass("r", [one]),
+        plots.key_map("r", one),
+        plots.head_overlap("r", one, one.overlap_HH),
+        plots.buckets("r", 3, [hashed]),
+        plots.usage_over_training("r", [valid(1)]),
+        plots.learning_curves({"r": [valid(1)]}),
+    ]
+    for figure in figures:
+        assert figure is not None
+        assert figure.get_suptitle() or figure.axes[0].get_title()
+        for axes in figure.axes:
+            assert axes.get_ylabel()
+            assert axes.images or axes.lines or axes.collections or axes.patches, "an empty plot"
+
+
+def test_strange_run_names(tmp_path: Path) -> None:
+    name = "../$x^$ \x1b[31m\n" + "long" * 60
+    for path in plots.draw_usage(tmp_path, name, [memory()], [valid(1)]):
+        assert path.parent == tmp_path
+        assert path.name.isprintable()
+        assert png_size(path) == (1200, 700)

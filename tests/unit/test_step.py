@@ -1,0 +1,132 @@
+"""One step: accumulation, precision, the scaler's verdict, divergence."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from pkmlm.data.batches import Batches
+from pkmlm.data.corpus import Corpus
+from pkmlm.errors import UserError
+from pkmlm.model.transformer import build_model
+from pkmlm.recipe.load import load_recipe
+from pkmlm.recipe.schema import Recipe
+from pkmlm.train.optim import parameter_groups
+from pkmlm.train.step import MOST_SKIPS, Stepper
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, write_recipe) -> Recipe:
+    return load_recipe(write_recipe(tmp_path, "product-key"))
+
+
+def stepper_of(recipe: Recipe, precision: str = "fp32") -> Stepper:
+    corpus = Corpus.open(recipe.data.dir, "train")
+    model = build_model(recipe, corpus.vocab_size)
+    batches = Batches(corpus, recipe.model.context, recipe.sequences, recipe.train.seed)
+    return Stepper(model, parameter_groups(model, recipe), batches, recipe, precision)
+
+
+def weights(stepper: Stepper) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in stepper.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("norm", ["layer", "none"])
+@pytest.mark.parametrize("optimizer", ["row-adam", "adam"])
+def test_accumulation_does_not_change_a_step(recipe, norm, optimizer):
+    memory = replace(recipe.model.memory, query_norm=norm)  # a batch norm sees micro-batches, by its nature
+    values = replace(recipe.optim.values, optimizer=optimizer, clip=0.01)
+    recipe = replace(
+        recipe, model=replace(recipe.model, memory=memory), optim=replace(recipe.optim, values=values, clip=0.1)
+    )
+    results = {}
+    for size in (8, 2):
+        stepper = stepper_of(replace(recipe, train=replace(recipe.train, micro_batch=size)))
+        stepper.model.double()
+        taken = [stepper.take(step) for step in (1, 2)]
+        results[size] = ([result.loss for result in taken], taken[1].norms, weights(stepper))
+    assert results[8][0] == pytest.approx(results[2][0], rel=1e-9)
+    assert results[8][1] == pytest.approx(results[2][1], rel=1e-6)
+    for name, tensor in results[8][2].items():
+        torch.testing.assert_close(tensor, results[2][2][name], rtol=1e-6, atol=1e-9, msg=name)
+
+
+def test_batch_norm_counts_each_forward_once_and_weighs_a_step_the_same(recipe):
+    for size in (8, 2):
+        stepper = stepper_of(replace(recipe, train=replace(recipe.train, micro_batch=size)))
+        norm = stepper.model.blocks[1].parts["memory"].query.norm
+        stepper.take(1)
+        assert norm.forwards == 8 // size
+        assert 1 - (1 - norm.momentum) ** (8 // size) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("optimizer", ["row-adam", "adam"])
+def test_every_precision_and_optimizer_learns(recipe, precision, optimizer):
+    recipe = replace(recipe, optim=replace(recipe.optim, values=replace(recipe.optim.values, optimizer=optimizer)))
+    stepper = stepper_of(recipe, precision)
+    losses = [stepper.take(step).loss for step in range(1, 16)]
+    assert losses[-1] < losses[0] - 0.3
+    assert all(tensor.dtype in (torch.float32, torch.int64) for tensor in stepper.model.state_dict().values())
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_an_overflow_in_one_group_skips_all(recipe, group):
+    stepper = stepper_of(recipe, "fp16")
+    stepper.take(1)
+    before, scale = weights(stepper), stepper.scaler.get_scale()
+    parameter = next(iter(stepper.groups[group].parameters.values()))
+
+    def overflow(gradient: torch.Tensor) -> torch.Tensor:
+        bad = gradient.clone()
+        (bad._values() if bad.is_sparse else bad)[0] = float("inf")
+        return bad
+
+    hook = parameter.register_hook(overflow)
+    result = stepper.take(2)
+    hook.remove()
+    assert result.skipped
+    for name, parameter in stepper.model.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+    assert stepper.scaler.get_scale() == scale / 2
+    assert not stepper.take(3).skipped
+    assert stepper.skips == 0
+
+
+def test_too_many_skips_in_a_row_end_training(recipe):
+    stepper = stepper_of(recipe, "fp16")
+    with torch.no_grad():
+        stepper.model.norm.weight.fill_(float("inf"))
+    with pytest.raises(UserError, match=r"diverged at step \d+.* in a row") as caught:
+        for step in range(1, 100):
+            stepper.take(step)
+    assert caught.value.exit_code == 3
+    assert stepper.skips in (MOST_SKIPS, 17)  # 17: from 65,536 to the floor of 1
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_loss_that_is_not_finite_ends_training_before_the_update(recipe, precision):
+    stepper = stepper_of(recipe, precision)
+    with torch.no_grad():
+        stepper.model.norm.bias[0] = float("nan")
+    before = weights(stepper)
+    with pytest.raises(UserError, match="diverged at step 1: loss nan, gradient norm of dense and values") as caught:
+        stepper.take(1)
+    assert caught.value.exit_code == 3
+    for name, parameter in stepper.model.named_parameters():
+        assert torch.equal(parameter.nan_to_num(), before[name].nan_to_num()), name
+
+
+def test_gradients_are_clipped_group_by_group(recipe):
+    clipped = replace(recipe.optim, clip=1e-4, values=replace(recipe.optim.values, clip=0.0))
+    stepper = stepper_of(replace(recipe, optim=clipped))
+    seen = {}
+    for group in stepper.groups:
+        group.optimizer.register_step_pre_hook(
+            lambda *_, group=group: seen.__setitem__(group.name, float(group.gradient_norm()))
+        )
+    norms = stepper.take(1).norms
+    assert norms["dense"] > 1e-4
+    assert seen["dense"] == pytest.approx(1e-4, rel=1e-3)
+    assert seen["values"] == pytest.approx(norms["values"])

@@ -1,0 +1,81 @@
+"""Tables: every format says the same, nothing is cut, nothing in a cell is taken for markup."""
+
+import csv
+import io
+import json
+
+import pytest
+
+from pkmlm.report.tables import FORMATS, Column, Table
+
+COLUMNS = [
+    Column("Run"),
+    Column("Slots", "right", "{:,}"),
+    Column("Usage", "right", "{:.1%}"),
+    Column("KL (nats)", "right", "{:.3f}"),
+]
+ROWS = [["a", 262_144, 0.97949, None], ["longer name", 16, 1.0, 0.68123]]
+
+
+def test_text_aligns_and_shows_missing_values() -> None:
+    lines = Table("Title", COLUMNS, ROWS).render("table", 80).splitlines()
+    assert lines[0] == "Title"
+    assert lines[2].split() == ["Run", "Slots", "Usage", "KL", "(nats)"]
+    assert set(lines[3]) == {"-"}
+    assert lines[4].split() == ["a", "262,144", "97.9%", "-"]
+    assert lines[4].index("262,144") + 7 == lines[5].index("16") + 2, "numbers end in one column"
+    assert all(len(line) <= 80 and line == line.rstrip() for line in lines)
+
+
+def test_text_never_cuts_a_number_and_wraps_words() -> None:
+    table = Table("", [*COLUMNS, Column("Text")], [["r", 10**15, 1.0, 12345.678, "word " * 40]])
+    text = table.render("table", 40)
+    assert "1,000,000,000,000,000" in text
+    assert "12345.678" in text
+    assert text.count("word") == 40
+
+
+def test_markup_and_control_characters_stay_text() -> None:
+    rows = [["[red]x[/red] \x1b[31m", 1, 0.0, 0.0]]
+    for format in FORMATS:
+        text = Table("t \x1b]0;", COLUMNS, rows).render(format, 200)
+        assert "\x1b" not in text
+        assert "red" in text
+    assert "[red]x[/red] \\x1b[31m" in Table("", COLUMNS, rows).render("table", 200)
+
+
+def test_text_is_ascii_but_for_what_cells_hold() -> None:
+    assert Table("Title", COLUMNS, ROWS).render().isascii()
+
+
+def test_markdown() -> None:
+    lines = Table("Title", COLUMNS, [["a|b*", 1000, 0.5, None]]).render("md").splitlines()
+    assert lines == [
+        "**Title**",
+        "",
+        "| Run | Slots | Usage | KL (nats) |",
+        "|---|---:|---:|---:|",
+        r"| a\|b\* | 1,000 | 50.0% | - |",
+    ]
+
+
+def test_csv_and_json_keep_every_digit() -> None:
+    table = Table("Title", COLUMNS, ROWS)
+    assert list(csv.reader(io.StringIO(table.render("csv")))) == [
+        ["Run", "Slots", "Usage", "KL (nats)"],
+        ["a", "262144", "0.97949", ""],
+        ["longer name", "16", "1.0", "0.68123"],
+    ]
+    assert json.loads(table.render("json"))[0] == {
+        "Run": "a",
+        "Slots": 262_144,
+        "Usage": 0.97949,
+        "KL (nats)": None,
+    }
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_no_rows_and_wrong_rows(format: str) -> None:
+    assert Table("", COLUMNS, []).render(format).endswith("\n")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="zip"):
+        Table("", COLUMNS, [["too", "short"]]).render(format if format != "csv" else "md")  # type: ignore[arg-type]

@@ -1,0 +1,430 @@
+"""Reading text: what comes out is what was stored, however it is wrapped; faults are named and placed."""
+
+import gzip
+import hashlib
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pkmlm.data.sources import BLOCK, find_sources
+from pkmlm.data.text import (
+    LINE_LIMIT,
+    WINDOW,
+    Chunk,
+    Tally,
+    chunks_of,
+    cut,
+    read_chunks,
+    read_documents,
+    split_documents,
+    unescape,
+)
+from pkmlm.errors import UserError
+
+TRICKY = "\ufeffone\r\ntwo\rthree\x00\u2028four\x0bfive\x85\n\n  six\t\u2581seven \U0001f600\n"
+
+
+def documents(path, separator=None, field="text", format=None):
+    (source,) = find_sources([str(path)], format)
+    return list(read_documents(source, separator, field))
+
+
+def counts(text_documents):
+    tally = Tally()
+    for text in text_documents:
+        for chunk in cut([(text, True)]):
+            tally.add(chunk)
+    return tally
+
+
+def pieces(text, places):
+    """The text cut at the places, as pieces of one document."""
+    ends = [0, *sorted(p % (len(text) + 1) for p in places), len(text)]
+    return [(text[a:b], False) for a, b in itertools.pairwise(ends)] + [("", True)]
+
+
+# Chunks
+
+
+def test_a_chunk_ends_after_the_last_newline_of_the_window():
+    text = "a" * 100 + "\n" + "b " * 900 + "\n" + "c d " * 500
+    assert chunks_of(text)[0] == "a" * 100 + "\n" + "b " * 900 + "\n"
+
+
+def test_a_newline_that_is_the_last_character_of_the_window_ends_the_chunk():
+    text = "x" * (WINDOW - 1) + "\n" + "y" * 10
+    assert chunks_of(text) == ["x" * (WINDOW - 1) + "\n", "y" * 10]
+
+
+def test_without_a_newline_a_chunk_ends_before_the_last_single_space():
+    text = "a" * 1000 + " bb  " + "c" * 3000
+    assert chunks_of(text)[0] == "a" * 1000
+    assert chunks_of(text)[1].startswith(" bb  c")
+
+
+def test_a_single_space_that_is_the_last_character_of_the_window_begins_the_next_chunk():
+    text = "a" * (WINDOW - 1) + " " + "b" * 10
+    assert chunks_of(text) == ["a" * (WINDOW - 1), " " + "b" * 10]
+    text = "a b" + "c" * (WINDOW - 4) + "  " + "d" * 10
+    assert chunks_of(text)[0] == "a"
+
+
+def test_without_newline_and_single_space_a_chunk_fills_the_window():
+    assert [len(chunk) for chunk in chunks_of("  " * 3000)] == [2048, 2048, 1904]
+
+
+def test_a_document_of_exactly_one_window_is_one_chunk():
+    assert chunks_of("a b\n" * 512) == ["a b\n" * 512]
+    assert len(chunks_of("a b\n" * 512 + "c")) == 2
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.sampled_from([" ", "\n", "x", "word " * 100, "y" * 700, "  ", "\u2581", "é "]), max_size=40),
+    st.lists(st.integers(0, 10**6), max_size=8),
+)
+def test_chunks_depend_on_the_text_alone(parts, places):
+    text = "".join(parts)
+    chunks = list(cut(pieces(text, places)))
+    assert chunks == list(cut([(text, True)]))
+    assert "".join(chunk.text for chunk in chunks) == text
+    assert [chunk.ends_document for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert all(1 <= len(chunk.text) <= WINDOW for chunk in chunks) or text == ""
+
+
+def test_an_empty_document_is_one_empty_chunk():
+    assert list(cut([("", True), ("a", True)])) == [Chunk("", True), Chunk("a", True)]
+
+
+# Separators
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.text("ab\n", max_size=60),
+    st.sampled_from(["\n", "\n\n\n", "ab", "aba", "a"]),
+    st.lists(st.integers(0, 10**6), max_size=8),
+)
+def test_separators_are_found_as_str_split_finds_them(text, separator, places):
+    found, open_document = [], ""
+    for piece, ends in split_documents([piece for piece, _ in pieces(text, places)], separator):
+        open_document += piece
+        if ends:
+            found.append(open_document)
+            open_document = ""
+    assert found == text.split(separator)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (r"\n\n\n", "\n\n\n"),
+        (r"\\n", r"\n"),
+        (r"a\tb\0", "a\tb\0"),
+        (r"\x1e", "\x1e"),
+        (r"\u2028é\U0001f600", "\u2028é\U0001f600"),
+        ("<|end|>", "<|end|>"),
+    ],
+)
+def test_separators_are_typed_with_escapes(typed, meant):
+    assert unescape(typed) == meant
+
+
+@pytest.mark.parametrize("typed", ["", r"\d", "\\", r"\x1", r"\ud800", r"\U00110000", "\udcff"])
+def test_a_separator_that_means_nothing_is_refused(typed):
+    with pytest.raises(UserError, match="--separator"):
+        unescape(typed)
+
+
+# Counts
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.text(max_size=30), max_size=4), st.integers(1, 5))
+def test_counts_are_those_of_lm_eval(texts, width):
+    tally = Tally()
+    for text in texts:
+        parts = [text[i : i + width] for i in range(0, len(text), width)] or [""]
+        for i, part in enumerate(parts):
+            tally.add(Chunk(part, i == len(parts) - 1))
+    whole = [text for text in texts if text]
+    assert tally.words == sum(len(re.split(r"\s+", text)) for text in whole)
+    assert tally.bytes == sum(len(text.encode()) for text in whole)
+
+
+def test_every_kind_of_white_space_divides_words():
+    for code in [c for c in range(0x3100) if re.match(r"\s", chr(c))]:
+        text = f"a{chr(code)}{chr(code)}b{chr(code)}"
+        assert counts([text]).words == len(re.split(r"\s+", text)) == 3
+
+
+def test_empty_documents_are_dropped_and_counted(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"--one--  ----two--")
+    assert documents(path, "--") == ["one", "  ", "two"]
+    with find_sources([str(path)])[0].open() as stream:
+        tally = Tally()
+        for chunk in read_chunks(stream, "--"):
+            tally.add(chunk)
+    assert (tally.documents, tally.empty) == (3, 3)
+
+
+# Wrappings
+
+
+def gzipped(data):
+    return gzip.compress(data[:7]) + gzip.compress(data[7:])  # two members, as `cat a.gz b.gz` makes
+
+
+def zstandard_frames(data):
+    press = zstandard.ZstdCompressor()
+    return press.compress(data[:7]) + press.compress(data[7:])
+
+
+@pytest.mark.parametrize(("suffix", "press"), [("", bytes), (".gz", gzipped), (".zst", zstandard_frames)])
+def test_nothing_in_a_text_is_changed(tmp_path, suffix, press):
+    path = tmp_path / f"a.txt{suffix}"
+    path.write_bytes(press(TRICKY.encode()))
+    assert documents(path) == [TRICKY]
+
+
+@pytest.mark.parametrize("press", [gzipped, zstandard_frames])
+def test_compression_is_seen_without_a_suffix(tmp_path, press):
+    path = tmp_path / "a.txt"
+    path.write_bytes(press(TRICKY.encode()))
+    assert documents(path) == [TRICKY]
+
+
+@pytest.mark.parametrize("press", [bytes, gzipped, zstandard_frames])
+def test_a_stream_counts_and_hashes_what_is_stored(tmp_path, press):
+    path = tmp_path / "a.txt"
+    path.write_bytes(press(os.urandom(100).hex().encode() * 20_000))
+    with find_sources([str(path)])[0].open() as stream:
+        for _ in read_chunks(stream):
+            pass
+    assert stream.count == path.stat().st_size
+    assert stream.digest.hexdigest() == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize(("suffix", "press"), [("gz", gzip.compress), ("zst", zstandard.compress)])
+def test_damaged_compression_is_named(tmp_path, suffix, press):
+    whole = press(os.urandom(5000).hex().encode(), 1)
+    path = tmp_path / f"a.txt.{suffix}"
+    for data in (whole[:-1], whole[: len(whole) // 2], whole[:3], b"", b"plain text", whole + b"tail"):
+        path.write_bytes(data)
+        with pytest.raises(UserError, match=re.escape(str(path))):
+            documents(path)
+
+
+def test_a_flipped_bit_in_gzip_is_found(tmp_path):
+    data = bytearray(gzip.compress(b"some text\n" * 1000))
+    data[len(data) // 2] ^= 4
+    path = tmp_path / "a.txt.gz"
+    path.write_bytes(data)
+    with pytest.raises(UserError, match="damaged"):
+        documents(path)
+
+
+def test_a_decompression_bomb_comes_in_bounded_blocks(tmp_path):
+    path = tmp_path / "a.txt.zst"
+    path.write_bytes(zstandard.compress(bytes(150 << 20)))
+    assert path.stat().st_size < 16 << 10
+    with find_sources([str(path)])[0].open() as stream:
+        sizes = [len(block) for block in stream.blocks()]
+    assert sum(sizes) == 150 << 20
+    assert max(sizes) <= 40 << 20
+
+
+def test_a_long_line_is_read_in_little_memory(tmp_path):
+    path = tmp_path / "a.txt"
+    with open(path, "wb") as file:
+        for _ in range(50):
+            file.write(b"a word and " * 100_000)
+    program = (
+        "import resource, sys; from pkmlm.data.sources import find_sources\n"
+        "from pkmlm.data.text import read_chunks\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; before = peak()\n"
+        "with find_sources([sys.argv[1]])[0].open() as s: print(sum(len(c.text) for c in read_chunks(s)))\n"
+        "print(peak() - before)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True
+    )
+    characters, grown = map(int, done.stdout.split())
+    assert characters == 55_000_000
+    assert grown * (1 if sys.platform == "darwin" else 1024) < 25 << 20
+
+
+# UTF-8
+
+
+@pytest.mark.parametrize(
+    ("data", "offset"),
+    [
+        (b"ok \xff", 3),
+        (b"\xc3", 0),
+        (b"abc\xe2\x96", 3),
+        (b"\xed\xa0\x80", 0),  # a surrogate
+        (b"a" * (BLOCK - 1) + b"\xc3(" + b"b" * 10, BLOCK - 1),  # the fault lies over the end of a block
+        (b"\xc3\xa9" * BLOCK + b"\x80", 2 * BLOCK),
+        (b"a" * (BLOCK - 2) + b"\xe2\x96\x81\xfe", BLOCK + 1),
+    ],
+)
+def test_bad_utf8_is_named_by_file_and_byte(tmp_path, data, offset):
+    for path, stored in ((tmp_path / "a.txt", data), (tmp_path / "b.txt.gz", gzip.compress(data))):
+        path.write_bytes(stored)
+        with pytest.raises(UserError, match=f"{re.escape(str(path))}: not UTF-8 at byte {offset:,} "):
+            documents(path)
+
+
+# JSON lines
+
+
+def test_json_lines(tmp_path):
+    path = tmp_path / "a.jsonl"
+    rows = [{"text": TRICKY}, {"text": "", "id": 1}, {"id": 2, "text": "\U0001f600"}]
+    lines = [json.dumps(row, ensure_ascii=bool(i)) for i, row in enumerate(rows)]
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n\n  \n".join(lines).encode())
+    assert documents(path) == [TRICKY, "\U0001f600"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": "a"', "not valid JSON"),
+        (b"[1]", "found a list"),
+        (b"null", "found null"),
+        (b'{"body": "a"}', "no key 'text' \\(found 'body'\\)"),
+        (b"{}", "no key 'text' \\(found no keys\\)"),
+        (b'{"text": 3}', "'text' is a number"),
+        (b'{"text": true}', "'text' is a boolean"),
+        (b'{"text": null}', "'text' is null"),
+        (b'{"text": "\\ud800"}', "'text' has a lone surrogate"),
+        (b'{"text": "\xff"}', None),
+        (b"[" * 100_000, "not valid JSON"),
+        (b'{"text": "a", "n": ' + b"1" * 5000 + b"}", "not valid JSON"),
+    ],
+)
+def test_a_bad_json_line_is_named(tmp_path, line, message):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "fine"}\n\n' + line + b'\n{"text": "fine"}\n')
+    expected = f"{re.escape(str(path))}:3: {message}" if message else "not UTF-8 at byte 28 "
+    with pytest.raises(UserError, match=expected):
+        documents(path)
+
+
+def test_another_field_is_read_by_name(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "no", "body": "yes"}\n')
+    assert documents(path, field="body") == ["yes"]
+
+
+def test_a_line_of_json_that_is_too_long_is_refused(tmp_path):
+    path = tmp_path / "a.jsonl"
+    with open(path, "wb") as file:
+        file.write(b'{"text": "fine"}\n')
+        file.truncate(LINE_LIMIT + 100)  # a hole: one line of NUL
+    with pytest.raises(UserError, match=re.escape(f"{path}:2: line over 134,217,728 bytes")):
+        documents(path)
+
+
+# Parquet
+
+
+def write_parquet(path, column, name="text"):
+    pq.write_table(pa.table({"id": range(len(column)), name: column}), path, row_group_size=300)
+
+
+def test_parquet(tmp_path):
+    rows = [f"{TRICKY}{i}" * (i % 5) for i in range(1000)]
+    for kind in (pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())):
+        write_parquet(tmp_path / "a.parquet", pa.array(rows).cast(kind))
+        assert documents(tmp_path / "a.parquet") == [row for row in rows if row]
+    data = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "b.parquet.gz").write_bytes(gzip.compress(data))
+    (tmp_path / "c.parquet.zst").write_bytes(zstandard.compress(data))
+    for name in ("a.parquet", "b.parquet.gz", "c.parquet.zst"):
+        with find_sources([str(tmp_path / name)])[0].open() as stream:
+            texts = [chunk.text for chunk in read_chunks(stream) if chunk.ends_document]
+        assert texts == rows
+        assert stream.digest.hexdigest() == hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()
+
+
+def test_bad_parquet_is_named(tmp_path):
+    path = tmp_path / "a.parquet"
+
+    def refused(message, field="text"):
+        with pytest.raises(UserError, match=f"{re.escape(str(path))}: {message}"):
+            documents(path, field=field)
+
+    write_parquet(path, ["a", None, "b"])
+    refused("row 2: 'text' is null")
+    refused("no column 'body' \\(found 'id', 'text'\\)", field="body")
+    refused("column 'id' holds int64", field="id")
+    bad = pa.Array.from_buffers(
+        pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff")]
+    )
+    write_parquet(path, bad)
+    refused("'text' is not UTF-8")
+    write_parquet(path, ["a" * 1000] * 1000)
+    whole = path.read_bytes()
+    for data in (b"", whole[:-10], b"PAR1" + whole[100:], b"not parquet at all"):
+        path.write_bytes(data)
+        refused("not a whole parquet file")
+
+
+# Finding sources
+
+
+def test_sources_are_sorted_and_each_file_comes_once(tmp_path):
+    for name in ("b.txt", "a.txt", "c.jsonl", "B.txt"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / "d.txt").symlink_to(tmp_path / "a.txt")
+    (tmp_path / "folder.txt").mkdir()
+    (tmp_path / "folder.txt" / "e.txt").write_text("x")
+    sources = find_sources([f"{tmp_path}/*.txt", str(tmp_path / "c.jsonl"), str(tmp_path / "a.txt")])
+    names = [os.path.relpath(source.name, tmp_path) for source in sources]
+    assert names == ["B.txt", "a.txt", "b.txt", "c.jsonl"]
+    deep = find_sources([f"{tmp_path}/**/*.txt"])
+    assert os.path.relpath(deep[-1].name, tmp_path) == "folder.txt/e.txt"
+
+
+def test_a_file_whose_name_looks_like_a_glob_is_itself(tmp_path):
+    (tmp_path / "a[1].txt").write_text("x")
+    assert len(find_sources([str(tmp_path / "a[1].txt")])) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("missing.txt", "No such file"),
+        ("*.nothing", "matches no file"),
+        (".", "is a folder"),
+        ("pipe.txt", "not a regular file"),
+        ("loop.txt", "cannot read"),
+        ("what.doc", "unknown kind of file"),
+        ("what.gz", "unknown kind of file"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_at_once(tmp_path, name, message):
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "loop.txt").symlink_to("loop.txt")
+    (tmp_path / "what.doc").write_text("x")
+    (tmp_path / "what.gz").write_bytes(gzip.compress(b"x"))
+    with pytest.raises(UserError, match=message):
+        find_sources([str(tmp_path / name)])
+
+
+def test_a_format_can_be_given(tmp_path):
+    (tmp_path / "what.doc").write_text("x")
+    assert documents(tmp_path / "what.doc", format="txt") == ["x"]

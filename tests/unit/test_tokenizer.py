@@ -1,0 +1,203 @@
+"""The tokenizer gives back every text, learns the same model every time, and refuses lossy models."""
+
+import io
+import random
+
+import numpy as np
+import pytest
+import sentencepiece
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pkmlm.data.text import WINDOW, chunks_of
+from pkmlm.data.tokenizer import LEARNING, PROBES, Tokenizer, sampled
+from pkmlm.errors import UserError
+
+TEXT = "the of and a to in he was that it his her with as had for she 12 1987 be, him. \u201cwhich\u201d"
+WORDS = TEXT.split()
+
+
+def prose(words, seed=0):
+    """Text with lines, paragraphs, indents and double spaces."""
+    random_ = random.Random(seed)
+    joins = [" "] * 30 + ["\n", "\n\n", "  ", "\n    ", "\t"]
+    return "".join(random_.choice(WORDS) + random_.choice(joins) for _ in range(words))
+
+
+def learnt(**changes):
+    """A foreign model: learnt here, but not as we learn."""
+    model = io.BytesIO()
+    settings_ = {**LEARNING, "vocab_size": 315, "model_type": "bpe", "hard_vocab_limit": False, **changes}
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(chunks_of(prose(4000))), model_writer=model, **settings_
+    )
+    return model.getvalue()
+
+
+@pytest.fixture(scope="module", params=["bpe", "unigram"])
+def tokenizer(request):
+    return Tokenizer.learn(chunks_of(prose(4000)), 315, request.param)
+
+
+def test_its_numbers(tokenizer):
+    assert (tokenizer.size, tokenizer.unknown, tokenizer.eos) == (315, 0, 1)
+    again = Tokenizer(tokenizer.model_bytes)
+    assert again.sha256 == tokenizer.sha256
+    assert again.encode("the and") == tokenizer.encode("the and")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *PROBES,
+        "",
+        " ",
+        "\n",
+        "\n\n\n",
+        "a\r\nb\rc\n",
+        "\u2581",
+        "a\u2581\u2581 \u2581",
+        "</s>\x00<s>",
+        "\u2028\u2029\x85\x0b\x0c\x1c",
+        "\ufeff",
+        "\U0010ffff\ufffd\ue000",
+        prose(3000, seed=7),
+    ],
+)
+def test_every_text_comes_back(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert not {tokenizer.eos, tokenizer.unknown} & set(ids)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=40),
+    st.sampled_from(["", "\u2581", "  ", "\n"]),
+)
+def test_any_text_comes_back(tokenizer, text, join):
+    text = join.join(text)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_encode_takes_a_document_chunk_by_chunk(tokenizer):
+    text = "x" * (WINDOW + 1) + prose(2000) + "\u2581" * 50
+    parts = [i for ids in tokenizer.encode_chunks(chunks_of(text)) for i in ids.tolist()]
+    assert tokenizer.encode(text) == parts
+
+
+def test_cuts_at_newlines_and_single_spaces_change_no_id():
+    tokenizer = Tokenizer.learn(chunks_of(prose(4000)), 315)
+    for text in (prose(8000, seed=3), " ".join(prose(8000, seed=4).split())):
+        assert len(chunks_of(text)) > 10
+        (whole,) = tokenizer.encode_chunks([text])
+        assert tokenizer.encode(text) == whole.tolist()
+
+
+def test_threads_change_nothing(tokenizer):
+    texts = [*chunks_of(prose(20_000, seed=5)), "\u2581 a", ""]
+    one, four = tokenizer.encode_chunks(texts, 1), tokenizer.encode_chunks(texts, 4)
+    assert all(np.array_equal(a, b) for a, b in zip(one, four, strict=True))
+    assert {ids.dtype for ids in one} == {np.dtype(np.int32)}
+
+
+def test_a_lone_surrogate_is_refused(tokenizer):
+    with pytest.raises(UserError, match="surrogate"):
+        tokenizer.encode("a\udc80")
+
+
+# Learning
+
+
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_the_same_text_gives_the_same_model(model_type):
+    texts = chunks_of(prose(4000))
+    assert (
+        Tokenizer.learn(texts, 315, model_type).sha256 == Tokenizer.learn(iter(texts), 315, model_type).sha256
+    )
+
+
+def test_a_vocabulary_too_large_names_the_largest_that_works():
+    texts = chunks_of(prose(200))
+    with pytest.raises(UserError, match="--vocab-size: 8,192 is too large") as caught:
+        Tokenizer.learn(texts, 8192)
+    most = int(caught.value.message.split("at most ")[1].rstrip(")").replace(",", ""))
+    assert Tokenizer.learn(texts, most).size == most
+    with pytest.raises(UserError, match=f"at most {most:,}"):
+        Tokenizer.learn(texts, most + 1)
+
+
+def test_a_vocabulary_too_small_names_the_smallest_that_works():
+    texts = chunks_of(prose(200))
+    with pytest.raises(UserError, match="--vocab-size: 20 is too small") as caught:
+        Tokenizer.learn(texts, 20)
+    least = int(caught.value.hint.split()[2])
+    assert Tokenizer.learn(texts, least).size == least
+
+
+@pytest.mark.parametrize("texts", [[], [""], ["\n"], ["\x00"]])
+def test_text_that_teaches_nothing_is_refused(texts):
+    with pytest.raises(UserError, match="too small to learn"):
+        Tokenizer.learn(texts, 300)
+
+
+def test_all_text_is_learnt_from_where_it_fits():
+    texts = [f"{i} \u00e9" for i in range(1000)]
+    assert sampled(texts, sum(len(text.encode()) for text in texts)) == texts
+
+
+def test_a_sample_is_bounded_spread_out_ordered_and_repeatable():
+    texts = [f"{i:05d}" + "x" * (i % 7) for i in range(20_000)]
+    sample = sampled(iter(texts), 20_000)
+    size = sum(map(len, sample))
+    assert 20_000 - 12 < size <= 20_000
+    assert sample == sorted(sample) == sampled(texts, 20_000)
+    quarters = np.histogram([int(text[:5]) for text in sample], 4, (0, 20_000))[0] / len(sample)
+    assert np.all(abs(quarters - 0.25) < 0.05)
+
+
+# Models from elsewhere
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"normalization_rule_name": "nmt_nfkc"}, "lossy"),
+        ({"remove_extra_whitespaces": True}, "lossy"),
+        ({"add_dummy_prefix": True}, "lossy"),
+        ({"byte_fallback": False}, "no byte pieces"),
+        ({"eos_id": -1}, "neither an end nor a beginning"),
+        ({"eos_id": -1, "user_defined_symbols": ["\n", "</s>"], "bos_id": 1, "bos_piece": "<x>"}, None),
+    ],
+)
+def test_a_model_that_loses_something_is_refused(changes, message):
+    model = learnt(**changes)
+    if message is None:
+        assert Tokenizer(model).eos == 1
+        return
+    with pytest.raises(UserError, match=f"^my.model .*{message}"):
+        Tokenizer(model, "my.model")
+
+
+def test_a_lossy_model_is_told_by_the_first_text_it_loses():
+    with pytest.raises(UserError, match=r"' a\\n\\n b ' does not come back"):
+        Tokenizer(learnt(remove_extra_whitespaces=True))
+
+
+def test_a_model_without_a_symbol_for_newlines_is_taken(tmp_path):
+    (tmp_path / "foreign.model").write_bytes(learnt(user_defined_symbols=[]))
+    foreign = Tokenizer.load(tmp_path / "foreign.model")
+    text = prose(3000, seed=9)
+    assert foreign.decode(foreign.encode(text)) == text
+
+
+def test_a_file_that_is_no_model_is_refused(tmp_path):
+    path = tmp_path / "a.model"
+    whole = learnt()
+    for data in (b"", b"garbage" * 100, bytes(50), whole[: len(whole) // 2], whole[:-1]):
+        path.write_bytes(data)
+        with pytest.raises(UserError, match=r"a\.model is not a SentencePiece model"):
+            Tokenizer.load(path)
+    for place in (tmp_path / "missing.model", tmp_path):
+        with pytest.raises(UserError, match="cannot read the tokenizer"):
+            Tokenizer.load(place)

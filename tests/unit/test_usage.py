@@ -1,0 +1,261 @@
+"""Usage: the numbers against hand and brute force, the counters against plain Python."""
+
+import math
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from pkmlm.errors import UserError
+from pkmlm.evaluate import usage as counting
+from pkmlm.evaluate.usage import UsageCounters
+from pkmlm.model.memory.usage_tap import UsageTap
+from pkmlm.report import usage as numbers
+from pkmlm.report.usage import MemoryUsage, measures, reads_of_a_slot, uniform_reading
+from pkmlm.report.usage_files import load_usage, save_usage
+
+
+def test_measures_by_hand() -> None:
+    found = measures(np.array([1, 0, 4, 1, 2, 0, 0, 0]))
+    entropy = 0.5 * math.log(2) + 0.25 * math.log(4) + 2 * 0.125 * math.log(8)
+    assert found["usage"] == 0.5
+    assert found["kl"] == pytest.approx(math.log(8) - entropy)
+    assert found["effective"] == pytest.approx(math.exp(entropy))
+    assert (found["top50"], found["top90"], found["top99"]) == (1, 4, 4)
+
+
+@pytest.mark.parametrize("slots", [1, 7, 100, 1000])
+def test_measures_at_both_ends(slots: int) -> None:
+    even = measures(np.full(slots, 0.1))
+    assert even["usage"] == 1.0
+    assert even["kl"] == pytest.approx(0.0, abs=1e-12)
+    assert even["gini"] == pytest.approx(0.0, abs=1e-12)
+    assert [even[f"top{p}"] for p in (50, 90, 99)] == [-(-slots * p // 100) for p in (50, 90, 99)]
+    single = measures(np.eye(slots)[slots // 2])
+    assert single["kl"] == pytest.approx(math.log(slots))
+    assert single["gini"] == pytest.approx(1 - 1 / slots)
+    assert single["usage"] == 1 / slots
+    assert single["top99"] == 1
+
+
+def test_measures_of_nothing() -> None:
+    assert measures(np.zeros(5)) == {"usage": 0.0} | dict.fromkeys(
+        ("kl", "gini", "top50", "top90", "top99", "effective")
+    )
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=40).filter(any))
+@settings(max_examples=100, deadline=None)
+def test_gini_and_tops_equal_their_definitions(reads: list[int]) -> None:
+    found, total = measures(np.array(reads)), sum(reads)
+    pairs = sum(abs(a - b) for a in reads for b in reads)
+    assert found["gini"] == pytest.approx(pairs / (2 * len(reads) * total), abs=1e-12)
+    falling = sorted(reads, reverse=True)
+    for percent in (50, 90, 99):
+        least = next(n for n in range(1, len(reads) + 1) if 100 * sum(falling[:n]) >= percent * total)
+        assert found[f"top{percent}"] == least
+
+
+def exact_kl(slots: int, reads: int) -> float:
+    chance = [
+        Fraction(math.comb(reads, n) * (slots - 1) ** (reads - n), slots**reads) for n in range(reads + 1)
+    ]
+    entropy = sum(float(chance[n]) * (n / reads) * math.log(n / reads) for n in range(1, reads + 1))
+    return math.log(slots) + slots * entropy
+
+
+@pytest.mark.parametrize(("slots", "reads"), [(2, 1), (2, 3), (5, 40), (10, 7), (16, 300), (1000, 2)])
+def test_uniform_reading_equals_the_binomial_sum(slots: int, reads: int) -> None:
+    found = uniform_reading(slots, reads)
+    assert found["kl"] == pytest.approx(exact_kl(slots, reads), rel=1e-10)
+    assert found["usage"] == pytest.approx(float(1 - (1 - Fraction(1, slots)) ** reads), rel=1e-12)
+
+
+@pytest.mark.parametrize("slots", [2, 16, 1000, 10**8])
+def test_uniform_reading_sum_and_series_meet(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = int(slots * numbers.MANY_READS)
+    by_sum = uniform_reading(slots, reads)["kl"]
+    monkeypatch.setattr(numbers, "MANY_READS", 0)
+    assert uniform_reading(slots, reads)["kl"] == pytest.approx(by_sum, rel=1e-9)
+
+
+def test_uniform_reading_at_its_ends() -> None:
+    assert uniform_reading(100, 0) == {"usage": 0.0, "kl": None}
+    assert uniform_reading(1, 10) == {"usage": 1.0, "kl": 0.0}
+    assert uniform_reading(100, 1) == {"usage": pytest.approx(0.01), "kl": pytest.approx(math.log(100))}
+    assert uniform_reading(2, 10**12)["kl"] == pytest.approx(0.5e-12, rel=1e-6)
+    assert uniform_reading(10**6, 10**12)["kl"] == pytest.approx(0.5e-6, rel=1e-5)
+    falling = [uniform_reading(1000, 10**power)["kl"] for power in range(13)]
+    assert falling == sorted(falling, reverse=True)
+
+
+def test_uniform_reading_is_what_sampling_gives() -> None:
+    slots, reads = 1 << 16, 160_000
+    drawn = measures(np.bincount(np.random.default_rng(0).integers(0, slots, reads), minlength=slots))
+    expected = uniform_reading(slots, reads)
+    assert drawn["usage"] == pytest.approx(expected["usage"], rel=0.01)
+    assert drawn["kl"] == pytest.approx(expected["kl"], rel=0.01)
+
+
+def test_reads_of_a_slot_have_the_binomial_s_moments() -> None:
+    for slots, reads in ((10, 3), (1000, 10**6), (10**6, 10**9)):
+        n, chance = reads_of_a_slot(slots, reads)
+        mean = float((n * chance).sum())
+        assert mean == pytest.approx(reads / slots, rel=1e-9)
+        variance = reads / slots * (1 - 1 / slots)
+        assert float(((n - mean) ** 2 * chance).sum()) == pytest.approx(variance, rel=1e-6)
+
+
+class Reader(nn.Module):
+    """Memories whose reads are given."""
+
+    def __init__(self, *taps: UsageTap):
+        super().__init__()
+        self.taps = nn.ModuleList(taps)
+
+    def forward(self, *reads: tuple[Tensor, Tensor]) -> None:
+        for tap, (slots_NHk, weights_NHk) in zip(self.taps, reads, strict=True):
+            tap(slots_NHk, weights_NHk)
+
+
+def draw(tokens: int, heads: int, topk: int, slots: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Reads as a memory makes them: a head's slots differ, its weights sum to 1."""
+    random = torch.Generator().manual_seed(seed)
+    slots_NHk = torch.rand(tokens, heads, slots, generator=random).topk(topk).indices
+    return slots_NHk, torch.rand(tokens, heads, topk, generator=random).softmax(-1)
+
+
+def test_counters_equal_plain_counting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counting, "COMPARISONS", 40)  # several chunks of tokens, the last not full
+    heads, topk, slots = 3, 4, 20
+    model = Reader(UsageTap(5, "memory", "product-key", slots, heads))
+    counts: Counter[tuple[int, int]] = Counter()
+    masses: Counter[tuple[int, int]] = Counter()
+    common, tokens = np.zeros((heads, heads), dtype=int), 0
+    with UsageCounters(model) as counters:
+        for seed, number in enumerate((7, 10, 1)):
+            slots_NHk, weights_NHk = draw(number, heads, topk, slots, seed)
+            mask_N = torch.rand(number, generator=torch.Generator().manual_seed(seed)) < 0.6
+            counters.only(mask_N)
+            model((slots_NHk, weights_NHk))
+            for token in mask_N.nonzero().flatten().tolist():
+                tokens += 1
+                read = [set(slots_NHk[token, h].tolist()) for h in range(heads)]
+                common += np.array([[len(a & b) for b in read] for a in read])
+                for h in range(heads):
+                    for slot, weight in zip(slots_NHk[token, h], weights_NHk[token, h], strict=True):
+                        counts[h, int(slot)] += 1
+                        masses[h, int(slot)] += float(weight)
+    (found,) = counters.memories()
+    assert found.tokens == tokens > 0
+    assert found.counts_HK.dtype == np.int64
+    assert found.masses_HK.dtype == np.float64
+    for h in range(heads):
+        for slot in range(slots):
+            assert found.counts_HK[h, slot] == counts[h, slot]
+            assert found.masses_HK[h, slot] == pytest.approx(masses[h, slot], abs=1e-12)
+    assert found.common_HH is not None
+    assert (found.common_HH == common).all()
+    assert found.masses_S.sum() == pytest.approx(tokens * heads)
+    entry = found.as_json()
+    assert entry["reads"] == tokens * heads * topk == found.counts_S.sum()
+    pairs = [common[a, b] / (tokens * topk) for a in range(heads) for b in range(heads) if a != b]
+    assert entry["head_overlap"] == pytest.approx(np.mean(pairs))
+    assert entry["head_overlap_uniform"] == topk / slots
+    assert [head["head"] for head in entry["heads"]] == [1, 2, 3]
+    assert entry["uniform"] == uniform_reading(slots, entry["reads"])
+    assert entry["uniform_head"] == uniform_reading(slots, tokens * topk)
+    assert found.brief() == {
+        "layer": 5,
+        "name": "memory",
+        "usage": entry["mass"]["usage"],
+        "kl": entry["mass"]["kl"],
+    }
+
+
+def test_counters_of_hash_tables() -> None:
+    model = Reader(UsageTap(1, "qkv", "hash", 12, 3))
+    rows_N31 = torch.tensor([[0, 4, 8], [0, 5, 11], [0, 7, 11]])[..., None]
+    with UsageCounters(model) as counters:
+        model((rows_N31, torch.full((3, 3, 1), 0.25)))
+    (found,) = counters.memories()
+    assert found.counts_HK.tolist() == [[3, 0, 0, 0], [1, 1, 0, 1], [1, 0, 0, 2]]
+    assert (found.masses_HK == 0.25 * found.counts_HK).all()
+    entry = found.as_json()
+    assert entry["slots"] == 12
+    assert [table["usage"] for table in entry["tables"]] == [0.25, 0.75, 0.5]
+    assert entry["tables"][0]["kl"] == pytest.approx(math.log(4))
+    assert entry["uniform"] == uniform_reading(4, 3), "each table is read once a token"
+    assert "heads" not in entry
+    assert "head_overlap" not in entry
+
+
+def test_counters_stay_exact_where_single_precision_saturates() -> None:
+    model = Reader(UsageTap(1, "ffn1", "hash", 2, 1))
+    reads = torch.zeros(1 << 22, 1, 1, dtype=torch.int64), torch.ones(1 << 22, 1, 1)
+    with UsageCounters(model) as counters:
+        for _ in range(4):
+            model(reads)
+        model((reads[0][:1], reads[1][:1]))
+    (found,) = counters.memories()
+    assert found.counts_HK[0, 0] == found.masses_HK[0, 0] == (1 << 24) + 1
+
+
+def test_a_read_of_no_weight_is_a_read() -> None:
+    model = Reader(UsageTap(1, "memory", "flat-key", 4, 1))
+    with UsageCounters(model) as counters:
+        model((torch.tensor([[[1, 2]]]), torch.tensor([[[1.0, 0.0]]])))
+    entry = counters.memories()[0].as_json()
+    assert entry["count"]["usage"] == 0.5
+    assert entry["mass"]["usage"] == 0.25
+    assert entry["head_overlap"] is None, "one head has none to share with"
+
+
+def test_counting_ends_with_the_block_and_models_share_nothing() -> None:
+    one, two = (Reader(UsageTap(1, "memory", "product-key", 4, 1)) for _ in range(2))
+    reads = torch.tensor([[[1, 2]]]), torch.tensor([[[0.5, 0.5]]])
+    with UsageCounters(one) as first, UsageCounters(two) as second:
+        one(reads)
+    one(reads)
+    assert first.memories()[0].reads == 2
+    assert second.memories()[0].reads == 0
+    nothing = second.memories()[0].as_json()
+    assert nothing["mass"]["kl"] is None
+    assert nothing["uniform"] == {"usage": 0.0, "kl": None}
+
+
+def test_weights_that_are_not_finite_are_an_error() -> None:
+    model = Reader(UsageTap(3, "memory", "product-key", 4, 1))
+    with UsageCounters(model) as counters:
+        model((torch.tensor([[[1, 2]]]), torch.tensor([[[0.5, float("nan")]]])))
+    with pytest.raises(UserError, match="layer 3"):
+        counters.memories()
+
+
+def test_files_give_back_what_was_counted(tmp_path: Path) -> None:
+    common = np.array([[6, 1], [1, 6]])
+    memories = [
+        MemoryUsage(2, "memory", "product-key", 3, np.arange(8).reshape(2, 4), np.ones((2, 4)) / 3, common),
+        MemoryUsage(1, "qkv", "hash", 3, np.arange(8).reshape(2, 4), np.ones((2, 4)), None),
+    ]
+    entry = {"run": "r", "memories": [memory.as_json() for memory in memories], "source": {"checkpoint": "a"}}
+    stem = tmp_path / "usage" / "test-step-5"
+    assert load_usage(stem, entry["source"]) is None
+    save_usage(stem, entry, memories)
+    loaded = load_usage(stem, {"checkpoint": "a"})
+    assert loaded is not None
+    assert loaded[0] == entry
+    for memory, kept in zip(memories, loaded[1], strict=True):
+        assert kept.as_json() == memory.as_json()
+        assert (kept.counts_HK == memory.counts_HK).all()
+        assert kept.counts_HK.dtype == np.int64
+    assert load_usage(stem, {"checkpoint": "b"}) is None, "measured on another checkpoint"
+    arrays = stem.with_name("test-step-5.npz")
+    arrays.write_bytes(arrays.read_bytes()[:-30])
+    assert load_usage(stem, {"checkpoint": "a"}) is None, "damaged"
