@@ -33,7 +33,13 @@ setup(
     ],
     extras_require={
         "sinks": ["tensorboard>=2.16,<3", "wandb>=0.17,<1"],
-        "dev": ["pytest>=8,<10", "hypothesis>=6.100,<7", "ruff>=0.14,<1", "mypy>=1.15,<3", "types-PyYAML>=6,<7"],
+        "dev": [
+            "pytest>=8,<10",
+            "hypothesis>=6.100,<7",
+            "ruff>=0.14,<1",
+            "mypy>=1.15,<3",
+            "types-PyYAML>=6,<7",
+        ],
     },
     entry_points={"console_scripts": ["pkmlm = pkmlm.cli:main"]},
 )

@@ -1,4 +1,4 @@
-"""Shared ground: a few pages of real text, their tokens, and small trained runs. All made by the commands themselves."""
+"""Shared ground: a few pages of real text, their tokens, and small trained runs, made by the commands themselves."""
 
 import contextlib
 import io
@@ -32,7 +32,11 @@ def pkmlm(*arguments: object, code: int = 0, stdin: str = "") -> Done:
     before = sys.argv, sys.stdin
     sys.argv, sys.stdin = ["pkmlm", *map(str, arguments)], io.TextIOWrapper(io.BytesIO(stdin.encode()))
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as end:
+        with (
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            pytest.raises(SystemExit) as end,
+        ):
             main()
     finally:
         sys.argv, sys.stdin = before
@@ -98,7 +102,9 @@ log: {{every: 10}}
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory, write_recipe: Callable[[Path, str], Path]) -> Callable[[str], Path]:
+def trained(
+    tmp_path_factory: pytest.TempPathFactory, write_recipe: Callable[[Path, str], Path]
+) -> Callable[[str], Path]:
     """A function that gives the finished tiny run of a kind of model, trained once a session. Do not write into it."""
     folder = tmp_path_factory.mktemp("runs")
 

@@ -19,9 +19,7 @@ MEGA, GIGA = 10**6, 10**9
 @click.command(short_help="Parameters, operations, bytes and memory of a recipe.")
 @click.argument("recipe", required=False, metavar="RECIPE")
 @set_option
-@click.option(
-    "--vocab-size", type=click.IntRange(1), help="Rows of the embedding, where the recipe leaves them open."
-)
+@click.option("--vocab-size", type=click.IntRange(1), help="Rows of the embedding, where the recipe leaves them open.")
 @click.option(
     "--entry-bytes",
     type=click.Choice(["2", "4"]),

@@ -123,9 +123,7 @@ def seen_by_torch() -> dict[str, Any]:
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         capability = f"{properties.major}.{properties.minor}"
-        devices.append(
-            {"name": properties.name, "memory_bytes": properties.total_memory, "capability": capability}
-        )
+        devices.append({"name": properties.name, "memory_bytes": properties.total_memory, "capability": capability})
     device = choose_device()
     precision, reason = choose_precision("auto", device)
     return {
@@ -159,9 +157,7 @@ def problems(facts: dict[str, Any]) -> list[dict[str, Any]]:
     if missing:
         report(f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}", broken=True)
     if not facts["disk"]["writable"]:
-        report(
-            f"cannot write in {facts['disk']['folder']}", "change to a folder of yours, or give full paths"
-        )
+        report(f"cannot write in {facts['disk']['folder']}", "change to a folder of yours, or give full paths")
     if facts["disk"]["free_bytes"] < LITTLE_DISK:
         report(
             f"{facts['disk']['free_bytes'] / GIGA:.1f} GB of disk are free",

@@ -34,7 +34,8 @@ def report(recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokenizer") -> int:
         f"parameters   {cost.dense:,} dense, {cost.memory:,} in memory, {cost.read_per_token:,} read for a token",
         f"batch        {recipe.sequences} sequences of {recipe.model.context} tokens, in {recipe.micro_batches} "
         f"forwards of {train.micro_batch}",
-        f"training     {train.steps:,} steps, {train.steps * train.batch_tokens:,} tokens, {epochs:.2f} epochs of {corpus.tokens:,}",
+        f"training     {train.steps:,} steps, {train.steps * train.batch_tokens:,} tokens, "
+        f"{epochs:.2f} epochs of {corpus.tokens:,}",
         f"memory       {sizes}",
     ]
     click.echo("\n".join(lines))

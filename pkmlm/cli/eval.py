@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("run_path", metavar="RUN")
 @click.option("--split", default="test", show_default=True, help="A split of the run's tokens.")
-@click.option("--text", metavar="FILE", help="Any text file instead (.txt, .jsonl, .parquet, .gz, .zst; - for standard input).")
+@click.option(
+    "--text",
+    metavar="FILE",
+    help="Any text file instead (.txt, .jsonl, .parquet, .gz, .zst; - for standard input).",
+)
 @separator_option
 @click.option(
     "--stride",

@@ -19,7 +19,11 @@ from pkmlm.cli.options import step_option
     help="Flattens (above 1) or sharpens the choice; 0 takes the most likely token.",
 )
 @click.option("--top-k", type=click.IntRange(min=1), help="Choose among the k most likely tokens.")
-@click.option("--top-p", type=click.FloatRange(min=0, max=1, min_open=True), help="Choose among the most likely tokens that together have this probability.")
+@click.option(
+    "--top-p",
+    type=click.FloatRange(min=0, max=1, min_open=True),
+    help="Choose among the most likely tokens that together have this probability.",
+)
 @click.option("--seed", default=1, show_default=True, help="The same seed draws the same text.")
 @step_option
 def command(

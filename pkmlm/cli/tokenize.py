@@ -44,16 +44,10 @@ LEARNING = "tokenizer"  # a stage beside the splits
     help="Kind of SentencePiece model to learn.",
 )
 @click.option("--tokenizer", "model", metavar="FILE", help="Use this SentencePiece model and learn none.")
-@click.option(
-    "--format", type=click.Choice(["txt", "jsonl", "parquet"]), help="Format of all input. Default: by name."
-)
-@click.option(
-    "--field", default="text", show_default=True, metavar="NAME", help="Key or column that holds the text."
-)
+@click.option("--format", type=click.Choice(["txt", "jsonl", "parquet"]), help="Format of all input. Default: by name.")
+@click.option("--field", default="text", show_default=True, metavar="NAME", help="Key or column that holds the text.")
 @separator_option
-@click.option(
-    "--jobs", type=click.IntRange(1, 1024), metavar="N", help="Threads that encode. Default: all cores."
-)
+@click.option("--jobs", type=click.IntRange(1, 1024), metavar="N", help="Threads that encode. Default: all cores.")
 @click.option("--force", is_flag=True, help="Replace DIR if it holds tokens.")
 @quiet_option
 @json_option

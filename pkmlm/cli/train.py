@@ -32,7 +32,11 @@ FREE_KEYS = ("name", "data.dir", "train.steps", "eval.", "checkpoint.", "log.")
     help="Go on from RUN's latest checkpoint: if there is one, or fail, or refuse to.",
 )
 @click.option("--dry-run", is_flag=True, help="Resolve, count, estimate memory, run one batch; write nothing.")
-@click.option("--verify", is_flag=True, help="Check every byte of the tokens first, not each block when it is first read.")
+@click.option(
+    "--verify",
+    is_flag=True,
+    help="Check every byte of the tokens first, not each block when it is first read.",
+)
 @quiet_option
 def command(
     recipe_file: str,
@@ -58,7 +62,9 @@ def command(
 
     recipe = load_recipe(recipe_file, overrides)
     if recipe.data.dir is None:
-        raise UserError(f"{recipe_file}: data.dir is not set", "add -s data.dir=DIR, a folder that `pkmlm tokenize` wrote")
+        raise UserError(
+            f"{recipe_file}: data.dir is not set", "add -s data.dir=DIR, a folder that `pkmlm tokenize` wrote"
+        )
     corpus, tokenizer = Corpus.open(recipe.data.dir, "train", verify=verify), open_tokenizer(recipe.data.dir)
     if recipe.model.vocab_size is not None and recipe.model.vocab_size < tokenizer.size:
         raise UserError(
@@ -74,9 +80,7 @@ def command(
     return train_in(output, recipe, corpus, tokenizer, resume, quiet)
 
 
-def train_in(
-    output: str, recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokenizer", resume: str, quiet: bool
-) -> int:
+def train_in(output: str, recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokenizer", resume: str, quiet: bool) -> int:
     """Train in the run directory `output`, and note in its run.json how it ended."""
     from pkmlm.runtime.device import choose_device, choose_precision
     from pkmlm.runtime.rundir import RunDirectory
@@ -151,7 +155,9 @@ def circumstances(
         "argv": sys.argv[1:],
         "versions": {"pkmlm": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "commit": source_commit(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"cpu, {torch.get_num_threads()} threads",
         "precision": precision,
         "precision_reason": reason,
         "parameters": cost.as_json()["parameters"],
@@ -176,12 +182,16 @@ def run_loop(
     from pkmlm.runtime.signals import stop_on_signals
     from pkmlm.train.loop import train
 
-    with stop_on_signals() as stop, TrainingLog(run.path, recipe.name, recipe.train.steps, recipe.log, quiet=quiet) as log:
+    with (
+        stop_on_signals() as stop,
+        TrainingLog(run.path, recipe.name, recipe.train.steps, recipe.log, quiet=quiet) as log,
+    ):
         steps = run.steps()
         if steps and steps[-1] >= recipe.train.steps:
             log.say(f"run {run.path} is complete already at step {steps[-1]}; raise train.steps to train longer")
             return {"status": "finished", "step": steps[-1], "exit_code": 0}
-        log.say(f"{'resuming at step ' + str(steps[-1]) if steps else 'training'} in {run.path} on {device}, {precision_line}")
+        doing = f"resuming at step {steps[-1]}" if steps else "training"
+        log.say(f"{doing} in {run.path} on {device}, {precision_line}")
         model = starting_model(recipe, tokenizer, device, fresh=not steps)
         batches = Batches(corpus, recipe.model.context, recipe.sequences, recipe.train.seed)
         if "valid" in read_index(corpus.folder).splits:

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("run_paths", metavar="RUN...", nargs=-1, required=True)
 @click.option("--split", default="test", show_default=True, help="A split of the run's tokens.")
-@click.option(
-    "--text", metavar="FILE", help="Any text file instead of a split (.txt, .jsonl, .parquet, .gz, .zst)."
-)
+@click.option("--text", metavar="FILE", help="Any text file instead of a split (.txt, .jsonl, .parquet, .gz, .zst).")
 @separator_option
 @step_option
 @format_option
@@ -115,9 +113,7 @@ def report_on(
     return {**entry, "run": label, "source": source}, memories
 
 
-def source_of(
-    run: "RunDirectory", step: int, text: str | None, separator: str | None
-) -> dict[str, str | None]:
+def source_of(run: "RunDirectory", step: int, text: str | None, separator: str | None) -> dict[str, str | None]:
     """What a report depends on, in hashes: the checkpoint and the text or the tokens."""
     from pkmlm.data.index import read_index
     from pkmlm.runtime.files import sha256_of

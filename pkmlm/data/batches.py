@@ -24,10 +24,11 @@ class Batch(NamedTuple):
 class Batches:
     """The training sequences of a corpus, in a fresh pseudo-random order each epoch.
 
-    The corpus is one stream of tokens, every document followed by the end-of-document token, cut into pieces of `context`
-    targets; the input of a piece is the token before it and all of the piece but its last token. The stream's first
-    input is the end-of-document token, so every document starts after one. The stream's last piece may be short: its
-    input goes on at the start of the corpus, and those targets are not scored. Each token is thus scored once an epoch.
+    The corpus is one stream of tokens, every document followed by the end-of-document token, cut into pieces of
+    `context` targets; the input of a piece is the token before it and all of the piece but its last token. The
+    stream's first input is the end-of-document token, so every document starts after one. The stream's last piece may
+    be short: its input goes on at the start of the corpus, and those targets are not scored. Each token is thus scored
+    once an epoch.
 
     Args:
         corpus: the training split.
@@ -82,8 +83,8 @@ class Batches:
 def permute(positions: np.ndarray, size: int, seed: int) -> np.ndarray:
     """Where a pseudo-random permutation of range(size) sends `positions`; computed, not stored.
 
-    A Feistel network over the smallest even number of bits that holds `size`, walked until it lands inside (at most four
-    times as many values as needed, so a few steps on average).
+    A Feistel network over the smallest even number of bits that holds `size`, walked until it lands inside (at most
+    four times as many values as needed, so a few steps on average).
     """
     half = max(1, (max(1, size - 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half) - 1)

@@ -21,7 +21,7 @@ class Corpus:
         sha256: of the whole corpus: another one means other tokens, or another tokenizer.
     """
 
-    def __init__(self, folder: Path, split: str):
+    def __init__(self, folder: str | Path, split: str):
         """Open a split: its sizes and the list of its hashes are checked, its tokens are not yet read.
 
         Raises:
@@ -48,7 +48,7 @@ class Corpus:
         self._documents = self._files.pop()
 
     @classmethod
-    def open(cls, folder: Path, split: str, verify: bool = False) -> "Corpus":
+    def open(cls, folder: str | Path, split: str, verify: bool = False) -> "Corpus":
         """Open a split; with `verify` all of it is read and checked now."""
         corpus = cls(folder, split)
         if verify:
@@ -86,9 +86,7 @@ class Corpus:
             raise IndexError(f"document {i} of {self.documents}")
         start, stop = (int(place) for place in self._documents.read(i, i + 2))
         if not 0 <= start < stop <= self.tokens:
-            raise damaged(
-                self._documents.path, f"document {i} lies at {start}..{stop} of {self.tokens} tokens"
-            )
+            raise damaged(self._documents.path, f"document {i} lies at {start}..{stop} of {self.tokens} tokens")
         return start, stop
 
     def document(self, i: int) -> np.ndarray:
@@ -132,9 +130,7 @@ class CheckedFile:
         if not self.unread[block]:
             return
         try:
-            with open(
-                self.path, "rb"
-            ) as file:  # through the map it takes seven times as long, a page at a time
+            with open(self.path, "rb") as file:  # through the map it takes seven times as long, a page at a time
                 file.seek(block * BLOCK)
                 found = hashlib.sha256(file.read(BLOCK)).digest()
         except OSError as error:
@@ -162,8 +158,7 @@ def mapped_files(folder: Path, split: str, about: Split, dtype: str) -> tuple[li
     ends = np.cumsum(blocks) * DIGEST
     digests = [hashes[end - count * DIGEST : end] for end, count in zip(ends, blocks, strict=True)]
     opened = [
-        CheckedFile(folder / name, kind, size, part)
-        for (name, kind, size), part in zip(files, digests, strict=True)
+        CheckedFile(folder / name, kind, size, part) for (name, kind, size), part in zip(files, digests, strict=True)
     ]
     sizes = [shard.tokens for shard in about.shards]
     return opened, np.cumsum([0, *sizes[:-1]])
@@ -181,7 +176,7 @@ def check_size(path: Path, expected: int) -> None:
         raise damaged(path, f"it has {found:,} bytes (expected {expected:,})")
 
 
-def open_tokenizer(folder: Path) -> Tokenizer:
+def open_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer of a corpus.
 
     Raises:
@@ -191,7 +186,5 @@ def open_tokenizer(folder: Path) -> Tokenizer:
     path = Path(folder) / TOKENIZER
     tokenizer = Tokenizer.load(path)
     if tokenizer.sha256 != index.tokenizer_sha256:
-        raise damaged(
-            path, f"its sha256 is {tokenizer.sha256[:16]}... (expected {index.tokenizer_sha256[:16]}...)"
-        )
+        raise damaged(path, f"its sha256 is {tokenizer.sha256[:16]}... (expected {index.tokenizer_sha256[:16]}...)")
     return tokenizer

@@ -94,22 +94,16 @@ def read_index(folder: Path) -> Index:
     """
     path = folder / FILE
     if not path.exists():
-        raise UserError(
-            f"{folder} holds no tokens (expected {FILE})", f"make them: pkmlm tokenize TEXT... -o {folder}"
-        )
+        raise UserError(f"{folder} holds no tokens (expected {FILE})", f"make them: pkmlm tokenize TEXT... -o {folder}")
     content = read_json(path, "the token index")
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else content
-        raise UserError(
-            f"{path}: found format {str(found)[:40]!r} (expected {FORMAT!r})", "tokenize the text again"
-        )
+        raise UserError(f"{path}: found format {str(found)[:40]!r} (expected {FORMAT!r})", "tokenize the text again")
     expected = content.pop("sha256", None)
     del content["format"]
     index = bound(Index, content, str(path))
     if index.sha256 != expected:
-        raise damaged(
-            path, f"its content has sha256 {index.sha256[:16]}... (expected {str(expected)[:16]}...)"
-        )
+        raise damaged(path, f"its content has sha256 {index.sha256[:16]}... (expected {str(expected)[:16]}...)")
     if problem := contradiction(index):
         raise damaged(path, problem)
     return typing.cast(Index, index)
@@ -131,17 +125,11 @@ def contradiction(index: Index) -> str:
         names = [shard.name for shard in split.shards]
         if names != [f"{name}-{number:05d}.bin" for number in range(len(names))]:
             return f"the shards of {name} are named {str(names[:3])[:80]}"
-        if any(
-            shard.bytes != shard.tokens * token_bytes(index.dtype) or shard.tokens < 1
-            for shard in split.shards
-        ):
+        if any(shard.bytes != shard.tokens * token_bytes(index.dtype) or shard.tokens < 1 for shard in split.shards):
             return f"the bytes of a shard of {name} are not those of its tokens"
         if any(shard.bytes % BLOCK for shard in split.shards[:-1]):
             return f"a shard of {name} before the last is not full"
-        if (
-            split.tokens != sum(shard.tokens for shard in split.shards)
-            or not 0 < split.documents <= split.tokens
-        ):
+        if split.tokens != sum(shard.tokens for shard in split.shards) or not 0 < split.documents <= split.tokens:
             return f"the tokens or documents of {name} do not add up"
     return ""
 
@@ -149,11 +137,7 @@ def contradiction(index: Index) -> str:
 def bound(kind: Any, value: Any, where: str) -> Any:
     """Build `kind` (dataclass, tuple, dict, int, str) from parsed JSON, or name the part that cannot be."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if (
-        is_dataclass(kind)
-        and isinstance(value, dict)
-        and set(value) == {field.name for field in fields(kind)}
-    ):
+    if is_dataclass(kind) and isinstance(value, dict) and set(value) == {field.name for field in fields(kind)}:
         kinds = typing.get_type_hints(kind)
         parts = {key: bound(kinds[key], part, f"{where}: {key}") for key, part in value.items()}
         return typing.cast(Any, kind)(**parts)
@@ -165,6 +149,4 @@ def bound(kind: Any, value: Any, where: str) -> Any:
         return value
     if kind == str | None and (value is None or type(value) is str):
         return value
-    raise UserError(
-        f"{where}: unexpected content {str(value)[:40]!r}", "it is damaged: tokenize the text again"
-    )
+    raise UserError(f"{where}: unexpected content {str(value)[:40]!r}", "it is damaged: tokenize the text again")

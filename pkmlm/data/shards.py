@@ -73,9 +73,7 @@ def write_corpus(
 class SplitReader:
     """One pass over the sources of a split; `tally` and `origins` are whole when `batches` has ended."""
 
-    def __init__(
-        self, split: str, sources: Sequence[Source], separator: str | None, field: str, watch: Watch
-    ):
+    def __init__(self, split: str, sources: Sequence[Source], separator: str | None, field: str, watch: Watch):
         self.split, self.sources, self.separator, self.field, self.watch = (
             split,
             sources,
@@ -108,9 +106,7 @@ class SplitReader:
             yield batch
 
 
-def write_split(
-    folder: Path, reader: SplitReader, tokenizer: Tokenizer, jobs: int, shard_bytes: int
-) -> Split:
+def write_split(folder: Path, reader: SplitReader, tokenizer: Tokenizer, jobs: int, shard_bytes: int) -> Split:
     """Write the files of one split into a folder and return its part of the index."""
     split, tally = reader.split, reader.tally
     reader.watch(split, 0)

@@ -226,13 +226,9 @@ def checked(name: str, format: str | None) -> Source:
     try:
         mode = os.stat(name).st_mode
         if stat.S_ISDIR(mode):
-            raise UserError(
-                f"{name} is a folder (expected a file)", f"name its files: '{name.rstrip('/')}/*.txt'"
-            )
+            raise UserError(f"{name} is a folder (expected a file)", f"name its files: '{name.rstrip('/')}/*.txt'")
         if not stat.S_ISREG(mode):
-            raise UserError(
-                f"{name} is not a regular file", "give a pipe as standard input: ... | pkmlm tokenize -"
-            )
+            raise UserError(f"{name} is not a regular file", "give a pipe as standard input: ... | pkmlm tokenize -")
         with open(name, "rb"):
             pass
     except (OSError, ValueError) as error:

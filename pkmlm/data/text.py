@@ -177,9 +177,7 @@ def unescape(separator: str) -> str:
 
     def character(match: re.Match[str]) -> str:
         if not match[1]:
-            raise UserError(
-                f"--separator: unknown escape in {separator!r} (expected \\n, \\t, \\\\, \\xNN, \\uNNNN)"
-            )
+            raise UserError(f"--separator: unknown escape in {separator!r} (expected \\n, \\t, \\\\, \\xNN, \\uNNNN)")
         return codecs.decode(match[0].encode("ascii"), "unicode_escape")
 
     try:
@@ -187,9 +185,7 @@ def unescape(separator: str) -> str:
     except UnicodeDecodeError as error:
         raise UserError(f"--separator: {separator!r} has no such character ({error.reason})") from None
     if not text or has_surrogate(text):
-        raise UserError(
-            f"--separator: {separator!r} is {'not Unicode' if text else 'empty'} (expected some text)"
-        )
+        raise UserError(f"--separator: {separator!r} is {'not Unicode' if text else 'empty'} (expected some text)")
     return text
 
 
@@ -223,9 +219,7 @@ def json_text(line: str, field: str, where: str) -> str:
         raise UserError(f"{where}: found {kind(value)} (expected an object with the key {field!r})")
     if field not in value:
         keys = ", ".join(map(repr, list(value)[:8])) or "no keys"
-        raise UserError(
-            f"{where}: no key {field!r} (found {keys})", "name the key that holds the text with --field"
-        )
+        raise UserError(f"{where}: no key {field!r} (found {keys})", "name the key that holds the text with --field")
     text = value[field]
     if not isinstance(text, str):
         raise UserError(f"{where}: {field!r} is {kind(text)} (expected a string)")
@@ -280,9 +274,7 @@ def parquet_documents(stream: Stream, field: str) -> Iterator[tuple[str, bool]]:
                     yield text, True
                 advance(stream, row / table.metadata.num_rows)
         except UnicodeDecodeError as error:
-            raise UserError(
-                f"{source.label}: {field!r} is not UTF-8 after row {row:,} ({error.reason})"
-            ) from None
+            raise UserError(f"{source.label}: {field!r} is not UTF-8 after row {row:,} ({error.reason})") from None
         except (pyarrow.ArrowException, OSError) as error:
             reason = str(error).splitlines()[0]
             raise UserError(f"{source.label}: not a whole parquet file: {reason}") from None
@@ -295,9 +287,7 @@ def check_column(schema: Any, field: str, source: Source) -> None:
 
     if field not in schema.names:
         names = ", ".join(map(repr, schema.names[:8]))
-        raise UserError(
-            f"{source.label}: no column {field!r} (found {names})", "name the text's column with --field"
-        )
+        raise UserError(f"{source.label}: no column {field!r} (found {names})", "name the text's column with --field")
     found = schema.field(field).type
     value = found.value_type if types.is_dictionary(found) else found
     if not (types.is_string(value) or types.is_large_string(value) or types.is_string_view(value)):

@@ -98,9 +98,7 @@ class Tokenizer:
             raise UserError(f"cannot read the tokenizer {path}: {error.strerror}") from None
 
     @classmethod
-    def learn(
-        cls, texts: Iterable[str], vocab_size: int, model_type: str = "bpe", sample: int = SAMPLE
-    ) -> "Tokenizer":
+    def learn(cls, texts: Iterable[str], vocab_size: int, model_type: str = "bpe", sample: int = SAMPLE) -> "Tokenizer":
         """Learn a model from chunks of text; the same texts give the same model, byte for byte.
 
         Args:
@@ -159,19 +157,13 @@ class Tokenizer:
     def _check(self, name: str) -> None:
         hint = "leave --tokenizer out to learn one that fits"
         if self.eos < 0:
-            raise UserError(
-                f"{name} has neither an end nor a beginning token to separate documents with", hint
-            )
+            raise UserError(f"{name} has neither an end nor a beginning token to separate documents with", hint)
         if not all(self._processor.is_byte(int(i)) for i in self._mark):
-            raise UserError(
-                f"{name} has no byte pieces: it cannot spell every text (expected byte_fallback)", hint
-            )
+            raise UserError(f"{name} has no byte pieces: it cannot spell every text (expected byte_fallback)", hint)
         for probe in PROBES:
             if self.decode(self.encode(probe)) != probe:
                 shown = ascii(probe if len(probe) < 60 else f"{probe[:20]}...")
                 raise UserError(f"{name} is lossy: {shown} does not come back from decoding", hint)
-        if self.eos in self.encode(self._processor.id_to_piece(self.eos)):
-            raise UserError(f"{name} reads the text of its own end token as that token", hint)
 
 
 def sampled(texts: Iterable[str], limit: int) -> list[str]:
@@ -182,17 +174,13 @@ def sampled(texts: Iterable[str], limit: int) -> list[str]:
     """
     draw = random.Random(SEED).random
     kept: list[tuple[float, int, int, str]] = []  # (-number, place, bytes, text): the largest number on top
-    total, threshold = 0, 1.0
+    total = 0
     for place, text in enumerate(texts):
-        number = draw()
-        if not text or number >= threshold:
-            continue
         size = len(text) if text.isascii() else len(text.encode())
-        heapq.heappush(kept, (-number, place, size, text))
+        heapq.heappush(kept, (-draw(), place, size, text))
         total += size
         while total > limit:
-            largest, _, size, _ = heapq.heappop(kept)
-            total, threshold = total - size, -largest
+            total -= heapq.heappop(kept)[2]
     return [text for _, _, _, text in sorted(kept, key=lambda entry: entry[1])]
 
 

@@ -66,8 +66,8 @@ class Perplexity:
 
     @classmethod
     def of(cls, split: str, tokens: int, words: int, bytes_: int, nll: float) -> "Perplexity":
-        ppl = [math.exp(min(700.0, nll / count)) for count in (tokens, words, bytes_)]
-        return cls(split, tokens, words, bytes_, nll, *ppl, bits_per_byte=nll / bytes_ / math.log(2))
+        token, word, byte = (math.exp(min(700.0, nll / count)) for count in (tokens, words, bytes_))
+        return cls(split, tokens, words, bytes_, nll, token, word, byte, nll / bytes_ / math.log(2))
 
     @property
     def nats_per_token(self) -> float:
@@ -87,8 +87,9 @@ class Window(NamedTuple):
 def windows(ids: np.ndarray, prefix: int, context: int, stride: int) -> Iterator[Window]:
     """Cut a document into windows in which each token is scored once.
 
-    The first window scores up to `context` tokens after the prefix token; each later one the next `stride`, with as much
-    context before them as fits. With stride = context this is the harness's rule: only the last window overlaps another.
+    The first window scores up to `context` tokens after the prefix token; each later one the next `stride`, with as
+    much context before them as fits. With stride = context this is the harness's rule: only the last window overlaps
+    another.
     """
     stream = np.concatenate([[prefix], ids])
     done = 0
@@ -99,7 +100,8 @@ def windows(ids: np.ndarray, prefix: int, context: int, stride: int) -> Iterator
 
 
 def documents_of_split(directory: str, split: str, tokenizer: Tokenizer, tokens: int | None = None) -> Documents:
-    """The documents of a tokenized split, or (with `tokens`) as many as hold its first so many tokens, the last one cut.
+    """The documents of a tokenized split, or (with `tokens`) as many as hold its first so many tokens, the last one
+    cut.
 
     Raises:
         UserError: no such split, or it was made with another tokenizer.

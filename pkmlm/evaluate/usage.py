@@ -105,9 +105,7 @@ class _Counter:
         tap = self.tap
         where = f"the {tap.name} of layer {tap.layer}"
         if not bool(self.masses.isfinite().all()):
-            raise UserError(
-                f"{where} reads with weights that are not finite", "use an earlier checkpoint: --step N"
-            )
+            raise UserError(f"{where} reads with weights that are not finite", "use an earlier checkpoint: --step N")
         return MemoryUsage(
             tap.layer,
             tap.name,

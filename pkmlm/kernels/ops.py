@@ -3,8 +3,8 @@
 Nothing of size k^2, n or reads x width is kept between forward and backward, and the gradient of a value table has one
 row for each slot that was read, never one for each slot or each read.
 
-N: tokens; H: heads; n: sub-keys of a half; f: width of a sub-key; k: slots a head; r: reads of a token; K: slots; D: width
-of a value; R: rows (N * H).
+N: tokens; H: heads; n: sub-keys of a half; f: width of a sub-key; k: slots a head; r: reads of a token; K: slots; D:
+width of a value; R: rows (N * H).
 """
 
 from typing import Any
@@ -99,7 +99,8 @@ def flat_key_select(q_NHd: Tensor, keys_HKd: Tensor, k: int) -> tuple[Tensor, Te
 def row_gradients(grad_ND: Tensor, slots_Nr: Tensor, weights_Nr: Tensor) -> tuple[Tensor, Tensor]:
     """`reference.row_gradients`: reads sorted by slot (stable), then each slot's segment summed once.
 
-    The sum over a segment is itself a weighted row sum: of output gradients, by token. No atomics: the same bits always.
+    The sum over a segment is itself a weighted row sum: of output gradients, by token. No atomics: the same bits
+    always.
     """
     reads = slots_Nr.shape[1]
     sorted_M, order_M = torch.sort(slots_Nr.flatten(), stable=True)

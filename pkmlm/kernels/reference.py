@@ -2,7 +2,8 @@
 
 A fast kernel is right when it equals the function of the same name here, over random shapes, dtypes and ties.
 
-R: rows (queries); n: sub-keys of a half; k: slots to select; N: tokens; r: reads of a token; K: slots; D: width of a value.
+R: rows (queries); n: sub-keys of a half; k: slots to select; N: tokens; r: reads of a token; K: slots; D: width of a
+value.
 """
 
 import torch
@@ -60,5 +61,5 @@ def bucket_codes(z_NTb: Tensor) -> Tensor:
 
 
 def bucket_scores(z_NTb: Tensor, temperature: float) -> Tensor:
-    """p(z) = 1 / prod over i of (1 + exp(-2|z_i|/t)) (eq. 12): the softmax, over all sign patterns, of <z, pattern>/t."""
+    """p(z) = 1 / prod over i of (1 + exp(-2|z_i|/t)) (eq. 12): the softmax over all sign patterns of <z, pattern>/t."""
     return 1 / (1 + torch.exp(-2 * z_NTb.abs() / temperature)).prod(-1)

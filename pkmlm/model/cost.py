@@ -130,9 +130,7 @@ def cost_of(recipe: Recipe, vocab_size: int, entry_bytes: int = 2) -> Cost:
     embedding, head = vocab_size * model.dim, 0 if model.tie_embeddings else vocab_size * model.dim
     positions = model.context * model.dim if model.positions == "learned" else 0
     dense = embedding + positions + sum(block.dense for block in blocks) + 2 * model.dim + head
-    unread = (positions - model.dim if positions else 0) + (
-        0 if model.tie_embeddings else embedding - model.dim
-    )
+    unread = (positions - model.dim if positions else 0) + (0 if model.tie_embeddings else embedding - model.dim)
     flops = sum(block.flops_without_attention + block.attention_flops for block in blocks)
     return Cost(
         dense=dense,
@@ -165,9 +163,7 @@ def block_cost(model: Model, layer: int, beside: dict[int, bool]) -> Block:
 def attention(model: Model) -> Part:
     """Norm, one map to q, k and v, and the output map."""
     d, bias = model.dim, 4 * model.dim if model.bias else 0
-    return Part(
-        "attention", 2 * d + 4 * d * d + bias, model.context * 4 * d * d, saved=6 * d + rotation(model)
-    )
+    return Part("attention", 2 * d + 4 * d * d + bias, model.context * 4 * d * d, saved=6 * d + rotation(model))
 
 
 def hashed_attention(model: Model) -> Part:
@@ -223,9 +219,7 @@ def key_memory(model: Model) -> Part:
     rows = memory.num_keys if memory.kind == "product-key" else slots
     query_map = d * queries + (d * d if memory.query == "mlp" else 0)
     bias = queries + (d if memory.query == "mlp" else 0)
-    norm = {"batch": 2 * queries, "layer": 2 * memory.key_dim, "rms": memory.key_dim, "none": 0}[
-        memory.query_norm
-    ]
+    norm = {"batch": 2 * queries, "layer": 2 * memory.key_dim, "rms": memory.key_dim, "none": 0}[memory.query_norm]
     keys = queries * rows  # product keys: heads * 2 * n * (d_q / 2)
     read = memory.heads * memory.topk * d
     return Part(
@@ -279,7 +273,7 @@ def training_bytes(recipe: Recipe, dense: int, blocks: tuple[Block, ...], vocab_
     gradient = 4 * values
     if recipe.optim.values.optimizer == "row-adam":
         reads = train.batch_tokens * memory.heads * memory.topk
-        gradient = min(gradient, memories * min(reads, memory.num_keys**2) * (4 * model.dim + 8))
+        gradient = min(gradient, memories * reads * (4 * model.dim + 8))
     tokens = train.micro_batch * model.context
     rows = memory.num_keys if memory.kind == "product-key" else memory.num_keys**2
     search = tokens * memory.heads * rows * 28 if memories else 0

@@ -1,9 +1,11 @@
 """Initial values: each module states them, one function fills them in.
 
-Every parameter and buffer has a random stream of its own, named by its path in the model. The numbers therefore depend on
-the seed and the path alone: not on the device (meta included), the order of construction, or what else the model holds.
+Every parameter and buffer has a random stream of its own, named by its path in the model. The numbers therefore depend
+on the seed and the path alone: not on the device (meta included), the order of construction, or what else the model
+holds.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -31,9 +33,9 @@ LINEAR_STD = 0.02  # GPT-2's
 
 def stated_by(module: nn.Module) -> dict[str, Initial]:
     """The initial values of a module's own parameters and buffers, by name."""
-    if hasattr(module, "initial"):
-        stated: dict[str, Initial] = module.initial()
-        return stated
+    own: Callable[[], dict[str, Initial]] | None = getattr(module, "initial", None)
+    if own is not None:
+        return own()
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return {"weight": Constant(1.0), "bias": Constant(0.0)}
     if isinstance(module, nn.Linear | nn.Embedding):

@@ -3,6 +3,8 @@
 B: sequences; T: positions; D: model width; V: vocabulary.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, relu
@@ -37,7 +39,7 @@ class FFN(nn.Module):
         inner = model.ffn_dim or 4 * model.dim
         self.up = nn.Linear(model.dim, inner, bias=model.bias)
         self.down = ResidualLinear(inner, model.dim, model.bias, share)
-        self.activation = {"gelu": gelu, "relu": relu}[model.activation]
+        self.activation: Callable[[Tensor], Tensor] = gelu if model.activation == "gelu" else relu
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         out: Tensor = self.down(self.activation(self.up(x_BTD)))
@@ -47,7 +49,8 @@ class FFN(nn.Module):
 class Block(nn.Module):
     """Attention, then what `parts` are: an FFN, a Memory Block, a memory, or an FFN with a memory beside it.
 
-    sequential: z = x + attention(norm(x)), y = z + parts(norm(z)); parallel: y = x + attention(norm(x)) + parts(norm(x)).
+    sequential: z = x + attention(norm(x)), y = z + parts(norm(z)); parallel: y = x + attention(norm(x)) +
+    parts(norm(x)).
     The residual stream itself is never normalised (MemoryFormer's eq. 15 read as its code has it).
     """
 
@@ -83,7 +86,8 @@ class Transformer(nn.Module):
         self.untied_head = None if model.tie_embeddings else nn.Linear(model.dim, vocab_size, bias=False)
 
     def hidden(self, tokens_BT: Tensor, cache: Cache | None = None) -> Tensor:
-        """The final norm's output (B, T, D). With a cache, the tokens continue what the cache holds, and are added to it.
+        """The final norm's output (B, T, D). With a cache, the tokens continue what the cache holds, and are added to
+        it.
 
         Raises:
             ValueError: more positions than the context has.

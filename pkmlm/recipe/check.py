@@ -105,9 +105,7 @@ def check_ranges(check: Check, section: Any, prefix: str) -> None:
 
 def check_interval(check: Check, name: str, number: float) -> None:
     low, with_low, high, with_high = INTERVALS[name]
-    if not (
-        (low < number or (with_low and number == low)) and (number < high or (with_high and number == high))
-    ):
+    if not ((low < number or (with_low and number == low)) and (number < high or (with_high and number == high))):
         lower = f"{low:g} or more" if with_low else f"more than {low:g}"
         upper = "" if high == math.inf else f" and {'at most' if with_high else 'less than'} {high:g}"
         check.fail(name, f"found {number:g}", f"{lower}{upper}")
@@ -143,9 +141,7 @@ def check_sizes(check: Check, model: Model) -> None:
 def check_attention(check: Check, model: Model) -> None:
     if model.dim % model.heads:
         near = nearest_divisors(model.dim, model.heads)
-        check.fail(
-            "model.heads", f"{model.heads} heads do not divide model.dim {model.dim}", near, "model.dim"
-        )
+        check.fail("model.heads", f"{model.heads} heads do not divide model.dim {model.dim}", near, "model.dim")
     if model.positions == "rotary":
         width, turned = model.dim // model.heads, rotary_width(model)
         pairs = model.rotary_fraction * width / 2
@@ -237,9 +233,7 @@ def check_memory(check: Check, model: Model) -> None:
     if memory.key_dim % 2:
         low, high = memory.key_dim - 1, memory.key_dim + 1
         near = f"{low} or {high}" if low else f"{high}"
-        check.fail(
-            "model.memory.key_dim", f"{memory.key_dim} has no half for a sub-key", f"an even width: {near}"
-        )
+        check.fail("model.memory.key_dim", f"{memory.key_dim} has no half for a sub-key", f"an even width: {near}")
     if not memory.layers:
         check.fail(
             "model.memory.layers",
@@ -289,9 +283,7 @@ def places_of(check: Check, model: Model) -> dict[int, bool]:
 def nearest_divisors(number: int, value: int, most: int | None = None) -> str:
     """The divisors of `number` on either side of `value`, as text."""
     divisors = [
-        d
-        for d in range(max(1, value - 4096), min(number, value + 4096, most or number) + 1)
-        if number % d == 0
+        d for d in range(max(1, value - 4096), min(number, value + 4096, most or number) + 1) if number % d == 0
     ]
     below = [d for d in divisors if d < value][-1:] or ([] if value > 4096 else [1])
     above = [d for d in divisors if d > value][:1]

@@ -66,9 +66,7 @@ def read_tree(path: Path, inheritors: tuple[Path, ...], asked_at: str = "") -> N
     except (OSError, ValueError, RuntimeError) as error:  # pathlib: RuntimeError for a circle of links
         raise UserError(f"{prefix}cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     if whole in inheritors:
-        raise UserError(
-            f"{prefix}{path} inherits from itself", "recipes inherit in one line, not in a circle"
-        )
+        raise UserError(f"{prefix}{path} inherits from itself", "recipes inherit in one line, not in a circle")
     tree = parse(decoded(data, str(path)), str(path))
     if not isinstance(tree.value, dict):
         raise UserError(f"{tree.place}: found {tree.shown()} (expected keys such as name: and model:)")
@@ -91,9 +89,7 @@ def decoded(data: bytes, file: str) -> str:
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         column = error.start - data.rfind(b"\n", 0, error.start)
-        raise UserError(
-            f"{file}:{line}:{column}: byte {error.start} is not UTF-8 (expected YAML in UTF-8)"
-        ) from None
+        raise UserError(f"{file}:{line}:{column}: byte {error.start} is not UTF-8 (expected YAML in UTF-8)") from None
 
 
 def near_files(path: Path) -> str:
@@ -269,9 +265,7 @@ def keys() -> list[Key]:
             else:
                 assert field.default is not MISSING
                 name = f"{prefix}{field.name}"
-                yield Key(
-                    name, type_text(hints[field.name]), scalar_text(field.default), field.metadata["help"]
-                )
+                yield Key(name, type_text(hints[field.name]), scalar_text(field.default), field.metadata["help"])
 
     return list(walk(Recipe, ""))
 

@@ -49,7 +49,7 @@ class PlainComposer(yaml.SafeLoader):
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        event = self.peek_event()  # type: ignore[no-untyped-call]
+        event = self.peek_event()
         if event.anchor is not None:  # also of an alias
             raise yaml.composer.ComposerError(
                 None, None, "anchors and aliases (& and *) are not for recipes", event.start_mark
@@ -57,9 +57,7 @@ class PlainComposer(yaml.SafeLoader):
         if event.tag is not None:
             raise yaml.composer.ComposerError(None, None, "tags (!) are not for recipes", event.start_mark)
         if self.depth >= DEEPEST:
-            raise yaml.composer.ComposerError(
-                None, None, f"nested deeper than {DEEPEST} levels", event.start_mark
-            )
+            raise yaml.composer.ComposerError(None, None, f"nested deeper than {DEEPEST} levels", event.start_mark)
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
@@ -95,9 +93,7 @@ def parse(text: str, file: str) -> Node:
         place = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else file
         raise UserError(f"{place}: an escape names no character") from None
     if root is None:
-        raise UserError(
-            f"{file}: empty (expected a recipe)", "`pkmlm recipe keys` lists what may stand in one"
-        )
+        raise UserError(f"{file}: empty (expected a recipe)", "`pkmlm recipe keys` lists what may stand in one")
     return convert(root, file)
 
 
@@ -116,13 +112,9 @@ def convert(node: yaml.Node, file: str) -> Node:
         if not isinstance(key, yaml.ScalarNode):
             raise UserError(f"{at}: a key is a mapping or a list (expected a word)")
         if key.value == "<<":
-            raise UserError(
-                f"{at}: merge keys (<<) are not for recipes", "`base: other.yaml` inherits a whole recipe"
-            )
+            raise UserError(f"{at}: merge keys (<<) are not for recipes", "`base: other.yaml` inherits a whole recipe")
         if key.value in entries:
-            raise UserError(
-                f"{at}: {key.value} is given twice: first in line {lines[key.value]}", "remove one of them"
-            )
+            raise UserError(f"{at}: {key.value} is given twice: first in line {lines[key.value]}", "remove one of them")
         child = convert(value, file)
         entries[key.value] = Node(child.value, at, child.quoted)
         lines[key.value] = line

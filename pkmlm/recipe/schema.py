@@ -1,8 +1,8 @@
 """Every key of a recipe: its type, its default and its help.
 
-A recipe is a tree of frozen dataclasses. `pkmlm recipe keys` prints this file's help texts; `load.py` fills the tree from
-YAML; `check.py` says what must hold between keys. A key's unit stands in its help. Sources: PKM is Lample et al. 2019,
-MF is MemoryFormer (Ding et al. 2024).
+A recipe is a tree of frozen dataclasses. `pkmlm recipe keys` prints this file's help texts; `load.py` fills the tree
+from YAML; `check.py` says what must hold between keys. A key's unit stands in its help. Sources: PKM is Lample et al.
+2019, MF is MemoryFormer (Ding et al. 2024).
 """
 
 from dataclasses import dataclass, field
@@ -25,9 +25,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Memory:
-    kind: Literal["none", "product-key", "flat-key"] = key(
-        "none", "the memory that replaces or accompanies an FFN"
-    )
+    kind: Literal["none", "product-key", "flat-key"] = key("none", "the memory that replaces or accompanies an FFN")
     layers: tuple[str, ...] = key(
         (),
         "layers with a memory, counted from 1: 5 replaces the FFN, 5+ adds beside it; auto:2 spreads two evenly",
@@ -36,9 +34,7 @@ class Memory:
     heads: int = key(4, "memory heads; all share the values, each has its own keys and queries")
     topk: int = key(32, "slots read per head and token")
     key_dim: int = key(512, "width of a query; a sub-key has half of it")
-    query: Literal["linear", "mlp"] = key(
-        "linear", "the query network: one linear map, or two with a ReLU between"
-    )
+    query: Literal["linear", "mlp"] = key("linear", "the query network: one linear map, or two with a ReLU between")
     query_norm: Literal["batch", "layer", "rms", "none"] = key(
         "batch", "normalisation of the queries; batch is the paper's (PKM table 2)"
     )
@@ -49,9 +45,7 @@ class Hash:
     bits: int = key(8, "bits of a bucket code (tau): dim / bits tables of 2^bits rows")
     extra_bits: int = key(2, "more bits for the second layer of the Memory Block (MF table 5)")
     temperature: float = key(1.0, "temperature t of the score p(z)")
-    score: Literal["paper", "scaled"] = key(
-        "paper", "p(z) as in the paper, or sum|z| * p(z) as in its released code"
-    )
+    score: Literal["paper", "scaled"] = key("paper", "p(z) as in the paper, or sum|z| * p(z) as in its released code")
     activation: Literal["none", "gelu"] = key(
         "none", "activation between the two layers of the Memory Block (MF table 6)"
     )
@@ -67,12 +61,8 @@ class Model:
     positions: Literal["learned", "rotary"] = key("learned", "position information")
     rotary_fraction: float = key(1.0, "share of each attention head that rotates (Pythia: 0.25)")
     attention: Literal["softmax"] = key("softmax", "kind of attention")
-    projections: Literal["dense", "hash"] = key(
-        "dense", "hash: q, k, v and the FFN become MemoryFormer's hash tables"
-    )
-    residual: Literal["sequential", "parallel"] = key(
-        "sequential", "parallel: attention and FFN read the same input"
-    )
+    projections: Literal["dense", "hash"] = key("dense", "hash: q, k, v and the FFN become MemoryFormer's hash tables")
+    residual: Literal["sequential", "parallel"] = key("sequential", "parallel: attention and FFN read the same input")
     ffn_dim: int | None = key(None, "inner width of the FFN; null: 4 * dim")
     activation: Literal["gelu", "relu"] = key("gelu", "activation of the FFN")
     bias: bool = key(True, "biases in linear maps")
@@ -84,9 +74,7 @@ class Model:
 
 @dataclass(frozen=True)
 class ValuesOptim:
-    optimizer: Literal["row-adam", "adam"] = key(
-        "row-adam", "row-adam updates only the rows read; adam is the paper's"
-    )
+    optimizer: Literal["row-adam", "adam"] = key("row-adam", "row-adam updates only the rows read; adam is the paper's")
     lr: float = key(1e-3, "peak learning rate of the memory values")
     betas: tuple[float, float] = key((0.9, 0.999), "Adam's decay rates")
     schedule: Schedule = key("constant", "learning-rate schedule")
@@ -109,9 +97,7 @@ class Optim:
     schedule: Schedule = key("inverse-sqrt", "learning-rate schedule")
     warmup_steps: int = key(4000, "steps of linear warm-up; inverse-sqrt needs at least 1")
     final_lr: float = key(0.1, "cosine and linear end at this share of the peak")
-    weight_decay: float = key(
-        0.0, "decoupled weight decay of dense matrices (never biases, norms, values or tables)"
-    )
+    weight_decay: float = key(0.0, "decoupled weight decay of dense matrices (never biases, norms, values or tables)")
     clip: float = key(1.0, "largest gradient norm of the dense parameters; 0: no clipping")
     values: ValuesOptim = key(ValuesOptim, "memory values")
     tables: TablesOptim = key(TablesOptim, "MemoryFormer's hash tables")
@@ -122,9 +108,7 @@ class Train:
     steps: int = key(20000, "optimizer steps")
     batch_tokens: int = key(65536, "tokens an optimizer step, over all ranks and micro-batches")
     micro_batch: int = key(16, "sequences a rank takes in one forward")
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = key(
-        "auto", "arithmetic of the forward; weights stay fp32"
-    )
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = key("auto", "arithmetic of the forward; weights stay fp32")
     seed: int = key(1, "seed of initial weights, data order and dropout")
     init_from: str | None = key(None, "start from the weights of another run (its best checkpoint)")
 
@@ -153,9 +137,7 @@ class Log:
 @dataclass(frozen=True)
 class Parallel:
     memory: Literal[1] = key(1, "ranks that share one value table; this version trains in one process")
-    shard: Literal[False] = key(
-        False, "shard dense parameters over ranks; this version trains in one process"
-    )
+    shard: Literal[False] = key(False, "shard dense parameters over ranks; this version trains in one process")
 
 
 @dataclass(frozen=True)

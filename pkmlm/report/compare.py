@@ -40,9 +40,7 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
     parameters = recorded.get("parameters") or {}
     train = [event for event in metrics if event.get("event") == "train"]
     speeds = [event["tokens_per_second"] for event in train if number(event.get("tokens_per_second"))]
-    valid = [
-        event for event in metrics if event.get("event") == "valid" and number(event.get("loss")) is not None
-    ]
+    valid = [event for event in metrics if event.get("event") == "valid" and number(event.get("loss")) is not None]
     best = min(valid, key=lambda event: float(event["loss"]), default={})
     test, tasks = newest(run.path / "eval", "test", "perplexity"), newest(run.path / "eval", "", "tasks")
     scored = test.get("perplexity") or {}
@@ -155,8 +153,7 @@ def _of_keys(title: str, columns: dict[str, Column], runs: Sequence[Facts]) -> T
 def _tasks(runs: Sequence[Facts]) -> Table:
     names = _task_names(runs)
     rows = [
-        [run["run"], *((run["tasks"].get(name) or {}).get("acc") for name in names), run["average_acc"]]
-        for run in runs
+        [run["run"], *((run["tasks"].get(name) or {}).get("acc") for name in names), run["average_acc"]] for run in runs
     ]
     columns = [Column("Run"), *(right(name, "{:.3f}") for name in names), right("average", "{:.3f}")]
     return Table("Zero-shot accuracy", columns, rows)

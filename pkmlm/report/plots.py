@@ -188,9 +188,7 @@ def learning_curves(metrics: Mapping[str, Metrics]) -> Figure | None:
         train, valid = points(events, "train"), points(events, "valid")
         late += [curve[len(curve) // 20 :, 1] for curve in (train, valid) if len(curve)]
         if len(train):
-            axes.plot(
-                *train.T, **(style | {"linewidth": 0.7, "alpha": 0.5}), label=None if len(valid) else name
-            )
+            axes.plot(*train.T, **(style | {"linewidth": 0.7, "alpha": 0.5}), label=None if len(valid) else name)
         if len(valid):
             axes.plot(*valid.T, **style, marker="o", markersize=3.5, label=name)
     if not late:

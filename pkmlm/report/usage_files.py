@@ -42,6 +42,4 @@ def load_usage(stem: Path, source: dict[str, Any]) -> tuple[dict[str, Any], list
 
 def _memory(number: int, facts: dict[str, Any], arrays: Any) -> MemoryUsage:
     found = {name: arrays[f"{number}-{name}"] for name in ARRAYS if f"{number}-{name}" in arrays}
-    return MemoryUsage(
-        **{k: facts[k] for k in ("layer", "name", "kind", "tokens")}, **{"common_HH": None, **found}
-    )
+    return MemoryUsage(**{k: facts[k] for k in ("layer", "name", "kind", "tokens")}, **{"common_HH": None, **found})

@@ -68,7 +68,6 @@ def _memories(entries: Sequence[Entry], run: list[Column]) -> Table:
         right("Heads", NUMBER),
         right("Slots", NUMBER),
         right("Reads", NUMBER),
-        right("a slot", "{:,.1f}"),
         right("Overlap", "{:.2%}"),
         right("random", "{:.2%}"),
     ]
@@ -79,7 +78,6 @@ def _memories(entries: Sequence[Entry], run: list[Column]) -> Table:
             len(_heads(memory)),
             memory["slots"],
             memory["reads"],
-            memory["reads"] / memory["slots"],
             memory.get("head_overlap"),
             memory.get("head_overlap_uniform"),
         ]
@@ -92,36 +90,35 @@ def _memories(entries: Sequence[Entry], run: list[Column]) -> Table:
 def _evenness(entries: Sequence[Entry], run: list[Column]) -> Table:
     columns = [
         Column("Layer"),
-        Column("Weighing"),
+        Column("By"),
         right("Usage", SHARE),
-        right("KL (nats)", NATS),
+        right("KL", NATS),
         right("Gini", "{:.3f}"),
-        *(right(f"{percent}% in", NUMBER) for percent in (50, 90, 99)),
+        *(right(f"{percent}%", NUMBER) for percent in (50, 90, 99)),
     ]
     rows = [
         [*start, weighing, *(memory[group].get(key) for key in MEASURES[:-1])]
         for start, memory in _each(entries)
         for group, weighing in (("mass", "mass"), ("count", "count"), ("uniform", "random"))
     ]
-    title = "Slots: used at all, distance from uniform reading, slots that hold 50, 90 and 99 %"
+    title = "Slots: share used, KL from uniform (nats), how many hold 50, 90 and 99 %"
     return Table(title, run + columns, rows)
 
 
 def _parts(entries: Sequence[Entry], run: list[Column]) -> Table:
-    usage = [right(f"Usage {which}", SHARE) for which in ("min", "mean", "max")]
-    kl = [right(f"KL {which}", NATS) for which in ("min", "mean", "max")]
-    floor = [right("random", SHARE), right("random", NATS)]
-    columns = [Column("Layer"), *usage, floor[0], *kl, floor[1]]
+    usage = [right("Least usage", SHARE), right("mean", SHARE), right("random", SHARE)]
+    kl = [right("Largest KL", NATS), right("mean", NATS), right("random", NATS)]
+    columns = [Column("Layer"), *usage, *kl]
     rows = []
     for start, memory in _each(entries):
         heads, uniform = _heads(memory), memory["uniform_head"]
         if len(heads) > 1 and memory["reads"]:
             row: list[Any] = [*start]
-            for key in ("usage", "kl"):
+            for key, worst in (("usage", min), ("kl", max)):
                 values = [head[key] for head in heads if head[key] is not None]
-                row += [min(values), fmean(values), max(values), uniform[key]]
+                row += [worst(values), fmean(values), uniform[key]]
             rows.append(row)
-    return Table("Each head or table by itself, by mass", run + columns, rows)
+    return Table("Each head or table by itself, by mass (KL in nats)", run + columns, rows)
 
 
 def _each(entries: Sequence[Entry]) -> Iterator[tuple[list[str], Entry]]:

@@ -28,9 +28,8 @@ def writing(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
     temporary = path.with_name(f"{TEMPORARY}{path.name}")
     with disk_errors(path):
         try:
-            with open(
-                temporary, mode, **({} if "b" in mode else {"encoding": "utf-8", "newline": "\n"})
-            ) as file:
+            text = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
+            with open(temporary, mode, **text) as file:  # type: ignore[call-overload]
                 yield file
                 file.flush()
                 os.fsync(file.fileno())

@@ -40,10 +40,15 @@ class TrainingLog:
 
     def __enter__(self) -> "TrainingLog":
         with disk_errors(self.folder):
-            self.metrics = open(self.folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
-            self.text = open(self.folder / "train.log", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+            self.metrics = open(self.folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)
+            self.text = open(self.folder / "train.log", "a", encoding="utf-8", buffering=1)
         self.sinks = [open_sink(self.folder, self.name) for open_sink in self._wanted_sinks()]
-        columns = ("{task.description}", BarColumn(bar_width=None), "{task.completed}/{task.total}", "{task.fields[say]}")
+        columns = (
+            "{task.description}",
+            BarColumn(bar_width=None),
+            "{task.completed}/{task.total}",
+            "{task.fields[say]}",
+        )
         parts = [TextColumn(part) if isinstance(part, str) else part for part in columns]
         self.progress = Progress(*parts, console=self.console, disable=not self.live, expand=True)
         self.task = self.progress.add_task(escape(printable(self.name)), total=self.steps, say="")

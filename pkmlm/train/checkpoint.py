@@ -1,8 +1,8 @@
 """Checkpoints: everything that a run needs to go on to the bit, written whole or not at all.
 
-A checkpoint is a folder: weights.safetensors (parameters and buffers by path), optimizer.safetensors (each parameter's state
-as "path|key"), state.json (step, best, scaler), and manifest.json with the size and sha256 of each. There is no random
-state to save: a step's random numbers follow from the seed and its number.
+A checkpoint is a folder: weights.safetensors (parameters and buffers by path), optimizer.safetensors (each parameter's
+state as "path|key"), state.json (step, best, scaler), and manifest.json with the size and sha256 of each. There is no
+random state to save: a step's random numbers follow from the seed and its number.
 """
 
 import os

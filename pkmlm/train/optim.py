@@ -56,9 +56,7 @@ def dense_part(gradient: Tensor) -> Tensor:
     return gradient._values() if gradient.is_sparse else gradient
 
 
-def learning_rate(
-    step: int, *, peak: float, schedule: str, warmup_steps: int, steps: int, final: float
-) -> float:
+def learning_rate(step: int, *, peak: float, schedule: str, warmup_steps: int, steps: int, final: float) -> float:
     """The learning rate of a step (from 1), after a linear warm-up from 0.
 
     inverse-sqrt: peak * min(t/w, sqrt(w/t)) (Vaswani et al. 2017, with the peak as scale); cosine and linear: from the
@@ -76,9 +74,7 @@ def learning_rate(
 
 def parameter_groups(model: nn.Module, recipe: Recipe) -> list[Group]:
     """The groups of a model that have parameters, in the order dense, values, tables."""
-    tables = {
-        f"{path}.weight_KD": module.group for path, module in model.named_modules() if isinstance(module, Values)
-    }
+    tables = {f"{path}.weight_KD": module.group for path, module in model.named_modules() if isinstance(module, Values)}
     named: dict[str, dict[str, nn.Parameter]] = {"dense": {}, "values": {}, "tables": {}}
     for name, parameter in model.named_parameters():
         named[tables.get(name, "dense")][name] = parameter

@@ -13,11 +13,12 @@ from torch import Tensor
 class RowAdam(torch.optim.Optimizer):
     """Adam over the rows of a sparse gradient: moments and weights of all other rows stay as they are.
 
-    It differs from dense Adam (which the paper's authors ran) in rows that a step does not read. There, dense Adam goes on
-    decaying both moments and goes on moving the row by its momentum; row Adam does neither, so a slot that is read again
-    after a pause meets the moments of its last read. The bias correction uses the step count of the whole table, as
-    torch's SparseAdam does: a slot first read late is corrected little, and moves by a smaller first step. Where every
-    row is read in every step the two are the same. The cost of a step is proportional to the rows read, not to the table.
+    It differs from dense Adam (which the paper's authors ran) in rows that a step does not read. There, dense Adam
+    goes on decaying both moments and goes on moving the row by its momentum; row Adam does neither, so a slot that is
+    read again after a pause meets the moments of its last read. The bias correction uses the step count of the whole
+    table, as torch's SparseAdam does: a slot first read late is corrected little, and moves by a smaller first step.
+    Where every row is read in every step the two are the same. The cost of a step is proportional to the rows read,
+    not to the table.
 
     Args:
         params: value tables (rows, width) whose gradients are sparse in the first dimension.

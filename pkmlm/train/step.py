@@ -41,10 +41,14 @@ class Stepper:
         precision: "fp32", "bf16" or "fp16"; weights, gradients and moments are fp32 in each.
     """
 
-    def __init__(
-        self, model: Transformer, groups: list[Group], batches: Batches, recipe: Recipe, precision: str
-    ):
-        self.model, self.groups, self.batches, self.recipe, self.precision = model, groups, batches, recipe, precision
+    def __init__(self, model: Transformer, groups: list[Group], batches: Batches, recipe: Recipe, precision: str):
+        self.model, self.groups, self.batches, self.recipe, self.precision = (
+            model,
+            groups,
+            batches,
+            recipe,
+            precision,
+        )
         self.device = next(model.parameters()).device
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
         self.skips = 0  # in a row
@@ -107,7 +111,9 @@ class Stepper:
             return
         scale = self.scaler.get_scale()
         if scale <= SCALE_FLOOR or self.skips >= MOST_SKIPS:
-            raise diverged(step, loss, norms, f" after {self.skips} skipped steps in a row, at a loss scale of {scale:g}")
+            raise diverged(
+                step, loss, norms, f" after {self.skips} skipped steps in a row, at a loss scale of {scale:g}"
+            )
         self.scaler.update(new_scale=max(SCALE_FLOOR, scale * self.scaler.get_backoff_factor()))
 
 

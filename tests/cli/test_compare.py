@@ -23,9 +23,7 @@ def run(tmp_path: Path) -> Path:
     for name in ("eval", "usage", "checkpoints/step-00000200"):
         (folder / name).mkdir(parents=True)
     memory = "{kind: product-key, layers: 2, num_keys: 8, topk: 4, heads: 2, key_dim: 8}"
-    (folder / "recipe.yaml").write_text(
-        f"name: r\nmodel: {{dim: 16, layers: 2, heads: 2, memory: {memory}}}\n"
-    )
+    (folder / "recipe.yaml").write_text(f"name: r\nmodel: {{dim: 16, layers: 2, heads: 2, memory: {memory}}}\n")
     parameters = {"dense": 1000, "memory": 2000, "read_per_token": 1100}
     (folder / "run.json").write_text(json.dumps({"parameters": parameters, "status": "finished"}))
     events: list[Facts] = [
@@ -159,7 +157,7 @@ def test_trained_runs(trained: Callable[[str], Path]) -> None:
     assert [one["kind"] for one in found] == ["dense", "hash"]
     for one in found:
         assert one["step"] == 30
-        assert one["tokens"] == 30 * 256
+        assert 0.9 * 30 * 256 < one["tokens"] <= 30 * 256, "what ends a document predicts nothing"
         assert one["tokens_per_second"] > 0
         assert one["seconds"] > 0
         assert one["valid_loss"] > 0

@@ -72,10 +72,7 @@ def test_keys_lists_every_key(tmp_path: Path) -> None:
     assert max(map(len, shown.splitlines())) <= 80
     assert "model.memory:\n  kind: none " in shown
     assert f"  steps: {Recipe().train.steps} " in shown
-    assert (
-        "| model.memory.topk | int | 32 |"
-        in pkmlm("recipe", "keys", "--format", "md", folder=tmp_path).stdout
-    )
+    assert "| model.memory.topk | int | 32 |" in pkmlm("recipe", "keys", "--format", "md", folder=tmp_path).stdout
 
 
 @pytest.mark.parametrize("command", [["recipe"], ["recipe", "check"], ["recipe", "show"], ["recipe", "keys"]])

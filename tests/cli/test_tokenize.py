@@ -83,9 +83,7 @@ def test_the_whole_road(texts):
 
 
 def test_json_is_all_there_is_on_standard_output(texts):
-    done = process(
-        f"{texts}/train.txt", "-o", texts / "out", "--vocab-size", "320", "--json", "--separator", r"\n\n\n"
-    )
+    done = process(f"{texts}/train.txt", "-o", texts / "out", "--vocab-size", "320", "--json", "--separator", r"\n\n\n")
     result = json.loads(done.stdout)
     corpus = Corpus.open(texts / "out", "train")
     assert result["splits"]["train"]["tokens"] == corpus.tokens
@@ -148,9 +146,7 @@ def test_standard_input(texts, wrap):
 
 def test_standard_input_has_a_format(texts):
     data = b"".join(json.dumps({"body": prose(300, i)}).encode() + b"\n" for i in range(9))
-    done = process(
-        "-", "--format", "jsonl", "--field", "body", "--vocab-size", "320", "-o", texts / "out", data=data
-    )
+    done = process("-", "--format", "jsonl", "--field", "body", "--vocab-size", "320", "-o", texts / "out", data=data)
     assert done.returncode == 0, done.stderr
     assert Corpus.open(texts / "out", "train").documents == 9
     pq.write_table(pa.table({"body": [prose(300, i) for i in range(9)]}), texts / "a.parquet")
@@ -166,9 +162,7 @@ def test_unigram(texts):
 
 def test_a_file_in_two_splits_is_warned_of(texts):
     (texts / "link.txt").symlink_to(texts / "train.txt")
-    done = process(
-        texts / "train.txt", "--valid", texts / "link.txt", "--vocab-size", "320", "-o", texts / "out", "-q"
-    )
+    done = process(texts / "train.txt", "--valid", texts / "link.txt", "--vocab-size", "320", "-o", texts / "out", "-q")
     assert done.returncode == 0
     assert done.stderr.decode() == f"warning: {texts}/link.txt is in both train and valid\n"
 

@@ -26,7 +26,16 @@ def tensors(run: Path, step: int, name: str) -> dict[str, bytes]:
 @pytest.mark.parametrize("kind", ["dense", "product-key", "flat-key", "hash"])
 def test_a_run_directory_holds_what_the_design_says(trained, kind):
     run = trained(kind)
-    for name in ("recipe.yaml", "run.json", "train.log", "metrics.jsonl", "tokenizer.model", "best", "latest", "done"):
+    for name in (
+        "recipe.yaml",
+        "run.json",
+        "train.log",
+        "metrics.jsonl",
+        "tokenizer.model",
+        "best",
+        "latest",
+        "done",
+    ):
         assert (run / name).is_file(), name
     facts = json.loads((run / "run.json").read_text())
     assert facts["status"] == "finished"
@@ -50,7 +59,9 @@ def test_stopped_and_resumed_is_the_same_run_to_the_bit(trained, tmp_path, write
     for steps in (12, 20, 30):  # 12 is between checkpoints; the cosine ends at 30 in each part
         stop = ["-s", "checkpoint.every=4"] if steps < 30 else []
         process = subprocess.Popen(
-            [sys.executable, "-m", "pkmlm", "train", recipe, "-o", run, *stop], cwd=ROOT, stderr=subprocess.DEVNULL
+            [sys.executable, "-m", "pkmlm", "train", recipe, "-o", run, *stop],
+            cwd=ROOT,
+            stderr=subprocess.DEVNULL,
         )
         while steps < 30 and process.poll() is None:
             if run.joinpath("metrics.jsonl").exists() and max([0, *(s for s, *_ in losses(run))]) >= steps:
@@ -66,7 +77,16 @@ def test_stopped_and_resumed_is_the_same_run_to_the_bit(trained, tmp_path, write
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_signals_save_and_stop(tmp_path, write_recipe, number, code):
     run = tmp_path / "run"
-    arguments = ["train", write_recipe(tmp_path, "dense"), "-o", run, "-s", "train.steps=100000", "-s", "eval.every=0"]
+    arguments = [
+        "train",
+        write_recipe(tmp_path, "dense"),
+        "-o",
+        run,
+        "-s",
+        "train.steps=100000",
+        "-s",
+        "eval.every=0",
+    ]
     process = subprocess.Popen([sys.executable, "-m", "pkmlm", *arguments], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").read_text():
         assert process.poll() is None
@@ -126,7 +146,17 @@ def test_two_processes_do_not_share_a_run(tmp_path, write_recipe):
 def test_divergence_exits_3_and_keeps_the_last_checkpoint(tmp_path, write_recipe):
     run, recipe = tmp_path / "run", write_recipe(tmp_path, "dense")
     said = pkmlm(
-        "train", recipe, "-o", run, "-s", "optim.lr=1e30", "-s", "optim.clip=0", "-s", "checkpoint.every=1", code=3
+        "train",
+        recipe,
+        "-o",
+        run,
+        "-s",
+        "optim.lr=1e30",
+        "-s",
+        "optim.clip=0",
+        "-s",
+        "checkpoint.every=1",
+        code=3,
     ).stderr
     assert said.count("error: training diverged at step") == 1
     assert "hint: " in said

@@ -1,6 +1,7 @@
 """Loss curves that must not move: 20 steps in float64 on one thread, for each kind of model.
 
-A change of numbers that is meant is written down with `python tests/golden/test_curves.py`, and explained in the commit.
+A change of numbers that is meant is written down with `python tests/golden/test_curves.py`, and explained in the
+commit.
 """
 
 import json

@@ -64,6 +64,8 @@ def test_what_was_written_is_read(made, tokenizer):
     assert np.array_equal(corpus.read(0, corpus.tokens), tokens)
     assert [tokenizer.decode(corpus.document(i)) for i in range(corpus.documents)] == texts
     assert tokenizer.decode(Corpus.open(folder, "valid").document(0)) == "abc\u2581d"
+    assert corpus.document(0).tolist() == tokenizer.encode(texts[0])
+    assert corpus.bounds(1) == (len(corpus.document(0)) + 1, len(corpus.document(0)) + len(corpus.document(1)) + 2)
 
 
 def test_reads_go_over_the_ends_of_blocks_and_shards(made):
@@ -112,6 +114,16 @@ def test_the_index_says_what_is_there(made):
     starts = np.fromfile(folder / "train.documents", "<i8")
     assert np.array_equal(starts[1:], np.flatnonzero(tokens == 1) + 1)
     assert starts[0] == 0
+
+
+def test_a_folder_that_is_there_is_kept(made, tokenizer, copy):
+    sources = {"train": find_sources([f"{made[0].parent}/valid.txt"])}
+    before = (copy / "index.json").read_bytes()
+    with pytest.raises(UserError, match="cannot write"):
+        write_corpus(copy, sources, tokenizer)
+    assert (copy / "index.json").read_bytes() == before
+    write_corpus(copy, sources, tokenizer, replace=True)
+    assert (copy / "index.json").read_bytes() != before
 
 
 def test_jobs_and_storage_change_no_byte(made, tokenizer, tmp_path):
@@ -344,9 +356,7 @@ def test_mutated_indexes_are_refused_in_words(copy):
 
 def test_memory_does_not_grow_with_the_text(tmp_path, tokenizer):
     """One line of 24 MB takes little more than one of 2 MB."""
-    (tmp_path / "m.model").write_bytes(
-        Tokenizer.learn(["some words in a line " * 99], 272, "unigram").model_bytes
-    )
+    (tmp_path / "m.model").write_bytes(Tokenizer.learn(["some words in a line " * 99], 272, "unigram").model_bytes)
     program = (
         "import resource, sys; from pathlib import Path; from pkmlm.data.shards import write_corpus\n"
         "from pkmlm.data.sources import find_sources; from pkmlm.data.tokenizer import Tokenizer\n"

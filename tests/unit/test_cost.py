@@ -139,15 +139,11 @@ def test_a_key_memory_by_hand() -> None:
     assert cost.gather_bytes_per_token == 2 * 4 * 16 * 2
     assert cost_of(key_memory_model(), 30, entry_bytes=4).gather_bytes_per_token == 2 * 4 * 16 * 4
     assert cost.flops_per_token == sum(block["flops"] for block in cost.as_json()["block"]) // 10 + 30 * 16
-    assert (
-        cost.read_per_token == cost.dense - 9 * 16 + 2 * 4 * 16
-    )  # tied: the embedding is read whole, as the head
+    assert cost.read_per_token == cost.dense - 9 * 16 + 2 * 4 * 16  # tied: the embedding is read whole, as the head
 
 
 def test_an_untied_model_reads_one_row_of_its_embedding() -> None:
-    cost = cost_of(
-        Recipe(model=Model(dim=16, layers=1, heads=2, context=10, tie_embeddings=False)), vocab_size=30
-    )
+    cost = cost_of(Recipe(model=Model(dim=16, layers=1, heads=2, context=10, tie_embeddings=False)), vocab_size=30)
     assert cost.read_per_token == cost.dense - 9 * 16 - 29 * 16
 
 
@@ -157,14 +153,10 @@ def test_memory_to_train_by_hand() -> None:
     all_parameters, values = cost.dense + cost.memory, 64 * 16
     assert cost.training["weights"] == 4 * all_parameters
     assert cost.training["moments"] == 8 * all_parameters
-    assert (
-        cost.training["gradients"] == 4 * all_parameters
-    )  # 40 tokens read 320 times: more than there are slots
+    assert cost.training["gradients"] == 4 * all_parameters  # 40 tokens read 320 times: more than there are slots
     few = key_memory_model(train=Train(batch_tokens=10, micro_batch=1))
     memory = few.model.memory
-    few = Recipe(
-        model=Model(**{**vars(few.model), "memory": Memory(**{**vars(memory), "topk": 1})}), train=few.train
-    )
+    few = Recipe(model=Model(**{**vars(few.model), "memory": Memory(**{**vars(memory), "topk": 1})}), train=few.train)
     assert cost_of(few, 30).training["gradients"] == 4 * cost.dense + 20 * (4 * 16 + 8)
     dense = Recipe(model=few.model, train=few.train, optim=Optim(values=ValuesOptim(optimizer="adam")))
     assert cost_of(dense, 30).training["gradients"] == 4 * (cost.dense + values)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from pkmlm.model.initial import initialise
+from pkmlm.model.memory.flat_key import FlatKeyMemory
 from pkmlm.model.memory.hash_table import HashLayer, MemoryBlock, score_rms
 from pkmlm.model.memory.product_key import ProductKeyMemory
-from pkmlm.model.memory.flat_key import FlatKeyMemory
 from pkmlm.model.memory.query import Query, QueryBatchNorm
 from pkmlm.recipe.schema import Hash, Memory
 

@@ -23,9 +23,7 @@ RECIPE = Recipe(model=MODEL, train=Train(batch_tokens=32, micro_batch=2))
 
 
 def rates(schedule: str, *steps: int) -> list[float]:
-    return [
-        learning_rate(step, peak=2.0, schedule=schedule, warmup_steps=10, steps=110, final=0.1) for step in steps
-    ]
+    return [learning_rate(step, peak=2.0, schedule=schedule, warmup_steps=10, steps=110, final=0.1) for step in steps]
 
 
 def test_schedules():

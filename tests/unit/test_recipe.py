@@ -194,10 +194,7 @@ def test_hash_tables_must_fit_the_width(recipe_file: Path) -> None:
     hashed = "model.projections=hash"
     load_recipe(recipe_file, [hashed])
     load_recipe(recipe_file, ["model.hash.bits=7"])  # dense: unused
-    assert (
-        "(expected 4 or 8, or a dim of 252 or 259)"
-        in error_of(recipe_file, hashed, "model.hash.bits=7").message
-    )
+    assert "(expected 4 or 8, or a dim of 252 or 259)" in error_of(recipe_file, hashed, "model.hash.bits=7").message
     assert "(expected at most 0, so" in error_of(recipe_file, hashed, "model.hash.bits=16").message
 
 
@@ -230,9 +227,7 @@ def test_memory_layers_as_the_paper_spreads_them() -> None:
 
 
 def test_overrides_come_last_and_the_last_wins(recipe_file: Path) -> None:
-    recipe = load_recipe(
-        recipe_file, ["optim.lr=1", "optim.lr=2", "model.memory.layers=[2, 4+]", "data.dir=null"]
-    )
+    recipe = load_recipe(recipe_file, ["optim.lr=1", "optim.lr=2", "model.memory.layers=[2, 4+]", "data.dir=null"])
     assert recipe.optim.lr == 2
     assert recipe.model.memory.layers == ("2", "4+")
     assert recipe.data.dir is None
@@ -255,9 +250,7 @@ def test_a_base_is_read_first_and_errors_name_the_file_at_fault(tmp_path: Path, 
     recipe_file.write_text(GOOD)
     child.write_text("base: ../r.yaml\nmodel: {heads: 3}\n")
     assert error_of(child).message.startswith(f"{child}:2:9: model.heads: 3 heads do not divide")
-    child.write_text(
-        "base: ../r.yaml\nmodel: {dim: 36}\n"
-    )  # the heads are a default: the place is that of dim
+    child.write_text("base: ../r.yaml\nmodel: {dim: 36}\n")  # the heads are a default: the place is that of dim
     assert error_of(child).message.startswith(f"{child}:2:9: model.heads: 8 heads do not divide")
 
 
@@ -270,8 +263,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, recipe_file: Path) -> None:
     loop.symlink_to(loop)
     assert "loop.yaml" in error_of(loop).message
     assert (
-        "no such recipe" in error_of(recipe_file / "x").message
-        or "cannot read" in error_of(recipe_file / "x").message
+        "no such recipe" in error_of(recipe_file / "x").message or "cannot read" in error_of(recipe_file / "x").message
     )
 
 
@@ -309,9 +301,7 @@ def test_what_is_written_reads_back_equal(
     assert (other["optim"]["lr"], other["optim"]["betas"], other["eval"]["sample"]) == (lr, [beta, 0.1], text)
 
 
-@pytest.mark.parametrize(
-    "word", ["no", "null", "True", "on", "1e3", "0x1F", "~", "12", "a: b", "- a", "", " x"]
-)
+@pytest.mark.parametrize("word", ["no", "null", "True", "on", "1e3", "0x1F", "~", "12", "a: b", "- a", "", " x"])
 def test_words_that_yaml_could_misread_are_quoted(tmp_path: Path, word: str) -> None:
     recipe = Recipe(eval=Eval(sample=word))
     (tmp_path / "r.yaml").write_text(dump_recipe(recipe))

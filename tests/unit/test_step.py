@@ -38,7 +38,9 @@ def test_accumulation_does_not_change_a_step(recipe, norm, optimizer):
     memory = replace(recipe.model.memory, query_norm=norm)  # a batch norm sees micro-batches, by its nature
     values = replace(recipe.optim.values, optimizer=optimizer, clip=0.01)
     recipe = replace(
-        recipe, model=replace(recipe.model, memory=memory), optim=replace(recipe.optim, values=values, clip=0.1)
+        recipe,
+        model=replace(recipe.model, memory=memory),
+        optim=replace(recipe.optim, values=values, clip=0.1),
     )
     results = {}
     for size in (8, 2):

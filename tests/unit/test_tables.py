@@ -42,6 +42,7 @@ def test_markup_and_control_characters_stay_text() -> None:
         assert "\x1b" not in text
         assert "red" in text
     assert "[red]x[/red] \\x1b[31m" in Table("", COLUMNS, rows).render("table", 200)
+    assert "[red]name" in Table("", [Column("[red]name")], []).render("table", 200)
 
 
 def test_text_is_ascii_but_for_what_cells_hold() -> None:

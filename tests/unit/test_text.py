@@ -84,8 +84,8 @@ def test_without_newline_and_single_space_a_chunk_fills_the_window():
 
 
 def test_a_document_of_exactly_one_window_is_one_chunk():
-    assert chunks_of("a b\n" * 512) == ["a b\n" * 512]
-    assert len(chunks_of("a b\n" * 512 + "c")) == 2
+    assert list(cut([("a b\n" * 512, True)])) == [Chunk("a b\n" * 512, True)]
+    assert list(cut([("a b\n" * 512 + "c", True)])) == [Chunk("a b\n" * 512, False), Chunk("c", True)]
 
 
 @settings(max_examples=200, deadline=None)
@@ -150,7 +150,7 @@ def test_a_separator_that_means_nothing_is_refused(typed):
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.text(max_size=30), max_size=4), st.integers(1, 5))
+@given(st.lists(st.text("ab \n\u2003\u2581\U0001f600", max_size=30), max_size=4), st.integers(1, 5))
 def test_counts_are_those_of_lm_eval(texts, width):
     tally = Tally()
     for text in texts:
@@ -257,9 +257,7 @@ def test_a_long_line_is_read_in_little_memory(tmp_path):
         "with find_sources([sys.argv[1]])[0].open() as s: print(sum(len(c.text) for c in read_chunks(s)))\n"
         "print(peak() - before)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True)
     characters, grown = map(int, done.stdout.split())
     assert characters == 55_000_000
     assert grown * (1 if sys.platform == "darwin" else 1024) < 25 << 20
@@ -353,10 +351,11 @@ def test_parquet(tmp_path):
     data = (tmp_path / "a.parquet").read_bytes()
     (tmp_path / "b.parquet.gz").write_bytes(gzip.compress(data))
     (tmp_path / "c.parquet.zst").write_bytes(zstandard.compress(data))
-    for name in ("a.parquet", "b.parquet.gz", "c.parquet.zst"):
+    write_parquet(tmp_path / "none.parquet", pa.array([], pa.string()))
+    for name in ("a.parquet", "b.parquet.gz", "c.parquet.zst", "none.parquet"):
         with find_sources([str(tmp_path / name)])[0].open() as stream:
             texts = [chunk.text for chunk in read_chunks(stream) if chunk.ends_document]
-        assert texts == rows
+        assert texts == (rows if name != "none.parquet" else [])
         assert stream.digest.hexdigest() == hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()
 
 
@@ -371,9 +370,7 @@ def test_bad_parquet_is_named(tmp_path):
     refused("row 2: 'text' is null")
     refused("no column 'body' \\(found 'id', 'text'\\)", field="body")
     refused("column 'id' holds int64", field="id")
-    bad = pa.Array.from_buffers(
-        pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff")]
-    )
+    bad = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff")])
     write_parquet(path, bad)
     refused("'text' is not UTF-8")
     write_parquet(path, ["a" * 1000] * 1000)

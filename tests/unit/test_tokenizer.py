@@ -112,9 +112,7 @@ def test_a_lone_surrogate_is_refused(tokenizer):
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
 def test_the_same_text_gives_the_same_model(model_type):
     texts = chunks_of(prose(4000))
-    assert (
-        Tokenizer.learn(texts, 315, model_type).sha256 == Tokenizer.learn(iter(texts), 315, model_type).sha256
-    )
+    assert Tokenizer.learn(texts, 315, model_type).sha256 == Tokenizer.learn(iter(texts), 315, model_type).sha256
 
 
 def test_a_vocabulary_too_large_names_the_largest_that_works():
@@ -166,6 +164,7 @@ def test_a_sample_is_bounded_spread_out_ordered_and_repeatable():
         ({"remove_extra_whitespaces": True}, "lossy"),
         ({"add_dummy_prefix": True}, "lossy"),
         ({"byte_fallback": False}, "no byte pieces"),
+        ({"user_defined_symbols": ["\n", "</s>"]}, "neither an end nor a beginning"),
         ({"eos_id": -1}, "neither an end nor a beginning"),
         ({"eos_id": -1, "user_defined_symbols": ["\n", "</s>"], "bos_id": 1, "bos_piece": "<x>"}, None),
     ],

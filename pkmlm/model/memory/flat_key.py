@@ -1,6 +1,7 @@
 """Flat-key memory: one key a slot, all of them compared (the baseline of Lample et al. 2019, table 4).
 
-B: sequences; T: positions; N: tokens (B * T); D: model width; H: heads; q: width of a query; K: slots; k: slots a head reads.
+B: sequences; T: positions; N: tokens (B * T); D: model width; H: heads; q: width of a query; K: slots; k: slots a head
+reads.
 """
 
 import torch
@@ -15,7 +16,7 @@ from pkmlm.recipe.schema import Memory
 
 
 class FlatKeyMemory(nn.Module):
-    """As `ProductKeyMemory`, with num_keys^2 whole keys for each head: the search costs O(slots), not O(sqrt(slots))."""
+    """As `ProductKeyMemory`, with num_keys^2 whole keys for each head: a search of O(slots), not O(sqrt(slots))."""
 
     def __init__(self, dim: int, memory: Memory, layer: int, *, compact: bool, momentum: float):
         super().__init__()

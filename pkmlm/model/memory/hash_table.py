@@ -35,8 +35,8 @@ class HashLayer(nn.Module):
     """One Memory Layer: y = sum over tables k of p(z_k) * T_k[h(z_k)] (eq. 8 to 13), in place of a linear map.
 
     The input is cut into K = D / b chunks; the signs of a chunk are the code of its bucket. The tables start at a size
-    that gives the output of a linear map with weights N(0, 0.02^2) (the paper does not say): with p about 0.13 at 8 bits,
-    entries of 0.02 would start the layer nearly dead.
+    that gives the output of a linear map with weights N(0, 0.02^2) (the paper does not say): with p about 0.13 at 8
+    bits, entries of 0.02 would start the layer nearly dead.
 
     Args:
         dim, width: in and out. `dim` is a multiple of `bits`.

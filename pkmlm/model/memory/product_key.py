@@ -1,7 +1,7 @@
 """Product-key memory (Lample et al. 2019, sec. 3).
 
-B: sequences; T: positions; N: tokens (B * T); D: model width; H: heads; q: width of a query; n: sub-keys of a half; f: q / 2;
-k: slots a head reads.
+B: sequences; T: positions; N: tokens (B * T); D: model width; H: heads; q: width of a query; n: sub-keys of a half; f:
+q / 2; k: slots a head reads.
 """
 
 import torch

@@ -21,8 +21,8 @@ class QueryBatchNorm(nn.Module):
     """Batch normalisation of queries over the tokens of one forward, in fp32 (sec. 3.1, table 2).
 
     In training the statistics are those of the batch (biased variance), and running statistics follow with the unbiased
-    variance, as `torch.nn.BatchNorm1d`; in evaluation the running statistics are used. In training, therefore, a query sees
-    later tokens through two moments of the batch; in evaluation it sees none.
+    variance, as `torch.nn.BatchNorm1d`; in evaluation the running statistics are used. In training, therefore, a query
+    sees later tokens through two moments of the batch; in evaluation it sees none.
 
     Args:
         features: entries normalised one by one.
@@ -43,7 +43,13 @@ class QueryBatchNorm(nn.Module):
 
     def initial(self) -> dict[str, Initial]:
         zero, one = Constant(0.0), Constant(1.0)
-        return {"weight": one, "bias": zero, "running_mean": zero, "running_var": one, "forwards": Constant(0)}
+        return {
+            "weight": one,
+            "bias": zero,
+            "running_mean": zero,
+            "running_var": one,
+            "forwards": Constant(0),
+        }
 
     def forward(self, x_NF: Tensor) -> Tensor:
         if not self.training:
@@ -98,7 +104,7 @@ class Query(nn.Module):
 
 
 class UnitLinear(nn.Linear):
-    """A linear map that starts by keeping the size of a normalised input, so that queries start alike under any norm."""
+    """A linear map that keeps the size of a normalised input at the start: queries start alike under any norm."""
 
     def initial(self) -> dict[str, Initial]:
         return {"weight": Normal(self.in_features**-0.5), "bias": Constant(0.0)}

@@ -1,0 +1,54 @@
+# make demo    install, tokenize, train three small models, measure and compare them
+# make test    install and run the tests
+# make check   linter, formatter, type checker
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+BIN := .venv/bin
+PKMLM := $(BIN)/pkmlm
+MODELS := dense product-key hash
+RUNS := $(MODELS:%=demo/runs/%)
+
+.PHONY: demo test check golden clean
+
+demo: $(RUNS:%=%/eval/done)
+	$(PKMLM) compare $(RUNS) --plots demo/plots --force
+	$(PKMLM) usage-report demo/runs/product-key demo/runs/hash --plots demo/plots --force
+	@echo "The plots are in demo/plots; the runs in demo/runs."
+
+demo/runs/%/eval/done: demo/runs/%/done
+	$(PKMLM) eval demo/runs/$*
+	@touch $@
+
+demo/runs/product-key/done: RECIPE = recipes/demo.yaml
+demo/runs/%/done: RECIPE = recipes/demo-$*.yaml
+demo/runs/%/done: demo/tokens/index.json
+	$(PKMLM) train $(RECIPE) -o demo/runs/$*
+
+demo/tokens/index.json: .venv/installed
+	$(PKMLM) tokenize recipes/demo/train.txt.zst --valid recipes/demo/valid.txt.zst --test recipes/demo/test.txt.zst \
+	  --separator '\n\n\n' --vocab-size 4096 -o demo/tokens --force
+
+test: .venv/installed-dev
+	$(BIN)/python -m pytest -q
+
+check: .venv/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy pkmlm
+
+golden: .venv/installed-dev
+	$(BIN)/python tests/golden/test_curves.py
+
+# torch first and by itself: its range in setup.py would bring gigabytes of CUDA where a CPU build does.
+.venv/installed: setup.py
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
+	@touch $@
+
+.venv/installed-dev: .venv/installed
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv demo *.egg-info

@@ -1,0 +1,68 @@
+"""Help: every command has it, with examples, at once."""
+
+import subprocess
+import sys
+import time
+
+import click
+import pytest
+
+from pkmlm.cli import COMMANDS, cli
+from tests.conftest import ROOT, pkmlm
+
+
+def commands(group: click.Group, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], click.Command]]:
+    found = []
+    for name in group.list_commands(click.Context(group)):
+        command = group.get_command(click.Context(group), name)
+        found.append(((*path, name), command))
+        if isinstance(command, click.Group):
+            found += commands(command, (*path, name))
+    return found
+
+
+ALL = commands(cli)
+
+
+@pytest.mark.parametrize(("path", "command"), ALL, ids=[" ".join(path) for path, _ in ALL])
+def test_every_command_has_help_with_examples(path, command):
+    said = pkmlm(*path, "--help").stdout
+    assert said == pkmlm(*path, "-h").stdout
+    assert "Examples:" in said
+    assert f"pkmlm {path[0]}" in said
+    assert all(len(line) <= 80 for line in said.splitlines()), max(said.splitlines(), key=len)
+    for parameter in command.params:
+        if isinstance(parameter, click.Option):
+            assert parameter.help, parameter.name
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_in_the_readme(name):
+    assert f"pkmlm {name}" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["usage-report", "--help"]])
+def test_help_needs_no_torch_and_comes_at_once(arguments):
+    code = (
+        "import sys; sys.argv = ['pkmlm', *sys.argv[1:]]\n"
+        "import pkmlm.cli\n"
+        "try:\n    pkmlm.cli.main()\n"
+        "finally:\n    print('torch' in sys.modules, 'numpy' in sys.modules)"
+    )
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == "False False"
+    assert time.monotonic() - began < 5  # hangs, not speed: speed is in recipes/README.md
+
+
+def test_versions_and_wrong_words():
+    assert pkmlm("--version").stdout.startswith("pkmlm 0.")
+    assert "Did you mean 'train'?" in pkmlm("trian", code=2).stderr
+    assert "No such option" in pkmlm("train", "--frobnicate", code=2).stderr
+
+
+def test_a_closed_pipe_is_no_error():
+    command = f"{sys.executable} -m pkmlm recipe keys | head -1"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, cwd=ROOT)
+    assert done.stderr == ""
+    assert done.returncode in (0, 141)

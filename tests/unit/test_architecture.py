@@ -1,0 +1,91 @@
+"""The house rules that a program can check: which way imports go, and what must not stand in the source."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "pkmlm"
+FILES = sorted(PACKAGE.rglob("*.py"))
+# A room may import from rooms of a lower number, and from itself.
+FLOORS = {
+    "errors": 0,
+    "recipe": 1,
+    "kernels": 2,
+    "runtime": 2,
+    "data": 3,
+    "model": 3,
+    "report": 4,
+    "train": 4,
+    "evaluate": 5,
+    "cli": 6,
+    "__main__": 7,
+    "__init__": 0,
+}
+HEAVY = {"torch", "numpy", "sentencepiece", "matplotlib", "pyarrow", "safetensors", "rich"}
+
+
+def room(path: Path) -> str:
+    inside = path.relative_to(PACKAGE)
+    return inside.parts[0] if len(inside.parts) > 1 else inside.stem
+
+
+def imports(tree: ast.AST) -> list[str]:
+    """Every module that is imported, at the top or inside a function, with `from a import b` as a.b."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative import"
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_one_way(path):
+    own = room(path)
+    for name in imports(ast.parse(path.read_text())):
+        parts = name.split(".")
+        if parts[0] != "pkmlm" or len(parts) < 2 or parts[1] not in FLOORS:
+            continue
+        assert parts[1] == own or FLOORS[parts[1]] < FLOORS[own], f"{path.name} imports {name}"
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "cli").glob("*.py")), ids=lambda path: path.name)
+def test_commands_import_heavy_packages_only_when_they_run(path):
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for name in imports(node):
+                assert name.split(".")[0] not in HEAVY, f"{path.name} imports {name} at the top"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_data_is_ever_run_as_code(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            assert called not in {"eval", "exec", "compile", "__import__", "os.system", "torch.load", "yaml.load"}, called
+            assert not called.startswith(("pickle.", "marshal.", "shelve.")), called
+            for keyword in node.keywords:
+                assert ast.unparse(keyword) not in {"shell=True", "weights_only=False", "allow_pickle=True"}
+    assert not {"pickle", "marshal", "shelve"} & {name.split(".")[0] for name in imports(ast.parse(path.read_text()))}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_files_and_functions_stay_small(path):
+    text = path.read_text()
+    assert text.count("\n") <= 400
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno <= 80, node.name
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_every_file_and_public_name_says_what_it_is(path):
+    tree = ast.parse(path.read_text())
+    assert ast.get_docstring(tree)
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            base_only = not node.body or isinstance(node.body[0], ast.AnnAssign | ast.Pass)
+            assert ast.get_docstring(node) or base_only, node.name
