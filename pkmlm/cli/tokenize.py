@@ -262,7 +262,7 @@ def print_result(output: str, index: "Index", seconds: dict[str, float], as_json
 
     learnt = f", learnt in {seconds[LEARNING]:.1f} s" if LEARNING in seconds else ""
     formats = ("{:,}",) * 5 + ("{:.2f}", "{:.1f}", "{:.1f}")
-    heads = ("documents", "empty", "words", "bytes", "tokens", "bytes/ token", "s", "MB/s")
+    heads = ("documents", "empty", "words", "bytes", "tokens", "B/token", "s", "MB/s")
     columns = [
         Column("split"),
         *(Column(head, "right", form) for head, form in zip(heads, formats, strict=True)),

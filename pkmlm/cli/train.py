@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pkmlm.model.transformer import Transformer
     from pkmlm.recipe.schema import Recipe
     from pkmlm.runtime.rundir import RunDirectory
+    from pkmlm.train.loop import Outcome
 
 # What may change when a run goes on: how long it trains and what is measured, kept and shown.
 FREE_KEYS = ("name", "data.dir", "train.steps", "eval.", "checkpoint.", "log.")
@@ -93,6 +94,11 @@ def train_in(output: str, recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokeni
     device = choose_device()
     precision, reason = choose_precision(recipe.train.precision, device)
     with run.locked():
+        if run.steps():
+            refuse_changes(run, recipe, corpus, tokenizer)
+        if ended_already(run, recipe):
+            click.echo(f"run {output} is complete already at step {run.steps()[-1]}; more train.steps train it longer")
+            return 0
         begin(run, recipe, corpus, tokenizer)
         run.note(**circumstances(recipe, tokenizer, device, precision, reason), status="running", exit_code=None)
         try:
@@ -103,38 +109,46 @@ def train_in(output: str, recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokeni
         except BaseException as error:
             run.note(status="failed", exit_code=1, error=type(error).__name__)
             raise
-        run.note(**outcome)
-    return int(outcome["exit_code"])
+        run.note(status=outcome.status, step=outcome.step, exit_code=outcome.exit_code)
+    return outcome.exit_code
 
 
-def begin(run: "RunDirectory", recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokenizer") -> None:
-    """Make the run's folder, or check that it holds the same run; then clear what a killed process left."""
-    from pkmlm.runtime.files import sha256_of, writing
-
-    if run.recipe_file.exists() and run.steps():
-        refuse_changes(run, recipe)
-        if sha256_of(run.tokenizer_file) != tokenizer.sha256:
-            raise UserError(f"run {run.path} was trained with another tokenizer than that of {recipe.data.dir}")
-        known = run.facts().get("data_sha256")
-        if known not in (None, corpus.sha256):
-            raise UserError(f"run {run.path} was trained on other tokens than those in {recipe.data.dir}")
-    run.create(recipe)
-    run.clean()
-    run.cut_metrics(max(run.steps(), default=0))  # before the log opens the file, which this replaces
-    with writing(run.tokenizer_file) as file:
-        file.write(tokenizer.model_bytes)
-    run.note(data_sha256=corpus.sha256)
-
-
-def refuse_changes(run: "RunDirectory", recipe: "Recipe") -> None:
-    """Refuse to go on with another recipe, but for keys that do not touch what is being trained."""
+def refuse_changes(run: "RunDirectory", recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokenizer") -> None:
+    """Refuse to go on with another recipe (but for keys that do not touch what is trained), tokenizer or tokens."""
     from pkmlm.recipe.load import flatten
+    from pkmlm.runtime.files import sha256_of
 
     before, now = flatten(run.recipe()), flatten(recipe)
     changed = [key for key in now if before[key] != now[key] and not key.startswith(FREE_KEYS)]
     if changed:
         told = ", ".join(f"{key} was {before[key]} and is now {now[key]}" for key in changed)
         raise UserError(f"run {run.path} was started with another recipe: {told}", "train it under another -o")
+    if sha256_of(run.tokenizer_file) != tokenizer.sha256:
+        raise UserError(f"run {run.path} was trained with another tokenizer than that of {recipe.data.dir}")
+    if run.facts().get("data_sha256", corpus.sha256) != corpus.sha256:
+        raise UserError(f"run {run.path} was trained on other tokens than those in {recipe.data.dir}")
+
+
+def ended_already(run: "RunDirectory", recipe: "Recipe") -> bool:
+    """Whether training has finished, or stopped for lack of patience, and this recipe asks for no more."""
+    if not (run.path / "done").exists() or not run.steps():
+        return False
+    before = run.recipe()
+    same = (before.train.steps, before.eval.patience) == (recipe.train.steps, recipe.eval.patience)
+    return same or run.steps()[-1] >= recipe.train.steps
+
+
+def begin(run: "RunDirectory", recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokenizer") -> None:
+    """Make the run's folder, and clear what an earlier process left of work that is to be done again."""
+    from pkmlm.runtime.files import writing
+
+    run.create(recipe)
+    run.clean()
+    (run.path / "done").unlink(missing_ok=True)
+    run.cut_metrics(max(run.steps(), default=0))  # before the log opens the file, which this replaces
+    with writing(run.tokenizer_file) as file:
+        file.write(tokenizer.model_bytes)
+    run.note(data_sha256=corpus.sha256)
 
 
 def circumstances(
@@ -173,11 +187,11 @@ def run_loop(
     precision: str,
     precision_line: str,
     quiet: bool,
-) -> dict[str, Any]:
-    """Build the model and train it; return what run.json says of the end."""
+) -> "Outcome":
+    """Build the model and train it."""
     from pkmlm.data.batches import Batches
-    from pkmlm.data.index import read_index
     from pkmlm.evaluate.validation import validation
+    from pkmlm.runtime.files import write_text
     from pkmlm.runtime.log import TrainingLog
     from pkmlm.runtime.signals import stop_on_signals
     from pkmlm.train.loop import train
@@ -187,24 +201,19 @@ def run_loop(
         TrainingLog(run.path, recipe.name, recipe.train.steps, recipe.log, quiet=quiet) as log,
     ):
         steps = run.steps()
-        if steps and steps[-1] >= recipe.train.steps:
-            log.say(f"run {run.path} is complete already at step {steps[-1]}; raise train.steps to train longer")
-            return {"status": "finished", "step": steps[-1], "exit_code": 0}
         doing = f"resuming at step {steps[-1]}" if steps else "training"
         log.say(f"{doing} in {run.path} on {device}, {precision_line}")
         model = starting_model(recipe, tokenizer, device, fresh=not steps)
         batches = Batches(corpus, recipe.model.context, recipe.sequences, recipe.train.seed)
-        if "valid" in read_index(corpus.folder).splits:
+        validate = None
+        if "valid" in corpus.splits:
             validate = validation(recipe, model, tokenizer, precision, log.say)
         else:
             log.say(f"{recipe.data.dir} has no valid split: there will be no validation and no best checkpoint")
-            validate = lambda stop: None  # noqa: E731
         outcome = train(run, recipe, model, batches, precision, validate, log, stop)
     if outcome.exit_code == 0:
-        from pkmlm.runtime.files import write_text
-
         write_text(run.path / "done", f"{outcome.status} at step {outcome.step}\n")
-    return {"status": outcome.status, "step": outcome.step, "exit_code": outcome.exit_code}
+    return outcome
 
 
 def starting_model(recipe: "Recipe", tokenizer: "Tokenizer", device: "torch.device", *, fresh: bool) -> "Transformer":

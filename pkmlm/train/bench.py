@@ -46,8 +46,8 @@ def loop_cost(
 ) -> LoopCost:
     """Time both loops in turn, after one round of each that is not counted.
 
-    The loop of `pkmlm train` runs with its checks, metrics and log file, without validation and checkpoints; the bare one
-    is forward, loss, backward, optimizer step, with the same optimizers at a constant rate and no clipping.
+    The loop of `pkmlm train` runs with its checks, metrics and log file, without validation and checkpoints; the bare
+    one is forward, loss, backward, optimizer step, with the same optimizers at a constant rate and no clipping.
     """
     recipe = replace(recipe, eval=replace(recipe.eval, every=0), checkpoint=replace(recipe.checkpoint, every=0))
     batches = Batches(corpus, recipe.model.context, recipe.sequences, recipe.train.seed)
@@ -80,7 +80,7 @@ def seconds_of_loop(
         run = RunDirectory(folder)
         run.create(recipe)
         with TrainingLog(Path(folder), "bench", steps + 1, recipe.log, quiet=True) as log:
-            train(run, recipe, model, batches, precision, lambda stop: None, log, stop)
+            train(run, recipe, model, batches, precision, None, log, stop)
     return times[-recipe.micro_batches] - times[0]
 
 

@@ -34,6 +34,7 @@ class Progress:
         tokens: training tokens scored.
         best_loss, best_step: of the best validation so far (nats a token).
         worse: validations since then.
+        unvalidated: this step's validation is due and has not been made.
         skips: fp16 steps skipped in a row.
         scaler: state of the gradient scaler; empty without one.
         seconds: time spent in training steps.
@@ -44,6 +45,7 @@ class Progress:
     best_loss: float | None = None
     best_step: int | None = None
     worse: int = 0
+    unvalidated: bool = False
     skips: int = 0
     scaler: dict[str, Any] | None = None
     seconds: float = 0.0

@@ -10,6 +10,14 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
+from pkmlm.data.batches import Batches
+from pkmlm.data.corpus import Corpus
+from pkmlm.model.transformer import build_model
+from pkmlm.recipe.load import load_recipe
+from pkmlm.runtime.log import TrainingLog
+from pkmlm.runtime.rundir import RunDirectory
+from pkmlm.runtime.signals import StopRequest
+from pkmlm.train.loop import train
 from tests.conftest import ROOT, pkmlm
 
 
@@ -119,7 +127,8 @@ def test_a_kill_loses_only_what_came_after_the_last_checkpoint(tmp_path, trained
 def test_a_finished_run_says_so_and_more_steps_train_longer(tmp_path, write_recipe):
     recipe, run = write_recipe(tmp_path, "dense"), tmp_path / "run"
     pkmlm("train", recipe, "-o", run, "-s", "train.steps=4")
-    assert "complete already at step 4" in pkmlm("train", recipe, "-o", run, "-s", "train.steps=4").stderr
+    assert "complete already at step 4" in pkmlm("train", recipe, "-o", run, "-s", "train.steps=4").stdout
+    assert json.loads((run / "run.json").read_text())["status"] == "finished"
     pkmlm("train", recipe, "-o", run, "-s", "train.steps=6")
     assert [step for step, event, _ in losses(run) if event == "train"] == [1, 2, 3, 4, 5, 6]
 
@@ -136,8 +145,6 @@ def test_resume_rules(tmp_path, write_recipe, trained):
 
 
 def test_two_processes_do_not_share_a_run(tmp_path, write_recipe):
-    from pkmlm.runtime.rundir import RunDirectory
-
     with RunDirectory(tmp_path / "run").locked():
         said = pkmlm("train", write_recipe(tmp_path, "dense"), "-o", tmp_path / "run", code=1).stderr
     assert "is in use by process" in said
@@ -166,13 +173,41 @@ def test_divergence_exits_3_and_keeps_the_last_checkpoint(tmp_path, write_recipe
 
 def test_patience_stops_early(tmp_path, write_recipe):
     run, recipe = tmp_path / "run", write_recipe(tmp_path, "dense")
-    slow = ["-s", "optim.lr=1e-12", "-s", "eval.every=1", "-s", "eval.patience=2", "-s", "eval.tokens=50"]
-    said = pkmlm("train", recipe, "-o", run, *slow).stderr
+    worse = ["-s", "optim.lr=3", "-s", "eval.every=1", "-s", "eval.patience=2", "-s", "eval.tokens=50"]
+    assert "stopping early" in pkmlm("train", recipe, "-o", run, *worse).stderr
     facts = json.loads((run / "run.json").read_text())
-    if facts["status"] == "patience":
-        assert "stopping early" in said
-        assert facts["step"] < 30
+    assert (facts["status"], facts["exit_code"]) == ("patience", 0)
+    assert 2 < facts["step"] < 30
     assert (run / "done").exists()
+    assert "complete already" in pkmlm("train", recipe, "-o", run, *worse).stdout
+
+
+def test_a_validation_cut_short_is_made_up_for(tmp_path, write_recipe):
+    """The loop is stopped from within a validation; resumed, the run is the one that was not stopped."""
+    recipe = load_recipe(write_recipe(tmp_path, "dense"), ["train.steps=4", "eval.every=2"])
+    corpus, outcomes = Corpus.open(recipe.data.dir, "train"), []
+    for name, cuts in (("straight", 0), ("cut", 2)):
+        run = RunDirectory(tmp_path / name)
+        run.create(recipe)
+        for call in range(cuts + 1):
+            model, stop = build_model(recipe, 600), StopRequest()
+
+            def validate(request, cut=call < cuts, model=model):
+                if cut:
+                    request.exit_code = 75
+                    return None
+                return {"loss": float(model.norm.weight.detach().sum())}
+
+            batches = Batches(corpus, 32, recipe.sequences, 1)
+            with TrainingLog(run.path, "x", 4, recipe.log, quiet=True) as log:
+                outcomes.append(train(run, recipe, model, batches, "fp32", validate, log, stop))
+    assert [(outcome.status, outcome.step) for outcome in outcomes] == [
+        ("finished", 4),
+        ("stopped", 2),
+        ("stopped", 2),
+        ("finished", 4),
+    ]
+    assert losses(tmp_path / "cut") == losses(tmp_path / "straight")
 
 
 def test_starting_from_another_run(tmp_path, write_recipe, trained):
