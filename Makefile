@@ -15,18 +15,20 @@ demo: $(RUNS:%=%/eval/done)
 	$(PKMLM) usage-report demo/runs/product-key demo/runs/hash --plots demo/plots --force
 	@echo "The plots are in demo/plots; the runs in demo/runs."
 
-demo/runs/%/eval/done: demo/runs/%/done
+$(RUNS:%=%/eval/done): demo/runs/%/eval/done: demo/runs/%/done
 	$(PKMLM) eval demo/runs/$*
 	@touch $@
 
 demo/runs/product-key/done: RECIPE = recipes/demo.yaml
-demo/runs/%/done: RECIPE = recipes/demo-$*.yaml
-demo/runs/%/done: demo/tokens/index.json
-	$(PKMLM) train $(RECIPE) -o demo/runs/$*
+demo/runs/dense/done: RECIPE = recipes/demo-dense.yaml
+demo/runs/hash/done: RECIPE = recipes/demo-hash.yaml
+$(RUNS:%=%/done): demo/tokens/index.json
+	$(PKMLM) train $(RECIPE) -o $(@D)
+	@touch $@
 
-demo/tokens/index.json: .venv/installed
+demo/tokens/index.json: | .venv/installed
 	$(PKMLM) tokenize recipes/demo/train.txt.zst --valid recipes/demo/valid.txt.zst --test recipes/demo/test.txt.zst \
-	  --separator '\n\n\n' --vocab-size 4096 -o demo/tokens --force
+	  --separator '\n\n\n' --vocab-size 4096 -o demo/tokens
 
 test: .venv/installed-dev
 	$(BIN)/python -m pytest -q
@@ -39,10 +41,10 @@ check: .venv/installed-dev
 golden: .venv/installed-dev
 	$(BIN)/python tests/golden/test_curves.py
 
-# torch first and by itself: its range in setup.py would bring gigabytes of CUDA where a CPU build does.
+# torch first and by itself, in the version that was tested; TORCH= may name another build and pip's options for it.
 .venv/installed: setup.py
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
 	@touch $@
 

@@ -27,7 +27,10 @@ def report(recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokenizer") -> int:
     cost = cost_of(recipe, recipe.model.vocab_size or tokenizer.size)
     train = recipe.train
     epochs = train.steps * train.batch_tokens / corpus.tokens
-    sizes = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in cost.training.items())
+    total = sum(cost.training.values()) / 2**20
+    sizes = f"{total:,.0f} MiB to train: " + ", ".join(
+        f"{name} {size / 2**20:,.0f} MiB" for name, size in cost.training.items()
+    )
     lines = [
         f"recipe       {recipe.name}",
         f"device       {device}, {precision} ({reason})",

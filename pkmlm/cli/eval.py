@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pkmlm.cli.options import json_option, quiet_option, separator_option, step_option
-from pkmlm.errors import UserError
+from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
     from pkmlm.evaluate.load import LoadedRun
@@ -60,9 +60,19 @@ def command(
     with token_progress("scoring", documents.tokens, quiet) as advance:
         result = score(run.model, documents, run.tokenizer.eos, stride=stride, advance=advance)
     assert result is not None
-    record: dict[str, Any] = {"run": run.name, "step": run.step, "perplexity": result.as_dict()}
-    store(run, record, stride)
+    record: dict[str, Any] = {
+        "run": run.name,
+        "step": run.step,
+        "stride": stride or run.recipe.model.context,
+        "perplexity": result.as_dict(),
+        "tasks": {},
+        "average_acc": None,
+    }
     print_result(record, as_json)
+    try:
+        store(run, record, text is not None, stride)
+    except UserError as error:  # another's run, say: the result is no worse for it
+        click.echo(f"warning: not kept in the run: {printable(error.message)}", err=True)
 
 
 def documents_for(run: "LoadedRun", split: str, text: str | None, separator: str | None) -> "Documents":
@@ -76,14 +86,15 @@ def documents_for(run: "LoadedRun", split: str, text: str | None, separator: str
     return documents_of_split(run.recipe.data.dir, split, run.tokenizer)
 
 
-def store(run: "LoadedRun", record: dict[str, Any], stride: int | None) -> None:
-    """Keep the result with the run, under the split and step (and stride, where one was given)."""
+def store(run: "LoadedRun", record: dict[str, Any], of_text: bool, stride: int | None) -> None:
+    """Keep the result with the run, under the split or text and the step (and stride, where one was given)."""
     from pkmlm.runtime.files import disk_errors, write_json
 
     folder = run.path / "eval"
     with disk_errors(folder):
         folder.mkdir(exist_ok=True)
-    name = f"{record['perplexity']['split']}-step-{run.step}" + (f"-stride-{stride}" if stride else "")
+    kind = "text-" if of_text else ""
+    name = f"{kind}{record['perplexity']['split'][:100]}-step-{run.step}" + (f"-stride-{stride}" if stride else "")
     write_json(folder / f"{name}.json", record)
 
 

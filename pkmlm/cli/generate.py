@@ -54,7 +54,7 @@ def command(
     ids = [run.tokenizer.eos, *run.tokenizer.encode(prompt)]
     sampling = Sampling(temperature, top_k, top_p, seed)
     write(prompt)
-    for piece in stream_text(run.tokenizer, ids, generate(run.model, ids, sampling, tokens)):
+    for piece in stream_text(run.tokenizer, ids, generate(run.model, ids, sampling, tokens, run.tokenizer.size)):
         write(piece)
     write("\n")
 

@@ -104,13 +104,21 @@ def train_in(output: str, recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokeni
         try:
             outcome = run_loop(run, recipe, corpus, tokenizer, device, precision, f"{precision}: {reason}", quiet)
         except UserError as error:
-            run.note(status="diverged" if error.exit_code == 3 else "failed", exit_code=error.exit_code)
+            note_end(run, "diverged" if error.exit_code == 3 else "failed", error.exit_code)
             raise
-        except BaseException as error:
-            run.note(status="failed", exit_code=1, error=type(error).__name__)
+        except KeyboardInterrupt:  # a second signal: the user does not want to wait for a checkpoint
+            note_end(run, "interrupted", 130)
             raise
-        run.note(status=outcome.status, step=outcome.step, exit_code=outcome.exit_code)
+        except BaseException:
+            note_end(run, "failed", 1)
+            raise
+        note_end(run, outcome.status, outcome.exit_code)
     return outcome.exit_code
+
+
+def note_end(run: "RunDirectory", status: str, exit_code: int) -> None:
+    """Put the outcome and the step of the last checkpoint into run.json."""
+    run.note(status=status, exit_code=exit_code, step=max(run.steps(), default=0))
 
 
 def refuse_changes(run: "RunDirectory", recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokenizer") -> None:
@@ -222,10 +230,16 @@ def starting_model(recipe: "Recipe", tokenizer: "Tokenizer", device: "torch.devi
 
     model = build_model(recipe, recipe.model.vocab_size or tokenizer.size, device)
     if fresh and recipe.train.init_from is not None:
+        from pkmlm.runtime.files import sha256_of
         from pkmlm.runtime.rundir import RunDirectory
         from pkmlm.train import checkpoint
 
         source = RunDirectory.existing(recipe.train.init_from)
+        if sha256_of(source.tokenizer_file) != tokenizer.sha256:
+            raise UserError(
+                f"train.init_from: run {source.path} has another tokenizer than {recipe.data.dir}",
+                f"tokenize again with --tokenizer {source.tokenizer_file}",
+            )
         path = source.checkpoint(source.resolve("best" if source.best() is not None else "latest"))
         checkpoint.verify(path)
         checkpoint.load_weights(path, model)

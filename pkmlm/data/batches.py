@@ -45,7 +45,7 @@ class Batches:
         """Targets that count in the global batch of `step` (from 1)."""
         last = self.corpus.tokens - (self.pieces - 1) * self.context
         missing = self.context - last
-        return self.batch * self.context - missing * int((self._numbers(step) == self.pieces - 1).sum())
+        return self.batch * self.context - missing * int((self._numbers(step, 0, self.batch) == self.pieces - 1).sum())
 
     def micro_batch(self, step: int, index: int, size: int, rank: int = 0, world: int = 1) -> Batch:
         """Micro-batch `index` (from 0) of global batch `step` (from 1) for one rank; int64 on the CPU.
@@ -54,7 +54,7 @@ class Batches:
         (size, world) with the same product.
         """
         first = (index * world + rank) * size
-        pieces = [self._piece(int(number)) for number in self._numbers(step)[first : first + size]]
+        pieces = [self._piece(int(number)) for number in self._numbers(step, first, size)]
         tokens_BT, targets_BT = (torch.from_numpy(np.stack(part)) for part in zip(*pieces, strict=True))
         return Batch(tokens_BT, targets_BT)
 
@@ -70,9 +70,10 @@ class Batches:
             stream = np.concatenate([stream, self.corpus.read(0, min(self.corpus.tokens, self.context - len(stream)))])
         return stream[: self.context], targets
 
-    def _numbers(self, step: int) -> np.ndarray:
-        """The pieces of a global batch, in order."""
-        drawn = np.arange((step - 1) * self.batch, step * self.batch)
+    def _numbers(self, step: int, first: int, size: int) -> np.ndarray:
+        """`size` pieces of a global batch, in order, from its sequence `first` on."""
+        start = (step - 1) * self.batch + first
+        drawn = np.arange(start, start + size)
         epochs, positions = drawn // self.pieces, drawn % self.pieces
         return np.concatenate([self._shuffled(int(epoch), positions[epochs == epoch]) for epoch in np.unique(epochs)])
 

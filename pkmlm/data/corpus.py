@@ -18,7 +18,7 @@ class Corpus:
         words, bytes: of the text, as lm-eval counts words and in UTF-8.
         eos, vocab_size, tokenizer_sha256: of the tokenizer.
         splits: the names of all splits of the corpus.
-        sha256: of the whole corpus: another one means other tokens, or another tokenizer.
+        sha256: of this split's tokens and where its documents begin: its identity, whatever its sources were called.
     """
 
     def __init__(self, folder: str | Path, split: str):
@@ -35,7 +35,12 @@ class Corpus:
                 f"tokenize it with --{split} FILE" if split != "train" else "",
             )
         about = index.splits[split]
-        self.folder, self.split, self.splits, self.sha256 = folder, split, tuple(index.splits), index.sha256
+        self.folder, self.split, self.splits, self.sha256 = (
+            folder,
+            split,
+            tuple(index.splits),
+            about.hashes_sha256,
+        )
         self.tokens, self.documents, self.words, self.bytes = (
             about.tokens,
             about.documents,

@@ -32,8 +32,10 @@ class Sampling:
 
 
 @torch.no_grad()
-def generate(model: Transformer, prompt: list[int], sampling: Sampling, most: int) -> Iterator[int]:
-    """Yield up to `most` token ids that continue `prompt` (at least one id), endlessly past the context.
+def generate(model: Transformer, prompt: list[int], sampling: Sampling, most: int, vocab_size: int) -> Iterator[int]:
+    """Yield up to `most` token ids below `vocab_size` that continue `prompt` (at least one id), also past the context.
+
+    A model may have more rows than its tokenizer has pieces; `vocab_size` keeps it to the pieces.
 
     The cache holds the context; when it is full, the model reads the later half of it again and goes on from there.
     """
@@ -45,7 +47,7 @@ def generate(model: Transformer, prompt: list[int], sampling: Sampling, most: in
         if cache.length + len(pending) > model.context:
             cache, pending = Cache(), ids[-max(1, model.context // 2) :]
         h_1TD = model.hidden(torch.tensor([pending], device=device), cache)
-        token = draw(model.head(h_1TD[0, -1]).float(), sampling, random)
+        token = draw(model.head(h_1TD[0, -1])[:vocab_size].float(), sampling, random)
         ids.append(token)
         pending = [token]
         yield token
@@ -83,5 +85,4 @@ def stream_text(tokenizer: Tokenizer, prompt: list[int], ids: Iterable[int]) -> 
             yield text[shown:]
             seen = seen[-8:]
             shown = len(tokenizer.decode(seen))
-    else:
-        yield tokenizer.decode(seen)[shown:]
+    yield tokenizer.decode(seen)[shown:]

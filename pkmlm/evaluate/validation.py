@@ -56,5 +56,5 @@ def validation(
 def sample(model: Transformer, tokenizer: Tokenizer, prompt: str) -> str:
     """The prompt and a short continuation of it, the same draws each time."""
     ids = [tokenizer.eos, *tokenizer.encode(prompt)]
-    drawn = generate(model, ids, Sampling(temperature=0.8, top_p=0.95), SAMPLE_TOKENS)
+    drawn = generate(model, ids, Sampling(temperature=0.8, top_p=0.95), SAMPLE_TOKENS, tokenizer.size)
     return prompt + "".join(stream_text(tokenizer, ids, drawn))

@@ -16,7 +16,7 @@ from torch.nn.functional import embedding_bag, softplus
 
 from pkmlm.kernels import reference
 
-WEIGHT_GRADIENT_ENTRIES = 1 << 24  # value entries gathered at a time: 64 MB in fp32
+ENTRIES = 1 << 24  # scores or gathered entries that exist at a time: 64 MB in fp32
 
 
 def top_k(scores_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -87,13 +87,51 @@ def product_key_select(q_NHd: Tensor, subkeys_H2nf: Tensor, k: int) -> tuple[Ten
     return scores_HNk.transpose(0, 1), (i_HNk * n + j_HNk).transpose(0, 1)
 
 
+def row_products(values_KD: Tensor, x_ND: Tensor, slots_Nr: Tensor) -> Tensor:
+    """<x[t], values[slots[t, r]]> (N, r), a few tokens at a time so that reads x width never exists as a whole."""
+    tokens, reads = slots_Nr.shape
+    width = values_KD.shape[1]
+    step = max(1, ENTRIES // (reads * width))
+    pieces = []
+    for start in range(0, tokens, step):
+        slots_Cr, x_CD = slots_Nr[start : start + step], x_ND[start : start + step]
+        rows_CrD = values_KD.index_select(0, slots_Cr.flatten()).view(*slots_Cr.shape, width)
+        pieces.append(torch.bmm(rows_CrD, x_CD[..., None])[..., 0])
+    return torch.cat(pieces) if pieces else x_ND.new_zeros(slots_Nr.shape)
+
+
+class _RowScores(torch.autograd.Function):
+    """`row_products` of queries and keys; its gradients are weighted row sums: of keys by slot, of queries by token."""
+
+    @staticmethod
+    def forward(ctx: Any, q_ND: Tensor, keys_KD: Tensor, slots_Nr: Tensor) -> Tensor:
+        ctx.save_for_backward(q_ND, keys_KD, slots_Nr)
+        return row_products(keys_KD, q_ND, slots_Nr)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_Nr: Tensor) -> tuple[Tensor, Tensor, None]:
+        q_ND, keys_KD, slots_Nr = ctx.saved_tensors
+        grad_Nr = grad_Nr.contiguous()
+        q_grad = embedding_bag(slots_Nr, keys_KD, mode="sum", per_sample_weights=grad_Nr)
+        touched_U, grad_UD = row_gradients(q_ND, slots_Nr, grad_Nr)
+        return q_grad, torch.zeros_like(keys_KD).index_copy_(0, touched_U, grad_UD), None
+
+
 def flat_key_select(q_NHd: Tensor, keys_HKd: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best of K plain keys for each query: the baseline of table 4. Returns as `product_key_select`."""
-    q_HNd = q_NHd.transpose(0, 1).contiguous()
-    with torch.no_grad():
-        scores_HNK = q_HNd @ keys_HKd.transpose(-1, -2)
-        slots_HNk = top_k(scores_HNK, k)[1]
-    return _KeyScores.apply(scores_HNK, q_HNd, keys_HKd, slots_HNk).transpose(0, 1), slots_HNk.transpose(0, 1)
+    """The k best of K plain keys for each query: the baseline of table 4. Returns as `product_key_select`.
+
+    The search takes a few tokens at a time, so that no more than `ENTRIES` scores exist at once.
+    """
+    step = max(1, ENTRIES // keys_HKd.shape[1])
+    scores, slots = [], []
+    for head in range(len(keys_HKd)):
+        q_Nd, keys_Kd = q_NHd[:, head].contiguous(), keys_HKd[head]
+        with torch.no_grad():
+            slots_Nk = torch.cat([top_k(q_Cd @ keys_Kd.T, k)[1] for q_Cd in q_Nd.split(step)])
+        scores.append(_RowScores.apply(q_Nd, keys_Kd, slots_Nk))
+        slots.append(slots_Nk)
+    return torch.stack(scores, 1), torch.stack(slots, 1)
 
 
 def row_gradients(grad_ND: Tensor, slots_Nr: Tensor, weights_Nr: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,21 +175,8 @@ class _WeightedRowSum(torch.autograd.Function):
             else:
                 values_grad = torch.zeros_like(values_KD).index_copy_(0, touched_U, grad_UD)
         if ctx.needs_input_grad[2]:
-            weights_grad = _weight_gradients(values_KD, grad_ND, slots_Nr)
+            weights_grad = row_products(values_KD, grad_ND, slots_Nr)
         return values_grad, None, weights_grad, None
-
-
-def _weight_gradients(values_KD: Tensor, grad_ND: Tensor, slots_Nr: Tensor) -> Tensor:
-    """<grad[t], values[slots[t, r]]>, a few tokens at a time so that reads x width never exists as a whole."""
-    tokens, reads = slots_Nr.shape
-    width = values_KD.shape[1]
-    step = max(1, WEIGHT_GRADIENT_ENTRIES // (reads * width))
-    pieces = []
-    for start in range(0, tokens, step):
-        slots_Cr, grad_CD = slots_Nr[start : start + step], grad_ND[start : start + step]
-        rows_CrD = values_KD.index_select(0, slots_Cr.flatten()).view(*slots_Cr.shape, width)
-        pieces.append(torch.bmm(rows_CrD, grad_CD[..., None])[..., 0])
-    return torch.cat(pieces) if pieces else grad_ND.new_zeros(slots_Nr.shape)
 
 
 def weighted_row_sum(values_KD: Tensor, slots_Nr: Tensor, weights_Nr: Tensor, *, compact: bool) -> Tensor:

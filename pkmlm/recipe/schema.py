@@ -79,13 +79,18 @@ class ValuesOptim:
     betas: tuple[float, float] = key((0.9, 0.999), "Adam's decay rates")
     schedule: Schedule = key("constant", "learning-rate schedule")
     warmup_steps: int = key(0, "steps of linear warm-up")
+    weight_decay: float = key(0.0, "decoupled weight decay; row-adam decays the rows that it updates")
     clip: float = key(1.0, "largest gradient norm of the values; 0: no clipping")
 
 
 @dataclass(frozen=True)
 class TablesOptim:
     optimizer: Literal["adam"] = key("adam", "optimizer of the hash tables")
-    lr_scale: float = key(3.0, "the tables' rate is optim.lr times this, on the same schedule (MF: 3)")
+    lr_scale: float = key(3.0, "the tables' peak rate is optim.lr times this (MF: 3)")
+    betas: tuple[float, float] | None = key(None, "Adam's decay rates; null: those of optim")
+    schedule: Schedule | None = key(None, "learning-rate schedule; null: that of optim")
+    warmup_steps: int | None = key(None, "steps of linear warm-up; null: those of optim")
+    weight_decay: float = key(0.0, "decoupled weight decay")
     clip: float = key(1.0, "largest gradient norm of the tables; 0: no clipping")
 
 

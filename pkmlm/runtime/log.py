@@ -3,12 +3,13 @@
 metrics.jsonl gets every event; train.log every plain line; TensorBoard and Weights & Biases where the recipe asks.
 """
 
+import hashlib
 import json
+import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.markup import escape
@@ -17,8 +18,6 @@ from rich.progress import BarColumn, Progress, TextColumn
 from pkmlm.errors import UserError, printable
 from pkmlm.recipe.schema import Log
 from pkmlm.runtime.files import disk_errors
-
-Sink = Callable[[dict[str, Any]], None]
 
 
 class TrainingLog:
@@ -36,13 +35,13 @@ class TrainingLog:
         self.folder, self.name, self.steps, self.settings, self.quiet = folder, name, steps, settings, quiet
         self.console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
         self.live = self.console.is_terminal and not quiet
-        self.began: tuple[float, int] | None = None
+        self.began, self.taken = (0.0, 0), 0
 
     def __enter__(self) -> "TrainingLog":
         with disk_errors(self.folder):
             self.metrics = open(self.folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)
             self.text = open(self.folder / "train.log", "a", encoding="utf-8", buffering=1)
-        self.sinks = [open_sink(self.folder, self.name) for open_sink in self._wanted_sinks()]
+        self.sinks = self._open_sinks()
         columns = (
             "{task.description}",
             BarColumn(bar_width=None),
@@ -57,77 +56,97 @@ class TrainingLog:
 
     def __exit__(self, *_: object) -> None:
         self.progress.stop()
+        for sink in self.sinks:
+            sink.close()
         self.metrics.close()
         self.text.close()
 
     def event(self, event: str, step: int, **numbers: Any) -> None:
-        """Record one event; numbers that are not finite are written as null."""
+        """Record one event; its numbers are finite or None."""
         line = {"event": event, "step": step, **numbers}
         with disk_errors(self.folder / "metrics.jsonl"):
-            self.metrics.write(json.dumps(line) + "\n")
+            self.metrics.write(json.dumps(line, allow_nan=False) + "\n")
+        scalars = {f"{event}/{name}": number for name, number in numbers.items() if isinstance(number, int | float)}
         for sink in self.sinks:
-            sink(line)
+            sink.write(scalars, step)
 
-    def say(self, text: str) -> None:
+    def sync(self) -> None:
+        """Make the events so far survive a power cut: a checkpoint that follows builds on them."""
+        with disk_errors(self.folder / "metrics.jsonl"):
+            os.fsync(self.metrics.fileno())
+
+    def say(self, text: str, *, on_screen: bool = True) -> None:
         """One line for people: to train.log, and to standard error unless quiet."""
         with disk_errors(self.folder / "train.log"):
             self.text.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {printable(text)}\n")
-        if not self.quiet:
+        if on_screen and not self.quiet:
             self.console.print(escape(printable(text)))
 
     def progressed(self, step: int, loss: float, tokens_per_second: float, extra: str) -> None:
-        """Show where training is; the ETA leaves out the first ten steps of this process."""
+        """Show where training is; the ETA leaves out the first ten steps of this process, in which things warm up."""
         now = time.monotonic()
-        if self.began is None:
+        self.taken += 1
+        if self.taken <= 10:
             self.began = (now, step)
         elapsed, done = now - self.began[0], step - self.began[1]
-        eta = f"ETA {duration(elapsed / done * (self.steps - step))}" if done >= 10 else "ETA -"
+        eta = f"ETA {duration(elapsed / done * (self.steps - step))}" if done else "ETA -"
         say = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s  {extra}{eta}"
         if self.live:
             self.progress.update(self.task, completed=step, say=say)
         if step % self.settings.every == 0 or step == self.steps:
-            if self.live:
-                self.text.write(f"step {step}/{self.steps}  {say}\n")
-            else:
-                self.say(f"step {step}/{self.steps}  {say}")
+            self.say(f"step {step}/{self.steps}  {say}", on_screen=not self.live)
 
-    def _wanted_sinks(self) -> list[Callable[[Path, str], Sink]]:
-        wanted: list[Callable[[Path, str], Sink]] = []
+    def _open_sinks(self) -> list["Sink"]:
+        sinks: list[Sink] = []
         if self.settings.tensorboard:
-            wanted.append(tensorboard_sink)
+            sinks.append(TensorBoardSink(self.folder))
         if self.settings.wandb:
-            project = self.settings.wandb
-            wanted.append(lambda folder, name: wandb_sink(folder, name, project))
-        return wanted
+            sinks.append(WandbSink(self.folder, self.name, self.settings.wandb))
+        return sinks
 
 
-def tensorboard_sink(folder: Path, name: str) -> Sink:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise UserError("log.tensorboard needs the package tensorboard", "pip install 'pkmlm[sinks]'") from None
-    writer = SummaryWriter(str(folder / "tensorboard"))
+class Sink(Protocol):
+    """Another place for the numbers of events."""
 
-    def sink(line: dict[str, Any]) -> None:
-        for key, value in line.items():
-            if isinstance(value, int | float) and key != "step":
-                writer.add_scalar(f"{line['event']}/{key}", value, line["step"])
+    def write(self, scalars: dict[str, float], step: int) -> None: ...
 
-    return sink
+    def close(self) -> None: ...
 
 
-def wandb_sink(folder: Path, name: str, project: str) -> Sink:
-    try:
-        import wandb
-    except ImportError:
-        raise UserError("log.wandb needs the package wandb", "pip install 'pkmlm[sinks]'") from None
-    run = wandb.init(project=project, name=name, dir=str(folder), id=folder.resolve().name, resume="allow")
+class TensorBoardSink:
+    """Events for TensorBoard, in the run's folder `tensorboard`."""
 
-    def sink(line: dict[str, Any]) -> None:
-        numbers = {f"{line['event']}/{key}": v for key, v in line.items() if isinstance(v, int | float)}
-        run.log(numbers, step=line["step"])
+    def __init__(self, folder: Path):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise UserError("log.tensorboard needs the package tensorboard", "pip install 'pkmlm[sinks]'") from None
+        self.writer = SummaryWriter(str(folder / "tensorboard"))
 
-    return sink
+    def write(self, scalars: dict[str, float], step: int) -> None:
+        for name, number in scalars.items():
+            self.writer.add_scalar(name, number, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WandbSink:
+    """A run of a Weights & Biases project; a resumed run goes on in it."""
+
+    def __init__(self, folder: Path, name: str, project: str):
+        try:
+            import wandb
+        except ImportError:
+            raise UserError("log.wandb needs the package wandb", "pip install 'pkmlm[sinks]'") from None
+        identity = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+        self.run = wandb.init(project=project, name=name, dir=str(folder), id=identity, resume="allow")
+
+    def write(self, scalars: dict[str, float], step: int) -> None:
+        self.run.log(scalars, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
 
 
 def duration(seconds: float) -> str:

@@ -1,7 +1,7 @@
 """Checkpoints: everything that a run needs to go on to the bit, written whole or not at all.
 
 A checkpoint is a folder: weights.safetensors (parameters and buffers by path), optimizer.safetensors (each parameter's
-state as "path|key"), state.json (step, best, scaler), and manifest.json with the size and sha256 of each. There is no
+state as "path|key"), state.json (step, scaler), and manifest.json with the size and sha256 of each. There is no
 random state to save: a step's random numbers follow from the seed and its number.
 """
 
@@ -32,9 +32,6 @@ class Progress:
     Attributes:
         step: steps taken.
         tokens: training tokens scored.
-        best_loss, best_step: of the best validation so far (nats a token).
-        worse: validations since then.
-        unvalidated: this step's validation is due and has not been made.
         skips: fp16 steps skipped in a row.
         scaler: state of the gradient scaler; empty without one.
         seconds: time spent in training steps.
@@ -42,24 +39,18 @@ class Progress:
 
     step: int = 0
     tokens: int = 0
-    best_loss: float | None = None
-    best_step: int | None = None
-    worse: int = 0
-    unvalidated: bool = False
     skips: int = 0
     scaler: dict[str, Any] | None = None
     seconds: float = 0.0
 
 
 def save(run: RunDirectory, model: nn.Module, groups: list[Group], progress: Progress) -> None:
-    """Write the checkpoint of `progress.step`, read it back, and point `latest` at it. One that exists already is kept.
+    """Write the checkpoint of `progress.step`, read it back, and point `latest` at it.
 
     Raises:
         UserError: (exit code 1) a weight is not finite, or the disk refused; earlier checkpoints are untouched.
     """
     path = run.checkpoint(progress.step)
-    if path.exists():
-        return
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     bad = [name for name, tensor in weights.items() if not torch.isfinite(tensor).all()]
     if bad:
@@ -160,7 +151,7 @@ def copy_tensors(path: Path, expected: dict[str, Tensor]) -> None:
     """Copy a safetensors file into tensors of the same names, shapes and dtypes, one at a time.
 
     Raises:
-        UserError: the file is damaged or holds other tensors; nothing has been copied then.
+        UserError: the file is damaged or holds other tensors; with other names or shapes, nothing has been copied.
     """
     try:
         with safe_open(path, framework="pt") as file:

@@ -61,25 +61,67 @@ def train(
     stepper = Stepper(model, groups, batches, recipe, precision)
     progress = restore(run, stepper)
     reads = [RecentReads(tap) for tap in usage_taps(model) if tap.name == "memory"]
-    while progress.step < recipe.train.steps or progress.unvalidated:
-        if not progress.unvalidated:
-            take_step(stepper, progress, log, reads)
-            last = progress.step == recipe.train.steps
-            progress.unvalidated = validate is not None and (last or due(recipe.eval.every, progress.step))
-        if progress.unvalidated and validate is not None:
-            measure(run, stepper, progress, validate, log, stop)
-        finished = progress.step == recipe.train.steps and not progress.unvalidated
-        impatient = recipe.eval.patience is not None and progress.worse >= recipe.eval.patience
-        if finished or impatient or stop or due(recipe.checkpoint.every, progress.step):
-            save(run, stepper, progress)
-            log.event("save", progress.step)
-        if impatient and not finished:
-            log.say(f"no better validation in {progress.worse}: stopping early at step {progress.step}")
+    history = History.of(run.metrics())
+
+    def unvalidated() -> bool:
+        at_end = progress.step == recipe.train.steps
+        return (
+            validate is not None and history.step != progress.step and (at_end or due(recipe.eval.every, progress.step))
+        )
+
+    def impatient() -> bool:
+        return recipe.eval.patience is not None and history.worse >= recipe.eval.patience
+
+    while progress.step < recipe.train.steps or unvalidated():
+        if impatient():
+            log.say(f"no better validation in {history.worse}: stopping early at step {progress.step}")
+            save(run, stepper, progress, log)
             return Outcome("patience", progress.step, 0)
-        if stop.exit_code is not None and not finished:
+        if not unvalidated():
+            take_step(stepper, progress, log, reads)
+        if validate is not None and unvalidated():
+            measure(run, stepper, progress, history, validate, log, stop)
+        stopping = stop.exit_code
+        if stopping is not None or due(recipe.checkpoint.every, progress.step):
+            save(run, stepper, progress, log)
+        if stopping is not None and (progress.step < recipe.train.steps or unvalidated()):
             log.say(f"stopped on request at step {progress.step}; the checkpoint is saved")
-            return Outcome("stopped", progress.step, stop.exit_code)
+            return Outcome("stopped", progress.step, stopping)
+    save(run, stepper, progress, log)
     return Outcome("finished", progress.step, 0)
+
+
+@dataclass
+class History:
+    """What validations have shown so far; all of it follows from the "valid" events of metrics.jsonl.
+
+    Attributes:
+        step: of the last validation.
+        best_loss, best_step: of the best one (nats a token).
+        worse: validations since the best one.
+    """
+
+    step: int | None = None
+    best_loss: float = float("inf")
+    best_step: int | None = None
+    worse: int = 0
+
+    @classmethod
+    def of(cls, events: list[dict[str, Any]]) -> "History":
+        history = cls()
+        for event in events:
+            if event["event"] == "valid":
+                history.add(event["step"], event["loss"])
+        return history
+
+    def add(self, step: int, loss: float) -> bool:
+        """Note a validation; whether it is the best so far."""
+        self.step = step
+        if loss < self.best_loss:
+            self.best_loss, self.best_step, self.worse = loss, step, 0
+            return True
+        self.worse += 1
+        return False
 
 
 def restore(run: RunDirectory, stepper: Stepper) -> Progress:
@@ -88,18 +130,24 @@ def restore(run: RunDirectory, stepper: Stepper) -> Progress:
     if not steps:
         return Progress()
     progress = checkpoint.load(run.checkpoint(steps[-1]), stepper.model, stepper.groups)
-    if progress.best_step in steps:  # a kill may have come between the checkpoint and its pointer
-        run.point("best", progress.best_step)
+    best = History.of(run.metrics()).best_step
+    if best in steps:  # a kill may have come between the checkpoint and its pointer
+        run.point("best", best)
     stepper.skips = progress.skips
     if progress.scaler and stepper.scaler.is_enabled():
         stepper.scaler.load_state_dict(progress.scaler)
     return progress
 
 
-def save(run: RunDirectory, stepper: Stepper, progress: Progress) -> None:
+def save(run: RunDirectory, stepper: Stepper, progress: Progress, log: TrainingLog) -> None:
+    """Save a checkpoint of this step, unless there is one: a step has one state."""
+    if run.checkpoint(progress.step).exists():
+        return
+    log.sync()
     progress.skips, progress.scaler = stepper.skips, stepper.scaler.state_dict()
     checkpoint.save(run, stepper.model, stepper.groups, progress)
     checkpoint.prune(run, stepper.recipe.checkpoint.keep)
+    log.event("save", progress.step)
 
 
 def take_step(stepper: Stepper, progress: Progress, log: TrainingLog, reads: "list[RecentReads]") -> None:
@@ -129,23 +177,26 @@ def take_step(stepper: Stepper, progress: Progress, log: TrainingLog, reads: "li
 
 
 def measure(
-    run: RunDirectory, stepper: Stepper, progress: Progress, validate: Validate, log: TrainingLog, stop: StopRequest
+    run: RunDirectory,
+    stepper: Stepper,
+    progress: Progress,
+    history: History,
+    validate: Validate,
+    log: TrainingLog,
+    stop: StopRequest,
 ) -> None:
     """Validate, record it, and keep the best; a validation that a stop request cuts short is made up for on resume."""
     numbers = validate(stop)
     if numbers is None:
         return
     log.event("valid", progress.step, **numbers)
-    progress.unvalidated = False
-    better = progress.best_loss is None or numbers["loss"] < progress.best_loss
-    mark = "(best so far)" if better else f"(best {progress.best_loss:.4f} at step {progress.best_step})"
-    log.say(f"step {progress.step}  validation {numbers['loss']:.4f} nats/token  {mark}")
+    mark = f"best {history.best_loss:.4f} at step {history.best_step}"
+    better = history.add(progress.step, numbers["loss"])
+    log.say(f"step {progress.step}  validation {numbers['loss']:.4f} nats/token  ({'best so far' if better else mark})")
     if better:
-        progress.best_loss, progress.best_step, progress.worse = numbers["loss"], progress.step, 0
-        save(run, stepper, progress)
+        save(run, stepper, progress, log)
         run.point("best", progress.step)
-    else:
-        progress.worse += 1
+        checkpoint.prune(run, stepper.recipe.checkpoint.keep)  # the one that was best
 
 
 def finite_or_none(value: float) -> float | None:
@@ -153,11 +204,12 @@ def finite_or_none(value: float) -> float | None:
 
 
 def due(every: int, step: int) -> bool:
-    return every > 0 and step % every == 0
+    """Whether something that happens every so many steps happens after `step`."""
+    return every > 0 and step > 0 and step % every == 0
 
 
 class RecentReads:
-    """The share of a memory's slots that training has read in the current window of steps.
+    """The share of a memory's slots that training has read in the current window of forwards.
 
     Args:
         tap: of the memory to watch.

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -31,13 +32,15 @@ class Group:
 
     def gradient_norm(self) -> Tensor:
         """The 2-norm of the group's gradient, 0-d; sparse gradients are coalesced on the way."""
-        gradients = []
+        self.coalesce()
+        gradients = [dense_part(p.grad) for p in self.parameters.values() if p.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients)
+
+    def coalesce(self) -> None:
+        """Sum the rows that sparse gradients hold several times, so that each row stands in them once."""
         for parameter in self.parameters.values():
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()
-            if parameter.grad is not None:
-                gradients.append(dense_part(parameter.grad))
-        return torch.nn.utils.get_total_norm(gradients)
 
     def scale_gradient(self, factor: float) -> None:
         for parameter in self.parameters.values():
@@ -89,50 +92,41 @@ def dense_group(parameters: dict[str, nn.Parameter], recipe: Recipe) -> Group:
     others = [p for name, p in parameters.items() if p.ndim != 2]
     split = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(split, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
-    return Group("dense", parameters, optimizer, _rate(recipe, optim.lr), optim.clip)
+    rate = rate_of(recipe, optim.lr, optim.schedule, optim.warmup_steps)
+    return Group("dense", parameters, optimizer, rate, optim.clip)
 
 
 def values_group(parameters: dict[str, nn.Parameter], recipe: Recipe) -> Group:
-    """Memory values: their own rate and schedule, no decay (Lample et al. 2019, sec. 4.3: 1e-3, constant)."""
+    """Memory values: their own rate and schedule (Lample et al. 2019, sec. 4.3: 1e-3, constant)."""
     values, eps = recipe.optim.values, recipe.optim.eps
     optimizer: torch.optim.Optimizer
     if values.optimizer == "row-adam":
-        optimizer = RowAdam(parameters.values(), values.lr, values.betas, eps)
+        optimizer = RowAdam(parameters.values(), values.lr, values.betas, eps, values.weight_decay)
     else:
-        optimizer = torch.optim.Adam(parameters.values(), values.lr, values.betas, eps, fused=True)
-
-    def rate(step: int) -> float:
-        return learning_rate(
-            step,
-            peak=values.lr,
-            schedule=values.schedule,
-            warmup_steps=values.warmup_steps,
-            steps=recipe.train.steps,
-            final=recipe.optim.final_lr,
-        )
-
+        decay = values.weight_decay
+        optimizer = torch.optim.AdamW(parameters.values(), values.lr, values.betas, eps, decay, fused=True)
+    rate = rate_of(recipe, values.lr, values.schedule, values.warmup_steps)
     return Group("values", parameters, optimizer, rate, values.clip)
 
 
 def tables_group(parameters: dict[str, nn.Parameter], recipe: Recipe) -> Group:
-    """Hash tables: dense Adam (nearly all buckets are read in a step), a multiple of the dense rate, no decay."""
-    optim = recipe.optim
-    peak = optim.lr * optim.tables.lr_scale
-    optimizer = torch.optim.Adam(parameters.values(), peak, optim.betas, optim.eps, fused=True)
-    return Group("tables", parameters, optimizer, _rate(recipe, peak), optim.tables.clip)
+    """Hash tables: dense Adam (nearly all buckets are read in a step), at a multiple of the dense rate."""
+    optim, tables = recipe.optim, recipe.optim.tables
+    peak, decay = optim.lr * tables.lr_scale, tables.weight_decay
+    betas = tables.betas or optim.betas
+    optimizer = torch.optim.AdamW(parameters.values(), peak, betas, optim.eps, decay, fused=True)
+    warmup_steps = optim.warmup_steps if tables.warmup_steps is None else tables.warmup_steps
+    rate = rate_of(recipe, peak, tables.schedule or optim.schedule, warmup_steps)
+    return Group("tables", parameters, optimizer, rate, tables.clip)
 
 
-def _rate(recipe: Recipe, peak: float) -> Callable[[int], float]:
-    optim = recipe.optim
-
-    def rate(step: int) -> float:
-        return learning_rate(
-            step,
-            peak=peak,
-            schedule=optim.schedule,
-            warmup_steps=optim.warmup_steps,
-            steps=recipe.train.steps,
-            final=optim.final_lr,
-        )
-
-    return rate
+def rate_of(recipe: Recipe, peak: float, schedule: str, warmup_steps: int) -> Callable[[int], float]:
+    """The learning rate of a group as a function of the step."""
+    return partial(
+        learning_rate,
+        peak=peak,
+        schedule=schedule,
+        warmup_steps=warmup_steps,
+        steps=recipe.train.steps,
+        final=recipe.optim.final_lr,
+    )

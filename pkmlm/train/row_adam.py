@@ -23,6 +23,7 @@ class RowAdam(torch.optim.Optimizer):
     Args:
         params: value tables (rows, width) whose gradients are sparse in the first dimension.
         lr, betas, eps: as in Adam.
+        weight_decay: decoupled, as in AdamW, on the rows that a step updates.
     """
 
     def __init__(
@@ -31,8 +32,9 @@ class RowAdam(torch.optim.Optimizer):
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
+        weight_decay: float = 0.0,
     ):
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -62,6 +64,7 @@ class RowAdam(torch.optim.Optimizer):
                     lr=group["lr"],
                     betas=group["betas"],
                     eps=group["eps"],
+                    weight_decay=group["weight_decay"],
                 )
 
     def _begin(self, values_KD: Tensor) -> dict[str, Tensor]:
@@ -84,12 +87,15 @@ def row_adam_(
     lr: float,
     betas: tuple[float, float],
     eps: float,
+    weight_decay: float,
 ) -> None:
-    """One Adam update of the rows `rows_U` (distinct), in place (Kingma and Ba 2015, algorithm 1)."""
+    """One Adam update of the rows `rows_U` (distinct), in place (Kingma and Ba 2015, algorithm 1; decay decoupled)."""
     beta1, beta2 = betas
     mean_UD = mean_KD.index_select(0, rows_U).lerp_(grad_UD, 1 - beta1)
     square_UD = square_KD.index_select(0, rows_U).mul_(beta2).addcmul_(grad_UD, grad_UD, value=1 - beta2)
     mean_KD.index_copy_(0, rows_U, mean_UD)
     square_KD.index_copy_(0, rows_U, square_UD)
+    if weight_decay:
+        values_KD.index_add_(0, rows_U, values_KD.index_select(0, rows_U), alpha=-lr * weight_decay)
     scale_UD = square_UD.div_(1 - beta2**step).sqrt_().add_(eps)
     values_KD.index_add_(0, rows_U, mean_UD.div_(scale_UD), alpha=-lr / (1 - beta1**step))

@@ -62,6 +62,7 @@ class Stepper:
         """
         torch.manual_seed(derived_seed(self.recipe.train.seed, "dropout", step))
         self.model.train()
+        before = [buffer.clone() for buffer in self.model.buffers()] if self.scaler.is_enabled() else []
         loss = self._gradients(step)
         norms = [self._unscaled_norm(group) for group in self.groups]
         loss_value, *norm_values = torch.stack([loss, *(norm.to(loss.dtype) for norm in norms)]).tolist()
@@ -71,6 +72,9 @@ class Stepper:
             self._update(step, named)
         elif self.precision != "fp16":
             raise diverged(step, loss_value, named)
+        else:  # a skipped step leaves no trace
+            for buffer, value in zip(self.model.buffers(), before, strict=True):
+                buffer.copy_(value)
         self._adapt_scale(step, finite, loss_value, named)
         for group in self.groups:
             group.optimizer.zero_grad(set_to_none=True)
@@ -87,6 +91,9 @@ class Stepper:
                 logits_BTV = self.model(tokens_BT)
             loss = summed_loss(logits_BTV, targets_BT) / scored
             self.scaler.scale(loss).backward()
+            if count > 1:  # sparse gradients would pile up
+                for group in self.groups:
+                    group.coalesce()
             total = total + loss.detach()
         return total
 
@@ -114,7 +121,9 @@ class Stepper:
             raise diverged(
                 step, loss, norms, f" after {self.skips} skipped steps in a row, at a loss scale of {scale:g}"
             )
-        self.scaler.update(new_scale=max(SCALE_FLOOR, scale * self.scaler.get_backoff_factor()))
+        lower = max(SCALE_FLOOR, scale * self.scaler.get_backoff_factor())
+        self.scaler.update(new_scale=lower)
+        self.scaler.load_state_dict({**self.scaler.state_dict(), "_growth_tracker": 0})
 
 
 def summed_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
@@ -130,6 +139,7 @@ def diverged(step: int, loss: float, norms: dict[str, float], after: str = "") -
     where = f", gradient norm of {' and '.join(bad)} not finite" if bad else ""
     return UserError(
         f"training diverged at step {step}: loss {loss:g}{where}{after}; nothing was updated",
-        "lower optim.lr, lengthen optim.warmup_steps or lower optim.clip, then resume from the last checkpoint",
+        "train under another -o with a lower optim.lr, a longer warm-up or a lower clip; "
+        "-s train.init_from=RUN starts from this run's weights",
         exit_code=3,
     )

@@ -61,25 +61,30 @@ def test_a_run_directory_holds_what_the_design_says(trained, kind):
     assert [line["step"] for line in lines if line["event"] == "valid"] == [15, 30]
 
 
-@pytest.mark.parametrize("kind", ["product-key", "hash"])
-def test_stopped_and_resumed_is_the_same_run_to_the_bit(trained, tmp_path, write_recipe, kind):
-    straight, run, recipe = trained(kind), tmp_path / "run", write_recipe(tmp_path, kind)
-    for steps in (12, 20, 30):  # 12 is between checkpoints; the cosine ends at 30 in each part
-        stop = ["-s", "checkpoint.every=4"] if steps < 30 else []
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pkmlm", "train", recipe, "-o", run, *stop],
-            cwd=ROOT,
-            stderr=subprocess.DEVNULL,
-        )
-        while steps < 30 and process.poll() is None:
-            if run.joinpath("metrics.jsonl").exists() and max([0, *(s for s, *_ in losses(run))]) >= steps:
-                process.send_signal(signal.SIGTERM)
-                break
-            time.sleep(0.005)
-        assert process.wait(60) in (75, 0)
+@pytest.mark.parametrize("extra", [["dense", "model.dropout=0.2"], ["product-key", "train.precision=fp16"], ["hash"]])
+def test_stopped_and_resumed_is_the_same_run_to_the_bit(tmp_path, write_recipe, extra):
+    """Stopped by a real signal once, and by the end of its steps once: between checkpoints both times."""
+    kind, *changes = extra
+    straight, run, recipe = tmp_path / "straight", tmp_path / "run", write_recipe(tmp_path, kind)
+    arguments = ["train", recipe, *(word for change in changes for word in ("-s", change))]
+    pkmlm(*arguments, "-o", straight)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pkmlm", *map(str, arguments), "-o", run], cwd=ROOT, stderr=subprocess.DEVNULL
+    )
+    while process.poll() is None:
+        if run.joinpath("metrics.jsonl").exists() and len(losses(run)) >= 3:
+            process.send_signal(signal.SIGTERM)
+            break
+        time.sleep(0.002)
+    assert process.wait(60) == 75
+    pkmlm(*arguments, "-o", run)
+    assert "resuming at step" in (run / "train.log").read_text()
     assert losses(run) == losses(straight)
     for name in ("weights", "optimizer"):
         assert tensors(run, 30, name) == tensors(straight, 30, name)
+    states = [json.loads((r / "checkpoints/step-00000030/state.json").read_text()) for r in (run, straight)]
+    assert states[0]["scaler"] == states[1]["scaler"]
+    assert (run / "best").read_text() == (straight / "best").read_text()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])

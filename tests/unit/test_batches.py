@@ -52,6 +52,16 @@ def test_every_token_is_scored_once_an_epoch_after_the_token_before_it(corpus, c
     assert sorted(pairs) == sorted(zip(stream[:-1].tolist(), stream[1:].tolist(), strict=True))
 
 
+def test_each_epoch_has_an_order_of_its_own_and_batches_run_over_the_border(corpus):
+    batches = Batches(corpus, 500, 4, seed=1)
+    drawn = np.concatenate([batches._numbers(step, 0, 4) for step in range(1, batches.pieces + 1)])
+    epochs = drawn.reshape(4, batches.pieces)
+    assert batches.pieces % 4  # so that batches straddle epochs
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(batches.pieces))
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+
+
 def test_the_end_of_the_last_piece_is_real_text_that_is_not_scored(corpus):
     batches = Batches(corpus, 10_000, 1, seed=1)
     batch = batches.micro_batch(1, 0, 1)

@@ -108,15 +108,15 @@ def test_generation_is_the_same_with_and_without_a_cache(trained):
     from pkmlm.evaluate.generate import Sampling, generate
 
     run = load_run(trained("product-key"))
-    greedy = list(generate(run.model, [run.tokenizer.eos, 7], Sampling(temperature=0), 20))
+    greedy = list(generate(run.model, [run.tokenizer.eos, 7], Sampling(temperature=0), 20, 600))
     ids = [run.tokenizer.eos, 7]
     for _ in range(20):
         ids.append(int(run.model(torch.tensor([ids]))[0, -1].argmax()))
     assert greedy == ids[2:]
-    longer = list(generate(run.model, ids, Sampling(seed=3), 100))  # past the context of 32
+    longer = list(generate(run.model, ids, Sampling(seed=3), 100, 600))  # past the context of 32
     assert len(longer) == 100
-    assert longer == list(generate(run.model, ids, Sampling(seed=3), 100))
-    assert longer != list(generate(run.model, ids, Sampling(seed=4), 100))
+    assert longer == list(generate(run.model, ids, Sampling(seed=3), 100, 600))
+    assert longer != list(generate(run.model, ids, Sampling(seed=4), 100, 600))
 
 
 def test_sampling_keeps_to_top_k_and_top_p():

@@ -61,11 +61,8 @@ class QueryBatchNorm(nn.Module):
 
     @torch.no_grad()
     def _follow(self, mean_F: Tensor, var_F: Tensor, count: int) -> None:
-        """Move the running statistics; not where fp16 overflowed, as that step is skipped and must leave no trace."""
-        finite_F = torch.isfinite(mean_F) & torch.isfinite(var_F)
-        unbiased_F = var_F * (count / max(1, count - 1))
-        for running_F, batch_F in ((self.running_mean, mean_F), (self.running_var, unbiased_F)):
-            running_F.copy_(torch.where(finite_F, running_F.lerp(batch_F, self.momentum), running_F))
+        self.running_mean.lerp_(mean_F, self.momentum)
+        self.running_var.lerp_(var_F * (count / max(1, count - 1)), self.momentum)
         self.forwards += 1
 
 

@@ -1,0 +1,44 @@
+"""Every command that the README shows is run, in its order, on files of the names that it uses."""
+
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, pkmlm
+
+README = (ROOT / "README.md").read_text()
+SHOWN = [line[2:] for block in re.findall(r"```console\n(.*?)```", README, re.S) for line in block.splitlines()]
+# What keeps a training of the README's short here; the rest of the command is run as it stands.
+SMALL = ["-s", "train.steps=3", "-s", "train.batch_tokens=512", "-s", "train.micro_batch=4", "-s", "eval.tokens=200"]
+
+
+@pytest.fixture(scope="module")
+def _folder(novels: Path, tmp_path_factory: pytest.TempPathFactory):
+    """A working directory with the README's files in it."""
+    folder = tmp_path_factory.mktemp("readme")
+    (folder / "recipes").symlink_to(ROOT / "recipes")
+    for shown, split in (("my.txt", "train"), ("valid.txt", "valid"), ("test.txt", "test")):
+        (folder / shown).write_bytes((novels / f"{split}.txt").read_bytes())
+    before = Path.cwd()
+    os.chdir(folder)
+    yield
+    os.chdir(before)
+
+
+@pytest.mark.usefixtures("_folder")
+def test_every_command_of_the_readme():
+    assert len(SHOWN) >= 10
+    for line in SHOWN:
+        program, *arguments = shlex.split(line)
+        assert program == "pkmlm", line
+        done = pkmlm(*arguments, *(SMALL if arguments[0] == "train" else []))
+        assert done.stdout or arguments[0] == "train", line
+
+
+def test_make_targets_of_the_readme_exist():
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
+    for target in re.findall(r"make ([a-z]+)", README):
+        assert target in targets
