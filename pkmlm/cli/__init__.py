@@ -3,6 +3,7 @@
 Importing this file, and every `--help`, stays free of torch: the commands import what they need when they run.
 """
 
+import errno
 import importlib
 import os
 import sys
@@ -86,10 +87,25 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort):
         print("\ninterrupted", file=sys.stderr)
         code = 130
-    except BrokenPipeError:  # `| head` closed our output: nothing is wrong, and nobody is left to tell
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
+    except OSError as error:
+        code = output_failed(error)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def output_failed(error: OSError) -> int:
+    """What to do when standard output takes no more: `| head` has closed it, or the disk that it goes to is full."""
+    if error.filename is not None or error.errno not in (
+        errno.EPIPE,
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EFBIG,
+        errno.EIO,
+    ):
+        raise error
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left unwritten has nowhere to go
+    if error.errno == errno.EPIPE:
+        return 0
+    return report(UserError(f"cannot write to standard output: {error.strerror}", exit_code=1))
 
 
 def report(error: UserError) -> int:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pkmlm.cli.options import json_option, quiet_option, separator_option, step_option
+from pkmlm.cli.options import field_option, json_option, quiet_option, separator_option, step_option
 from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -15,26 +15,28 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("run_path", metavar="RUN")
-@click.option("--split", default="test", show_default=True, help="A split of the run's tokens.")
+@click.option("--split", metavar="NAME", help="A split of the run's tokens. Default: test.")
 @click.option(
     "--text",
     metavar="FILE",
     help="Any text file instead (.txt, .jsonl, .parquet, .gz, .zst; - for standard input).",
 )
 @separator_option
+@field_option
 @click.option(
     "--stride",
     type=click.IntRange(min=1),
-    help="Tokens scored by a window; smaller gives each more context and takes longer. Default: the context.",
+    help="Tokens scored by a window, at most the context; fewer see more before them. Default: the context.",
 )
 @step_option
 @json_option
 @quiet_option
 def command(
     run_path: str,
-    split: str,
+    split: str | None,
     text: str | None,
     separator: str | None,
+    field: str,
     stride: int | None,
     step: str,
     as_json: bool,
@@ -55,8 +57,9 @@ def command(
     from pkmlm.evaluate.load import load_run
     from pkmlm.evaluate.perplexity import score
 
+    refuse_contradictions(split, text, separator)
     run = load_run(run_path, step)
-    documents = documents_for(run, split, text, separator)
+    documents = documents_for(run, split, text, separator, field)
     with token_progress("scoring", documents.tokens, quiet) as advance:
         result = score(run.model, documents, run.tokenizer.eos, stride=stride, advance=advance)
     assert result is not None
@@ -75,15 +78,25 @@ def command(
         click.echo(f"warning: not kept in the run: {printable(error.message)}", err=True)
 
 
-def documents_for(run: "LoadedRun", split: str, text: str | None, separator: str | None) -> "Documents":
+def refuse_contradictions(split: str | None, text: str | None, separator: str | None) -> None:
+    """Refuse options of which one would be ignored."""
+    if text is not None and split is not None:
+        raise UserError("--split and --text exclude each other", "leave one of them out")
+    if separator is not None and text is None:
+        raise UserError("--separator goes with --text (a split's documents are separated already)")
+
+
+def documents_for(
+    run: "LoadedRun", split: str | None, text: str | None, separator: str | None, field: str
+) -> "Documents":
     """The documents that --split or --text names."""
     from pkmlm.evaluate.perplexity import documents_of_split, documents_of_text
 
     if text is not None:
-        return documents_of_text(text, run.tokenizer, separator)
+        return documents_of_text(text, run.tokenizer, separator, field)
     if run.recipe.data.dir is None:
         raise UserError(f"run {run.path} names no data.dir", "give a text with --text FILE")
-    return documents_of_split(run.recipe.data.dir, split, run.tokenizer)
+    return documents_of_split(run.recipe.data.dir, split or "test", run.tokenizer)
 
 
 def store(run: "LoadedRun", record: dict[str, Any], of_text: bool, stride: int | None) -> None:

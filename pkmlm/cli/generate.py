@@ -5,6 +5,7 @@ import sys
 import click
 
 from pkmlm.cli.options import step_option
+from pkmlm.errors import UserError
 
 
 @click.command()
@@ -24,7 +25,14 @@ from pkmlm.cli.options import step_option
     type=click.FloatRange(min=0, max=1, min_open=True),
     help="Choose among the most likely tokens that together have this probability.",
 )
-@click.option("--seed", default=1, show_default=True, help="The same seed draws the same text.")
+@click.option(
+    "--seed",
+    default=1,
+    show_default=True,
+    type=click.IntRange(0, 2**63 - 1),
+    metavar="N",
+    help="The same seed draws the same text.",
+)
 @step_option
 def command(
     run_path: str,
@@ -48,6 +56,8 @@ def command(
     from pkmlm.evaluate.generate import Sampling, generate, stream_text
     from pkmlm.evaluate.load import load_run
 
+    if not temperature < float("inf"):
+        raise UserError(f"--temperature {temperature} is not a number to divide by (expected 0 or more)")
     run = load_run(run_path, step)
     if prompt is None:
         prompt = "" if sys.stdin.isatty() else sys.stdin.read()

@@ -29,6 +29,9 @@ def unescaped(context: click.Context, parameter: click.Parameter, value: str | N
     return None if value is None else unescape(value)
 
 
+field_option = click.option(
+    "--field", default="text", show_default=True, metavar="NAME", help="Key or column that holds the text."
+)
 separator_option = click.option(
     "--separator",
     metavar="S",

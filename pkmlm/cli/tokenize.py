@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pkmlm.cli.options import json_option, quiet_option, separator_option
+from pkmlm.cli.options import field_option, json_option, quiet_option, separator_option
 from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ LEARNING = "tokenizer"  # a stage beside the splits
 @click.option("-o", "--output", required=True, metavar="DIR", help="Folder to write; must not be there yet.")
 @click.option(
     "--vocab-size",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, 1 << 24),
     default=8192,
     show_default=True,
     metavar="N",
@@ -45,7 +45,7 @@ LEARNING = "tokenizer"  # a stage beside the splits
 )
 @click.option("--tokenizer", "model", metavar="FILE", help="Use this SentencePiece model and learn none.")
 @click.option("--format", type=click.Choice(["txt", "jsonl", "parquet"]), help="Format of all input. Default: by name.")
-@click.option("--field", default="text", show_default=True, metavar="NAME", help="Key or column that holds the text.")
+@field_option
 @separator_option
 @click.option("--jobs", type=click.IntRange(1, 1024), metavar="N", help="Threads that encode. Default: all cores.")
 @click.option("--force", is_flag=True, help="Replace DIR if it holds tokens.")

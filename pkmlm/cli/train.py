@@ -76,7 +76,7 @@ def command(
         from pkmlm.cli.dry_run import report
 
         return report(recipe, corpus, tokenizer)
-    if output is None:
+    if not output:
         raise UserError("Missing option '-o': the run directory to write", "add -o RUN, or --dry-run")
     return train_in(output, recipe, corpus, tokenizer, resume, quiet)
 
@@ -89,15 +89,18 @@ def train_in(output: str, recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokeni
     run = RunDirectory(output)
     if resume == "must" and not run.steps():
         raise UserError(f"--resume must: run {output} has no checkpoint to resume", "use --resume auto to start it")
-    if resume == "never" and run.recipe_file.exists():
-        raise UserError(f"--resume never: run {output} exists already", "choose another -o, or delete that folder")
+    if resume == "never" and run.steps():
+        raise UserError(
+            f"--resume never: run {output} has checkpoints already", "choose another -o, or delete that folder"
+        )
     device = choose_device()
     precision, reason = choose_precision(recipe.train.precision, device)
     with run.locked():
         if run.steps():
             refuse_changes(run, recipe, corpus, tokenizer)
         if ended_already(run, recipe):
-            click.echo(f"run {output} is complete already at step {run.steps()[-1]}; more train.steps train it longer")
+            more = "eval.patience" if run.facts().get("status") == "patience" else "train.steps"
+            click.echo(f"run {output} is complete already at step {run.steps()[-1]}; more {more} would train it longer")
             return 0
         begin(run, recipe, corpus, tokenizer)
         run.note(**circumstances(recipe, tokenizer, device, precision, reason), status="running", exit_code=None)

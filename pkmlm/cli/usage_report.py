@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from pkmlm.cli.options import force_option, format_option, quiet_option, separator_option, step_option
+from pkmlm.cli.eval import refuse_contradictions
+from pkmlm.cli.options import field_option, force_option, format_option, quiet_option, separator_option, step_option
 from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -17,9 +18,10 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("run_paths", metavar="RUN...", nargs=-1, required=True)
-@click.option("--split", default="test", show_default=True, help="A split of the run's tokens.")
+@click.option("--split", metavar="NAME", help="A split of the run's tokens. Default: test.")
 @click.option("--text", metavar="FILE", help="Any text file instead of a split (.txt, .jsonl, .parquet, .gz, .zst).")
 @separator_option
+@field_option
 @step_option
 @format_option
 @click.option("--plots", metavar="DIR", help="Also draw pictures into this folder.")
@@ -27,9 +29,10 @@ if TYPE_CHECKING:
 @quiet_option
 def command(
     run_paths: tuple[str, ...],
-    split: str,
+    split: str | None,
     text: str | None,
     separator: str | None,
+    field: str,
     step: str,
     format: "Format",
     plots: str | None,
@@ -51,9 +54,11 @@ def command(
     from pkmlm.report.compare import open_runs
     from pkmlm.report.usage_tables import flat_table, usage_tables
 
+    refuse_contradictions(split, text, separator)
+    text_of = TextChoice(split or "test", text, separator, field)
     runs = open_runs(run_paths)
     folder = free_folder(plots, force)
-    reports = [report_on(label, run, split, text, separator, step, quiet) for label, run in runs.items()]
+    reports = [report_on(label, run, text_of, step, quiet) for label, run in runs.items()]
     entries = [entry for entry, _ in reports]
     if format == "json":
         click.echo(json.dumps({"runs": entries}, indent=2, allow_nan=False))
@@ -86,26 +91,29 @@ def free_folder(path: str | None, force: bool) -> Path | None:
     return folder
 
 
+class TextChoice(NamedTuple):
+    """What a report reads: a split, or (with `text`) a file, cut by `separator`, its text in `field`."""
+
+    split: str
+    text: str | None
+    separator: str | None
+    field: str
+
+
 def report_on(
-    label: str,
-    run: "RunDirectory",
-    split: str,
-    text: str | None,
-    separator: str | None,
-    step: str,
-    quiet: bool,
+    label: str, run: "RunDirectory", choice: TextChoice, step: str, quiet: bool
 ) -> tuple[dict[str, Any], "list[MemoryUsage]"]:
     """One run's entry of the report and its counts: as kept in RUN/usage/, or measured and kept there."""
     from pkmlm.report.usage_files import load_usage, save_usage
 
     number = run.resolve(step)
-    source = source_of(run, number, text, separator)
-    name = split if text is None else f"text-{Path(text).name[:100]}"
+    source = source_of(run, number, choice)
+    name = choice.split if choice.text is None else f"text-{Path(choice.text).name[:100]}"
     stem = run.path / "usage" / f"{name}-step-{number}"
     found = load_usage(stem, source)
     if found is not None:
         return {**found[0], "run": label}, found[1]
-    entry, memories = measure(run, split, text, separator, number, quiet)
+    entry, memories = measure(run, choice, number, quiet)
     try:
         save_usage(stem, {**entry, "source": source}, memories)
     except UserError as error:  # another's run, say: the report is no worse for it
@@ -113,16 +121,16 @@ def report_on(
     return {**entry, "run": label, "source": source}, memories
 
 
-def source_of(run: "RunDirectory", step: int, text: str | None, separator: str | None) -> dict[str, str | None]:
-    """What a report depends on, in hashes: the checkpoint and the text or the tokens."""
+def source_of(run: "RunDirectory", step: int, choice: TextChoice) -> dict[str, str | None]:
+    """What a report depends on: hashes of the checkpoint and of the text or the tokens, and how the text is read."""
     from pkmlm.data.index import read_index
     from pkmlm.runtime.files import sha256_of
 
     source: dict[str, str | None] = {"checkpoint": sha256_of(run.checkpoint(step) / "manifest.json")}
-    if text is not None:
-        if not Path(text).is_file():
-            raise UserError(f"--text {text} is not a file")
-        return source | {"text": sha256_of(Path(text)), "separator": separator}
+    if choice.text is not None:
+        if not Path(choice.text).is_file():
+            raise UserError(f"--text {choice.text} is not a file")
+        return source | {"text": sha256_of(Path(choice.text)), "separator": choice.separator, "field": choice.field}
     folder = run.recipe().data.dir
     if folder is None:
         raise UserError(f"run {run.path} names no data.dir", "give a text with --text FILE")
@@ -130,7 +138,7 @@ def source_of(run: "RunDirectory", step: int, text: str | None, separator: str |
 
 
 def measure(
-    run: "RunDirectory", split: str, text: str | None, separator: str | None, step: int, quiet: bool
+    run: "RunDirectory", choice: TextChoice, step: int, quiet: bool
 ) -> tuple[dict[str, Any], "list[MemoryUsage]"]:
     """Pass over the text and count."""
     from pkmlm.cli.eval import documents_for
@@ -139,7 +147,7 @@ def measure(
     from pkmlm.evaluate.usage import measure_usage
 
     loaded = load_run(run.path, str(step))
-    documents = documents_for(loaded, split, text, separator)
+    documents = documents_for(loaded, *choice)
     with token_progress(f"reading {printable(run.name)}", documents.tokens, quiet) as advance:
         memories = measure_usage(loaded, documents, advance)
     found = [memory.as_json() for memory in memories]

@@ -32,7 +32,7 @@ class Corpus:
         if split not in index.splits:
             raise UserError(
                 f"{folder} has no split {split!r} (found {', '.join(index.splits)})",
-                f"tokenize it with --{split} FILE" if split != "train" else "",
+                f"tokenize it with --{split} FILE" if split in ("valid", "test") else "",
             )
         about = index.splits[split]
         self.folder, self.split, self.splits, self.sha256 = (

@@ -70,6 +70,8 @@ class Source:
             self.spool.seek(0)
             return Stream(self, self.spool)
         if self.name == STANDARD_INPUT:
+            if sys.stdin is None:
+                raise UserError("standard input is closed")
             return Stream(self, sys.stdin.buffer)
         try:
             return Stream(self, open(self.name, "rb"))
@@ -236,6 +238,6 @@ def checked(name: str, format: str | None) -> Source:
     if format is None and suffix.lower()[1:] not in FORMATS:
         raise UserError(
             f"{name}: unknown kind of file (expected .txt, .jsonl or .parquet, plain or with .gz or .zst)",
-            "say what it is with --format txt, jsonl or parquet",
+            "name it so that it ends in .txt, .jsonl or .parquet; `pkmlm tokenize` also takes --format",
         )
     return Source(name, format or suffix.lower()[1:], compression)

@@ -26,6 +26,7 @@ LEARNING: dict[str, Any] = {
     "split_digits": True,
     "allow_whitespace_only_pieces": True,
     "user_defined_symbols": ["\n"],  # no piece holds more than a newline: a cut after one changes no id
+    "required_chars": MARK,  # a text without a space must not leave the model without one
     "character_coverage": 0.9995,
     "max_sentence_length": 1 << 20,  # longer ones would be left out without a word; chunks are 8 KiB at most
     "unk_id": 0,
@@ -155,7 +156,7 @@ class Tokenizer:
         return np.concatenate(parts[1:])
 
     def _check(self, name: str) -> None:
-        hint = "leave --tokenizer out to learn one that fits"
+        hint = "use a tokenizer that `pkmlm tokenize` learns"
         if self.eos < 0:
             raise UserError(f"{name} has neither an end nor a beginning token to separate documents with", hint)
         if not all(self._processor.is_byte(int(i)) for i in self._mark):

@@ -57,7 +57,7 @@ def draw(logits_V: Tensor, sampling: Sampling, random: torch.Generator) -> int:
     """One token id by temperature, then top-k, then top-p."""
     if sampling.temperature == 0:
         return int(logits_V.argmax())
-    logits_V = logits_V / sampling.temperature
+    logits_V = (logits_V - logits_V.max()) / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < len(logits_V):
         least = logits_V.topk(sampling.top_k).values[-1]
         logits_V = logits_V.masked_fill(logits_V < least, float("-inf"))

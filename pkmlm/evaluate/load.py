@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.errors import UserError
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runtime.device import choose_device
@@ -39,10 +40,17 @@ def load_run(path: str | Path, step: str = "latest", device: torch.device | None
         UserError: no such run or checkpoint, or it is damaged.
     """
     run = RunDirectory.existing(path)
-    number = run.resolve(step)
     recipe, tokenizer = run.recipe(), Tokenizer.load(run.tokenizer_file)
-    checkpoint.verify(run.checkpoint(number))
     device = device or choose_device()
     model = build_model(recipe, recipe.model.vocab_size or tokenizer.size, "meta").to_empty(device=device)
-    checkpoint.load_weights(run.checkpoint(number), model)
+    while True:
+        number = run.resolve(step)
+        try:
+            checkpoint.verify(run.checkpoint(number))
+            checkpoint.load_weights(run.checkpoint(number), model)
+            break
+        except UserError:
+            if run.checkpoint(number).exists():
+                raise
+            # a training process has replaced it since: look again
     return LoadedRun(run.path, run.name, number, recipe, model.eval(), tokenizer, device)

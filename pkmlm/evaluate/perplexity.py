@@ -123,10 +123,10 @@ def documents_of_split(directory: str, split: str, tokenizer: Tokenizer, tokens:
     return documents_of_texts(split, first, [tokenizer.decode(ids.tolist()) for ids in first])
 
 
-def documents_of_text(path: str, tokenizer: Tokenizer, separator: str | None = None) -> Documents:
+def documents_of_text(path: str, tokenizer: Tokenizer, separator: str | None = None, field: str = "text") -> Documents:
     """The documents of a text file (any kind that `pkmlm tokenize` reads); "-" is standard input."""
     sources = find_sources([path])
-    texts = [text for source in sources for text in read_documents(source, separator)]
+    texts = [text for source in sources for text in read_documents(source, separator, field)]
     if not texts:
         raise UserError(f"{path} holds no text")
     name = "standard input" if path == "-" else Path(path).name

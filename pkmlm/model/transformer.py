@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, relu
 
+from pkmlm.errors import UserError
 from pkmlm.model.attention import Attention, Cache, rotation
 from pkmlm.model.initial import LINEAR_STD, Constant, Initial, Normal, initialise
 from pkmlm.model.memory.flat_key import FlatKeyMemory
@@ -125,7 +126,12 @@ def build_model(recipe: Recipe, vocab_size: int, device: str | torch.device = "c
     with torch.device("meta"):
         model = Transformer(recipe.model, vocab_size, [_block(recipe, index) for index in range(recipe.model.layers)])
     if torch.device(device).type != "meta":
-        model.to_empty(device=device)
+        try:
+            model.to_empty(device=device)
+        except RuntimeError as error:  # also torch.OutOfMemoryError
+            size = sum(parameter.numel() for parameter in model.parameters())
+            message = f"the model does not fit into memory: {size:,} parameters, {4 * size / 1e9:,.1f} GB in fp32"
+            raise UserError(message, "`pkmlm cost` tells what a recipe needs", exit_code=1) from error
         initialise(model, recipe.train.seed)
     return model
 

@@ -21,6 +21,7 @@ LEAST = {
     "model.hash.extra_bits": 0,
     "optim.warmup_steps": 0,
     "optim.values.warmup_steps": 0,
+    "optim.tables.warmup_steps": 0,
     "train.seed": 0,
     "eval.every": 0,
     "checkpoint.keep": 2,
@@ -38,11 +39,14 @@ INTERVALS = {
     "optim.eps": ABOVE_ZERO,
     "optim.final_lr": (0.0, True, 1.0, True),
     "optim.weight_decay": FROM_ZERO,
+    "optim.values.weight_decay": FROM_ZERO,
+    "optim.tables.weight_decay": FROM_ZERO,
     "optim.clip": FROM_ZERO,
     "optim.values.lr": ABOVE_ZERO,
     "optim.values.betas": FROM_ZERO_BELOW_ONE,
     "optim.values.clip": FROM_ZERO,
     "optim.tables.lr_scale": ABOVE_ZERO,
+    "optim.tables.betas": FROM_ZERO_BELOW_ONE,
     "optim.tables.clip": FROM_ZERO,
 }
 
@@ -98,7 +102,7 @@ def check_ranges(check: Check, section: Any, prefix: str) -> None:
             if not low <= value <= high:
                 limit = f"{low} or more" if value < low else f"at most {high}"
                 check.fail(name, f"found {value}", limit)
-        elif name in INTERVALS:
+        elif name in INTERVALS and value is not None:
             for number in value if isinstance(value, tuple) else (value,):
                 check_interval(check, name, number)
 
@@ -188,8 +192,17 @@ def check_batch(check: Check, recipe: Recipe) -> None:
 
 
 def check_schedules(check: Check, recipe: Recipe) -> None:
-    for prefix, group in (("optim", recipe.optim), ("optim.values", recipe.optim.values)):
-        if group.schedule == "inverse-sqrt" and group.warmup_steps < 1:
+    optim = recipe.optim
+    schedules = {
+        "optim": (optim.schedule, optim.warmup_steps),
+        "optim.values": (optim.values.schedule, optim.values.warmup_steps),
+        "optim.tables": (
+            optim.tables.schedule or optim.schedule,
+            optim.warmup_steps if optim.tables.warmup_steps is None else optim.tables.warmup_steps,
+        ),
+    }
+    for prefix, (schedule, warmup_steps) in schedules.items():
+        if schedule == "inverse-sqrt" and warmup_steps < 1:
             check.fail(
                 f"{prefix}.warmup_steps",
                 "found 0 with the inverse-sqrt schedule",

@@ -139,7 +139,7 @@ def _quality(runs: Sequence[Facts]) -> Table:
         "valid_step": right("at step", NUMBER),
         "valid_token_ppl": right("Valid ppl", "{:,.2f}"),
         "test_token_ppl": right("Test ppl", "{:,.2f}"),
-        "test_word_ppl": right("a word", "{:,.1f}"),
+        "test_word_ppl": right("word ppl", "{:,.1f}"),
         "test_bits_per_byte": right("bits a byte", NATS),
         "test_step": right("at step", NUMBER),
     }

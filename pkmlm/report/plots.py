@@ -158,19 +158,22 @@ def usage_over_training(run: str, metrics: Metrics) -> Figure | None:
     for event in metrics:
         for entry in (event.get("usage") or []) if event.get("event") == "valid" else []:
             if entry.get("kl") is not None:
-                point = (event["step"], 100 * entry["usage"], entry["kl"])
+                floor = entry["uniform"]
+                point = (event["step"], 100 * entry["usage"], entry["kl"], 100 * floor["usage"], floor["kl"])
                 lines.setdefault((entry["layer"], entry["name"]), []).append(point)
     if not lines:
         return None
     figure = Figure(figsize=(12, 7), dpi=100, layout="constrained")
-    figure.suptitle(f"Memory use over training, on the validation text: {label(run)}")
+    figure.suptitle(f"Memory use over training, on the validation text (dotted: random reading): {label(run)}")
     upper, lower = figure.subplots(2, 1, sharex=True)
     names = list(lines)
     for number, (layer, name) in enumerate(names[index] for index in spread([layer for layer, _ in names])):
-        step, usage, kl = np.array(lines[layer, name]).T
+        step, usage, kl, random_usage, random_kl = np.array(lines[layer, name]).T
         style = line_style(number) | {"marker": "o", "markersize": 3}
         upper.plot(step, usage, **style, label=f"layer {layer} {name}")
         lower.plot(step, kl, **style)
+        for axes, floor in ((upper, random_usage), (lower, random_kl)):
+            axes.plot(step, floor, color=style["color"], linewidth=0.8, linestyle=":")
     upper.set(ylabel="slots used (%)", ylim=(0, 105))
     lower.set(ylabel="KL from uniform (nats)", xlabel="step", xlim=(0, None), ylim=(0, None))
     for axes in (upper, lower):

@@ -80,9 +80,14 @@ class Table:
             grid.add_row(*map(Text, row))
         console = Console(file=io.StringIO(), width=width, color_system=None)
         least = console.measure(grid, options=console.options.update(width=10_000)).minimum
-        with console.capture() as lines:
-            console.print(grid, width=max(console.width, least), crop=False)
-        body = "\n".join(line.rstrip() for line in lines.get().splitlines())
+        goal = max(console.width, least)
+        for limit in range(goal, least - 1, -1):  # rich may miss the width that it is given by a few columns
+            with console.capture() as captured:
+                console.print(grid, width=limit, crop=False)
+            lines = [line.rstrip() for line in captured.get().splitlines()]
+            if max(map(len, lines)) <= goal:
+                break
+        body = "\n".join(lines)
         return f"{printable(self.title)}\n\n{body}\n" if self.title else f"{body}\n"
 
     def _markdown(self) -> str:

@@ -94,7 +94,7 @@ class MemoryUsage:
             "slots": self.slots,
             "tokens": self.tokens,
             "reads": self.reads,
-            "uniform": uniform_reading(self.slots, self.reads) if self.shared else of_head,
+            "uniform": self.uniform,
             "uniform_head": of_head,
             "mass": measures(self.masses_S),
             "count": measures(self.counts_S),
@@ -117,9 +117,21 @@ class MemoryUsage:
         return dict(zip(names, (mean, topk / self.slots, self.overlap_HH.tolist()), strict=True))
 
     def brief(self) -> dict[str, Any]:
-        """The memory's entry in a `valid` line of metrics.jsonl: usage and KL of the mass."""
+        """The memory's entry in a `valid` line of metrics.jsonl: usage and KL of the mass, and of uniform reading."""
         mass = measures(self.masses_S)
-        return {"layer": self.layer, "name": self.name, "usage": mass["usage"], "kl": mass["kl"]}
+        return {
+            "layer": self.layer,
+            "name": self.name,
+            "usage": mass["usage"],
+            "kl": mass["kl"],
+            "uniform": self.uniform,
+        }
+
+    @property
+    def uniform(self) -> Measures:
+        """What as many uniform random reads give; for hash layers, of one table, each being read once a token."""
+        slots, reads = (self.slots, self.reads) if self.shared else (self.counts_HK.shape[1], self.tokens)
+        return uniform_reading(slots, reads)
 
 
 def measures(reads_S: NDArray[Any]) -> Measures:

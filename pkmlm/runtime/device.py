@@ -27,7 +27,7 @@ def choose_precision(requested: str, device: torch.device) -> tuple[Precision, s
     """
     if device.type == "cpu":
         if requested == "auto":
-            return "fp32", "auto on a CPU: fp32 gives the same numbers on every CPU of a kind"
+            return "fp32", "auto: a CPU"
         return requested, "as the recipe asks"  # type: ignore[return-value]
     name = torch.cuda.get_device_name(device)
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)

@@ -83,10 +83,10 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON; NaN and infinity are refused, as JSON has none."""
-    write_text(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
-def read_json(path: Path, what: str) -> Any:
+def read_json(path: Path, what: str, hint: str = "it is damaged: make it again") -> Any:
     """Read a JSON file; `what` names it in errors ("the token index", say).
 
     Raises:
@@ -95,11 +95,11 @@ def read_json(path: Path, what: str) -> Any:
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise UserError(f"{what} is missing: {path}") from None
+        raise UserError(f"{what} is missing: {path}", hint) from None
     except OSError as error:
         raise UserError(f"cannot read {what} {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{what} {path} is not valid JSON: {error}", "it is damaged: make it again") from None
+        raise UserError(f"{what} {path} is not valid JSON: {error}", hint) from None
 
 
 def sync_folder(path: Path) -> None:
@@ -112,12 +112,19 @@ def sync_folder(path: Path) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """The sha256 of a file's bytes, in hexadecimal."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+    """The sha256 of a file's bytes, in hexadecimal.
+
+    Raises:
+        UserError: (exit code 1) the file cannot be read.
+    """
+    try:
+        digest = hashlib.sha256()
+        with open(path, "rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+        return digest.hexdigest()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}", exit_code=1) from None
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -77,9 +77,10 @@ class RunDirectory:
                 holder = file.read().strip() or "another process"
                 message = f"run {self.path} is in use by {holder}"
                 raise UserError(message, "wait for it, stop it, or choose another -o", exit_code=1) from None
-            file.truncate(0)
-            file.write(f"process {os.getpid()}")
-            file.flush()
+            with disk_errors(self.path):
+                file.truncate(0)
+                file.write(f"process {os.getpid()}")
+                file.flush()
             yield
 
     def steps(self) -> list[int]:
@@ -106,7 +107,9 @@ class RunDirectory:
         if step == "best":
             best = self.best()
             if best is None:
-                raise UserError(f"run {self.path} has no best checkpoint: it was never validated")
+                raise UserError(
+                    f"run {self.path} has no best checkpoint: never validated, or deleted", "use --step latest"
+                )
             return best
         if not step.isdecimal() or int(step) not in steps:
             have = ", ".join(map(str, steps))
@@ -128,7 +131,8 @@ class RunDirectory:
     def facts(self) -> dict[str, Any]:
         """run.json; empty before the first write."""
         path = self.path / "run.json"
-        facts: dict[str, Any] = read_json(path, "the run's record") if path.exists() else {}
+        hint = "delete it: it only records how the run was started and how it ended"
+        facts: dict[str, Any] = read_json(path, "the run's record", hint) if path.exists() else {}
         return facts
 
     def note(self, **facts: Any) -> None:

@@ -79,6 +79,9 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
             save_file(tensors, path)
         except SafetensorError as error:
             raise UserError(f"cannot write {path}: {error}", exit_code=1) from None
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(path, 0o666 & ~mask)  # the library makes files that only their owner can read
         with open(path, "rb") as file:
             os.fsync(file.fileno())
 
@@ -99,13 +102,15 @@ def verify(path: Path) -> dict[str, Any]:
     Raises:
         UserError: (exit code 1) a file is missing, has another size or other bytes, or the version is unknown.
     """
-    manifest: dict[str, Any] = read_json(path / "manifest.json", "the checkpoint's manifest")
     hint = "the checkpoint is damaged: delete its folder to go on from the one before"
-    if manifest.get("version") != VERSION:
-        found = manifest.get("version")
+    manifest: dict[str, Any] = read_json(path / "manifest.json", "the checkpoint's manifest", hint)
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict) or "version" not in manifest:
+        raise UserError(f"{path / 'manifest.json'} is no manifest", hint, exit_code=1)
+    if manifest["version"] != VERSION:
+        found = manifest["version"]
         raise UserError(f"{path}: checkpoint version {found} (this build reads {VERSION})", exit_code=1)
     for name in FILES:
-        expected = manifest.get("files", {}).get(name)
+        expected = manifest["files"].get(name)
         file = path / name
         if expected is None or not file.is_file():
             raise UserError(f"{file} is missing", hint, exit_code=1)

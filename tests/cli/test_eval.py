@@ -2,10 +2,12 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 
-from tests.conftest import pkmlm
+from tests.conftest import ROOT, pkmlm
 
 
 def test_json_has_the_shape_of_the_contract(trained):
@@ -65,6 +67,10 @@ def test_mistakes_are_told_in_one_line(trained, tmp_path):
     assert "does not exist" in pkmlm("eval", tmp_path / "none", code=2).stderr
     assert "is not a run directory" in pkmlm("eval", tmp_path, code=2).stderr
     assert "no split 'tset'" in pkmlm("eval", trained("dense"), "--split", "tset", code=2).stderr
+    assert "exclude each other" in pkmlm("eval", trained("dense"), "--split", "test", "--text", "x", code=2).stderr
+    assert "goes with --text" in pkmlm("eval", trained("dense"), "--separator", "x", code=2).stderr
+    for temperature in ("nan", "inf"):
+        assert "--temperature" in pkmlm("generate", trained("dense"), "--temperature", temperature, code=2).stderr
     (tmp_path / "empty.txt").write_text("")
     assert "empty.txt" in pkmlm("eval", trained("dense"), "--text", tmp_path / "empty.txt", code=2).stderr
     broken = tmp_path / "broken"
@@ -82,3 +88,17 @@ def test_generate_continues_a_prompt_the_same_way_for_a_seed(trained):
     assert pkmlm("generate", run, "It was", "-n", 50, "--seed", 4).stdout != first
     assert pkmlm("generate", run, "-n", 50, "--seed", 3, stdin="It was").stdout == first
     assert pkmlm("generate", run, "-n", 5).stdout
+
+
+def test_a_model_with_more_rows_than_pieces_generates_pieces_alone(tmp_path, write_recipe):
+    larger = ["-s", "model.vocab_size=4096", "-s", "train.steps=1", "-s", "eval.sample=It was"]
+    pkmlm("train", write_recipe(tmp_path, "dense"), "-o", tmp_path / "run", *larger)
+    assert pkmlm("generate", tmp_path / "run", "It was", "-n", 100).stdout.startswith("It was")
+
+
+def test_a_full_disk_behind_standard_output_is_told(trained):
+    command = [sys.executable, "-m", "pkmlm", "recipe", "show", "recipes/demo.yaml"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert done.returncode == 1
+    assert done.stderr == "error: cannot write to standard output: No space left on device\n"

@@ -143,7 +143,7 @@ def test_resume_rules(tmp_path, write_recipe, trained):
     assert "no checkpoint to resume" in pkmlm("train", recipe, "-o", tmp_path / "x", "--resume", "must", code=2).stderr
     assert not (tmp_path / "x").exists()
     done = trained("dense")
-    assert "exists already" in pkmlm("train", recipe, "-o", done, "--resume", "never", code=2).stderr
+    assert "has checkpoints already" in pkmlm("train", recipe, "-o", done, "--resume", "never", code=2).stderr
     other = pkmlm("train", recipe, "-o", done, "-s", "optim.lr=1e-3", "-s", "log.every=3", code=2).stderr
     assert "optim.lr was 0.003 and is now 0.001" in other
     assert "log.every" not in other

@@ -58,7 +58,7 @@ def test_damage_is_named(run, name, damage):
         data += b"x"
     path.unlink() if damage == "delete" else path.write_bytes(data)
     if name == "manifest.json" and damage == "flip":
-        path.write_text(json.dumps({"version": 7}))
+        path.write_text(json.dumps({"version": 7, "files": {}}))
     model, groups = state_of(run)
     with pytest.raises(UserError, match=name if damage != "flip" or name != "manifest.json" else "version 7"):
         checkpoint.load(run.checkpoint(30), model, groups)

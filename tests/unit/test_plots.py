@@ -21,7 +21,8 @@ def memory(kind: str = "product-key", n: int = 6, heads: int = 2, layer: int = 3
 
 
 def valid(step: int, usage: float = 0.5, kl: float | None = 1.0) -> dict[str, object]:
-    entry = {"layer": 3, "name": "memory", "usage": usage, "kl": kl}
+    floor = {"usage": 0.9, "kl": 0.1}
+    entry = {"layer": 3, "name": "memory", "usage": usage, "kl": kl, "uniform": floor}
     return {"event": "valid", "step": step, "loss": 9 / step, "usage": [entry]}
 
 

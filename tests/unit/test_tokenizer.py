@@ -200,3 +200,8 @@ def test_a_file_that_is_no_model_is_refused(tmp_path):
     for place in (tmp_path / "missing.model", tmp_path):
         with pytest.raises(UserError, match="cannot read the tokenizer"):
             Tokenizer.load(place)
+
+
+def test_text_without_a_space_is_learnt_and_comes_back() -> None:
+    tokenizer = Tokenizer.learn(["\u8fd9\u662f\u6ca1\u6709\u7a7a\u683c\u7684\u6587\u672c\u3002" * 50], 280)
+    assert tokenizer.decode(tokenizer.encode("\u6587 \u672c  a")) == "\u6587 \u672c  a"

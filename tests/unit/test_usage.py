@@ -174,6 +174,7 @@ def test_counters_equal_plain_counting(monkeypatch: pytest.MonkeyPatch) -> None:
         "name": "memory",
         "usage": entry["mass"]["usage"],
         "kl": entry["mass"]["kl"],
+        "uniform": entry["uniform"],
     }
 
 
