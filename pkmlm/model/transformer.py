@@ -145,7 +145,7 @@ def _block(recipe: Recipe, index: int) -> Block:
     if memories.get(layer, True):  # no memory here, or one beside the FFN
         parts["ffn"] = MemoryBlock(model.dim, model.hash, layer, share) if hashed else FFN(model, share)
     if layer in memories:
-        kind = {"product-key": ProductKeyMemory, "flat-key": FlatKeyMemory}[model.memory.kind]
+        kind = ProductKeyMemory if model.memory.kind == "product-key" else FlatKeyMemory
         compact = recipe.optim.values.optimizer == "row-adam"
         momentum = 1 - (1 - BATCH_NORM_MOMENTUM) ** (1 / recipe.micro_batches)
         parts["memory"] = kind(model.dim, model.memory, layer, compact=compact, momentum=momentum)

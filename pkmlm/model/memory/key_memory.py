@@ -1,0 +1,47 @@
+"""What memories with keys have in common: queries in, the values of the best slots out.
+
+B: sequences; T: positions; N: tokens (B * T); D: model width; H: heads; q: width of a query; k: slots a head reads.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from pkmlm.model.memory.query import Query, at_least_fp32
+from pkmlm.model.memory.usage_tap import UsageTap
+from pkmlm.model.memory.values import Values
+from pkmlm.recipe.schema import Memory
+
+
+class KeyMemory(nn.Module, ABC):
+    """m(x) = sum over heads and their k best slots of w * v, w the softmax of scores (Lample et al. 2019, eq. 1 to 3).
+
+    All heads share the values, which start at N(0, 1/D) (not in the paper; the authors' released choice).
+
+    Args:
+        dim: model width.
+        layer: the block it stands in, counted from 1.
+        compact: gradients of the values only for rows read.
+        momentum: of the query's batch normalisation, for one forward.
+    """
+
+    def __init__(self, dim: int, memory: Memory, layer: int, *, compact: bool, momentum: float):
+        super().__init__()
+        slots = memory.num_keys**2
+        self.topk = memory.topk
+        self.query = Query(dim, memory, momentum)
+        self.tap = UsageTap(layer, "memory", memory.kind, slots, memory.heads)
+        self.values = Values(slots, dim, std=dim**-0.5, group="values", compact=compact)
+
+    @abstractmethod
+    def select(self, q_NHq: Tensor) -> tuple[Tensor, Tensor]:
+        """The k best slots of each query: scores (N, H, k), differentiable, and slots (N, H, k), int64."""
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """The memory's answer (B, T, D), in the dtype of the values; search and softmax are in fp32."""
+        q_NHq = self.query(x_BTD.flatten(0, 1))
+        with torch.autocast(x_BTD.device.type, enabled=False):
+            scores_NHk, slots_NHk = self.select(at_least_fp32(q_NHq))
+            slots_NHk, weights_NHk = self.tap(slots_NHk, scores_NHk.softmax(-1))
+            return self.values(slots_NHk.flatten(1), weights_NHk.flatten(1)).view_as(x_BTD)
