@@ -2,8 +2,6 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -44,58 +42,57 @@ class LoopCost:
 def loop_cost(
     recipe: Recipe, corpus: Corpus, device: torch.device, precision: str, rounds: int, steps: int
 ) -> LoopCost:
-    """Time both loops in turn, after one round of each that is not counted.
+    """Time both loops in turn, after one round of each that is not counted; each round starts from a new model.
 
     The loop of `pkmlm train` runs with its checks, metrics and log file, without validation and checkpoints; the bare
     one is forward, loss, backward, optimizer step, with the same optimizers at a constant rate and no clipping.
     """
-    recipe = replace(recipe, eval=replace(recipe.eval, every=0), checkpoint=replace(recipe.checkpoint, every=0))
+    # Two more steps than are timed: the first allocates, and the last is only begun.
+    recipe = replace(
+        recipe,
+        train=replace(recipe.train, steps=steps + 2),
+        eval=replace(recipe.eval, every=0),
+        checkpoint=replace(recipe.checkpoint, every=0),
+    )
     batches = Batches(corpus, recipe.model.context, recipe.sequences, recipe.train.seed)
-    vocab_size = recipe.model.vocab_size or corpus.vocab_size
-    model = build_model(recipe, vocab_size, device)
-    groups = parameter_groups(model, recipe)
     timed: dict[str, list[float]] = {"loop": [], "bare": []}
     for _ in range(rounds + 1):
-        timed["loop"].append(seconds_of_loop(recipe, vocab_size, batches, device, precision, steps) / steps)
-        with stopwatch(device) as seconds:
-            bare_steps(model, [group.optimizer for group in groups], batches, recipe, precision, steps)
-        timed["bare"].append(seconds() / steps)
+        for name, loop in (("loop", full_loop), ("bare", bare_loop)):
+            model = build_model(recipe, recipe.model.vocab_size or corpus.vocab_size, device)
+            begun = note_forwards(model)
+            loop(model, batches, recipe, precision)
+            timed[name].append((begun[-recipe.micro_batches] - begun[recipe.micro_batches]) / steps)
     return LoopCost(timed["loop"][1:], timed["bare"][1:], recipe.train.batch_tokens)
 
 
-def seconds_of_loop(
-    recipe: Recipe, vocab_size: int, batches: Batches, device: torch.device, precision: str, steps: int
-) -> float:
-    """The wall time of `steps` steps of `train` in a temporary run, the last one's checkpoint left out."""
-    model = build_model(recipe, vocab_size, device)
-    stop = StopRequest()
-    times: list[float] = []
+def note_forwards(model: Transformer) -> list[float]:
+    """A list that gets the time at which each forward of the model begins, the device's earlier work being done."""
+    begun: list[float] = []
 
-    def last_step(*_: object) -> None:
-        times.append(time.monotonic())
+    def note(*_: object) -> None:
+        if next(model.parameters()).is_cuda:
+            torch.cuda.synchronize()
+        begun.append(time.perf_counter())
 
-    model.register_forward_pre_hook(last_step)
-    recipe = replace(recipe, train=replace(recipe.train, steps=steps + 1))
+    model.register_forward_pre_hook(note)
+    return begun
+
+
+def full_loop(model: Transformer, batches: Batches, recipe: Recipe, precision: str) -> None:
+    """`train`, in a run directory that is thrown away."""
     with TemporaryDirectory() as folder:
         run = RunDirectory(folder)
         run.create(recipe)
-        with TrainingLog(Path(folder), "bench", steps + 1, recipe.log, quiet=True) as log:
-            train(run, recipe, model, batches, precision, None, log, stop)
-    return times[-recipe.micro_batches] - times[0]
+        with TrainingLog(Path(folder), "bench", recipe.train.steps, recipe.log, quiet=True) as log:
+            train(run, recipe, model, batches, precision, None, log, StopRequest())
 
 
-def bare_steps(
-    model: Transformer,
-    optimizers: list[torch.optim.Optimizer],
-    batches: Batches,
-    recipe: Recipe,
-    precision: str,
-    steps: int,
-) -> None:
+def bare_loop(model: Transformer, batches: Batches, recipe: Recipe, precision: str) -> None:
     """The training loop of a tutorial."""
     device = next(model.parameters()).device
+    optimizers = [group.optimizer for group in parameter_groups(model, recipe)]
     model.train()
-    for step in range(1, steps + 1):
+    for step in range(1, recipe.train.steps + 1):
         for index in range(recipe.micro_batches):
             batch = batches.micro_batch(step, index, recipe.train.micro_batch)
             tokens_BT, targets_BT = (part.to(device) for part in batch)
@@ -106,14 +103,3 @@ def bare_steps(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-
-
-@contextmanager
-def stopwatch(device: torch.device) -> Iterator[Callable[[], float]]:
-    """Yield a function that gives, after the block, the seconds that it took (all work on the device done)."""
-    ends: list[float] = []
-    began = time.monotonic()
-    yield lambda: ends[0] - began
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    ends.append(time.monotonic())
