@@ -125,7 +125,7 @@ def _models(runs: Sequence[Facts]) -> Table:
         "step": right("Steps", NUMBER),
         "tokens": right("Tokens", NUMBER),
         "tokens_per_second": right("Tokens/s", NUMBER),
-        "seconds": right("Time (s)", NUMBER),
+        "seconds": right("sec", NUMBER),
     }
     if any(run["status"] not in (None, "finished") for run in runs):
         columns["status"] = Column("Status")
