@@ -1,10 +1,12 @@
 """Stopping on request: a signal sets a flag, which the loop reads at the end of a step."""
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+SAME_REQUEST = 1.0  # seconds: make and launchers pass on a signal that the process group has had already
 EXIT_CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
 
 
@@ -13,6 +15,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.exit_code: int | None = None
+        self.asked_at = 0.0
 
     def __bool__(self) -> bool:
         return self.exit_code is not None
@@ -20,16 +23,19 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Note SIGTERM and SIGINT instead of dying; a second signal ends the process at once (KeyboardInterrupt).
+    """Note SIGTERM and SIGINT instead of dying; a signal more than a second later ends the process at once
+    (KeyboardInterrupt).
 
     The handlers that stood before are put back at the end.
     """
     request = StopRequest()
 
     def note(number: int, frame: FrameType | None) -> None:
-        if request:
+        if not request:
+            request.exit_code = EXIT_CODES[signal.Signals(number)]
+            request.asked_at = time.monotonic()
+        elif time.monotonic() - request.asked_at > SAME_REQUEST:
             raise KeyboardInterrupt
-        request.exit_code = EXIT_CODES[signal.Signals(number)]
 
     before = {number: signal.signal(number, note) for number in EXIT_CODES}
     try:

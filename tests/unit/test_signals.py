@@ -1,0 +1,37 @@
+"""Stop requests by real signals."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from pkmlm.runtime import signals
+from pkmlm.runtime.signals import stop_on_signals
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+    time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_signal_is_noted_and_the_handlers_come_back(number, code):
+    before = signal.getsignal(number)
+    with stop_on_signals() as stop:
+        assert not stop
+        send(number)
+        assert stop
+        assert stop.exit_code == code
+        send(signal.SIGTERM)  # passed on by a launcher: the same request
+        assert stop.exit_code == code
+    assert signal.getsignal(number) is before
+
+
+def test_a_later_signal_ends_at_once(monkeypatch):
+    monkeypatch.setattr(signals, "SAME_REQUEST", 0.05)
+    with stop_on_signals():
+        send(signal.SIGTERM)
+        time.sleep(0.1)
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
