@@ -1,0 +1,351 @@
+"""The memory's kernels for CUDA, in Triton: `reference` defines their results, and `ops` comes here with CUDA tensors.
+
+All are bound by memory. Bytes moved, with s and g bytes a number in the table and in the gradients, and the floor that
+an H100's 3.35 TB/s set (8,192 tokens, r = 128, D = 1,024, s = g = 2, 2^20 slots, of which as many random reads meet
+63 %); unmeasured on a GPU:
+
+    weighted_row_sum     N r D s read, N D s written                           2.2 GB   0.65 ms
+    row_products         N r D s read, 4 N r written                           2.2 GB   0.65 ms
+    segment_sum          M D g read, from L2 if N D g fits; 4 U D written    2.7 GB   0.81 ms
+    squared_norm         M D g read, likewise; 4 U written                   18 MB    bound by L2
+    segment_row_adam_    M D g read, likewise; 24 U D of values and moments   16 GB   4.9 ms
+    row_adam_            28 U D                                                 19 GB   5.7 ms
+
+A program makes one bag or one row, in a block of columns; each thread holds 16 bytes of each row, a tile of `READS`
+rows is in flight, and sums over reads stay inside a thread. A row that many tokens read would keep one program busy
+long after all others: so whole aligned chunks of the sorted reads that belong to a single row are summed first, each by
+a program of its own, and the row adds those sums in order. Every sum has one order, set by the input alone: no atomics,
+the same bits always. Sums are fp32, offsets 64-bit. Tables are contiguous; tables, gradients and weights may be fp16,
+bf16 or fp32, each its own; slots and segments are int64.
+
+N: tokens; r: reads of a token; M: N * r; K: slots; D: width; U: rows read; S: U + 1; B: chunks; R: reads of a tile;
+C: columns of a program.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import pad
+from triton.language import constexpr
+
+from pkmlm.kernels import reference
+from pkmlm.kernels.segments import Segments
+
+READS = constexpr(8)  # 128 bytes in flight a thread: with 8 programs on an SM several times latency x bandwidth
+PRODUCTS = constexpr(16)  # reads of a program of `_row_products`: four a warp
+COLUMNS = 1024  # of a program at most
+CHUNK = 128  # sorted reads: 16 tiles for its program; a slot read by 8,192 tokens leaves 64 sums for the row's
+# A bag of 128 reads is 16 tiles, one after the other, about 1.3 us each. Where bags are few, torch gets there first in
+# three launches that take all reads at once. Reckoned from latencies, not measured on a GPU.
+SMALL_BYTES = 1 << 20
+
+
+@triton.jit
+def _sum_rows(
+    table: tl.tensor, rows_R: tl.tensor, weights_R: tl.tensor, some_R: tl.tensor, columns_C: tl.tensor, D: constexpr
+) -> tl.tensor:
+    """The weighted sum of some of these rows of a table."""
+    mask_RC = some_R[:, None] & (columns_C < D)[None, :]
+    rows_RC = tl.load(table + rows_R[:, None] * D + columns_C[None, :], mask=mask_RC, other=0)
+    return tl.sum(weights_R.to(tl.float32)[:, None] * rows_RC.to(tl.float32), 0)
+
+
+@triton.jit
+def _weighted_row_sum(
+    values: tl.tensor, slots: tl.tensor, weights: tl.tensor, out: tl.tensor, r: constexpr, D: constexpr, C: constexpr
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    columns_C = tl.program_id(1) * C + tl.arange(0, C)
+    sum_C = tl.zeros((C,), tl.float32)
+    for first in range(0, r, READS):
+        reads_R = first + tl.arange(0, READS)
+        some_R = reads_R < r
+        slots_R = tl.load(slots + token * r + reads_R, mask=some_R, other=0)
+        weights_R = tl.load(weights + token * r + reads_R, mask=some_R, other=0)
+        sum_C += _sum_rows(values, slots_R, weights_R, some_R, columns_C, D)
+    tl.store(out + token * D + columns_C, sum_C, mask=columns_C < D)
+
+
+@triton.jit
+def _row_products(
+    values: tl.tensor, x: tl.tensor, slots: tl.tensor, products: tl.tensor, r: constexpr, D: constexpr, C: constexpr
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    reads_R = tl.program_id(1) * PRODUCTS + tl.arange(0, PRODUCTS)
+    some_R = reads_R < r
+    slots_R = tl.load(slots + token * r + reads_R, mask=some_R, other=0)
+    sum_RC = tl.zeros((PRODUCTS, C), tl.float32)
+    for first in tl.range(0, D, C, loop_unroll_factor=4):
+        columns_C = first + tl.arange(0, C)
+        mask_RC = some_R[:, None] & (columns_C < D)[None, :]
+        rows_RC = tl.load(values + slots_R[:, None] * D + columns_C[None, :], mask=mask_RC, other=0)
+        x_C = tl.load(x + token * D + columns_C, mask=columns_C < D, other=0)
+        sum_RC += rows_RC.to(tl.float32) * x_C.to(tl.float32)[None, :]
+    tl.store(products + token * r + reads_R, tl.sum(sum_RC, 1), mask=some_R)
+
+
+@triton.jit
+def _sum_reads(reads: tl.tuple, first: tl.tensor, end: tl.tensor, columns_C: tl.tensor, D: constexpr) -> tl.tensor:
+    """The weighted sum of x over the reads from `first` to before `end`."""
+    x, _, token, weight, _ = reads
+    sum_C = tl.zeros(columns_C.shape, tl.float32)
+    for start in range(first, end, READS):
+        reads_R = start + tl.arange(0, READS)
+        some_R = reads_R < end
+        tokens_R = tl.load(token + reads_R, mask=some_R, other=0)
+        weights_R = tl.load(weight + reads_R, mask=some_R, other=0)
+        sum_C += _sum_rows(x, tokens_R, weights_R, some_R, columns_C, D)
+    return sum_C
+
+
+@triton.jit
+def _sum_chunks(reads: tl.tuple, row_B: tl.tensor, D: constexpr, C: constexpr, chunk_size: constexpr) -> None:
+    """The sum of each chunk whose reads are all of one row; row_B[b] is the row of the chunk's first read."""
+    _, start, _, _, chunks = reads
+    chunk = tl.program_id(0).to(tl.int64)
+    columns_C = tl.program_id(1) * C + tl.arange(0, C)
+    end = (chunk + 1) * chunk_size
+    if tl.load(start + tl.load(row_B + chunk) + 1) >= end:
+        sum_C = _sum_reads(reads, end - chunk_size, end, columns_C, D)
+        tl.store(chunks + chunk * D + columns_C, sum_C, mask=columns_C < D)
+
+
+@triton.jit
+def _row_gradient(
+    reads: tl.tuple, row: tl.tensor, columns_C: tl.tensor, D: constexpr, chunk_size: constexpr
+) -> tl.tensor:
+    """The sum over a row's reads: those before its whole chunks, these chunks' sums, those after."""
+    _, start, _, _, chunks = reads
+    first, end = tl.load(start + row), tl.load(start + row + 1)
+    chunk, last = (first + chunk_size - 1) // chunk_size, end // chunk_size
+    whole = chunk < last
+    sum_C = _sum_reads(reads, first, tl.where(whole, chunk * chunk_size, end), columns_C, D)
+    for next_chunk in range(chunk, last, READS):
+        chunks_R = next_chunk + tl.arange(0, READS)
+        sum_C += _sum_rows(chunks, chunks_R, chunks_R < last, chunks_R < last, columns_C, D)
+    return sum_C + _sum_reads(reads, tl.where(whole, last * chunk_size, end), end, columns_C, D)
+
+
+@triton.jit
+def _segment_sum(reads: tl.tuple, out: tl.tensor, D: constexpr, C: constexpr, chunk_size: constexpr) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns_C = tl.program_id(1) * C + tl.arange(0, C)
+    sum_C = _row_gradient(reads, row, columns_C, D, chunk_size)
+    tl.store(out + row * D + columns_C, sum_C, mask=columns_C < D)
+
+
+@triton.jit
+def _squared_norms(reads: tl.tuple, squared: tl.tensor, D: constexpr, C: constexpr, chunk_size: constexpr) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns_C = tl.program_id(1) * C + tl.arange(0, C)
+    sum_C = _row_gradient(reads, row, columns_C, D, chunk_size)
+    tl.store(squared + row * tl.num_programs(1) + tl.program_id(1), tl.sum(sum_C * sum_C, 0))
+
+
+@triton.jit
+def _row_adam(
+    table: tl.tuple,
+    rows: tl.tensor,
+    gradient: tl.tensor,
+    reads: tl.tuple,
+    scale: tl.tensor,
+    rates: tl.tuple,
+    D: constexpr,
+    C: constexpr,
+    chunk_size: constexpr,
+) -> None:
+    """Updates one row from its stored gradient or, where that is None, from the sum over its reads."""
+    values, mean, square, copy = table
+    to_mean, beta2, to_square, decay, rate, correction, eps = rates
+    row = tl.program_id(0).to(tl.int64)
+    columns_C = tl.program_id(1) * C + tl.arange(0, C)
+    inside_C = columns_C < D
+    places_C = tl.load(rows + row) * D + columns_C
+    # Loaded before the gradient is summed, to be on their way meanwhile; needed once, so the first to leave the cache.
+    mean_C = tl.load(mean + places_C, mask=inside_C, eviction_policy="evict_first").to(tl.float32)
+    square_C = tl.load(square + places_C, mask=inside_C, eviction_policy="evict_first").to(tl.float32)
+    values_C = tl.load(values + places_C, mask=inside_C, eviction_policy="evict_first").to(tl.float32)
+    if gradient is None:
+        grad_C = _row_gradient(reads, row, columns_C, D, chunk_size)
+    else:
+        grad_C = tl.load(gradient + row * D + columns_C, mask=inside_C).to(tl.float32)
+    grad_C *= tl.load(scale)
+    mean_C += to_mean * (grad_C - mean_C)
+    square_C = beta2 * square_C + to_square * grad_C * grad_C
+    values_C -= decay * values_C
+    values_C -= rate * tl.div_rn(mean_C, tl.sqrt_rn(tl.div_rn(square_C, correction)) + eps)
+    tl.store(mean + places_C, mean_C, mask=inside_C, eviction_policy="evict_first")
+    tl.store(square + places_C, square_C, mask=inside_C, eviction_policy="evict_first")
+    tl.store(values + places_C, values_C, mask=inside_C, eviction_policy="evict_first")
+    if copy is not None:
+        tl.store(copy + places_C, values_C, mask=inside_C)
+
+
+def _launch(kernel: Any, rows: int, table: Tensor, *arguments: Any, **constants: int) -> None:
+    """Run a program for each row and block of columns; `table` is what it mostly reads: 16 bytes of a row a thread."""
+    width = table.shape[1]
+    columns = min(COLUMNS, triton.next_power_of_2(width))
+    warps = max(1, columns * table.element_size() // 512)
+    with torch.cuda.device_of(table):
+        kernel[rows, triton.cdiv(width, columns)](
+            *arguments, D=width, C=columns, num_warps=warps, enable_fp_fusion=True, **constants
+        )
+
+
+def _check(*tables: Tensor | None) -> None:
+    """A copy would cost as much as a table, and an update in place would be lost in it."""
+    if not all(table is None or table.is_contiguous() for table in tables):
+        raise ValueError("the kernels need contiguous tables")
+
+
+def weighted_row_sum(values_KD: Tensor, slots_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
+    """`reference.weighted_row_sum`, summed in fp32, in the dtype of the values.
+
+    Raises:
+        ValueError: the table is not contiguous, here and below.
+    """
+    _check(values_KD)
+    (tokens, r), width = slots_Nr.shape, values_KD.shape[1]
+    if slots_Nr.numel() * width * values_KD.element_size() <= SMALL_BYTES:
+        return reference.weighted_row_sum(values_KD, slots_Nr, weights_Nr.float()).to(values_KD.dtype)
+    out_ND = values_KD.new_empty(tokens, width)
+    _launch(
+        _weighted_row_sum, tokens, values_KD, values_KD, slots_Nr.contiguous(), weights_Nr.contiguous(), out_ND, r=r
+    )
+    return out_ND
+
+
+def row_products(values_KD: Tensor, x_ND: Tensor, slots_Nr: Tensor) -> Tensor:
+    """<x[t], values[slots[t, j]]> (N, r), fp32."""
+    _check(values_KD)
+    tokens, r = slots_Nr.shape
+    products_Nr = torch.empty(tokens, r, dtype=torch.float32, device=x_ND.device)
+    with torch.cuda.device_of(values_KD):
+        _row_products[tokens, triton.cdiv(r, PRODUCTS.value)](
+            values_KD,
+            x_ND.contiguous(),
+            slots_Nr.contiguous(),
+            products_Nr,
+            r=r,
+            D=values_KD.shape[1],
+            C=512 // values_KD.element_size(),  # 16 bytes a thread of one warp: sums over columns stay inside warps
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+    return products_Nr
+
+
+def sort_reads(slots_Nr: Tensor, weights_Nr: Tensor, rows: int) -> Segments:
+    """The reads of each row of a table. The host waits once, for the number of distinct rows.
+
+    Args:
+        rows: how many the table has: fewer give shorter keys, to whose length the time of a radix sort is proportional.
+    """
+    key = torch.int16 if rows <= 1 << 15 else torch.int32 if rows <= 1 << 31 else torch.int64
+    sorted_M, order_M = torch.sort(slots_Nr.flatten().to(key), stable=True)
+    first_U = torch.diff(sorted_M, prepend=sorted_M.new_full((1,), -1)).nonzero()[:, 0]
+    start_S = pad(first_U, (0, 1), value=len(sorted_M))
+    return Segments(sorted_M[first_U].long(), start_S, order_M // slots_Nr.shape[1], weights_Nr.flatten()[order_M])
+
+
+def _sum_of_chunks(x_ND: Tensor, segments: Segments) -> tuple[Tensor, ...]:
+    """Sum the chunks that belong to one row each. Returns what `_row_gradient` reads."""
+    chunks = len(segments.token_M) // CHUNK
+    chunks_BD = torch.empty(chunks, x_ND.shape[1], dtype=torch.float32, device=x_ND.device)
+    first_B = torch.arange(chunks, device=x_ND.device) * CHUNK
+    row_B = torch.searchsorted(segments.start_S, first_B, right=True) - 1
+    reads = x_ND.contiguous(), segments.start_S, segments.token_M, segments.weight_M, chunks_BD
+    _launch(_sum_chunks, chunks, x_ND, reads, row_B, chunk_size=CHUNK)
+    return reads
+
+
+def segment_sum(x_ND: Tensor, segments: Segments) -> Tensor:
+    """`reference.segment_sum`: each row's sum over its reads of weight * x[token] (U, D), in fp32."""
+    reads = _sum_of_chunks(x_ND, segments)
+    out_UD = torch.empty(len(segments.rows_U), x_ND.shape[1], dtype=torch.float32, device=x_ND.device)
+    _launch(_segment_sum, len(out_UD), x_ND, reads, out_UD, chunk_size=CHUNK)
+    return out_UD
+
+
+def squared_norm(x_ND: Tensor, segments: Segments) -> Tensor:
+    """`reference.squared_norm`: the sum of the squares of `segment_sum`, which is not stored; a 0-d tensor, fp64."""
+    reads = _sum_of_chunks(x_ND, segments)
+    blocks = triton.cdiv(x_ND.shape[1], COLUMNS)
+    squared_UB = torch.empty(len(segments.rows_U), blocks, dtype=torch.float32, device=x_ND.device)
+    _launch(_squared_norms, len(squared_UB), x_ND, reads, squared_UB, chunk_size=CHUNK)
+    return squared_UB.sum(dtype=torch.float64)
+
+
+def segment_row_adam_(
+    values_KD: Tensor,
+    mean_KD: Tensor,
+    square_KD: Tensor,
+    x_ND: Tensor,
+    segments: Segments,
+    *,
+    scale: float | Tensor,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    copy_KD: Tensor | None = None,
+) -> None:
+    """`row_adam_` with `segment_sum` as the gradient, which goes straight into the update and is never stored."""
+    table = values_KD, mean_KD, square_KD, copy_KD
+    _check(*table)
+    reads, factor = _sum_of_chunks(x_ND, segments), _factor(scale, values_KD.device)
+    rates = _rates(step, lr, betas, eps, weight_decay)
+    rows_U = segments.rows_U
+    _launch(_row_adam, len(rows_U), x_ND, table, rows_U, None, reads, factor, rates, chunk_size=CHUNK)
+
+
+def row_adam_(
+    values_KD: Tensor,
+    mean_KD: Tensor,
+    square_KD: Tensor,
+    rows_U: Tensor,
+    grad_UD: Tensor,
+    *,
+    scale: float | Tensor,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    copy_KD: Tensor | None = None,
+) -> None:
+    """Adam on distinct rows from their gradients times `scale`, in place and in one pass: `pkmlm.train.row_adam`.
+
+    Args:
+        copy_KD: a half-precision copy of the values, whose rows get the new values rounded.
+    """
+    table = values_KD, mean_KD, square_KD, copy_KD
+    _check(*table)
+    rates = _rates(step, lr, betas, eps, weight_decay)
+    rows_U, grad_UD, factor = rows_U.contiguous(), grad_UD.contiguous(), _factor(scale, values_KD.device)
+    _launch(_row_adam, len(rows_U), grad_UD, table, rows_U, grad_UD, None, factor, rates, chunk_size=CHUNK)
+
+
+def _factor(scale: float | Tensor, device: torch.device) -> Tensor:
+    """The scale in the device's memory: the host need not know one that was computed there."""
+    if isinstance(scale, Tensor):
+        return scale.to(device, torch.float32)
+    return torch.full((), scale, dtype=torch.float32, device=device)
+
+
+def _rates(step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> tuple[float, ...]:
+    """What `_row_adam` multiplies by, computed in double precision."""
+    beta1, beta2 = betas
+    return (
+        1.0 - beta1,
+        float(beta2),
+        1.0 - beta2,
+        float(lr * weight_decay),
+        lr / (1 - beta1**step),
+        1 - beta2**step,
+        eps,
+    )

@@ -1,0 +1,242 @@
+"""The Triton kernels against their definitions: under Triton's interpreter, and on a GPU where there is one.
+
+Triton decides once a process whether it interprets, so `test_under_the_interpreter` runs this file in a process of its
+own. Compiling needs no GPU and is tested everywhere.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from pkmlm.kernels import reference
+
+triton = pytest.importorskip("triton", reason="triton is not installed (the CUDA kernels need it)")
+cuda = pytest.importorskip("pkmlm.kernels.cuda")
+
+INTERPRETED = triton.knobs.runtime.interpret
+HALF = [torch.float16, torch.bfloat16]
+PATTERNS = ["random", "zipf", "one", "distinct"]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+def test_under_the_interpreter():
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def device() -> str:
+    if not INTERPRETED and not torch.cuda.is_available():
+        pytest.skip("no GPU here; test_under_the_interpreter runs it without")
+    return "cpu" if INTERPRETED else "cuda"
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    monkeypatch.setattr(cuda, "COLUMNS", 64)  # several blocks and many chunks at tiny shapes
+    monkeypatch.setattr(cuda, "CHUNK", 4)
+    monkeypatch.setattr(cuda, "SMALL_BYTES", 0)
+    return cuda
+
+
+def slots_of(pattern: str, tokens: int, r: int, rows: int) -> torch.Tensor:
+    reads = tokens * r
+    if pattern == "one":
+        return torch.full((tokens, r), rows - 2)
+    if pattern == "distinct":
+        return torch.randperm(rows)[:reads].view(tokens, r)
+    if pattern == "zipf":
+        return torch.multinomial(1 / torch.arange(1.0, rows + 1) ** 1.5, reads, replacement=True).view(tokens, r)
+    return torch.randint(0, rows, (tokens, r))
+
+
+def inputs(pattern: str, width: int, dtype: torch.dtype, device: str, tokens: int = 8, r: int = 3, rows: int = 30):
+    """Values, slots, weights and output gradients."""
+    torch.manual_seed(width)
+    values, grad = torch.randn(rows, width), torch.randn(tokens, width)
+    slots, weights = slots_of(pattern, tokens, r, rows), torch.randn(tokens, r)
+    return values.to(device, dtype), slots.to(device), weights.to(device), grad.to(device, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize(("width", "r"), [(1, 1), (100, 5), (64, 8), (130, 17)])
+def test_weighted_row_sum_and_row_products(kernels, device, dtype, width, r):
+    values, slots, weights, x = inputs("random", width, dtype, device, tokens=2, r=r)
+    out = kernels.weighted_row_sum(values, slots, weights)
+    expected = reference.weighted_row_sum(values.double(), slots, weights.double())
+    assert out.dtype == dtype
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+    torch.testing.assert_close(out.double(), expected, **tolerance)
+    products = kernels.row_products(values, x, slots)
+    assert products.dtype == torch.float32
+    expected = (values.double()[slots] * x.double()[:, None]).sum(-1)
+    torch.testing.assert_close(products.double(), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_few_small_bags_are_summed_in_torch(kernels, device, monkeypatch):
+    monkeypatch.setattr(kernels, "SMALL_BYTES", 1 << 20)
+    monkeypatch.setattr(kernels, "_launch", None)
+    values, slots, weights, _ = inputs("random", 12, torch.bfloat16, device)
+    out = kernels.weighted_row_sum(values, slots, weights)
+    assert out.dtype == torch.bfloat16
+    expected = reference.weighted_row_sum(values.double(), slots, weights.double())
+    torch.testing.assert_close(out.double(), expected, rtol=4e-3, atol=0)  # rounded once, at the end
+
+
+@pytest.mark.parametrize("rows", [30, 1 << 15, (1 << 15) + 1, 1 << 31, (1 << 31) + 1])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_reads_are_sorted_by_row_and_stay_in_order(kernels, device, pattern, rows):
+    slots = slots_of(pattern, 8, 3, 30).to(device) + rows - 30  # the last rows there are
+    weights = torch.randn(8, 3, device=device)
+    segments = kernels.sort_reads(slots.t().contiguous().t(), weights, rows)
+    flat = slots.flatten().tolist()
+    order = sorted(range(len(flat)), key=lambda read: (flat[read], read))
+    assert segments.rows_U.tolist() == sorted(set(flat))
+    counts = [flat.count(row) for row in sorted(set(flat))]
+    assert segments.start_S.tolist() == [sum(counts[:u]) for u in range(len(counts) + 1)]
+    assert segments.token_M.tolist() == [read // 3 for read in order]
+    assert torch.equal(segments.weight_M, weights.flatten()[order])
+    assert {x.dtype for x in segments[:3]} == {torch.int64}
+
+
+def gradient(x, slots, weights, rows=30):
+    """The gradient of the weighted row sum to its table (rows, width), fp64."""
+    reads = weights.double()[..., None] * x.double()[:, None]
+    return reads.new_zeros(rows, x.shape[1]).index_add_(0, slots.flatten(), reads.flatten(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "width", "dtype"),
+    [*((pattern, 70, torch.float32) for pattern in PATTERNS), *(("random", 5, dtype) for dtype in HALF)],
+)
+def test_segment_sum_and_squared_norm(kernels, device, pattern, width, dtype):
+    _, slots, weights, x = inputs(pattern, width, dtype, device)
+    segments = kernels.sort_reads(slots, weights, 30)
+    expected = gradient(x, slots, weights)[segments.rows_U]
+    found = kernels.segment_sum(x, segments)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    squared = kernels.squared_norm(x, segments)
+    torch.testing.assert_close(squared, expected.square().sum(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("reads", [1, 3, 4, 5, 8, 35, 45])
+def test_a_long_row_at_every_place_among_the_chunks(kernels, device, reads):
+    """Chunks of 4: a row with none, a part, one or many whole ones, with short rows before and after it."""
+    for before in range(4):
+        rows = [0] * before + [1] * reads + [2, 2]
+        slots = torch.tensor(rows, device=device)[:, None]
+        x = torch.randn(len(rows), 3, device=device)
+        segments = kernels.sort_reads(slots, torch.ones_like(x[:, :1]), 3)
+        expected = gradient(x, slots, torch.ones_like(x[:, :1]), 3)[segments.rows_U]
+        torch.testing.assert_close(kernels.segment_sum(x, segments).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def adam(values, mean, square, rows, grad, *, step, lr, betas, eps, weight_decay):
+    """Algorithm 1 of Kingma and Ba, with decoupled decay, on some rows of fp64 tables."""
+    mean[rows] = betas[0] * mean[rows] + (1 - betas[0]) * grad
+    square[rows] = betas[1] * square[rows] + (1 - betas[1]) * grad**2
+    unbiased, scale = mean[rows] / (1 - betas[0] ** step), square[rows] / (1 - betas[1] ** step)
+    values[rows] -= lr * (weight_decay * values[rows] + unbiased / (scale.sqrt() + eps))
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("half", [None, *HALF])
+@pytest.mark.parametrize(("pattern", "width"), [("zipf", 70), ("one", 7)])
+def test_three_steps_of_row_adam(kernels, device, pattern, width, half, stored):
+    values, slots, weights, x = inputs(pattern, width, half or torch.float32, device)
+    before = values.float()
+    tables = before.clone(), torch.zeros_like(before), torch.zeros_like(before)
+    expected = [table.double() for table in tables]
+    copy = None if half is None else torch.full_like(before, 77, dtype=half)
+    segments = kernels.sort_reads(slots, weights, 30)
+    rows = segments.rows_U
+    for step in (1, 2, 3):
+        x = -x.roll(step)
+        scale = 0.5 if step < 3 else torch.tensor(0.25, dtype=torch.float64, device=device)
+        options = {**SETTINGS, "step": step, "scale": scale, "copy_KD": copy}
+        if stored:
+            kernels.row_adam_(*tables, rows, kernels.segment_sum(x, segments), **options)
+        else:
+            kernels.segment_row_adam_(*tables, x, segments, **options)
+        adam(*expected, rows, float(scale) * gradient(x, slots, weights)[rows], step=step, **SETTINGS)
+    for table, wanted in zip(tables, expected, strict=True):
+        torch.testing.assert_close(table.double(), wanted, rtol=1e-5, atol=1e-6)
+    read = torch.zeros(30, dtype=torch.bool, device=device).index_fill_(0, rows, True)
+    assert torch.equal(tables[0][~read], before[~read])
+    if copy is not None:
+        exact = {"rtol": 2**-7 if INTERPRETED and half == torch.bfloat16 else 0, "atol": 0}  # the interpreter cuts off
+        torch.testing.assert_close(copy[read], tables[0][read].to(half), **exact)
+        assert (copy[~read] == 77).all()
+
+
+def test_no_tokens(kernels, device):
+    values, slots, weights, x = inputs("random", 6, torch.float32, device, tokens=0)
+    before = values.clone()
+    assert kernels.weighted_row_sum(values, slots, weights).shape == (0, 6)
+    assert kernels.row_products(values, x, slots).shape == (0, 3)
+    segments = kernels.sort_reads(slots, weights, 30)
+    assert [len(part) for part in segments] == [0, 1, 0, 0]
+    assert kernels.segment_sum(x, segments).shape == (0, 6)
+    assert kernels.squared_norm(x, segments) == 0
+    kernels.segment_row_adam_(values, values, values, x, segments, scale=1, step=1, **SETTINGS)
+    assert torch.equal(values, before)
+
+
+def test_offsets_beyond_two_to_the_31(kernels, device):
+    """Tables of 4 GB of which only the last rows are ever touched, so that they take no memory."""
+    rows, width = (1 << 31) // 1024 + 2, 1024
+    tables = [torch.empty(rows, width, dtype=torch.float16, device=device) for _ in range(3)]
+    values, mean, square = tables
+    last = torch.tensor([[rows - 1, rows - 2]], device=device)
+    for table in tables:
+        table[-2:] = torch.rand(2, width, device=device)
+    weights = torch.tensor([[2.0, 3.0]], device=device)
+    out = kernels.weighted_row_sum(values, last, weights)
+    torch.testing.assert_close(out[0], 2 * values[-1] + 3 * values[-2])
+    products = kernels.row_products(values, out, last)
+    torch.testing.assert_close(products, (values[[-1, -2]].float() @ out[0].float())[None])
+    segments = kernels.sort_reads(last, weights, rows)
+    far = segments._replace(token_M=segments.token_M + rows - 1)  # as if the token were the last of as many
+    torch.testing.assert_close(kernels.segment_sum(values, far), weights.T.flip(0) * values[-1].float())
+    expected = [table[-2:].double() for table in tables]
+    adam(*expected, torch.tensor([0, 1]), 0.5 * gradient(out, last - last.min(), weights, 2), step=1, **SETTINGS)
+    kernels.segment_row_adam_(values, mean, square, out, segments, scale=0.5, step=1, **SETTINGS)
+    for table, wanted in zip(tables, expected, strict=True):
+        torch.testing.assert_close(table[-2:].double(), wanted, rtol=2e-3, atol=1e-5)
+
+
+def test_the_same_bits_every_time(kernels, device):
+    values, slots, weights, x = inputs("zipf", 40, torch.float32, device)
+
+    def step():
+        tables = values.clone(), torch.zeros_like(values), torch.zeros_like(values)
+        segments = kernels.sort_reads(slots, weights, 30)
+        kernels.segment_row_adam_(*tables, x, segments, scale=1.0, step=1, **SETTINGS)
+        return *tables, kernels.squared_norm(x, segments), kernels.weighted_row_sum(values, slots, weights)
+
+    first = step()
+    for _ in range(100 if device == "cuda" else 2):
+        assert all(torch.equal(*pair) for pair in zip(first, step(), strict=True))
+
+
+def test_a_table_that_is_not_contiguous_is_refused(kernels, device):
+    values, slots, weights, x = inputs("random", 6, torch.float32, device)
+    for call in (
+        lambda: kernels.weighted_row_sum(values.t().contiguous().t(), slots, weights),
+        lambda: kernels.row_products(values[:, ::2], x, slots),
+    ):
+        with pytest.raises(ValueError, match="contiguous"):
+            call()
