@@ -32,6 +32,7 @@ setup(
         "psutil>=5.9,<8",
     ],
     extras_require={
+        "hf": ["transformers>=4.57,<6"],
         "sinks": ["tensorboard>=2.16,<3", "wandb>=0.17,<1"],
         "dev": [
             "pytest>=8,<10",
@@ -39,6 +40,7 @@ setup(
             "ruff>=0.14,<1",
             "mypy>=1.15,<3",
             "types-PyYAML>=6,<7",
+            "transformers>=4.57,<6",
         ],
     },
     entry_points={"console_scripts": ["pkmlm = pkmlm.cli:main"]},

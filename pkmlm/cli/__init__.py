@@ -21,6 +21,7 @@ COMMANDS = {
     "eval": ("eval", "Perplexity on a split or on any text."),
     "usage-report": ("usage_report", "How the memory's slots are used."),
     "generate": ("generate", "Continue a text."),
+    "export": ("export", "Write a model as a folder that transformers loads."),
     "cost": ("cost", "Parameters, operations, bytes and memory of a recipe, without building its model."),
     "compare": ("compare", "Runs side by side: curves, perplexity, usage, speed."),
     "bench": ("bench", "Speed on this machine."),

@@ -56,7 +56,7 @@ def command(
 
     refuse_contradictions(split, text, separator)
     text_of = TextChoice(split or "test", text, separator, field)
-    runs = open_runs(run_paths)
+    runs = open_runs(run_paths, run_or_export)
     folder = free_folder(plots, force)
     reports = [report_on(label, run, text_of, step, quiet) for label, run in runs.items()]
     entries = [entry for entry, _ in reports]
@@ -91,6 +91,14 @@ def free_folder(path: str | None, force: bool) -> Path | None:
     return folder
 
 
+def run_or_export(path: str) -> "RunDirectory":
+    """A run, or an exported folder, of which only name and path are used."""
+    from pkmlm.export.config import is_export
+    from pkmlm.runtime.rundir import RunDirectory
+
+    return RunDirectory(path) if is_export(Path(path)) else RunDirectory.existing(path)
+
+
 class TextChoice(NamedTuple):
     """What a report reads: a split, or (with `text`) a file, cut by `separator`, its text in `field`."""
 
@@ -104,8 +112,12 @@ def report_on(
     label: str, run: "RunDirectory", choice: TextChoice, step: str, quiet: bool
 ) -> tuple[dict[str, Any], "list[MemoryUsage]"]:
     """One run's entry of the report and its counts: as kept in RUN/usage/, or measured and kept there."""
+    from pkmlm.export.config import is_export
     from pkmlm.report.usage_files import load_usage, save_usage
 
+    if is_export(run.path):  # a product: nothing is written into it
+        entry, memories = measure(run, choice, step, quiet)
+        return {**entry, "run": label}, memories
     number = run.resolve(step)
     source = source_of(run, number, choice)
     name = choice.split if choice.text is None else f"text-{Path(choice.text).name[:100]}"
@@ -113,7 +125,7 @@ def report_on(
     found = load_usage(stem, source)
     if found is not None:
         return {**found[0], "run": label}, found[1]
-    entry, memories = measure(run, choice, number, quiet)
+    entry, memories = measure(run, choice, str(number), quiet)
     try:
         save_usage(stem, {**entry, "source": source}, memories)
     except UserError as error:  # another's run, say: the report is no worse for it
@@ -138,7 +150,7 @@ def source_of(run: "RunDirectory", step: int, choice: TextChoice) -> dict[str, s
 
 
 def measure(
-    run: "RunDirectory", choice: TextChoice, step: int, quiet: bool
+    run: "RunDirectory", choice: TextChoice, step: str, quiet: bool
 ) -> tuple[dict[str, Any], "list[MemoryUsage]"]:
     """Pass over the text and count."""
     from pkmlm.cli.eval import documents_for
@@ -146,9 +158,9 @@ def measure(
     from pkmlm.evaluate.load import load_run
     from pkmlm.evaluate.usage import measure_usage
 
-    loaded = load_run(run.path, str(step))
+    loaded = load_run(run.path, step)
     documents = documents_for(loaded, *choice)
     with token_progress(f"reading {printable(run.name)}", documents.tokens, quiet) as advance:
         memories = measure_usage(loaded, documents, advance)
     found = [memory.as_json() for memory in memories]
-    return {"run": run.name, "step": step, "split": documents.name, "memories": found}, memories
+    return {"run": run.name, "step": loaded.step, "split": documents.name, "memories": found}, memories

@@ -1,4 +1,4 @@
-"""A trained run, ready to be measured."""
+"""A trained run, or a model exported from one, ready to be measured."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,6 +7,8 @@ import torch
 
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
+from pkmlm.export.config import is_export
+from pkmlm.export.folder import read_export
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runtime.device import choose_device
@@ -19,8 +21,9 @@ class LoadedRun:
     """A model with what it needs to read and write text.
 
     Attributes:
-        path, name: of the run directory.
+        path, name: of the run directory or the exported folder.
         step: of the checkpoint that the weights come from.
+        exported: it is an exported folder, a product that no results are written into.
         model: in evaluation mode, in fp32.
     """
 
@@ -31,14 +34,17 @@ class LoadedRun:
     model: Transformer
     tokenizer: Tokenizer
     device: torch.device
+    exported: bool = False
 
 
 def load_run(path: str | Path, step: str = "latest", device: torch.device | None = None) -> LoadedRun:
-    """Load a checkpoint of a run: "latest", "best" or a step.
+    """Load a checkpoint of a run: "latest", "best" or a step; or an exported folder, which holds one step.
 
     Raises:
         UserError: no such run or checkpoint, or it is damaged.
     """
+    if is_export(Path(path)):
+        return load_export(Path(path), step, device or choose_device())
     run = RunDirectory.existing(path)
     recipe, tokenizer = run.recipe(), Tokenizer.load(run.tokenizer_file)
     device = device or choose_device()
@@ -54,3 +60,17 @@ def load_run(path: str | Path, step: str = "latest", device: torch.device | None
                 raise
             # a training process has replaced it since: look again
     return LoadedRun(run.path, run.name, number, recipe, model.eval(), tokenizer, device)
+
+
+def load_export(path: Path, step: str, device: torch.device) -> LoadedRun:
+    """Load what `pkmlm export` wrote.
+
+    Raises:
+        UserError: another step was asked for, or see `read_export`.
+    """
+    export = read_export(path, device)
+    held = export.origin.step
+    if step not in ("latest", str(held)):
+        raise UserError(f"{path} is an export of step {held} (found --step {step})", "leave --step out")
+    recipe, model, tokenizer = export.recipe, export.model, export.tokenizer
+    return LoadedRun(path, path.resolve().name, held, recipe, model, tokenizer, device, exported=True)

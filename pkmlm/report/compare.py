@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -16,13 +16,15 @@ from pkmlm.runtime.rundir import RunDirectory
 Facts = dict[str, Any]
 
 
-def open_runs(paths: Iterable[str]) -> dict[str, RunDirectory]:
+def open_runs(
+    paths: Iterable[str], opened: Callable[[str], RunDirectory] = RunDirectory.existing
+) -> dict[str, RunDirectory]:
     """Run directories by name, or by path where two have the same name; one given twice is taken once.
 
     Raises:
         UserError: one is not a run directory.
     """
-    runs = {run.path.resolve(): run for run in map(RunDirectory.existing, paths)}.values()
+    runs = {run.path.resolve(): run for run in map(opened, paths)}.values()
     names = [run.name for run in runs]
     return {run.name if names.count(run.name) == 1 else str(run.path): run for run in runs}
 

@@ -73,10 +73,10 @@ def prune(run: RunDirectory, keep: int) -> None:
             shutil.rmtree(run.checkpoint(step))
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     with disk_errors(path):
         try:
-            save_file(tensors, path)
+            save_file(tensors, path, metadata)
         except SafetensorError as error:
             raise UserError(f"cannot write {path}: {error}", exit_code=1) from None
         mask = os.umask(0)

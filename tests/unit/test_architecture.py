@@ -7,6 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "pkmlm"
 FILES = sorted(PACKAGE.rglob("*.py"))
+OWN = [path for path in FILES if not path.stem.endswith("_pkmlm")]  # the others go out with exported models
 # A room may import from rooms of a lower number, and from itself.
 FLOORS = {
     "errors": 0,
@@ -17,9 +18,11 @@ FLOORS = {
     "model": 3,
     "report": 4,
     "train": 4,
-    "evaluate": 5,
-    "cli": 6,
-    "__main__": 7,
+    "export": 5,
+    "evaluate": 6,
+    "bench": 7,
+    "cli": 8,
+    "__main__": 9,
     "__init__": 0,
 }
 HEAVY = {"torch", "numpy", "sentencepiece", "matplotlib", "pyarrow", "safetensors", "rich"}
@@ -42,7 +45,7 @@ def imports(tree: ast.AST) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize("path", OWN, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_go_one_way(path):
     own = room(path)
     for name in imports(ast.parse(path.read_text())):
@@ -52,7 +55,9 @@ def test_imports_go_one_way(path):
         assert parts[1] == own or FLOORS[parts[1]] < FLOORS[own], f"{path.name} imports {name}"
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "cli").glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted((PACKAGE / "cli").rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
+)
 def test_commands_import_heavy_packages_only_when_they_run(path):
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Import | ast.ImportFrom):

@@ -1,0 +1,74 @@
+"""`pkmlm export`: a trained model as a folder for `transformers`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pkmlm.cli.options import force_option, step_option
+from pkmlm.errors import printable
+
+if TYPE_CHECKING:
+    from pkmlm.runtime.rundir import RunDirectory
+
+
+@click.command()
+@click.argument("run_path", metavar="RUN")
+@click.option("-o", "--output", required=True, metavar="DIR", help="The folder to write.")
+@step_option
+@click.option(
+    "--dtype",
+    type=click.Choice(["fp32", "bf16", "fp16"]),
+    default="fp32",
+    show_default=True,
+    help="Of the weights; what finds a memory's slots (queries, keys) stays in fp32.",
+)
+@force_option
+def command(run_path: str, output: str, step: str, dtype: str, force: bool) -> None:
+    """Write RUN's model as a folder that transformers loads.
+
+    The folder holds weights (safetensors), configuration, tokenizer, model card and the model's code, which stands
+    alone. `pkmlm eval`, `generate` and `usage-report` take such a folder too, in place of a run.
+
+    \b
+    Examples:
+      pkmlm export runs/demo -o exported
+      pkmlm export runs/demo -o exported --step best --dtype bf16
+      pkmlm eval exported
+    """
+    import torch
+
+    from pkmlm.evaluate.load import load_run
+    from pkmlm.export.card import card_of
+    from pkmlm.export.config import Origin
+    from pkmlm.export.folder import check_free, write_export
+    from pkmlm.runtime.files import read_json
+    from pkmlm.runtime.rundir import RunDirectory
+
+    folder = Path(output).absolute()
+    check_free(folder, force)
+    run = RunDirectory.existing(run_path)
+    loaded = load_run(run.path, step, torch.device("cpu"))
+    state = read_json(run.checkpoint(loaded.step) / "state.json", "the checkpoint's state")
+    origin = Origin(loaded.name, loaded.step, state["tokens"])
+    parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
+    card = card_of(loaded.recipe, origin, parameters, dtype, scores_of(run, loaded.step))
+    size = write_export(folder, loaded.model, loaded.recipe, loaded.tokenizer, origin, card, dtype=dtype, force=force)
+    click.echo(
+        f"{printable(output)}: {printable(loaded.name)} at step {loaded.step:,}, {parameters:,} parameters, "
+        f"{size / 1e6:,.1f} MB in {dtype}"
+    )
+
+
+def scores_of(run: "RunDirectory", step: int) -> dict[str, dict[str, Any]]:
+    """What is known of a step, by split: its validation in training, and what `pkmlm eval` found on the test split."""
+    from pkmlm.runtime.files import read_json
+
+    scores: dict[str, dict[str, Any]] = {}
+    for line in run.metrics():
+        if line.get("event") == "valid" and line["step"] == step:
+            scores["valid"] = line
+    tested = run.path / "eval" / f"test-step-{step}.json"
+    if tested.exists():
+        scores["test"] = read_json(tested, "the results")["perplexity"]
+    return scores

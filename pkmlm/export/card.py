@@ -1,0 +1,67 @@
+"""The README.md of an exported model."""
+
+from typing import Any
+
+from pkmlm.export.config import Origin
+from pkmlm.recipe.check import memory_layers
+from pkmlm.recipe.schema import Model, Recipe
+
+
+def card_of(recipe: Recipe, origin: Origin, parameters: int, dtype: str, scores: dict[str, dict[str, Any]]) -> str:
+    """A short page: what the model is, what it was trained on, how well it predicts, how to load it.
+
+    Args:
+        parameters: of the whole model.
+        scores: "token_ppl" and "bits_per_byte" by split.
+    """
+    model = recipe.model
+    facts = [
+        f"- {parameters:,} parameters in {dtype}; {model.layers} layers of width {model.dim}, "
+        f"{model.heads} attention heads, a context of {model.context:,} tokens",
+        f"- {described(model)}",
+        f"- trained on {origin.tokens:,} tokens ({origin.step:,} steps)",
+        *(
+            f"- {split} split: perplexity {found['token_ppl']:,.2f} a token, {found['bits_per_byte']:.4f} bits a byte"
+            for split, found in scores.items()
+        ),
+    ]
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+---
+
+# {origin.run}
+
+A language model trained with pkmlm.
+
+{chr(10).join(facts)}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("path", trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained("path", trust_remote_code=True)
+inputs = tokenizer("It was", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0], skip_special_tokens=True))
+```
+
+`path` is this folder. The tokenizer (it needs `pip install sentencepiece`) loses nothing: every text comes back from
+decoding. It puts the end-of-document token before a text, as training did; `add_special_tokens=False` leaves it out.
+"""
+
+
+def described(model: Model) -> str:
+    """The kind of model, in words."""
+    if model.projections == "hash":
+        kind = f"MemoryFormer: hash tables of {model.hash.bits} bits for q, k, v and the FFN"
+    else:
+        kind = "dense projections"
+    layers = list(memory_layers(model))
+    if not layers:
+        return kind
+    where = "layer " + ", ".join(map(str, layers)) if len(layers) == 1 else "layers " + ", ".join(map(str, layers))
+    memory = model.memory
+    name = memory.kind.replace("-", " ")
+    return (
+        f"{kind}; {name} memory of {memory.num_keys**2:,} slots in {where}, {memory.heads} heads x {memory.topk} reads"
+    )

@@ -1,0 +1,115 @@
+"""config.json of an exported model: a recipe as `transformers` knows models, and back."""
+
+import json
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pkmlm.errors import UserError
+from pkmlm.recipe.check import check_recipe, memory_layers
+from pkmlm.recipe.load import bind
+from pkmlm.recipe.nodes import Node
+from pkmlm.recipe.schema import Model, Recipe
+from pkmlm.runtime.files import read_json
+
+if TYPE_CHECKING:
+    from pkmlm.data.tokenizer import Tokenizer
+
+CONFIG = "config.json"
+MODEL_TYPE = "pkmlm"
+DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+class Origin(NamedTuple):
+    """Where exported weights come from: the name of the run, its step, and the tokens trained on until then."""
+
+    run: str
+    step: int
+    tokens: int
+
+
+def is_export(path: Path) -> bool:
+    """Whether a folder is meant for `transformers`; a run directory is not."""
+    return (path / CONFIG).is_file() and not (path / "recipe.yaml").exists()
+
+
+def config_of(recipe: Recipe, rows: int, tokenizer: "Tokenizer", origin: Origin, dtype: str) -> dict[str, Any]:
+    """The content of config.json: the recipe's `model` key by key, all else of the recipe under `trained`.
+
+    Args:
+        rows: of the embedding.
+        dtype: of the weights, a key of `DTYPE_NAMES`.
+    """
+    layers = [f"{layer}+" if beside else str(layer) for layer, beside in memory_layers(recipe.model).items()]
+    model = replace(recipe.model, vocab_size=rows, memory=replace(recipe.model.memory, layers=tuple(layers)))
+    rest = {key: value for key, value in asdict(recipe).items() if key != "model"}
+    return {
+        "architectures": ["PkmlmForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_pkmlm.PkmlmConfig",
+            "AutoModel": "modeling_pkmlm.PkmlmModel",
+            "AutoModelForCausalLM": "modeling_pkmlm.PkmlmForCausalLM",
+        },
+        "model_type": MODEL_TYPE,
+        "dtype": DTYPE_NAMES[dtype],
+        **special_ids(tokenizer),
+        **asdict(model),
+        "trained": {**origin._asdict(), "recipe": rest},
+    }
+
+
+def special_ids(tokenizer: "Tokenizer") -> dict[str, int]:
+    """The document separator begins and ends a text; padding is the unknown token, which no text needs."""
+    return {
+        "bos_token_id": tokenizer.eos,
+        "eos_token_id": tokenizer.eos,
+        "pad_token_id": tokenizer.unknown,
+    }
+
+
+def generation_config(rows: int, tokenizer: "Tokenizer") -> dict[str, Any]:
+    """The content of generation_config.json; rows of the embedding that are no pieces are never generated."""
+    spare = list(range(tokenizer.size, rows))
+    return special_ids(tokenizer) | ({"suppress_tokens": spare} if spare else {})
+
+
+def tokenizer_config(context: int) -> dict[str, Any]:
+    """The content of tokenizer_config.json; a model that continues texts is padded on the left."""
+    return {
+        "auto_map": {"AutoTokenizer": ["tokenization_pkmlm.PkmlmTokenizer", None]},
+        "tokenizer_class": "PkmlmTokenizer",
+        "model_max_length": context,
+        "padding_side": "left",
+    }
+
+
+def read_config(path: Path) -> tuple[Recipe, Origin]:
+    """The recipe and the origin in a config.json; keys that are not there have the recipe's defaults.
+
+    Raises:
+        UserError: not such a file, or a model that cannot be built.
+    """
+    config = read_json(path, "the model's configuration")
+    found = config.get("model_type") if isinstance(config, dict) else None
+    if found != MODEL_TYPE:
+        raise UserError(f"{path}: model_type {found!r} (expected {MODEL_TYPE!r})", "`pkmlm export` writes such folders")
+    trained = config.get("trained", {})
+    rest = trained.get("recipe", {}) if isinstance(trained, dict) else None
+    if not isinstance(rest, dict):
+        raise UserError(f"{path}: trained.recipe is not an object")
+    origin = Origin(trained.get("run", path.parent.name), trained.get("step", 0), trained.get("tokens", 0))
+    if not (isinstance(origin.run, str) and isinstance(origin.step, int) and isinstance(origin.tokens, int)):
+        raise UserError(f"{path}: trained is {json.dumps(origin)[:60]} (expected a text and two whole numbers)")
+    model = {field.name: config[field.name] for field in fields(Model) if field.name in config}
+    places: dict[str, str] = {}
+    recipe: Recipe = bind(node_of(rest | {"model": model}, str(path)), Recipe, "", places)
+    return check_recipe(recipe, places), origin
+
+
+def node_of(value: Any, place: str) -> Node:
+    """A JSON value as a recipe's node."""
+    if isinstance(value, dict):
+        return Node({key: node_of(child, place) for key, child in value.items()}, place)
+    if isinstance(value, list):
+        return Node([node_of(child, place) for child in value], place)
+    return Node(value, place, quoted=True) if isinstance(value, str) else Node(json.dumps(value), place)

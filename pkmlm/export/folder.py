@@ -1,0 +1,223 @@
+"""A model as a folder for `transformers`: config.json, weights, tokenizer, the code that runs them, and a card.
+
+The weights have the names of our own model below "model."; an untied head is "lm_head". manifest.json holds the size
+and sha256 of each file that `read_export` reads.
+"""
+
+import contextlib
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.errors import UserError
+from pkmlm.export.config import CONFIG, Origin, config_of, generation_config, read_config, tokenizer_config
+from pkmlm.model.transformer import Transformer, build_model
+from pkmlm.recipe.schema import Recipe
+from pkmlm.runtime.device import DTYPES
+from pkmlm.runtime.files import read_json, sha256_of, write_json, write_text, writing, writing_folder
+from pkmlm.train.checkpoint import write_tensors
+
+VERSION = 1
+CODE = ("configuration_pkmlm.py", "modeling_pkmlm.py", "memory_pkmlm.py", "tokenization_pkmlm.py")
+TOKENIZER, MANIFEST = "tokenizer.model", "manifest.json"
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+OTHERS = {INDEX, "generation_config.json", "tokenizer_config.json", "README.md"}
+SHARD_BYTES = 5 * 10**9
+# Queries and keys decide which slots are read: in training too their search is in fp32, whatever the precision.
+KEPT = re.compile(r"\.memory\.(query\.|subkeys_H2nf$|keys_HKq$)")
+TRAINING_ONLY = re.compile(r"\.query\.norm\.forwards$")
+HINT = "it is damaged or was changed: export the run again, or delete manifest.json to take it as it is"
+
+
+def check_free(path: Path, force: bool) -> None:
+    """Refuse a place where something would be lost.
+
+    Raises:
+        UserError: it is a file, it is not empty and `force` is not given, or it holds what no export wrote.
+    """
+    if path.exists() and not path.is_dir():
+        raise UserError(f"-o {path} is a file (expected a folder)")
+    entries = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
+    if entries and not force:
+        raise UserError(f"-o {path} is not empty", "choose another folder, or add --force to replace an export")
+    known = {*CODE, CONFIG, TOKENIZER, MANIFEST, *OTHERS}
+    foreign = [name for name in entries if name not in known and not SHARD.fullmatch(name)]
+    if foreign:
+        raise UserError(f"-o {path} holds {foreign[0]}, which no export wrote", "choose another folder")
+
+
+def write_export(
+    path: Path,
+    model: Transformer,
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    origin: Origin,
+    card: str,
+    *,
+    dtype: str = "fp32",
+    force: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+) -> int:
+    """Write a model, whole or not at all; return the bytes of its weights.
+
+    Args:
+        path: the folder; see `check_free` for what may stand there.
+        card: the text of README.md.
+        dtype: of the weights: "fp32", "bf16" or "fp16"; a memory's queries and keys stay in fp32.
+        shard_bytes: larger weights are cut into files of at most so many bytes (a larger tensor has its own).
+
+    Raises:
+        UserError: `path` is not free; a weight does not fit the dtype, or the disk refused (exit code 1).
+    """
+    check_free(path, force)
+    rows = model.embedding.num_embeddings
+    with writing_folder(path, replace=force) as folder:
+        read = write_weights(folder, model, dtype, shard_bytes)
+        size = sum((folder / name).stat().st_size for name in read)
+        write_json(folder / CONFIG, config_of(recipe, rows, tokenizer, origin, dtype))
+        write_json(folder / "generation_config.json", generation_config(rows, tokenizer))
+        write_json(folder / "tokenizer_config.json", tokenizer_config(recipe.model.context))
+        with writing(folder / TOKENIZER) as file:
+            file.write(tokenizer.model_bytes)
+        for name in CODE:
+            write_text(folder / name, Path(__file__).with_name(name).read_text(encoding="utf-8"))
+        write_text(folder / "README.md", card)
+        entries = {
+            name: {"bytes": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)}
+            for name in [*read, CONFIG, TOKENIZER]
+        }
+        write_json(folder / MANIFEST, {"version": VERSION, "files": entries})
+    return size
+
+
+def exported_name(name: str) -> str:
+    """What a tensor of our model is called in an export."""
+    return name.replace("untied_head.", "lm_head.", 1) if name.startswith("untied_head.") else f"model.{name}"
+
+
+def exported_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of our model that an export holds, by their names there."""
+    return {
+        exported_name(name): tensor for name, tensor in model.state_dict().items() if not TRAINING_ONLY.search(name)
+    }
+
+
+def write_weights(folder: Path, model: nn.Module, dtype: str, shard_bytes: int) -> list[str]:
+    """Write the weights, in one file or in several with an index; return the names of all files.
+
+    Raises:
+        UserError: (exit code 1) a weight does not fit the dtype.
+    """
+    tensors = exported_tensors(model)
+    dtypes = {name: DTYPES["fp32" if KEPT.search(name) else dtype] for name in tensors}
+    sizes = {name: tensor.numel() * dtypes[name].itemsize for name, tensor in tensors.items()}
+    shards: list[list[str]] = [[]]
+    for name, size in sizes.items():
+        if shards[-1] and sum(sizes[other] for other in shards[-1]) + size > shard_bytes:
+            shards.append([])
+        shards[-1].append(name)
+    files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        files = [WHOLE]
+    for file, names in zip(files, shards, strict=True):
+        cast = {name: tensors[name].to(dtypes[name]).contiguous() for name in names}
+        bad = [name for name, tensor in cast.items() if not torch.isfinite(tensor).all()]
+        if bad:
+            raise UserError(f"{bad[0]} does not fit {dtype}", "use --dtype fp32 or bf16", exit_code=1)
+        write_tensors(folder / file, cast, {"format": "pt"})
+    if len(shards) == 1:
+        return files
+    held_by = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+    write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": held_by})
+    return [INDEX, *files]
+
+
+class Export(NamedTuple):
+    """What a folder holds: `model` in fp32, in evaluation mode."""
+
+    recipe: Recipe
+    origin: Origin
+    model: Transformer
+    tokenizer: Tokenizer
+
+
+def read_export(path: Path, device: torch.device) -> Export:
+    """Read an exported model; no code of the folder is run, and `transformers` is not needed.
+
+    What manifest.json lists is checked against it. A folder without one (a model that `transformers` has saved, say)
+    is read as it is.
+
+    Raises:
+        UserError: not an exported model, or it is incomplete, damaged or changed.
+    """
+    if (path / MANIFEST).exists():
+        verify(path)
+    recipe, origin = read_config(path / CONFIG)
+    tokenizer = Tokenizer.load(path / TOKENIZER)
+    model = build_model(recipe, recipe.model.vocab_size or tokenizer.size, "meta").to_empty(device=device)
+    for name, buffer in model.named_buffers():
+        if TRAINING_ONLY.search(name):
+            buffer.zero_()
+    read_weights(path, exported_tensors(model))
+    return Export(recipe, origin, model.eval(), tokenizer)
+
+
+def verify(path: Path) -> None:
+    """Check the files that manifest.json lists.
+
+    Raises:
+        UserError: (exit code 1) one is missing or has other bytes, or it is no manifest of this version.
+    """
+    manifest = read_json(path / MANIFEST, "the export's manifest")
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    if not isinstance(files, dict) or not {CONFIG, TOKENIZER} <= files.keys():
+        raise UserError(f"{path / MANIFEST} is no manifest", HINT, exit_code=1)
+    if manifest.get("version") != VERSION:
+        found = manifest.get("version")
+        raise UserError(f"{path}: export version {found!r} (this build reads {VERSION})", exit_code=1)
+    for name, expected in files.items():
+        file = path / Path(name).name
+        if not file.is_file():
+            raise UserError(f"{file} is missing", HINT, exit_code=1)
+        found = sha256_of(file)
+        if not isinstance(expected, dict) or found != expected.get("sha256"):
+            raise UserError(f"{file}: sha256 {found[:12]} is not that of manifest.json", HINT, exit_code=1)
+
+
+@torch.no_grad()
+def read_weights(path: Path, expected: dict[str, Tensor]) -> None:
+    """Copy the weights of a folder into tensors of the same names and shapes, widened where they are narrower.
+
+    Raises:
+        UserError: (exit code 1) a file is missing or damaged, or holds other tensors; then nothing has been copied.
+    """
+    held_by = dict.fromkeys(expected, WHOLE)
+    if not (path / WHOLE).exists() and (path / INDEX).exists():
+        index = read_json(path / INDEX, "the index of the weights")
+        weight_map = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(weight_map, dict) or not all(SHARD.fullmatch(str(file)) for file in weight_map.values()):
+            raise UserError(f"{path / INDEX} is no index of weights", HINT, exit_code=1)
+        held_by = weight_map
+    with contextlib.ExitStack() as stack:
+        try:
+            files = {
+                file: stack.enter_context(safe_open(path / file, framework="pt")) for file in set(held_by.values())
+            }
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"cannot read the weights of {path}: {error}", HINT, exit_code=1) from None
+        found = {name: file.get_slice(name) for file in files.values() for name in file.keys()}  # noqa: SIM118
+        for name in sorted(expected.keys() ^ found.keys()):
+            what = "is not in the model of config.json" if name in found else "is missing"
+            raise UserError(f"{path}: tensor {name} {what}", HINT, exit_code=1)
+        for name, tensor in expected.items():
+            shape = found[name].get_shape()
+            if list(tensor.shape) != shape:
+                raise UserError(f"{path}: tensor {name} has shape {shape} (expected {list(tensor.shape)})", HINT, 1)
+        for name, tensor in expected.items():
+            tensor.copy_(found[name][...])

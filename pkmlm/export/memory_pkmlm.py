@@ -1,0 +1,169 @@
+"""The memories of a pkmlm model for `transformers`. Part of an exported model: it stands alone.
+
+B: sequences; T: positions; N: tokens (B * T); R: rows of scores; D: model width; H: memory heads; q: width of a query;
+n: sub-keys of a half; f: q / 2; K: slots or rows (hash layers: tables); k: slots a head reads; r: reads of a token;
+b: bits of a bucket code; c: candidates.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding_bag, gelu, softplus
+
+from .configuration_pkmlm import PkmlmConfig
+
+SCORES = 1 << 24  # scores of flat keys that exist at a time
+
+
+def top_k(scores_Rn: Tensor, k: int) -> Tensor:
+    """Columns of the k highest fp32 scores of each row, highest first; equal scores by column, lowest first."""
+    n = scores_Rn.shape[-1]
+    bits_Rn = (scores_Rn + 0.0).view(torch.int32)  # + 0.0: -0 and 0 are equal scores
+    ordered_Rn = bits_Rn ^ ((bits_Rn >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
+    last_first_n = torch.arange(n - 1, -1, -1, device=scores_Rn.device)
+    return n - 1 - (torch.topk((ordered_Rn.long() << 32) | last_first_n, k, dim=-1).values & 0xFFFFFFFF)
+
+
+class Values(nn.Module):
+    """A table of rows, read as weighted sums."""
+
+    def __init__(self, rows: int, width: int):
+        super().__init__()
+        self.weight_KD = nn.Parameter(torch.empty(rows, width))
+
+    def forward(self, rows_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
+        weights_Nr = weights_Nr.to(self.weight_KD.dtype)
+        return embedding_bag(rows_Nr, self.weight_KD, mode="sum", per_sample_weights=weights_Nr)
+
+
+class HashLayer(nn.Module):
+    """y = sum over tables of p(z) * T[h(z)]: z a chunk of the input, h its signs, p(z) the score of its bucket.
+
+    MemoryFormer (Ding et al. 2024), sec. 2.2. Signs and scores are taken in fp32.
+    """
+
+    def __init__(self, config: PkmlmConfig, dim: int, width: int, bits: int):
+        super().__init__()
+        self.tables, self.bits = dim // bits, bits
+        self.temperature, self.scaled = config.hash["temperature"], config.hash["score"] == "scaled"
+        self.values = Values(self.tables << bits, width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        z_NKb = x_BTD.float().reshape(-1, self.tables, self.bits)
+        codes_NK = ((z_NKb >= 0).long() << torch.arange(self.bits, device=x_BTD.device)).sum(-1)
+        rows_NK = codes_NK + (torch.arange(self.tables, device=x_BTD.device) << self.bits)
+        scores_NK = torch.exp(-softplus(-2 / self.temperature * z_NKb.abs()).sum(-1))
+        if self.scaled:
+            scores_NK = scores_NK * z_NKb.abs().sum(-1)
+        return self.values(rows_NK, scores_NK).view(*x_BTD.shape[:-1], -1)
+
+
+class MemoryBlock(nn.Module):
+    """Two hash layers in place of an FFN, a LayerNorm between."""
+
+    def __init__(self, config: PkmlmConfig):
+        super().__init__()
+        bits = config.hash["bits"] + config.hash["extra_bits"]
+        wide = bits * (config.dim // config.hash["bits"])
+        self.first = HashLayer(config, config.dim, wide, config.hash["bits"])
+        self.norm = nn.LayerNorm(wide)
+        self.second = HashLayer(config, wide, config.dim, bits)
+        self.gelu = config.hash["activation"] == "gelu"
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        h_BTW = self.first(x_BTD)
+        return self.second(self.norm(gelu(h_BTW) if self.gelu else h_BTW))
+
+
+class QueryBatchNorm(nn.Module):
+    """Batch normalisation by the running statistics, in fp32; they stay as they are in training too."""
+
+    def __init__(self, features: int):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.empty(features)), nn.Parameter(torch.empty(features))
+        self.running_mean: Tensor
+        self.running_var: Tensor
+        self.register_buffer("running_mean", torch.empty(features))
+        self.register_buffer("running_var", torch.empty(features))
+
+    def forward(self, x_NF: Tensor) -> Tensor:
+        mean_F, var_F = self.running_mean.float(), self.running_var.float()
+        return (x_NF - mean_F) * torch.rsqrt(var_F + 1e-5) * self.weight.float() + self.bias.float()
+
+
+class Query(nn.Module):
+    """Queries (N, H, q) of a memory, in fp32: a linear map, or two with a ReLU between, then a normalisation."""
+
+    def __init__(self, dim: int, memory: dict[str, Any]):
+        super().__init__()
+        self.heads, self.key_dim, self.kind = memory["heads"], memory["key_dim"], memory["query_norm"]
+        last = nn.Linear(dim, self.heads * self.key_dim)
+        self.map = last if memory["query"] == "linear" else nn.Sequential(nn.Linear(dim, dim), nn.ReLU(), last)
+        self.norm: nn.Module = {
+            "batch": lambda: QueryBatchNorm(self.heads * self.key_dim),
+            "layer": lambda: nn.LayerNorm(self.key_dim),
+            "rms": lambda: nn.RMSNorm(self.key_dim, eps=1e-6),
+            "none": nn.Identity,
+        }[self.kind]()
+
+    def forward(self, x_ND: Tensor) -> Tensor:
+        q_NF = self.map(x_ND.float())
+        if self.kind == "batch":
+            return self.norm(q_NF).view(-1, self.heads, self.key_dim)
+        return self.norm(q_NF.view(-1, self.heads, self.key_dim))
+
+
+class KeyMemory(nn.Module):
+    """The softmax-weighted sum of the values of each head's k best slots, found among product keys or flat keys.
+
+    Product-key memory (Lample et al. 2019), sec. 3. Search and softmax are in fp32.
+    """
+
+    def __init__(self, config: PkmlmConfig):
+        super().__init__()
+        memory = config.memory
+        heads, n, width = memory["heads"], memory["num_keys"], memory["key_dim"]
+        self.topk = memory["topk"]
+        self.query = Query(config.dim, memory)
+        if memory["kind"] == "product-key":
+            self.subkeys_H2nf = nn.Parameter(torch.empty(heads, 2, n, width // 2))
+        else:
+            self.keys_HKq = nn.Parameter(torch.empty(heads, n * n, width))
+        self.select = self.product_keys if memory["kind"] == "product-key" else self.flat_keys
+        self.values = Values(n * n, config.dim)
+
+    def product_keys(self, q_NHq: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores and slots (N, H, k) of the best of all n^2 pairs of sub-keys.
+
+        Only pairs of ranks with (a + 1)(b + 1) <= k can be among the k best sums of two sorted lists.
+        """
+        heads, _, n, f = self.subkeys_H2nf.shape
+        q_2HNf = q_NHq.view(-1, heads, 2, f).permute(2, 1, 0, 3).contiguous()
+        scores_2Rn = (q_2HNf @ self.subkeys_H2nf.float().transpose(0, 1).transpose(-1, -2)).flatten(1, 2)
+        best_2Rk = [top_k(scores_Rn, min(n, self.topk)) for scores_Rn in scores_2Rn]
+        ranks = [(a, b) for a in range(min(n, self.topk)) for b in range(min(n, self.topk // (a + 1)))]
+        a, b = torch.tensor(ranks, device=q_NHq.device).unbind(1)
+        i_Rc, j_Rc = best_2Rk[0][:, a], best_2Rk[1][:, b]
+        sums_Rc = scores_2Rn[0].gather(1, i_Rc) + scores_2Rn[1].gather(1, j_Rc)
+        chosen_Rk = top_k(sums_Rc.detach(), self.topk)
+        slots_Rk = (i_Rc * n + j_Rc).gather(1, chosen_Rk)
+        scores_HNk, slots_HNk = (x.view(heads, -1, self.topk) for x in (sums_Rc.gather(1, chosen_Rk), slots_Rk))
+        return scores_HNk.transpose(0, 1), slots_HNk.transpose(0, 1)
+
+    def flat_keys(self, q_NHq: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores and slots (N, H, k) of the best of all keys, a few tokens at a time."""
+        found = []
+        for head, keys_Kq in enumerate(self.keys_HKq.float()):
+            for q_Cq in q_NHq[:, head].contiguous().split(max(1, SCORES // len(keys_Kq))):
+                scores_CK = q_Cq @ keys_Kq.T
+                slots_Ck = top_k(scores_CK.detach(), self.topk)
+                found.append((scores_CK.gather(1, slots_Ck), slots_Ck))
+        scores_HNk, slots_HNk = (
+            torch.cat(part).view(len(self.keys_HKq), -1, self.topk) for part in zip(*found, strict=True)
+        )
+        return scores_HNk.transpose(0, 1), slots_HNk.transpose(0, 1)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        scores_NHk, slots_NHk = self.select(self.query(x_BTD.flatten(0, 1)))
+        return self.values(slots_NHk.flatten(1), scores_NHk.softmax(-1).flatten(1)).view_as(x_BTD)
