@@ -1,20 +1,99 @@
-"""`pkmlm bench train`."""
+"""`pkmlm bench`: every benchmark runs at a tiny size and prints what it says."""
 
 import json
 
+import pytest
+
 from tests.conftest import pkmlm
 
+TINY = ["--dim", 16, "--heads", 2, "--topk", 4, "--key-dim", 8, "--tokens", 8, "--rounds", 1]
 
-def test_bench_train_times_both_loops(tmp_path, write_recipe):
+
+def test_bench_memory_times_layers_side_by_side():
+    found = json.loads(pkmlm("bench", "memory", *TINY, "--slots", "64,256", "--json").stdout)
+    assert found["shape"] == {"dim": 16, "heads": 2, "topk": 4, "key_dim": 8, "tokens": 8}
+    assert [size["slots"] for size in found["sizes"]] == [64, 256]
+    for size in found["sizes"]:
+        assert list(size["layers"]) == ["pkmlm", "plain-adam", "plain-fused", "plain-sparse", "ffn"]
+        step = size["layers"]["plain-adam"]["step"]
+        assert set(step) == {"seconds", "median", "ratio", "bytes_per_second", "share_of_copy"}
+        assert step["ratio"] == pytest.approx(step["median"] / size["layers"]["pkmlm"]["step"]["median"])
+        assert size["layers"]["ffn"]["step"]["bytes_per_second"] is None
+        assert "peak_bytes" not in size["layers"]["pkmlm"]
+        assert size["copy_bytes_per_second"] > 1e8
+    assert found["machine"]["torch"]
+
+
+def test_bench_memory_prints_tables_and_growth():
+    said = pkmlm("bench", "memory", *TINY, "--slots", "64,256", "--only", "pkmlm").stdout
+    assert "256 slots of width 16, 8 tokens reading 2 x 4 each" in said
+    assert "Step, 256 over 64 slots: pkmlm " in said
+    assert "plain" not in said
+    assert "at its highest" not in said
+    said = pkmlm("bench", "memory", *TINY, "--slots", "64", "--only", "pkmlm,ffn", "--peak").stdout
+    table = said.partition("Memory of a training step at its highest")[2].splitlines()
+    assert table[4].split()[:2] == ["64", "pkmlm"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--slots", "17k"], "found '17k' (expected a square: one of 1k, 4k, 16k, 65k, 262k, 1M,"),
+        (["--slots", "65000"], "expected a square: 64516 or 65025, or one of"),
+        (["--only", "pkmlm,plain"], "found 'plain' (expected some of pkmlm, plain-adam,"),
+        (["--slots", "64"], "--topk: found 32 (expected at most 8, the sub-keys of 64 slots)"),
+        (["--slots", "1k", "--key-dim", "7"], "--key-dim: found 7 (expected an even width"),
+    ],
+)
+def test_bench_memory_refuses(arguments, message):
+    assert message in " ".join(pkmlm("bench", "memory", *arguments, code=2).stderr.split())
+
+
+def test_bench_generate_times_models_side_by_side(tmp_path, write_recipe):
+    recipe = write_recipe(tmp_path, "product-key")
+    short = ["--rounds", 1, "--tokens", 2]
+    found = json.loads(pkmlm("bench", "generate", recipe, *short, "--slots", "64,256", "--json").stdout)
+    models = {model["name"]: model for model in found["models"]}
+    assert list(models) == ["dense 2L", "2L + 64 slots", "2L + 256 slots", "dense 4L", "MemoryFormer 2L"]
+    assert (found["decoded"], found["scored"]) == (2, 32)
+    for model in models.values():
+        assert [(time["what"], time["batch"]) for time in model["times"]] == [
+            (what, batch) for what in ("decode", "score") for batch in (1, 8)
+        ]
+        assert all(time["tokens_per_second"] > 0 for time in model["times"])
+    assert models["MemoryFormer 2L"]["flops_per_token"] < models["dense 2L"]["flops_per_token"]
+    said = pkmlm("bench", "generate", recipe, *short, "--only", "double,dense", "--batch", 2).stdout
+    assert said.index("dense 2L") < said.index("dense 4L")
+    assert "memory" not in said.lower().replace("tiny-product-key", "")
+    hashed = write_recipe(tmp_path, "hash")
+    assert "no memory to time" in pkmlm("bench", "generate", hashed, "--only", "memory", code=2).stderr
+    assert "expected some of dense" in pkmlm("bench", "generate", hashed, "--only", "fast", code=2).stderr
+    assert "such as 1,8" in pkmlm("bench", "generate", hashed, "--batch", "0", code=2).stderr
+
+
+def test_bench_train_needs_no_data(tmp_path, write_recipe):
+    recipe = write_recipe(tmp_path, "product-key")
+    anywhere = ["-s", "data.dir=null", "-s", "model.vocab_size=50", "--rounds", 1]
+    found = json.loads(pkmlm("bench", "train", recipe, *anywhere, "--json").stdout)
+    assert [model["kind"] for model in found["models"]] == ["dense", "memory", "double", "hash"]
+    for model in found["models"]:
+        assert all(model[phase]["median"] > 0 for phase in ("forward", "step", "token"))
+    assert found["precision"] == "fp32"
+    said = pkmlm("bench", "train", recipe, *anywhere, "--only", "hash").stdout
+    assert "one token" in said
+    assert "model.vocab_size is open" in pkmlm("bench", "train", recipe, "-s", "data.dir=null", code=2).stderr
+
+
+def test_bench_loop_times_both_loops(tmp_path, write_recipe):
     recipe = write_recipe(tmp_path, "product-key")
     half = ["-s", "train.micro_batch=4"]
-    found = json.loads(pkmlm("bench", "train", recipe, *half, "--rounds", 2, "--steps", 2, "--json").stdout)
+    found = json.loads(pkmlm("bench", "loop", recipe, *half, "--rounds", 2, "--steps", 2, "--json").stdout)
     assert len(found["loop"]) == len(found["bare"]) == 2
     assert min(found["loop"] + found["bare"]) > 0
     assert found["tokens"] == 256
-    said = pkmlm("bench", "train", recipe, "--rounds", 1, "--steps", 1).stdout
+    said = pkmlm("bench", "loop", recipe, "--rounds", 1, "--steps", 1).stdout
     assert "times the bare loop" in said
-    assert "data.dir is not set" in pkmlm("bench", "train", recipe, "-s", "data.dir=null", code=2).stderr
+    assert "data.dir is not set" in pkmlm("bench", "loop", recipe, "-s", "data.dir=null", code=2).stderr
 
 
 def test_bench_tokenize_times_both(novels):

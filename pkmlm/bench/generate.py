@@ -1,0 +1,88 @@
+"""Whole models decoding and scoring, timed in turn."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pkmlm.bench.models import Variant, check_room, decode, prefilled, random_tokens
+from pkmlm.bench.rounds import Timing, in_turn
+from pkmlm.model.transformer import Transformer, build_model
+from pkmlm.runtime.device import choose_device
+from pkmlm.train.step import summed_loss
+
+
+@dataclass(frozen=True)
+class InferenceTimes:
+    """Times of each model.
+
+    Attributes:
+        decode, score: by (index of the model, batch).
+        decoded, scored: tokens of a sequence that one time is for.
+    """
+
+    models: list[Variant]
+    decode: dict[tuple[int, int], Timing]
+    score: dict[tuple[int, int], Timing]
+    decoded: int
+    scored: int
+
+    def speed(self, what: str, model: int, batch: int) -> float:
+        """Median tokens a second over all sequences of a batch; `what` is "decode" or "score"."""
+        times, tokens = (self.decode, self.decoded) if what == "decode" else (self.score, self.scored)
+        return batch * tokens / times[model, batch].median
+
+    def batches(self) -> list[int]:
+        return sorted({batch for _, batch in self.decode})
+
+    def as_json(self) -> dict[str, Any]:
+        found = []
+        for index, model in enumerate(self.models):
+            times = [
+                {"what": what, "batch": batch, "tokens_per_second": self.speed(what, index, batch), **timing.as_json()}
+                for what, all_times in (("decode", self.decode), ("score", self.score))
+                for (owner, batch), timing in all_times.items()
+                if owner == index
+            ]
+            found.append({**model.as_json(), "times": times})
+        return {"decoded": self.decoded, "scored": self.scored, "models": found}
+
+
+def time_inference(
+    chosen: list[Variant], batches: Sequence[int], tokens: int, rounds: int, say: Callable[[str], None]
+) -> InferenceTimes:
+    """Time decoding with a cache, after a prompt of half the context, and scoring a whole context, in fp32.
+
+    Args:
+        batches: sequences that are decoded or scored at once.
+        tokens: to decode in a sequence; at most half the context.
+    """
+    check_room(chosen, training=False)
+    device, context = choose_device(), chosen[0].recipe.model.context
+    tokens = min(tokens, context // 2)
+    actions: dict[tuple[str, int, int], Callable[[], object]] = {}
+    for index, one in enumerate(chosen):
+        say(f"building {one.name}")
+        vocab_size = one.recipe.model.vocab_size or 0
+        model = build_model(one.recipe, vocab_size, device).eval()
+        for batch in batches:
+            ids_BT = random_tokens(vocab_size, batch, context).to(device)
+            half = context - context // 2
+            filled = prefilled(model, ids_BT[:, : half - 1])
+            actions["decode", index, batch] = partial(decode, model, filled, ids_BT[:, half - 1 : half], tokens)
+            actions["score", index, batch] = partial(score, model, ids_BT)
+    times = in_turn(actions, rounds, device, say)
+    decoding, scoring = (
+        {(index, batch): timing for (what, index, batch), timing in times.items() if what == name}
+        for name in ("decode", "score")
+    )
+    return InferenceTimes(chosen, decoding, scoring, tokens, context)
+
+
+@torch.no_grad()
+def score(model: Transformer, ids_BT: Tensor) -> Tensor:
+    """The log-probability of a text under a model, all sequences together."""
+    return -summed_loss(model(ids_BT), ids_BT.roll(-1, 1))

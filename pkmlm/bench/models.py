@@ -1,0 +1,147 @@
+"""The models that are compared: a recipe's, with and without its memory, twice as deep, and as a MemoryFormer."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from pkmlm.bench import short
+from pkmlm.data.batches import Batch, Batches
+from pkmlm.errors import UserError
+from pkmlm.model.attention import Cache
+from pkmlm.model.cost import cost_of
+from pkmlm.model.transformer import Transformer
+from pkmlm.recipe.check import check_recipe
+from pkmlm.recipe.schema import Hash, Memory, Recipe
+from pkmlm.runtime.seeds import generator
+
+WIDTH = 4  # bytes of an fp32 number
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A model to time.
+
+    Attributes:
+        kind: of `pkmlm.bench.MODELS`.
+        operations: multiply-adds of a token's forward (`model.cost`).
+        read: bytes of weights that a token's forward reads, in fp32.
+        training: bytes that training takes, an estimate.
+    """
+
+    kind: str
+    name: str
+    recipe: Recipe
+    dense: int
+    memory: int
+    operations: int
+    read: int
+    training: int
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "name": self.name,
+            "parameters": {"dense": self.dense, "memory": self.memory},
+            "flops_per_token": self.operations,
+            "bytes_read_per_token": self.read,
+        }
+
+
+def variants(recipe: Recipe, vocab_size: int, num_keys: Iterable[int], kinds: Iterable[str]) -> list[Variant]:
+    """The models of `kinds` that follow from a recipe: its shape with dense layers, the same with its memory, with
+    twice the layers, and with hash tables in place of all maps.
+
+    Args:
+        num_keys: sub-keys of the memory, one model for each; empty: the recipe's.
+
+    Raises:
+        UserError: a model is not possible (a memory, where the recipe has none).
+    """
+    model = recipe.model
+    dense = replace(model, projections="dense", memory=Memory(), hash=Hash(), vocab_size=vocab_size)
+    found = []
+    for kind in kinds:
+        if kind == "dense":
+            found.append((kind, f"dense {model.layers}L", dense))
+        elif kind == "memory":
+            if model.memory.kind == "none":
+                raise UserError(
+                    "the recipe has no memory to time",
+                    "add -s model.memory.kind=product-key -s model.memory.layers=auto:1, or leave out --only memory",
+                )
+            for keys in num_keys or [model.memory.num_keys]:
+                memory = replace(model.memory, num_keys=keys)
+                found.append((kind, f"{model.layers}L + {short(keys**2)} slots", replace(dense, memory=memory)))
+        elif kind == "double":
+            found.append((kind, f"dense {2 * model.layers}L", replace(dense, layers=2 * model.layers)))
+        else:
+            hashed = replace(dense, projections="hash", hash=model.hash)
+            found.append((kind, f"MemoryFormer {model.layers}L", hashed))
+    return [variant(kind, name, check_recipe(replace(recipe, model=shape))) for kind, name, shape in found]
+
+
+def variant(kind: str, name: str, recipe: Recipe) -> Variant:
+    cost = cost_of(recipe, recipe.model.vocab_size or 0, WIDTH)
+    return Variant(
+        kind,
+        name,
+        recipe,
+        dense=cost.dense,
+        memory=cost.memory,
+        operations=cost.flops_per_token,
+        read=cost.read_per_token * WIDTH,
+        training=sum(cost.training.values()),
+    )
+
+
+def check_room(chosen: Iterable[Variant], *, training: bool) -> None:
+    """Refuse models that do not fit into memory together: they are timed in turn."""
+    needed = sum(one.training if training else (one.dense + one.memory) * WIDTH for one in chosen)
+    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else psutil.virtual_memory().available
+    if needed > free:
+        raise UserError(
+            f"these models need {needed / 1e9:.1f} GB together, {free / 1e9:.1f} GB are free",
+            "choose some with --only, or a smaller model with -s",
+            exit_code=1,
+        )
+
+
+class RandomBatches(Batches):
+    """Batches of uniformly random tokens, every target scored: timing needs no text."""
+
+    def __init__(self, recipe: Recipe, vocab_size: int):
+        self.vocab_size, self.context, self.batch = vocab_size, recipe.model.context, recipe.sequences
+
+    def scored(self, step: int) -> int:
+        return self.batch * self.context
+
+    def micro_batch(self, step: int, index: int, size: int, rank: int = 0, world: int = 1) -> Batch:
+        tokens = random_tokens(self.vocab_size, size, self.context + 1)
+        return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+
+def random_tokens(vocab_size: int, sequences: int, length: int) -> Tensor:
+    """Uniform ids (sequences, length), int64, the same on every call."""
+    return torch.randint(vocab_size, (sequences, length), generator=generator(1, "bench tokens"))
+
+
+@torch.no_grad()
+def prefilled(model: Transformer, prompt_BT: Tensor) -> Cache:
+    """The cache of a model that has read a prompt."""
+    cache = Cache()
+    model.hidden(prompt_BT, cache)
+    return cache
+
+
+@torch.no_grad()
+def decode(model: Transformer, filled: Cache, last_B1: Tensor, tokens: int) -> Tensor:
+    """The `tokens` most likely continuations (B, tokens) one after the other; what `filled` holds stays as it is."""
+    cache, found = Cache(filled.length, list(filled.layers)), []
+    for _ in range(tokens):
+        last_B1 = model.head(model.hidden(last_B1, cache)[:, -1]).argmax(-1, keepdim=True)
+        found.append(last_B1)
+    return torch.cat(found, 1)

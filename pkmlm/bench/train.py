@@ -1,0 +1,74 @@
+"""Whole models training, timed in turn."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pkmlm.bench.models import RandomBatches, Variant, check_room, decode, prefilled, random_tokens
+from pkmlm.bench.rounds import Timing, in_turn
+from pkmlm.model.attention import Cache
+from pkmlm.model.transformer import Transformer, build_model
+from pkmlm.runtime.device import autocast, choose_device
+from pkmlm.train.optim import parameter_groups
+from pkmlm.train.step import Stepper
+
+PHASES = ("forward", "step", "token")
+
+
+@dataclass(frozen=True)
+class TrainingTimes:
+    """Times of each model.
+
+    Attributes:
+        times: by (index of the model, phase): the forward of one micro-batch, an optimizer step of
+            `train.batch_tokens`, and the decoding of one token of one sequence.
+    """
+
+    models: list[Variant]
+    times: dict[tuple[int, str], Timing]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "models": [
+                {**model.as_json(), **{phase: self.times[index, phase].as_json() for phase in PHASES}}
+                for index, model in enumerate(self.models)
+            ]
+        }
+
+
+def time_training(chosen: list[Variant], precision: str, rounds: int, say: Callable[[str], None]) -> TrainingTimes:
+    """Time the forward, the whole step as `pkmlm train` takes it, and one token at batch 1 after half a context."""
+    check_room(chosen, training=True)
+    device = choose_device()
+    actions: dict[tuple[int, str], Callable[[], object]] = {}
+    for index, one in enumerate(chosen):
+        say(f"building {one.name}")
+        recipe = one.recipe
+        vocab_size = recipe.model.vocab_size or 0
+        model = build_model(recipe, vocab_size, device)
+        batches = RandomBatches(recipe, vocab_size)
+        stepper = Stepper(model, parameter_groups(model, recipe), batches, recipe, precision)
+        ids_BT = batches.micro_batch(1, 0, recipe.train.micro_batch).tokens_BT.to(device)
+        prompt_1T = random_tokens(vocab_size, 1, max(1, recipe.model.context // 2)).to(device)
+        filled = prefilled(model.eval(), prompt_1T[:, :-1])
+        actions[index, "forward"] = partial(forward, model, ids_BT, precision)
+        actions[index, "step"] = partial(stepper.take, 1)
+        actions[index, "token"] = partial(one_token, model, filled, prompt_1T[:, -1:])
+    return TrainingTimes(chosen, in_turn(actions, rounds, device, say))
+
+
+@torch.no_grad()
+def forward(model: Transformer, ids_BT: Tensor, precision: str) -> None:
+    """The forward of a training step, without its gradients."""
+    model.train()
+    with autocast(ids_BT.device, precision):
+        model(ids_BT)
+
+
+def one_token(model: Transformer, filled: Cache, last_11: Tensor) -> None:
+    model.eval()
+    decode(model, filled, last_11, 1)

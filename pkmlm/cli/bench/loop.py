@@ -1,0 +1,56 @@
+"""`pkmlm bench loop`: what the training loop costs over a bare one."""
+
+import json
+import statistics
+import sys
+
+import click
+
+from pkmlm.cli.options import json_option, set_option
+from pkmlm.errors import UserError
+
+
+@click.command("loop")
+@click.argument("recipe_file", metavar="RECIPE")
+@set_option
+@click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Times that both are timed.")
+@click.option("--steps", default=20, show_default=True, type=click.IntRange(min=1), help="Optimizer steps a round.")
+@json_option
+def command(recipe_file: str, overrides: tuple[str, ...], rounds: int, steps: int, as_json: bool) -> None:
+    """What the training loop costs over a bare PyTorch loop around the same model and batches.
+
+    Rounds of both are interleaved; the ratio is the median over rounds.
+
+    \b
+    Examples:
+      pkmlm bench loop recipes/demo.yaml
+      pkmlm bench loop recipes/demo.yaml -s model.memory.kind=none --json
+    """
+    from pkmlm.bench.loop import loop_cost
+    from pkmlm.data.corpus import Corpus
+    from pkmlm.recipe.load import load_recipe
+    from pkmlm.report.tables import Column, Table
+    from pkmlm.runtime.device import choose_device, choose_precision
+
+    recipe = load_recipe(recipe_file, overrides)
+    if recipe.data.dir is None:
+        raise UserError(f"{recipe_file}: data.dir is not set", "add -s data.dir=DIR, a folder from `pkmlm tokenize`")
+    device = choose_device()
+    precision, _ = choose_precision(recipe.train.precision, device)
+    cost = loop_cost(recipe, Corpus.open(recipe.data.dir, "train"), device, precision, rounds, steps)
+    if as_json:
+        click.echo(json.dumps({"loop": cost.loop, "bare": cost.bare, "tokens": cost.tokens, "ratio": cost.ratio}))
+        return
+    rows = []
+    for name, seconds in (("pkmlm train", cost.loop), ("bare loop", cost.bare)):
+        median = statistics.median(seconds)
+        rows.append([name, 1000 * median, 1000 * min(seconds), 1000 * max(seconds), cost.tokens / median])
+    columns = [
+        Column("loop"),
+        Column("median (ms/step)", "right", "{:,.1f}"),
+        Column("min", "right", "{:,.1f}"),
+        Column("max", "right", "{:,.1f}"),
+        Column("tokens/s", "right", "{:,.0f}"),
+    ]
+    sys.stdout.write(Table(f"{recipe.name}: {rounds} rounds of {steps} steps", columns, rows).render())
+    click.echo(f"pkmlm train takes {cost.ratio:.3f} times the bare loop (median of the rounds' ratios)")

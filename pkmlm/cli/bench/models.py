@@ -1,0 +1,53 @@
+"""What `bench generate` and `bench train` share on the command line: which models are timed."""
+
+from typing import TYPE_CHECKING
+
+import click
+
+from pkmlm.bench import MODELS
+from pkmlm.cli.bench.memory import numbers_of_keys
+
+if TYPE_CHECKING:
+    from pkmlm.bench.models import Variant
+    from pkmlm.recipe.schema import Recipe
+
+
+def kinds_of(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+    """The kinds to time, in the order of the table; None: all that the recipe can be."""
+    if value is None:
+        return None
+    chosen = [name.strip() for name in value.split(",")]
+    for name in chosen:
+        if name not in MODELS:
+            raise click.BadParameter(f"found {name!r} (expected some of {', '.join(MODELS)})")
+    return tuple(kind for kind in MODELS if kind in chosen)
+
+
+def slots_of(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
+    return () if value is None else numbers_of_keys(context, parameter, value)
+
+
+only_option = click.option(
+    "--only", "kinds", metavar="A,B", callback=kinds_of, help=f"Some of {', '.join(MODELS)}. Default: all there are."
+)
+slots_option = click.option(
+    "--slots",
+    "num_keys",
+    metavar="N,N",
+    callback=slots_of,
+    help="Sizes of the memory, a model for each: 16k,1M. Default: the recipe's.",
+)
+
+
+def chosen_models(recipe: "Recipe", num_keys: tuple[int, ...], kinds: tuple[str, ...] | None) -> "list[Variant]":
+    """The models of a recipe; without `--only` all that it can be."""
+    from pkmlm.bench.models import variants
+    from pkmlm.cli.cost import vocabulary
+
+    if kinds is None:
+        possible = {
+            "memory": recipe.model.memory.kind != "none",
+            "hash": recipe.model.dim % recipe.model.hash.bits == 0,
+        }
+        kinds = tuple(kind for kind in MODELS if possible.get(kind, True))
+    return variants(recipe, vocabulary(recipe, None), num_keys, kinds)

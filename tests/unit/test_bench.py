@@ -1,0 +1,139 @@
+"""Benchmarks time what they say: the plain layer is the memory, the models are a recipe's."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pkmlm.bench.memory import Shape, contender, inputs, peak_of_step, product_key_layer, time_memory
+from pkmlm.bench.models import RandomBatches, decode, prefilled, random_tokens, variants
+from pkmlm.bench.rounds import in_turn
+from pkmlm.errors import UserError
+from pkmlm.evaluate.generate import Sampling, generate
+from pkmlm.model.transformer import build_model
+from pkmlm.recipe.schema import Memory, Model, Recipe, Train
+
+CPU = torch.device("cpu")
+SHAPE = Shape(num_keys=16, dim=24, heads=2, topk=4, key_dim=8, tokens=40)
+RECIPE = Recipe(
+    model=Model(dim=32, layers=2, heads=2, context=16, memory=Memory("product-key", ("2",), 8, 2, 4, 16)),
+    train=Train(batch_tokens=64, micro_batch=2),
+)
+
+
+def quiet(text: str) -> None:
+    pass
+
+
+@pytest.mark.parametrize("name", ["plain-adam", "plain-fused", "plain-sparse"])
+def test_the_plain_layer_is_the_memory(name):
+    source = product_key_layer(SHAPE, CPU)
+    plain = contender(name, SHAPE, source).layer
+    x, grad = inputs(SHAPE, CPU)
+    found = []
+    for layer in (source, plain):
+        x.grad = None
+        out = layer(x)
+        out.backward(grad)
+        found.append((out.detach(), x.grad))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-5)
+    keys, plain_keys = dict(source.named_parameters()), dict(plain.named_parameters())
+    torch.testing.assert_close(keys["subkeys_H2nf"].grad, plain_keys["subkeys_H2nf"].grad, rtol=0, atol=1e-5)
+    torch.testing.assert_close(keys["query.map.weight"].grad, plain_keys["query.weight"].grad, rtol=0, atol=1e-4)
+    assert plain_keys["values.weight"].grad.is_sparse == (name == "plain-sparse")
+
+
+def test_row_adam_and_sparse_adam_move_the_same_rows_alike():
+    moved = []
+    for name in ("pkmlm", "plain-sparse"):
+        source = product_key_layer(SHAPE, CPU)
+        before = source.values.weight_KD.detach().clone()
+        one = contender(name, SHAPE, source)
+        x, grad = inputs(SHAPE, CPU)
+        one.layer(x).backward(grad)
+        one.update()
+        one.clear()
+        moved.append(source.values.weight_KD.detach() - before)
+    assert (moved[0] != 0).any(1).sum() > 100
+    torch.testing.assert_close(moved[0], moved[1], rtol=0, atol=5e-5)  # of 1e-3
+
+
+def test_gradients_are_forgotten_after_each_action():
+    source = product_key_layer(SHAPE, CPU)
+    for name in ("pkmlm", "plain-fused", "ffn"):
+        one = contender(name, SHAPE, source)
+        x, grad = inputs(SHAPE, CPU)
+        one.layer(x).backward(grad)
+        one.clear()
+        assert all(parameter.grad is None for parameter in one.layer.parameters())
+        assert not source.values.gradient
+
+
+def test_all_memories_of_a_round_train_one_table():
+    result = time_memory(SHAPE, ["pkmlm", "plain-adam", "plain-fused", "plain-sparse", "ffn"], 2, quiet, peak=False)
+    assert len(result.times) == 15
+    assert all(len(timing.seconds) == 2 and min(timing.seconds) > 0 for timing in result.times.values())
+    assert result.ratio("pkmlm", "step") == 1
+    assert 0 < result.touched <= SHAPE.tokens * SHAPE.heads * SHAPE.topk
+    least = SHAPE.least_bytes(result.touched)
+    rows = SHAPE.tokens * 2 * 4 * 24 * 4
+    assert least["backward"] == 2 * rows + 2 * SHAPE.tokens * 24 * 4
+    assert least["step"] - least["backward"] == 6 * result.touched * 24 * 4
+    assert result.bytes_per_second("ffn", "step") is None
+
+
+def test_peak_memory_holds_the_table_and_its_moments():
+    shape = replace(SHAPE, num_keys=256, dim=64)
+    assert 2.8 * shape.table_bytes < peak_of_step(shape, "pkmlm", quiet) < 6 * shape.table_bytes
+
+
+def test_more_than_the_machine_has_is_one_error():
+    with pytest.raises(UserError, match=r"slots of width 24 need .* GB, .* GB are free"):
+        time_memory(replace(SHAPE, num_keys=1 << 20), ["pkmlm"], 1, quiet, peak=False)
+
+
+def test_rounds_are_interleaved_and_the_first_is_not_counted():
+    order: list[str] = []
+    actions = {name: lambda name=name: order.append(name) for name in "abc"}
+    said: list[str] = []
+    times = in_turn(actions, 2, CPU, said.append)
+    assert "".join(order) == "abc" + "bca" + "cab"
+    assert [len(timing.seconds) for timing in times.values()] == [2, 2, 2]
+    assert said == ["warming up", "round 1 of 2", "round 2 of 2"]
+
+
+def test_models_follow_from_the_recipe():
+    found = variants(RECIPE, 50, [], ("dense", "memory", "double", "hash"))
+    models = [one.recipe.model for one in found]
+    assert [model.memory.kind for model in models] == ["none", "product-key", "none", "none"]
+    assert [model.layers for model in models] == [2, 2, 4, 2]
+    assert [model.projections for model in models] == ["dense", "dense", "dense", "hash"]
+    for one in found:
+        built = build_model(one.recipe, 50)
+        assert one.dense + one.memory == sum(parameter.numel() for parameter in built.parameters())
+    sizes = [one.recipe.model.memory.num_keys for one in variants(RECIPE, 50, [8, 16], ["memory"])]
+    assert sizes == [8, 16]
+    hashed = replace(RECIPE, model=replace(RECIPE.model, projections="hash", memory=Memory()))
+    assert [one.recipe.model.projections for one in variants(hashed, 50, [], ("dense", "hash"))] == ["dense", "hash"]
+    with pytest.raises(UserError, match="no memory to time"):
+        variants(hashed, 50, [], ["memory"])
+
+
+def test_decoding_a_batch_is_generation_of_each_sequence():
+    model = build_model(RECIPE, 50).eval()
+    prompts = random_tokens(50, 3, 8)
+    filled = prefilled(model, prompts[:, :-1])
+    found = decode(model, filled, prompts[:, -1:], 5)
+    assert filled.length == 7
+    for prompt, tokens in zip(prompts, found, strict=True):
+        assert list(generate(model, prompt.tolist(), Sampling(temperature=0), 5, 50)) == tokens.tolist()
+    assert torch.equal(decode(model, filled, prompts[:, -1:], 5), found)
+
+
+def test_random_batches_score_every_target():
+    batches = RandomBatches(RECIPE, 50)
+    tokens, targets = batches.micro_batch(1, 0, 2)
+    assert tokens.shape == targets.shape == (2, 16)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert batches.scored(1) == 64
+    assert 0 <= int(targets.min()) <= int(targets.max()) < 50
