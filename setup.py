@@ -30,6 +30,8 @@ setup(
         "pyarrow>=15",
         "matplotlib>=3.8,<4",
         "psutil>=5.9,<8",
+        "lm-eval>=0.4.13,<0.5",
+        "datasets>=4,<6",
     ],
     extras_require={
         "hf": ["transformers>=4.57,<6"],
@@ -43,5 +45,8 @@ setup(
             "transformers>=4.57,<6",
         ],
     },
-    entry_points={"console_scripts": ["pkmlm = pkmlm.cli:main"]},
+    entry_points={
+        "console_scripts": ["pkmlm = pkmlm.cli:main"],
+        "lm_eval.models": ["pkmlm = pkmlm.evaluate.adapter:PkmLM"],
+    },
 )

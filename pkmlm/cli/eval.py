@@ -5,12 +5,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pkmlm.cli.options import field_option, json_option, quiet_option, separator_option, step_option
+from pkmlm.cli.options import (
+    field_option,
+    force_option,
+    json_option,
+    quiet_option,
+    separator_option,
+    step_option,
+)
+from pkmlm.cli.zero_shot import Asked, score_tasks, tasks_file
 from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
     from pkmlm.evaluate.load import LoadedRun
     from pkmlm.evaluate.perplexity import Documents
+
+NO_TASKS: dict[str, Any] = {"tasks": {}, "average_acc": None}
 
 
 @click.command()
@@ -28,6 +38,31 @@ if TYPE_CHECKING:
     type=click.IntRange(min=1),
     help="Tokens scored by a window, at most the context; fewer see more before them. Default: the context.",
 )
+@click.option(
+    "--tasks",
+    metavar="NAME,...",
+    help="Zero-shot tasks of lm-eval, or files of your own (.yaml); memoryformer: the six of its paper.",
+)
+@click.option(
+    "--task-data",
+    metavar="DIR",
+    help="Where DIR/TASK.jsonl holds each task's rows. Default: the hub that lm-eval loads them from.",
+)
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N documents of each task.")
+@click.option(
+    "--num-fewshot",
+    type=click.IntRange(min=0),
+    metavar="K",
+    help="Examples before each question (from DIR/TASK.train.jsonl). Default: the task's, mostly 0.",
+)
+@click.option(
+    "--batch-size",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Questions a forward. Default: by their length; halved where memory runs out.",
+)
+@click.option("--log-samples", metavar="FILE", help="Write what each document was asked and scored, as JSON lines.")
+@force_option
 @step_option
 @json_option
 @quiet_option
@@ -41,36 +76,45 @@ def command(
     step: str,
     as_json: bool,
     quiet: bool,
+    **options: Any,
 ) -> None:
-    """Perplexity of RUN's model on a split, or on any text.
+    """Perplexity of RUN's model on a split or any text, and its accuracy on zero-shot tasks.
 
-    Defined as lm-evaluation-harness does for rolling tasks: documents never share context, words are split by white
-    space, bytes are those of UTF-8. The result is also written to RUN/eval/.
+    Perplexity is that of lm-evaluation-harness for rolling tasks: documents never share context, words are split by
+    white space, bytes are those of UTF-8. With --tasks it is computed only if --split or --text asks for it. Results
+    are also written to RUN/eval/.
 
     \b
     Examples:
       pkmlm eval runs/demo
       pkmlm eval runs/demo --text my.txt --stride 64
       pkmlm eval runs/demo --step best --json
+      pkmlm eval runs/demo --tasks piqa,arc_easy --task-data tasks
+      pkmlm eval runs/demo --tasks memoryformer --log-samples samples.jsonl
     """
-    from pkmlm.cli.progress import token_progress
     from pkmlm.evaluate.load import load_run
-    from pkmlm.evaluate.perplexity import score
+    from pkmlm.runtime.distributed import joined
 
+    asked = Asked(**options)
     refuse_contradictions(split, text, separator)
-    run = load_run(run_path, step)
-    documents = documents_for(run, split, text, separator, field)
-    with token_progress("scoring", documents.tokens, quiet) as advance:
-        result = score(run.model, documents, run.tokenizer.eos, stride=stride, advance=advance)
-    assert result is not None
-    record: dict[str, Any] = {
-        "run": run.name,
-        "step": run.step,
-        "stride": stride or run.recipe.model.context,
-        "perplexity": result.as_dict(),
-        "tasks": {},
-        "average_acc": None,
-    }
+    asked.refuse_contradictions()
+    measured = asked.tasks is None or split is not None or text is not None
+    if stride is not None and not measured:
+        raise UserError("--stride goes with a perplexity", "with --tasks, also give --split or --text")
+    with joined() as world:
+        try:
+            run = load_run(run_path, step)
+            zero_shot = NO_TASKS if asked.tasks is None else score_tasks(run, asked, world, quiet)
+        except UserError as error:
+            if world.rank > 0:  # rank 0 tells the same
+                raise click.exceptions.Exit(error.exit_code) from None
+            raise
+    if world.rank > 0:
+        return
+    record: dict[str, Any] = {"run": run.name, "step": run.step, "stride": None, "perplexity": None, **zero_shot}
+    if measured:
+        record["stride"] = stride or run.model.context
+        record["perplexity"] = perplexity(run, split, text, separator, field, stride, quiet)
     print_result(record, as_json)
     try:
         store(run, record, text is not None, stride)
@@ -84,6 +128,26 @@ def refuse_contradictions(split: str | None, text: str | None, separator: str | 
         raise UserError("--split and --text exclude each other", "leave one of them out")
     if separator is not None and text is None:
         raise UserError("--separator goes with --text (a split's documents are separated already)")
+
+
+def perplexity(
+    run: "LoadedRun",
+    split: str | None,
+    text: str | None,
+    separator: str | None,
+    field: str,
+    stride: int | None,
+    quiet: bool,
+) -> dict[str, Any]:
+    """The perplexity of the documents that --split or --text names."""
+    from pkmlm.cli.progress import token_progress
+    from pkmlm.evaluate.perplexity import score
+
+    documents = documents_for(run, split, text, separator, field)
+    with token_progress("scoring", documents.tokens, quiet) as advance:
+        result = score(run.model, documents, run.tokenizer.eos, stride=stride, advance=advance)
+    assert result is not None
+    return result.as_dict()
 
 
 def documents_for(
@@ -100,25 +164,41 @@ def documents_for(
 
 
 def store(run: "LoadedRun", record: dict[str, Any], of_text: bool, stride: int | None) -> None:
-    """Keep the result with the run, under the split or text and the step (and stride, where one was given)."""
+    """Keep the results with the run: the perplexity under the split or text and the step (and stride, where one was
+    given), the tasks under their names. An exported folder is a product: nothing is written into it.
+    """
+    if run.exported:
+        return
     from pkmlm.runtime.files import disk_errors, write_json
 
     folder = run.path / "eval"
     with disk_errors(folder):
         folder.mkdir(exist_ok=True)
-    kind = "text-" if of_text else ""
-    name = f"{kind}{record['perplexity']['split'][:100]}-step-{run.step}" + (f"-stride-{stride}" if stride else "")
-    write_json(folder / f"{name}.json", record)
+    if record["perplexity"] is not None:
+        kind = "text-" if of_text else ""
+        name = f"{kind}{record['perplexity']['split'][:100]}-step-{run.step}" + (f"-stride-{stride}" if stride else "")
+        alone = {key: value for key, value in record.items() if key != "harness"}
+        write_json(folder / f"{name}.json", {**alone, **NO_TASKS})
+    if record["tasks"]:
+        write_json(folder / tasks_file(record), {**record, "stride": None, "perplexity": None})
 
 
 def print_result(record: dict[str, Any], as_json: bool) -> None:
     import json
 
-    from pkmlm.report.tables import Column, Table
+    from pkmlm.report.tasks import task_report
 
     if as_json:
         click.echo(json.dumps(record, indent=2))
         return
+    parts = [perplexity_report(record)] if record["perplexity"] is not None else []
+    sys.stdout.write("\n".join(parts + ([task_report(record)] if record["tasks"] else [])))
+
+
+def perplexity_report(record: dict[str, Any]) -> str:
+    """The table of perplexities that people read."""
+    from pkmlm.report.tables import Column, Table
+
     found = record["perplexity"]
     rows = [[unit, found[f"{unit}s"], found[f"{unit}_ppl"]] for unit in ("token", "word", "byte")]
     table = Table(
@@ -127,4 +207,4 @@ def print_result(record: dict[str, Any], as_json: bool) -> None:
         rows,
     )
     nats = found["nll"] / found["tokens"]
-    sys.stdout.write(table.render() + f"{nats:.4f} nats a token, {found['bits_per_byte']:.4f} bits a byte\n")
+    return table.render() + f"{nats:.4f} nats a token, {found['bits_per_byte']:.4f} bits a byte\n"

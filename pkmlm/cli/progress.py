@@ -6,8 +6,10 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def token_progress(what: str, total: int, quiet: bool) -> Iterator[Callable[[int], bool]]:
-    """Yield a function that is told how many tokens are done; it returns True (go on)."""
+def token_progress(what: str, total: int, quiet: bool) -> Iterator[Callable[..., bool]]:
+    """Yield a function that is told how many tokens are done (and of how many, where that is known only then); it
+    returns True (go on).
+    """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -24,8 +26,8 @@ def token_progress(what: str, total: int, quiet: bool) -> Iterator[Callable[[int
     ) as progress:
         task = progress.add_task(what, total=total)
 
-        def advance(done: int) -> bool:
-            progress.update(task, completed=done)
+        def advance(done: int, total: int | None = None) -> bool:
+            progress.update(task, completed=done, total=total)
             return True
 
         yield advance

@@ -1,6 +1,6 @@
 """Perplexity as lm-evaluation-harness defines it for rolling tasks: documents never share context.
 
-B: windows of a batch; T: positions; D: model width; M: scored positions of a batch.
+B: windows of a batch; T: positions; N: both; D: model width; M: scored positions of a batch.
 """
 
 import itertools
@@ -9,21 +9,21 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from pkmlm.data.corpus import Corpus
 from pkmlm.data.sources import find_sources
 from pkmlm.data.text import read_documents
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
+from pkmlm.evaluate.likelihood import Window, score_targets
 from pkmlm.model.transformer import Transformer
 
-LOGITS = 1 << 24  # logits held at a time: 64 MB in fp32
+BATCH = 16  # windows a forward
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,6 @@ class Perplexity:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-class Window(NamedTuple):
-    """Input ids of one forward, and how many of their last positions are scored, with the ids that follow them."""
-
-    tokens: np.ndarray
-    targets: np.ndarray
 
 
 def windows(ids: np.ndarray, prefix: int, context: int, stride: int) -> Iterator[Window]:
@@ -145,7 +138,7 @@ def score(
     prefix: int,
     *,
     stride: int | None = None,
-    batch: int = 16,
+    batch: int = BATCH,
     watch: Callable[[Tensor], None] | None = None,
     advance: Callable[[int], bool] | None = None,
 ) -> Perplexity | None:
@@ -167,12 +160,12 @@ def score(
     stride = stride or model.context
     if not 1 <= stride <= model.context:
         raise UserError(f"--stride {stride} is not possible (expected 1 to the model's context, {model.context})")
-    device = next(model.parameters()).device
     total, tokens = 0.0, 0
     stream = (window for ids in documents.ids for window in windows(ids, prefix, model.context, stride))
     while group := list(itertools.islice(stream, batch)):
-        nll, count = _score_batch(model, group, device, watch)
-        total, tokens = total + nll, tokens + count
+        scored = score_windows(model, group, watch)
+        total += sum(float(nll.sum()) for nll in scored)
+        tokens += sum(map(len, scored))
         if advance is not None and not advance(tokens):
             return None
     if not math.isfinite(total):
@@ -182,10 +175,13 @@ def score(
     return Perplexity.of(documents.name, tokens, documents.words, documents.bytes, total)
 
 
-def _score_batch(
-    model: Transformer, group: list[Window], device: torch.device, watch: Callable[[Tensor], None] | None
-) -> tuple[float, int]:
-    """Sum of -log p over a batch of windows (padded on the right, which a causal model does not see)."""
+def score_windows(
+    model: Transformer, group: list[Window], watch: Callable[[Tensor], None] | None = None
+) -> list[Tensor]:
+    """-log p of the targets of each window of a batch, in float64 (padded on the right, which a causal model does not
+    see).
+    """
+    device = next(model.parameters()).device
     longest = max(len(window.tokens) for window in group)
     tokens_BT = np.zeros((len(group), longest), dtype=np.int64)
     scored_BT = np.zeros((len(group), longest), dtype=bool)
@@ -197,10 +193,4 @@ def _score_batch(
         watch(mask_N)
     h_MD = model.hidden(torch.from_numpy(tokens_BT).to(device)).flatten(0, 1)[mask_N]
     targets_M = torch.from_numpy(np.concatenate([window.targets for window in group])).to(device)
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    step = max(1, LOGITS // model.embedding.num_embeddings)
-    for h_CD, targets_C in zip(h_MD.split(step), targets_M.split(step), strict=True):
-        logits_CV = model.head(h_CD)
-        logits_CV = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
-        total += cross_entropy(logits_CV, targets_C, reduction="none").double().sum()
-    return float(total), len(targets_M)
+    return list(score_targets(model, h_MD, targets_M)[0].cpu().split([len(window.targets) for window in group]))

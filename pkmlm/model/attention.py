@@ -4,6 +4,7 @@ B: sequences; T: new positions; S: all positions so far; D: model width; h: head
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,18 @@ class Cache:
         return self.layers[index]
 
 
+class Layout(NamedTuple):
+    """Where tokens stand that are not one after another: several sequences in a row that share their beginnings.
+
+    Attributes:
+        positions_BT: the position of each token.
+        mask_BTT: which tokens each one sees (bool), itself among them.
+    """
+
+    positions_BT: Tensor
+    mask_BTT: Tensor
+
+
 def rotation(start: int, length: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines (T, width / 2) of rotary positions start ... start + length - 1, in fp32."""
     frequency = ROTARY_BASE ** (-torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
@@ -65,7 +78,13 @@ class Attention(nn.Module):
         self.heads, self.dropout, self.index = model.heads, model.dropout, index
         self.qkv, self.out = qkv, out
 
-    def forward(self, x_BTD: Tensor, cos_sin: tuple[Tensor, Tensor] | None, cache: Cache | None) -> Tensor:
+    def forward(
+        self,
+        x_BTD: Tensor,
+        cos_sin: tuple[Tensor, Tensor] | None,
+        cache: Cache | None,
+        layout: Layout | None = None,
+    ) -> Tensor:
         batch, new, dim = x_BTD.shape
         split = self.qkv(x_BTD).view(batch, new, 3, self.heads, dim // self.heads)
         q_BhTe, k_BhTe, v_BhTe = split.permute(2, 0, 3, 1, 4)
@@ -74,16 +93,16 @@ class Attention(nn.Module):
         if cache is not None:
             k_BhTe, v_BhTe = cache.extend(self.index, k_BhTe, v_BhTe)
         total = k_BhTe.shape[2]
-        mask_TS = None
+        mask = None if layout is None else layout.mask_BTT[:, None]
         if 1 < new < total:  # a piece that continues a cache: no fast causal path for it
-            mask_TS = torch.ones(new, total, dtype=torch.bool, device=x_BTD.device).tril(total - new)
+            mask = torch.ones(new, total, dtype=torch.bool, device=x_BTD.device).tril(total - new)
         mixed_BhTe = scaled_dot_product_attention(
             q_BhTe,
             k_BhTe,
             v_BhTe,
-            attn_mask=mask_TS,
+            attn_mask=mask,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=new == total and new > 1,
+            is_causal=mask is None and new == total and new > 1,
         )
         y_BTD = mixed_BhTe.transpose(1, 2).reshape(batch, new, dim)
         return y_BTD if self.out is None else self.out(y_BTD)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, relu
 
 from pkmlm.errors import UserError
-from pkmlm.model.attention import Attention, Cache, rotation
+from pkmlm.model.attention import Attention, Cache, Layout, rotation
 from pkmlm.model.initial import LINEAR_STD, Constant, Initial, Normal, initialise
 from pkmlm.model.memory.flat_key import FlatKeyMemory
 from pkmlm.model.memory.hash_table import HashLayer, MemoryBlock
@@ -64,8 +64,14 @@ class Block(nn.Module):
         self.parts = nn.ModuleDict(parts)
         self.dropout = nn.Dropout(model.dropout)
 
-    def forward(self, x_BTD: Tensor, cos_sin: tuple[Tensor, Tensor] | None, cache: Cache | None) -> Tensor:
-        z_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), cos_sin, cache))
+    def forward(
+        self,
+        x_BTD: Tensor,
+        cos_sin: tuple[Tensor, Tensor] | None,
+        cache: Cache | None,
+        layout: Layout | None = None,
+    ) -> Tensor:
+        z_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), cos_sin, cache, layout))
         h_BTD = self.norm(x_BTD if self.parallel else z_BTD)
         for part in self.parts.values():
             z_BTD = z_BTD + self.dropout(part(h_BTD))
@@ -86,28 +92,35 @@ class Transformer(nn.Module):
         self.norm = nn.LayerNorm(model.dim)
         self.untied_head = None if model.tie_embeddings else nn.Linear(model.dim, vocab_size, bias=False)
 
-    def hidden(self, tokens_BT: Tensor, cache: Cache | None = None) -> Tensor:
+    def hidden(self, tokens_BT: Tensor, cache: Cache | None = None, layout: Layout | None = None) -> Tensor:
         """The final norm's output (B, T, D). With a cache, the tokens continue what the cache holds, and are added to
-        it.
+        it. With a layout (and no cache), they stand where it says; their positions must be those of the context.
 
         Raises:
             ValueError: more positions than the context has.
         """
         start, length = (cache.length if cache else 0), tokens_BT.shape[1]
-        if start + length > self.context:
+        if layout is None and start + length > self.context:
             raise ValueError(f"{start + length} positions do not fit the context of {self.context}")
+        at = slice(start, start + length) if layout is None else layout.positions_BT
         x_BTD = self.embedding(tokens_BT)
         if self.positions is not None:
-            x_BTD = x_BTD + self.positions.weight[start : start + length]
+            x_BTD = x_BTD + self.positions.weight[at]
         x_BTD = self.dropout(x_BTD)
-        device = tokens_BT.device
-        cos_sin = rotation(start, length, self.rotary_width, device) if self.rotary_width else None
+        cos_sin = self._rotation(start, length, layout, tokens_BT.device) if self.rotary_width else None
         for block in self.blocks:
-            x_BTD = block(x_BTD, cos_sin, cache)
+            x_BTD = block(x_BTD, cos_sin, cache, layout)
         if cache is not None:
             cache.length += length
         normed: Tensor = self.norm(x_BTD)
         return normed
+
+    def _rotation(self, start: int, length: int, layout: Layout | None, device: torch.device) -> tuple[Tensor, Tensor]:
+        if layout is None:
+            return rotation(start, length, self.rotary_width, device)
+        cos_Cw, sin_Cw = rotation(0, self.context, self.rotary_width, device)
+        at_B1T = layout.positions_BT[:, None]
+        return cos_Cw[at_B1T], sin_Cw[at_B1T]
 
     def head(self, h_BTD: Tensor) -> Tensor:
         """Logits (..., V) of hidden states."""

@@ -1,0 +1,99 @@
+"""The part of `pkmlm eval` that scores zero-shot tasks."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pkmlm.errors import UserError
+
+if TYPE_CHECKING:
+    from pkmlm.evaluate.load import LoadedRun
+    from pkmlm.runtime.distributed import World
+
+NAME_LENGTH = 80  # characters of a list of tasks that stand in a file's name
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of `pkmlm eval` that speak of tasks; None and False where they were not given."""
+
+    tasks: str | None
+    task_data: str | None
+    limit: int | None
+    num_fewshot: int | None
+    batch_size: int | None
+    log_samples: str | None
+    force: bool
+
+    def refuse_contradictions(self) -> None:
+        """Refuse options that would do nothing, and a file for samples that cannot be written."""
+        if self.tasks is None:
+            for name in ("task_data", "limit", "num_fewshot", "batch_size", "log_samples"):
+                if getattr(self, name) is not None:
+                    raise UserError(f"--{name.replace('_', '-')} goes with --tasks")
+            return
+        if self.log_samples is not None:
+            path = Path(self.log_samples)
+            if path.is_dir() or not path.parent.is_dir():
+                raise UserError(f"--log-samples {path}: not a file in a folder that exists")
+            if path.exists() and not self.force:
+                raise UserError(f"--log-samples {path} exists already", "choose another name, or add --force")
+
+
+def score_tasks(run: "LoadedRun", asked: Asked, world: "World", quiet: bool) -> dict[str, Any]:
+    """The part of the record that tells of tasks: "tasks", "average_acc" and "harness"."""
+    from statistics import fmean
+
+    from pkmlm.cli.progress import token_progress
+    from pkmlm.evaluate.harness import run_tasks, settings
+    from pkmlm.evaluate.tasks import find_tasks
+
+    folder = None if asked.task_data is None else Path(asked.task_data)
+    sources = find_tasks(asked.tasks or "", folder, asked.num_fewshot)
+    with token_progress("scoring", 0, quiet or world.rank > 0) as advance:
+        facts, samples = run_tasks(
+            run,
+            sources,
+            limit=asked.limit,
+            fewshot=asked.num_fewshot,
+            batch_size=asked.batch_size,
+            advance=advance,
+        )
+    if asked.log_samples is not None and world.rank == 0:
+        write_samples(Path(asked.log_samples), samples)
+    right = [each["acc"] for each in facts.values() if each["acc"] is not None]
+    return {
+        "tasks": facts,
+        "average_acc": fmean(right) if right else None,
+        "harness": {
+            **settings(run),
+            "batch_size": asked.batch_size or "auto",
+            "limit": asked.limit,
+            "processes": world.size,
+        },
+    }
+
+
+def write_samples(path: Path, samples: list[dict[str, Any]]) -> None:
+    """One line of JSON for each document of each task."""
+    import json
+
+    from pkmlm.runtime.files import writing
+
+    with writing(path, "w") as file:
+        for sample in samples:
+            file.write(json.dumps(sample, ensure_ascii=False, default=str) + "\n")
+
+
+def tasks_file(record: dict[str, Any]) -> str:
+    """The name under which a run keeps a record of tasks; `pkmlm compare` reads those without a limit."""
+    import hashlib
+    import re
+
+    names = re.sub(r"[^\w.-]+", "_", "-".join(record["tasks"]))
+    if len(names) > NAME_LENGTH:
+        names = f"{names[:NAME_LENGTH]}-{hashlib.sha256(names.encode()).hexdigest()[:8]}"
+    shots = {facts["num_fewshot"] for facts in record["tasks"].values()} - {0}
+    few = f"-shots-{max(shots)}" if shots else ""
+    limit = record["harness"]["limit"]
+    return f"tasks-{names}{few}-step-{record['step']}" + (f"-limit-{limit}" if limit else "") + ".json"

@@ -1,0 +1,216 @@
+"""A trained run as a model of lm-evaluation-harness: three kinds of requests, scored as `pkmlm eval` scores text."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+
+from pkmlm.errors import UserError
+from pkmlm.evaluate.generate import Sampling, generate, stream_text
+from pkmlm.evaluate.likelihood import Window, continuation_windows, plant, score_trees
+from pkmlm.evaluate.load import LoadedRun, load_run
+from pkmlm.evaluate.perplexity import BATCH, score_windows, windows
+from pkmlm.runtime.distributed import world
+
+TOKENS = {"cpu": 2048, "cuda": 1 << 15}  # of a forward, where the batch size is not given
+Row = TypeVar("Row")
+Result = TypeVar("Result")
+
+
+class PkmLM(TemplateLM):
+    """A run as `lm_eval` sees it.
+
+    A context and its continuation are encoded together. A request that is longer than the model's context loses its
+    beginning (counted in `truncated`). As in the harness, only an empty context is replaced by the token that begins
+    a document. Choices that begin alike are read together (see likelihood.py). Batches are dealt over the processes
+    that work together, and each of them gets every result: to lm_eval each looks like the only one.
+
+    Attributes:
+        truncated: requests that were cut, by task.
+        batch_size: rows of a forward; None: as many as `TOKENS` allows. A row is a question with its choices.
+    """
+
+    def __init__(
+        self,
+        run: str | LoadedRun,
+        step: str = "latest",
+        batch_size: int | str | None = None,
+        device: str | None = None,
+        max_batch_size: int | None = None,
+        advance: Callable[[int, int], Any] = lambda done, total: None,
+    ):
+        """Load a run ("run=PATH,step=best" among `--model_args`), or take a loaded one.
+
+        Args:
+            batch_size: "auto" or None: by the number of tokens. Halved where memory runs out.
+            device: None, or CUDA where there is none (lm_eval asks for it by default): what `pkmlm eval` would use.
+            max_batch_size: accepted because lm_eval passes it; not used.
+            advance: called with the tokens of this process that are scored, and in all.
+        """
+        super().__init__()
+        chosen = torch.device(device) if device else None
+        if chosen and chosen.type == "cuda" and not torch.cuda.is_available():
+            chosen = None
+        self.run = run if isinstance(run, LoadedRun) else load_run(run, step, chosen)
+        self.batch_size = None if batch_size in (None, "auto") else int(batch_size or 1)
+        self.advance = advance
+        self.truncated: Counter[str] = Counter()
+        self._device = self.run.device
+        self._most = math.inf  # tokens of a forward, once a larger one has run out of memory
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.run.tokenizer.eos
+
+    @property
+    def max_length(self) -> int:
+        return self.run.model.context
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm_eval keeps with its results."""
+        weights = next(self.run.model.parameters())
+        return {"run": self.run.name, "step": self.run.step, "model_dtype": str(weights.dtype)}
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        return self.run.tokenizer.encode(string)
+
+    def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """For each (context, continuation): the sum of log p of the continuation, and whether it is the greedy one."""
+        encoded = []
+        for request in requests:
+            before, continuation = self._encode_pair(*request.args)
+            encoded.append((request.args, before, continuation))
+            self.truncated[request.task_name or ""] += len(before) + len(continuation) > self.max_length + 1
+        return self._loglikelihood_tokens(encoded)
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """The ids of a context and of what follows it, from the encoding of both together.
+
+        White space at the end of the context counts to the continuation, as in the harness. A token that spans the
+        join is scored as part of the continuation.
+        """
+        whole = self.tok_encode(context + continuation)
+        before = self.tok_encode(context.rstrip())
+        shared = next((i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(before))
+        return whole[:shared] or [self.prefix_token_id], whole[shared:]
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        owners: list[int] = []
+        found: list[Window] = []
+        for index, (_, before, continuation) in enumerate(requests):
+            new = continuation_windows(before, continuation, self.max_length)
+            owners += [index] * len(new)
+            found += new
+        trees = sorted(plant(found, 2 * self.max_length), key=lambda tree: (-len(tree.tokens), tree.windows[0]))
+        plan = batches(trees, lambda tree: self._rows(len(tree.tokens)))
+        scored_N2 = torch.zeros(len(found), 2, dtype=torch.float64)
+        for window, score in self._run(plan, partial(score_trees, self.run.model), lambda tree: len(tree.tokens)):
+            scored_N2[window] = torch.tensor(score, dtype=torch.float64)
+        results = [(0.0, True) for _ in requests]
+        for owner, (value, greedy) in zip(owners, self._from_all(scored_N2).tolist(), strict=True):
+            results[owner] = (results[owner][0] + value, results[owner][1] and bool(greedy))
+        for (key, _, _), result in zip(requests, results, strict=True):
+            if key is not None:
+                self.cache_hook.add_partial("loglikelihood", key, result)
+        return results
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
+        """The sum of log p of each whole text, in the windows and batches of `pkmlm eval`."""
+        found: list[tuple[int, Window]] = []
+        for owner, request in enumerate(requests):
+            ids = np.array(self.tok_encode(request.args[0]), dtype=np.int64)
+            found += [(owner, each) for each in windows(ids, self.prefix_token_id, self.max_length, self.max_length)]
+
+        def score(group: list[tuple[int, Window]]) -> Iterator[tuple[int, torch.Tensor]]:
+            nll = score_windows(self.run.model, [window for _, window in group])
+            return zip((owner for owner, _ in group), nll, strict=True)
+
+        sums_N = torch.zeros(len(requests), dtype=torch.float64)
+        plan = batches(found, lambda each: self.batch_size or BATCH)
+        for owner, nll in self._run(plan, score, lambda each: len(each[1].tokens)):
+            sums_N[owner] -= nll.sum()
+        results: list[float] = self._from_all(sums_N).tolist()
+        for request, result in zip(requests, results, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, result)
+        return results
+
+    def _rows(self, longest: int) -> int:
+        """How many rows of `longest` tokens make a batch."""
+        return self.batch_size or max(1, TOKENS[self.run.device.type] // longest)
+
+    def _from_all(self, scores: torch.Tensor) -> torch.Tensor:
+        """The scores of all ranks, each of which has its own in place and zeros elsewhere."""
+        scores = world().sum(scores)
+        if not bool(scores.isfinite().all()):
+            raise UserError(f"the scores of {self.run.name} at step {self.run.step} are not finite", exit_code=1)
+        return scores
+
+    def _run(
+        self, plan: list[list[Row]], score: Callable[[list[Row]], Iterable[Result]], tokens: Callable[[Row], int]
+    ) -> Iterator[Result]:
+        """The results of this rank's share of the batches."""
+        own = plan[world().rank :: world().size]
+        total, done = sum(tokens(row) for batch in own for row in batch), 0
+        for batch in own:
+            with torch.no_grad():
+                results = self._score(batch, score, tokens(batch[0]))
+            yield from results
+            done += sum(map(tokens, batch))
+            self.advance(done, total)
+
+    def _score(self, batch: list[Row], score: Callable[[list[Row]], Iterable[Result]], longest: int) -> list[Result]:
+        """Score a batch, in halves where memory runs out; no forward after that is as large."""
+        if len(batch) == 1 or len(batch) * longest <= self._most:
+            try:
+                return list(score(batch))
+            except RuntimeError as error:
+                if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+                    raise
+                if len(batch) == 1:
+                    message = f"memory does not suffice to score {longest:,} tokens at a time"
+                    raise UserError(message, exit_code=1) from None
+            self._most = len(batch) * longest // 2
+        half = (len(batch) + 1) // 2
+        return self._score(batch[:half], score, longest) + self._score(batch[half:], score, longest)
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Continue each context until one of its `until` strings (left out) or `max_gen_toks` tokens."""
+        results = []
+        for request in requests:
+            results.append(self._generate(*request.args))
+            self.cache_hook.add_partial("generate_until", request.args, results[-1])
+        return results
+
+    def _generate(self, context: str, options: dict[str, Any]) -> str:
+        until = options.get("until") or []
+        stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
+        temperature = float(options.get("temperature") or 0.0) if options.get("do_sample") else 0.0
+        sampling = Sampling(temperature, options.get("top_k"), options.get("top_p"))
+        ids = self.tok_encode(context) or [self.prefix_token_id]
+        size = self.run.tokenizer.size
+        drawn = generate(self.run.model, ids, sampling, int(options.get("max_gen_toks", 256)), size)
+        text = ""
+        for piece in stream_text(self.run.tokenizer, ids, drawn):
+            text += piece
+            if any(stop in text for stop in stops):
+                break
+        return min((text.split(stop, 1)[0] for stop in stops), key=len, default=text)
+
+
+def batches(rows: Sequence[Row], most: Callable[[Row], int]) -> list[list[Row]]:
+    """Neighbours in batches of the size that `most` gives for the first of each."""
+    found: list[list[Row]] = []
+    for row in rows:
+        if found and len(found[-1]) < most(found[-1][0]):
+            found[-1].append(row)
+        else:
+            found.append([row])
+    return found

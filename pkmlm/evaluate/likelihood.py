@@ -1,0 +1,159 @@
+"""Log-likelihoods of tokens after others, where many of the sequences begin alike.
+
+The choices of a question share their context, and often more. They are laid out as a tree: each shared beginning is
+read once, and a token sees its own ancestors. Memories, tables and norms work on single tokens, so nothing but the
+order of sums differs from reading each sequence by itself.
+
+B: rows of a batch; T: tokens of a row; D: model width; M: scored tokens of a batch; C: of a part; V: vocabulary.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from pkmlm.model.attention import Layout
+from pkmlm.model.transformer import Transformer
+
+LOGITS = 1 << 24  # logits held at a time: 64 MB in fp32
+WORTH = 4  # sequences are read together if they share at least this part (1/4) of the next one's tokens
+
+
+class Window(NamedTuple):
+    """Input ids of one sequence, and how many of their last positions are scored, with the ids that follow them."""
+
+    tokens: np.ndarray
+    targets: np.ndarray
+
+
+class Score(NamedTuple):
+    """Of a window's targets: the sum of log p (nats, in float64), and whether each was the most likely token."""
+
+    log_likelihood: float
+    greedy: bool
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Windows that are read together, each shared beginning once.
+
+    Attributes:
+        windows: which of the list they come from.
+        tokens: (T,) ids; a parent stands before its children.
+        paths: for each window, where its tokens stand in `tokens`.
+        targets: for each window, its targets.
+    """
+
+    windows: list[int]
+    tokens: np.ndarray
+    paths: list[np.ndarray]
+    targets: list[np.ndarray]
+
+
+def continuation_windows(before: Sequence[int], continuation: Sequence[int], context: int) -> list[Window]:
+    """The windows in which a continuation is scored once, after as much of what stands before it as fits (at least one
+    token).
+
+    One that is itself longer than the context is scored half a context at a time.
+    """
+    whole = np.array([*before, *continuation], dtype=np.int64)
+    size = len(continuation) if len(continuation) <= context else max(1, context // 2)
+    found = []
+    for start in range(len(before), len(whole), size or 1):
+        stop = min(len(whole), start + size)
+        found.append(Window(whole[max(0, stop - 1 - context) : stop - 1], whole[start:stop]))
+    return found
+
+
+def plant(windows: Sequence[Window], most: int) -> list[Tree]:
+    """Trees of neighbouring windows that share enough to be read together, of at most about `most` tokens each."""
+    groups: list[list[int]] = []
+    size = 0
+    for index, window in enumerate(windows):
+        shared = common(windows[groups[-1][-1]].tokens, window.tokens) if groups else 0
+        if shared * WORTH >= len(window.tokens) and size + len(window.tokens) - shared <= most:
+            groups[-1].append(index)
+            size += len(window.tokens) - shared
+        else:
+            groups.append([index])
+            size = len(window.tokens)
+    return [tree(windows, group) for group in groups]
+
+
+def tree(windows: Sequence[Window], group: Sequence[int]) -> Tree:
+    """The tree of a group of windows: in sorted order each shares most with the one before it."""
+    order = sorted(group, key=lambda index: windows[index].tokens.tolist())
+    paths: list[np.ndarray] = []
+    parts: list[np.ndarray] = []
+    count = 0
+    for place, index in enumerate(order):
+        ids = windows[index].tokens
+        shared = common(windows[order[place - 1]].tokens, ids) if place else 0
+        new = np.arange(count, count + len(ids) - shared)
+        paths.append(np.concatenate([paths[-1][:shared], new]) if place else new)
+        parts.append(ids[shared:])
+        count += len(new)
+    return Tree(order, np.concatenate(parts), paths, [windows[index].targets for index in order])
+
+
+def common(a: np.ndarray, b: np.ndarray) -> int:
+    """How many tokens two sequences share at their beginnings."""
+    length = min(len(a), len(b))
+    differ = np.flatnonzero(a[:length] != b[:length])
+    return int(differ[0]) if len(differ) else length
+
+
+@torch.no_grad()
+def score_trees(model: Transformer, trees: Sequence[Tree]) -> Iterator[tuple[int, Score]]:
+    """The score of each window of a batch of trees, with its index; in the model's own precision."""
+    device = next(model.parameters()).device
+    longest = max(len(each.tokens) for each in trees)
+    tokens_BT = np.zeros((len(trees), longest), dtype=np.int64)
+    for row, each in enumerate(trees):
+        tokens_BT[row, : len(each.tokens)] = each.tokens
+    layout = None if all(len(each.paths) == 1 for each in trees) else layout_of(trees, longest, device)
+    h_BTD = model.hidden(torch.from_numpy(tokens_BT).to(device), layout=layout)
+    windows = [window for each in trees for window in each.windows]
+    targets = [ids for each in trees for ids in each.targets]
+    at = [
+        row * longest + path[len(path) - len(ids) :]
+        for row, each in enumerate(trees)
+        for path, ids in zip(each.paths, each.targets, strict=True)
+    ]
+    # Windows that go the same way score the same token after the same state: the head sees it once.
+    pairs, inverse = np.unique(np.stack([np.concatenate(at), np.concatenate(targets)]), axis=1, return_inverse=True)
+    at_M, targets_M = torch.from_numpy(pairs).to(device)
+    nll_M, greedy_M = (part.cpu()[inverse] for part in score_targets(model, h_BTD.flatten(0, 1)[at_M], targets_M))
+    ends = np.cumsum([len(ids) for ids in targets])[:-1].tolist()
+    for window, nll, greedy in zip(windows, nll_M.tensor_split(ends), greedy_M.tensor_split(ends), strict=True):
+        yield window, Score(-float(nll.sum()), bool(greedy.all()))
+
+
+def layout_of(trees: Sequence[Tree], longest: int, device: torch.device) -> Layout:
+    """Each token at its depth, seeing its ancestors and itself (padding sees itself alone)."""
+    positions_BT = np.zeros((len(trees), longest), dtype=np.int64)
+    mask_BTT = np.zeros((len(trees), longest, longest), dtype=bool)
+    mask_BTT[:, range(longest), range(longest)] = True
+    for row, each in enumerate(trees):
+        for path in each.paths:
+            positions_BT[row, path] = np.arange(len(path))
+            mask_BTT[row, path[:, None], path[None, :]] = np.tri(len(path), dtype=bool)
+    return Layout(torch.from_numpy(positions_BT).to(device), torch.from_numpy(mask_BTT).to(device))
+
+
+def score_targets(model: Transformer, h_MD: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
+    """-log p of each target after its hidden state (float64, from an fp32 log-softmax), and whether it is the most
+    likely token. The head runs on a part of the states at a time.
+    """
+    nll, greedy = [], []
+    step = max(1, LOGITS // model.embedding.num_embeddings)
+    for h_CD, targets_C in zip(h_MD.split(step), targets_M.split(step), strict=True):
+        logits_CV = model.head(h_CD)
+        logits_CV = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
+        nll.append(cross_entropy(logits_CV, targets_C, reduction="none").double())
+        greedy.append(logits_CV.gather(-1, targets_C[:, None])[:, 0] == logits_CV.amax(-1))
+    return torch.cat(nll), torch.cat(greedy)

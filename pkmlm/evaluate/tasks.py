@@ -1,0 +1,153 @@
+"""Zero-shot tasks: the definitions that ship with lm-evaluation-harness, unchanged, and where their rows come from."""
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lm_eval.tasks._yaml_loader import load_yaml
+
+from pkmlm.errors import UserError
+from pkmlm.evaluate.task_rows import FIELDS
+
+SUITES = {"memoryformer": ("piqa", "winogrande", "wsc", "arc_easy", "arc_challenge", "logiqa")}  # its table 1
+KINDS = ("multiple_choice", "loglikelihood", "loglikelihood_rolling")
+NAME = re.compile(r"""^["']?(task|group)["']?:[ \t]*["']?([^\s"'#\[{]+)""", re.MULTILINE)
+SCRIPTED = {"EleutherAI/logiqa"}  # on the hub these are Python scripts, which `datasets` runs no more
+LOCAL = ("json", "csv", "parquet", "text", "arrow")  # what `datasets` reads from files of one's own
+HINT = "give the rows with --task-data DIR, one JSON object a line in DIR/{}.jsonl"
+
+
+@dataclass(frozen=True)
+class TaskSource:
+    """A task and the file of its rows.
+
+    Attributes:
+        config: the harness's definition, with its functions.
+        file: of the rows; None: they come from where the definition says.
+        shots: of the examples that come before a question (few-shot).
+        hub: the rows come from the hub.
+    """
+
+    name: str
+    config: dict[str, Any]
+    file: Path | None
+    shots: Path | None
+    hub: bool
+
+    @property
+    def splits(self) -> tuple[str, list[str]]:
+        """The split that is scored, by the harness's rule, and the others that the definition names."""
+        named = [self.config.get(f"{split}_split") for split in ("test", "validation", "training", "fewshot")]
+        scored, *others = dict.fromkeys(filter(None, named))
+        return scored, others
+
+
+def find_tasks(names: str, folder: Path | None, fewshot: int | None) -> list[TaskSource]:
+    """The tasks of a list such as "piqa,wsc,mine.yaml", each once.
+
+    Args:
+        folder: where TASK.jsonl holds the rows of TASK (and TASK.train.jsonl the few-shot examples); None: elsewhere.
+        fewshot: how many examples are asked for; None: as many as the definition says.
+
+    Raises:
+        UserError: no such task or file; not a task of log-likelihoods; rows that can be had nowhere.
+    """
+    asked = [name.strip() for name in names.split(",") if name.strip()]
+    asked = list(dict.fromkeys(each for name in asked for each in SUITES.get(name, (name,))))
+    if not asked:
+        raise UserError("--tasks names no task", "for example --tasks piqa,wsc or --tasks memoryformer")
+    if folder is not None and not folder.is_dir():
+        raise UserError(f"--task-data {folder} is not a folder (expected one with TASK.jsonl in it)")
+    paths = stock([name for name in asked if not is_path(name)])
+    sources = [source(name, paths.get(name, Path(name)), folder, fewshot) for name in asked]
+    twice = [one.name for place, one in enumerate(sources) if one.name in {two.name for two in sources[:place]}]
+    if twice:
+        raise UserError(f"--tasks has two tasks named {twice[0]!r}", "rename the one of your own")
+    return sources
+
+
+def is_path(name: str) -> bool:
+    return name.endswith((".yaml", ".yml"))
+
+
+def stock(names: Sequence[str]) -> dict[str, Path]:
+    """The files of the harness's own tasks. Reading their first keys takes half a second; its own index, seven."""
+    if not names:
+        return {}
+    import lm_eval
+
+    found: dict[str, dict[str, Path]] = {"task": {}, "group": {}}
+    for path in sorted((Path(lm_eval.__file__).parent / "tasks").rglob("*.yaml")):
+        for what, name in NAME.findall(path.read_text(encoding="utf-8", errors="replace")):
+            found[what].setdefault(name, path)
+    for name in names:
+        if name not in found["task"]:
+            raise unknown(name, found["task"], found["group"])
+    return {name: found["task"][name] for name in names}
+
+
+def unknown(name: str, tasks: Iterable[str], groups: Iterable[str]) -> UserError:
+    """What to say of a name that is no task."""
+    if name in groups:
+        return UserError(f"--tasks: {name!r} is a group of tasks", "name the tasks themselves")
+    known = [*SUITES, *FIELDS]
+    near = difflib.get_close_matches(name, [*known, *tasks], n=3)
+    near = near or [other for other in tasks if name.lower() in other.lower()][:3]
+    hint = f"did you mean {', '.join(dict.fromkeys(near))}?" if near else f"for example {', '.join(known)}"
+    return UserError(f"--tasks: lm-eval has no task {name!r}", hint)
+
+
+def source(name: str, path: Path, folder: Path | None, fewshot: int | None) -> TaskSource:
+    """A task from its definition."""
+    if not path.is_file():
+        raise UserError(f"--tasks: {path} does not exist")
+    plain = definition(path, functions=False)
+    title = plain.get("task")
+    if not isinstance(title, str):
+        raise UserError(f"{path}: no key 'task' with the task's name (expected an lm-eval task)")
+    if "class" in plain:
+        raise UserError(f"--tasks: {title} is a program, not a definition; it runs with lm-eval's own command only")
+    if plain.get("output_type", "generate_until") not in KINDS:
+        found = plain.get("output_type", "generate_until")
+        raise UserError(f"--tasks: {title} is a task of {found} (expected {', '.join(KINDS)})")
+    file, shots = rows_files(title, plain, folder, fewshot)
+    config = definition(path, functions=True)
+    for key in ("tag", "group", "task_list"):  # of the harness's index, not of the task
+        config.pop(key, None)
+    if not any(config.get(f"{split}_split") for split in ("test", "validation")):
+        raise UserError(f"{path}: neither test_split nor validation_split: nothing to score")
+    return TaskSource(title, config, file, shots, hub=file is None and not is_local(config))
+
+
+def definition(path: Path, functions: bool) -> dict[str, Any]:
+    """An lm-eval definition with what it includes; its functions as such or as their names."""
+    try:
+        found: dict[str, Any] = load_yaml(path, resolve_func=functions)
+    except Exception as error:  # whatever the YAML, or the Python beside it, does
+        raise UserError(f"{path}: {type(error).__name__}: {' '.join(str(error).split())}") from None
+    return found
+
+
+def is_local(config: dict[str, Any]) -> bool:
+    """Whether a definition (one's own) says itself where the rows are."""
+    return config.get("dataset_path") in LOCAL or config.get("custom_dataset") is not None
+
+
+def rows_files(
+    task: str, config: dict[str, Any], folder: Path | None, fewshot: int | None
+) -> tuple[Path | None, Path | None]:
+    """Where the rows and the few-shot examples of a task are; None: where its definition says."""
+    if folder is not None and (folder / f"{task}.jsonl").is_file():
+        shots = folder / f"{task}.train.jsonl"
+        if fewshot and config.get("training_split") and not shots.is_file():
+            raise UserError(f"--num-fewshot: no examples for {task} (expected {shots})")
+        return folder / f"{task}.jsonl", shots if shots.is_file() else None
+    if folder is not None and not is_local(config):
+        raise UserError(f"--task-data: no rows of {task} (expected {folder / task}.jsonl)")
+    if config.get("dataset_path") in SCRIPTED:
+        message = f"{task} cannot come from the hub: its copy there is a script, which datasets >= 4 does not run"
+        raise UserError(message, HINT.format(task))
+    return None, None

@@ -1,0 +1,69 @@
+"""The tables of zero-shot results."""
+
+from typing import Any
+
+from pkmlm.report.tables import Column, Table
+
+SHARE = "{:.4f}"
+
+
+def task_report(record: dict[str, Any]) -> str:
+    """What people read of a record with "run", "step", "tasks" (see `task_facts`), "average_acc" and "harness"."""
+    tasks, harness = record["tasks"], record["harness"]
+    right = {name: facts for name, facts in tasks.items() if facts["acc"] is not None}
+    parts = [
+        table.render()
+        for table in (
+            _accuracies(f"Zero-shot tasks: {record['run']} at step {record['step']}", right, record["average_acc"]),
+            _always(tasks),
+            _others(tasks),
+        )
+        if table.rows
+    ]
+    notes = []
+    if any(facts["truncated"] for facts in tasks.values()):
+        notes.append(f"cut: requests that lost their beginning: the context is {harness['context']} tokens")
+    if harness["limit"] is not None:
+        notes.append(f"only the first {harness['limit']} documents of each task: not to be compared with others")
+    shots = {name: facts["num_fewshot"] for name, facts in tasks.items() if facts["num_fewshot"]}
+    notes += [f"{name}: {count} examples before each question" for name, count in shots.items()]
+    return "\n".join(parts + ["".join(f"{note}\n" for note in notes)] * bool(notes))
+
+
+def _accuracies(title: str, tasks: dict[str, Any], average: float | None) -> Table:
+    columns = [
+        Column("Task"),
+        Column("n", "right", "{:,}"),
+        *(Column(name, "right", SHARE) for name in ("acc", "stderr", "acc_norm", "stderr", "chance")),
+        Column("cut", "right", "{:,}"),
+    ]
+    keys = ("n", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "chance", "truncated")
+    rows = [[name, *(facts[key] for key in keys)] for name, facts in tasks.items()]
+    if len(rows) > 1:
+        rows.append(["average", None, average, *[None] * 5])
+    return Table(title, columns, rows)
+
+
+def _always(tasks: dict[str, Any]) -> Table:
+    rows = [[name, answer, share] for name, facts in tasks.items() for answer, share in (facts["always"] or {}).items()]
+    return Table(
+        "What the same answer to every question gives",
+        [Column("Task"), Column("Answer"), Column("acc", "right", SHARE)],
+        rows,
+    )
+
+
+def _others(tasks: dict[str, Any]) -> Table:
+    rows = [
+        [name, facts["n"], metric, value, facts["truncated"]]
+        for name, facts in tasks.items()
+        for metric, value in facts["metrics"].items()
+    ]
+    columns = [
+        Column("Task"),
+        Column("n", "right", "{:,}"),
+        Column("Metric"),
+        Column("value", "right", "{:,.4f}"),
+        Column("cut", "right", "{:,}"),
+    ]
+    return Table("Other metrics", columns, rows)
