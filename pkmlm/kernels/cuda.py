@@ -1,15 +1,14 @@
-"""The memory's kernels for CUDA, in Triton: `reference` defines their results, and `ops` comes here with CUDA tensors.
+"""The memory's kernels for CUDA, in Triton. `reference` defines their results; `backend` comes here with CUDA tensors.
 
 All are bound by memory. Bytes moved, with s and g bytes a number in the table and in the gradients, and the floor that
 an H100's 3.35 TB/s set (8,192 tokens, r = 128, D = 1,024, s = g = 2, 2^20 slots, of which as many random reads meet
 63 %); unmeasured on a GPU:
 
     weighted_row_sum     N r D s read, N D s written                           2.2 GB   0.65 ms
-    row_products         N r D s read, 4 N r written                           2.2 GB   0.65 ms
-    segment_sum          M D g read, from L2 if N D g fits; 4 U D written    2.7 GB   0.81 ms
-    squared_norm         M D g read, likewise; 4 U written                   18 MB    bound by L2
-    segment_row_adam_    M D g read, likewise; 24 U D of values and moments   16 GB   4.9 ms
-    row_adam_            28 U D                                                 19 GB   5.7 ms
+    row_products         N r D s read, N r g written                           2.2 GB   0.65 ms
+    segment_sum          M D g read, from L2 if N D g fits; U D g written      1.4 GB   0.41 ms
+    squared_norm         M D g read, likewise; 4 U written                      18 MB   bound by L2
+    segment_row_adam_    M D g read, likewise; 24 U D of values and moments     16 GB   4.9 ms
 
 A program makes one bag or one row, in a block of columns; each thread holds 16 bytes of each row, a tile of `READS`
 rows is in flight, and sums over reads stay inside a thread. A row that many tokens read would keep one program busy
@@ -32,10 +31,21 @@ from torch.nn.functional import pad
 from triton.language import constexpr
 
 from pkmlm.kernels import reference
+from pkmlm.kernels.packed_top_k import product_top_k, top_k
 from pkmlm.kernels.segments import Segments
 
+__all__ = [
+    "product_top_k",
+    "row_products",
+    "segment_row_adam_",
+    "segment_sum",
+    "sort_reads",
+    "squared_norm",
+    "top_k",
+    "weighted_row_sum",
+]
+
 READS = constexpr(8)  # 128 bytes in flight a thread: with 8 programs on an SM several times latency x bandwidth
-PRODUCTS = constexpr(16)  # reads of a program of `_row_products`: four a warp
 COLUMNS = 1024  # of a program at most
 CHUNK = 128  # sorted reads: 16 tiles for its program; a slot read by 8,192 tokens leaves 64 sums for the row's
 # A bag of 128 reads is 16 tiles, one after the other, about 1.3 us each. Where bags are few, torch gets there first in
@@ -74,11 +84,11 @@ def _row_products(
     values: tl.tensor, x: tl.tensor, slots: tl.tensor, products: tl.tensor, r: constexpr, D: constexpr, C: constexpr
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
-    reads_R = tl.program_id(1) * PRODUCTS + tl.arange(0, PRODUCTS)
+    reads_R = tl.program_id(1) * READS + tl.arange(0, READS)
     some_R = reads_R < r
     slots_R = tl.load(slots + token * r + reads_R, mask=some_R, other=0)
-    sum_RC = tl.zeros((PRODUCTS, C), tl.float32)
-    for first in tl.range(0, D, C, loop_unroll_factor=4):
+    sum_RC = tl.zeros((READS, C), tl.float32)
+    for first in range(0, D, C):
         columns_C = first + tl.arange(0, C)
         mask_RC = some_R[:, None] & (columns_C < D)[None, :]
         rows_RC = tl.load(values + slots_R[:, None] * D + columns_C[None, :], mask=mask_RC, other=0)
@@ -149,7 +159,6 @@ def _squared_norms(reads: tl.tuple, squared: tl.tensor, D: constexpr, C: constex
 def _row_adam(
     table: tl.tuple,
     rows: tl.tensor,
-    gradient: tl.tensor,
     reads: tl.tuple,
     scale: tl.tensor,
     rates: tl.tuple,
@@ -157,7 +166,6 @@ def _row_adam(
     C: constexpr,
     chunk_size: constexpr,
 ) -> None:
-    """Updates one row from its stored gradient or, where that is None, from the sum over its reads."""
     values, mean, square, copy = table
     to_mean, beta2, to_square, decay, rate, correction, eps = rates
     row = tl.program_id(0).to(tl.int64)
@@ -168,11 +176,7 @@ def _row_adam(
     mean_C = tl.load(mean + places_C, mask=inside_C, eviction_policy="evict_first").to(tl.float32)
     square_C = tl.load(square + places_C, mask=inside_C, eviction_policy="evict_first").to(tl.float32)
     values_C = tl.load(values + places_C, mask=inside_C, eviction_policy="evict_first").to(tl.float32)
-    if gradient is None:
-        grad_C = _row_gradient(reads, row, columns_C, D, chunk_size)
-    else:
-        grad_C = tl.load(gradient + row * D + columns_C, mask=inside_C).to(tl.float32)
-    grad_C *= tl.load(scale)
+    grad_C = _row_gradient(reads, row, columns_C, D, chunk_size) * tl.load(scale)
     mean_C += to_mean * (grad_C - mean_C)
     square_C = beta2 * square_C + to_square * grad_C * grad_C
     values_C -= decay * values_C
@@ -202,7 +206,7 @@ def _check(*tables: Tensor | None) -> None:
 
 
 def weighted_row_sum(values_KD: Tensor, slots_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
-    """`reference.weighted_row_sum`, summed in fp32, in the dtype of the values.
+    """`reference.weighted_row_sum`, summed in fp32.
 
     Raises:
         ValueError: the table is not contiguous, here and below.
@@ -219,30 +223,25 @@ def weighted_row_sum(values_KD: Tensor, slots_Nr: Tensor, weights_Nr: Tensor) ->
 
 
 def row_products(values_KD: Tensor, x_ND: Tensor, slots_Nr: Tensor) -> Tensor:
-    """<x[t], values[slots[t, j]]> (N, r), fp32."""
+    """`reference.row_products`, summed in fp32."""
     _check(values_KD)
     tokens, r = slots_Nr.shape
-    products_Nr = torch.empty(tokens, r, dtype=torch.float32, device=x_ND.device)
+    width = values_KD.shape[1]
+    products_Nr = x_ND.new_empty(tokens, r)
+    arguments = values_KD, x_ND.contiguous(), slots_Nr.contiguous(), products_Nr
+    # One warp, 16 bytes a thread: sums over columns need no barrier.
+    columns = min(512 // values_KD.element_size(), triton.next_power_of_2(width))
     with torch.cuda.device_of(values_KD):
-        _row_products[tokens, triton.cdiv(r, PRODUCTS.value)](
-            values_KD,
-            x_ND.contiguous(),
-            slots_Nr.contiguous(),
-            products_Nr,
-            r=r,
-            D=values_KD.shape[1],
-            C=512 // values_KD.element_size(),  # 16 bytes a thread of one warp: sums over columns stay inside warps
-            num_warps=4,
-            enable_fp_fusion=True,
+        _row_products[tokens, triton.cdiv(r, READS.value)](
+            *arguments, r=r, D=width, C=columns, num_warps=1, enable_fp_fusion=True
         )
     return products_Nr
 
 
 def sort_reads(slots_Nr: Tensor, weights_Nr: Tensor, rows: int) -> Segments:
-    """The reads of each row of a table. The host waits once, for the number of distinct rows.
+    """`reference.sort_reads`. The host waits once, for the number of distinct rows.
 
-    Args:
-        rows: how many the table has: fewer give shorter keys, to whose length the time of a radix sort is proportional.
+    The fewer rows, the shorter the keys, to whose length the time of a radix sort is proportional.
     """
     key = torch.int16 if rows <= 1 << 15 else torch.int32 if rows <= 1 << 31 else torch.int64
     sorted_M, order_M = torch.sort(slots_Nr.flatten().to(key), stable=True)
@@ -263,20 +262,34 @@ def _sum_of_chunks(x_ND: Tensor, segments: Segments) -> tuple[Tensor, ...]:
 
 
 def segment_sum(x_ND: Tensor, segments: Segments) -> Tensor:
-    """`reference.segment_sum`: each row's sum over its reads of weight * x[token] (U, D), in fp32."""
+    """`reference.segment_sum`, summed in fp32."""
     reads = _sum_of_chunks(x_ND, segments)
-    out_UD = torch.empty(len(segments.rows_U), x_ND.shape[1], dtype=torch.float32, device=x_ND.device)
+    out_UD = x_ND.new_empty(len(segments.rows_U), x_ND.shape[1])
     _launch(_segment_sum, len(out_UD), x_ND, reads, out_UD, chunk_size=CHUNK)
     return out_UD
 
 
 def squared_norm(x_ND: Tensor, segments: Segments) -> Tensor:
-    """`reference.squared_norm`: the sum of the squares of `segment_sum`, which is not stored; a 0-d tensor, fp64."""
+    """`reference.squared_norm`; no row of the sum is stored."""
     reads = _sum_of_chunks(x_ND, segments)
     blocks = triton.cdiv(x_ND.shape[1], COLUMNS)
     squared_UB = torch.empty(len(segments.rows_U), blocks, dtype=torch.float32, device=x_ND.device)
     _launch(_squared_norms, len(squared_UB), x_ND, reads, squared_UB, chunk_size=CHUNK)
     return squared_UB.sum(dtype=torch.float64)
+
+
+def _factor(scale: float | Tensor, device: torch.device) -> Tensor:
+    """The scale in the device's memory: the host need not know one that was computed there."""
+    if isinstance(scale, Tensor):
+        return scale.to(device, torch.float32)
+    return torch.full((), scale, dtype=torch.float32, device=device)
+
+
+def _rates(step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> tuple[float, ...]:
+    """What `_row_adam` multiplies by, computed in double precision."""
+    beta1, beta2 = betas
+    rates = 1 - beta1, beta2, 1 - beta2, lr * weight_decay, lr / (1 - beta1**step), 1 - beta2**step, eps
+    return tuple(map(float, rates))  # never an integer: Triton would compile anew for each
 
 
 def segment_row_adam_(
@@ -294,58 +307,14 @@ def segment_row_adam_(
     weight_decay: float,
     copy_KD: Tensor | None = None,
 ) -> None:
-    """`row_adam_` with `segment_sum` as the gradient, which goes straight into the update and is never stored."""
+    """`reference.segment_row_adam_`: each row's gradient goes straight into its update and is never stored.
+
+    Args:
+        scale: a tensor may stay on the device; the host does not wait for it.
+        copy_KD: a half-precision copy of the values, whose rows get the new values, rounded.
+    """
     table = values_KD, mean_KD, square_KD, copy_KD
     _check(*table)
     reads, factor = _sum_of_chunks(x_ND, segments), _factor(scale, values_KD.device)
     rates = _rates(step, lr, betas, eps, weight_decay)
-    rows_U = segments.rows_U
-    _launch(_row_adam, len(rows_U), x_ND, table, rows_U, None, reads, factor, rates, chunk_size=CHUNK)
-
-
-def row_adam_(
-    values_KD: Tensor,
-    mean_KD: Tensor,
-    square_KD: Tensor,
-    rows_U: Tensor,
-    grad_UD: Tensor,
-    *,
-    scale: float | Tensor,
-    step: int,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    copy_KD: Tensor | None = None,
-) -> None:
-    """Adam on distinct rows from their gradients times `scale`, in place and in one pass: `pkmlm.train.row_adam`.
-
-    Args:
-        copy_KD: a half-precision copy of the values, whose rows get the new values rounded.
-    """
-    table = values_KD, mean_KD, square_KD, copy_KD
-    _check(*table)
-    rates = _rates(step, lr, betas, eps, weight_decay)
-    rows_U, grad_UD, factor = rows_U.contiguous(), grad_UD.contiguous(), _factor(scale, values_KD.device)
-    _launch(_row_adam, len(rows_U), grad_UD, table, rows_U, grad_UD, None, factor, rates, chunk_size=CHUNK)
-
-
-def _factor(scale: float | Tensor, device: torch.device) -> Tensor:
-    """The scale in the device's memory: the host need not know one that was computed there."""
-    if isinstance(scale, Tensor):
-        return scale.to(device, torch.float32)
-    return torch.full((), scale, dtype=torch.float32, device=device)
-
-
-def _rates(step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> tuple[float, ...]:
-    """What `_row_adam` multiplies by, computed in double precision."""
-    beta1, beta2 = betas
-    return (
-        1.0 - beta1,
-        float(beta2),
-        1.0 - beta2,
-        float(lr * weight_decay),
-        lr / (1 - beta1**step),
-        1 - beta2**step,
-        eps,
-    )
+    _launch(_row_adam, len(segments.rows_U), x_ND, table, segments.rows_U, reads, factor, rates, chunk_size=CHUNK)

@@ -5,6 +5,7 @@ own. Compiling needs no GPU and is tested everywhere.
 """
 
 import os
+import re
 import subprocess
 import sys
 
@@ -14,11 +15,12 @@ import torch
 from pkmlm.kernels import reference
 
 triton = pytest.importorskip("triton", reason="triton is not installed (the CUDA kernels need it)")
-cuda = pytest.importorskip("pkmlm.kernels.cuda")
+from pkmlm.kernels import cuda  # noqa: E402
 
 INTERPRETED = triton.knobs.runtime.interpret
 HALF = [torch.float16, torch.bfloat16]
 PATTERNS = ["random", "zipf", "one", "distinct"]
+TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, **{half: {"rtol": 1e-2, "atol": 1e-2} for half in HALF}}
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
@@ -74,12 +76,11 @@ def test_weighted_row_sum_and_row_products(kernels, device, dtype, width, r):
     out = kernels.weighted_row_sum(values, slots, weights)
     expected = reference.weighted_row_sum(values.double(), slots, weights.double())
     assert out.dtype == dtype
-    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
-    torch.testing.assert_close(out.double(), expected, **tolerance)
+    torch.testing.assert_close(out.double(), expected, **TOLERANCE[dtype])
     products = kernels.row_products(values, x, slots)
-    assert products.dtype == torch.float32
-    expected = (values.double()[slots] * x.double()[:, None]).sum(-1)
-    torch.testing.assert_close(products.double(), expected, rtol=1e-5, atol=1e-4)
+    expected = reference.row_products(values.double(), x.double(), slots)
+    assert products.dtype == dtype
+    torch.testing.assert_close(products.double(), expected, **TOLERANCE[dtype])
 
 
 def test_few_small_bags_are_summed_in_torch(kernels, device, monkeypatch):
@@ -94,24 +95,13 @@ def test_few_small_bags_are_summed_in_torch(kernels, device, monkeypatch):
 
 @pytest.mark.parametrize("rows", [30, 1 << 15, (1 << 15) + 1, 1 << 31, (1 << 31) + 1])
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_reads_are_sorted_by_row_and_stay_in_order(kernels, device, pattern, rows):
+def test_sort_reads(kernels, device, pattern, rows):
     slots = slots_of(pattern, 8, 3, 30).to(device) + rows - 30  # the last rows there are
     weights = torch.randn(8, 3, device=device)
-    segments = kernels.sort_reads(slots.t().contiguous().t(), weights, rows)
-    flat = slots.flatten().tolist()
-    order = sorted(range(len(flat)), key=lambda read: (flat[read], read))
-    assert segments.rows_U.tolist() == sorted(set(flat))
-    counts = [flat.count(row) for row in sorted(set(flat))]
-    assert segments.start_S.tolist() == [sum(counts[:u]) for u in range(len(counts) + 1)]
-    assert segments.token_M.tolist() == [read // 3 for read in order]
-    assert torch.equal(segments.weight_M, weights.flatten()[order])
-    assert {x.dtype for x in segments[:3]} == {torch.int64}
-
-
-def gradient(x, slots, weights, rows=30):
-    """The gradient of the weighted row sum to its table (rows, width), fp64."""
-    reads = weights.double()[..., None] * x.double()[:, None]
-    return reads.new_zeros(rows, x.shape[1]).index_add_(0, slots.flatten(), reads.flatten(0, 1))
+    found = kernels.sort_reads(slots.t().contiguous().t(), weights, rows)
+    for part, expected in zip(found, reference.sort_reads(slots, weights, rows), strict=True):
+        assert torch.equal(part, expected)
+        assert part.dtype == expected.dtype
 
 
 @pytest.mark.parametrize(
@@ -120,11 +110,11 @@ def gradient(x, slots, weights, rows=30):
 )
 def test_segment_sum_and_squared_norm(kernels, device, pattern, width, dtype):
     _, slots, weights, x = inputs(pattern, width, dtype, device)
-    segments = kernels.sort_reads(slots, weights, 30)
-    expected = gradient(x, slots, weights)[segments.rows_U]
+    segments = kernels.sort_reads(slots, weights, 30).every_row(30)
+    expected = reference.segment_sum(x.double(), segments._replace(weight_M=segments.weight_M.double()))
     found = kernels.segment_sum(x, segments)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected, **TOLERANCE[dtype])
     squared = kernels.squared_norm(x, segments)
     torch.testing.assert_close(squared, expected.square().sum(), rtol=1e-6, atol=0)
 
@@ -133,53 +123,48 @@ def test_segment_sum_and_squared_norm(kernels, device, pattern, width, dtype):
 def test_a_long_row_at_every_place_among_the_chunks(kernels, device, reads):
     """Chunks of 4: a row with none, a part, one or many whole ones, with short rows before and after it."""
     for before in range(4):
-        rows = [0] * before + [1] * reads + [2, 2]
-        slots = torch.tensor(rows, device=device)[:, None]
-        x = torch.randn(len(rows), 3, device=device)
-        segments = kernels.sort_reads(slots, torch.ones_like(x[:, :1]), 3)
-        expected = gradient(x, slots, torch.ones_like(x[:, :1]), 3)[segments.rows_U]
+        slots = torch.tensor([0] * before + [1] * reads + [2, 2], device=device)[:, None]
+        x, weights = torch.randn(len(slots), 3, device=device), torch.ones(len(slots), 1, device=device)
+        segments = kernels.sort_reads(slots, weights, 3)
+        expected = reference.segment_sum(x.double(), segments._replace(weight_M=segments.weight_M.double()))
         torch.testing.assert_close(kernels.segment_sum(x, segments).double(), expected, rtol=1e-5, atol=1e-5)
 
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 
 
-def adam(values, mean, square, rows, grad, *, step, lr, betas, eps, weight_decay):
-    """Algorithm 1 of Kingma and Ba, with decoupled decay, on some rows of fp64 tables."""
-    mean[rows] = betas[0] * mean[rows] + (1 - betas[0]) * grad
-    square[rows] = betas[1] * square[rows] + (1 - betas[1]) * grad**2
-    unbiased, scale = mean[rows] / (1 - betas[0] ** step), square[rows] / (1 - betas[1] ** step)
-    values[rows] -= lr * (weight_decay * values[rows] + unbiased / (scale.sqrt() + eps))
-
-
-@pytest.mark.parametrize("stored", [False, True])
-@pytest.mark.parametrize("half", [None, *HALF])
-@pytest.mark.parametrize(("pattern", "width"), [("zipf", 70), ("one", 7)])
-def test_three_steps_of_row_adam(kernels, device, pattern, width, half, stored):
+@pytest.mark.parametrize(
+    ("pattern", "width", "half", "every_row"),
+    [
+        ("zipf", 70, None, False),
+        ("one", 7, None, True),
+        ("zipf", 7, torch.float16, False),
+        ("zipf", 70, torch.bfloat16, True),
+    ],
+)
+def test_three_steps_of_row_adam(kernels, device, pattern, width, half, every_row):
     values, slots, weights, x = inputs(pattern, width, half or torch.float32, device)
     before = values.float()
     tables = before.clone(), torch.zeros_like(before), torch.zeros_like(before)
     expected = [table.double() for table in tables]
     copy = None if half is None else torch.full_like(before, 77, dtype=half)
     segments = kernels.sort_reads(slots, weights, 30)
-    rows = segments.rows_U
+    if every_row:
+        segments = segments.every_row(30)
     for step in (1, 2, 3):
         x = -x.roll(step)
         scale = 0.5 if step < 3 else torch.tensor(0.25, dtype=torch.float64, device=device)
-        options = {**SETTINGS, "step": step, "scale": scale, "copy_KD": copy}
-        if stored:
-            kernels.row_adam_(*tables, rows, kernels.segment_sum(x, segments), **options)
-        else:
-            kernels.segment_row_adam_(*tables, x, segments, **options)
-        adam(*expected, rows, float(scale) * gradient(x, slots, weights)[rows], step=step, **SETTINGS)
+        kernels.segment_row_adam_(*tables, x, segments, scale=scale, step=step, copy_KD=copy, **SETTINGS)
+        exact = segments._replace(weight_M=segments.weight_M.double())
+        reference.segment_row_adam_(*expected, x.double(), exact, scale=float(scale), step=step, **SETTINGS)
     for table, wanted in zip(tables, expected, strict=True):
         torch.testing.assert_close(table.double(), wanted, rtol=1e-5, atol=1e-6)
-    read = torch.zeros(30, dtype=torch.bool, device=device).index_fill_(0, rows, True)
-    assert torch.equal(tables[0][~read], before[~read])
+    updated = torch.zeros(30, dtype=torch.bool, device=device).index_fill_(0, segments.rows_U, True)
+    assert torch.equal(tables[0][~updated], before[~updated])
     if copy is not None:
         exact = {"rtol": 2**-7 if INTERPRETED and half == torch.bfloat16 else 0, "atol": 0}  # the interpreter cuts off
-        torch.testing.assert_close(copy[read], tables[0][read].to(half), **exact)
-        assert (copy[~read] == 77).all()
+        torch.testing.assert_close(copy[updated], tables[0][updated].to(half), **exact)
+        assert (copy[~updated] == 77).all()
 
 
 def test_no_tokens(kernels, device):
@@ -207,12 +192,13 @@ def test_offsets_beyond_two_to_the_31(kernels, device):
     out = kernels.weighted_row_sum(values, last, weights)
     torch.testing.assert_close(out[0], 2 * values[-1] + 3 * values[-2])
     products = kernels.row_products(values, out, last)
-    torch.testing.assert_close(products, (values[[-1, -2]].float() @ out[0].float())[None])
+    torch.testing.assert_close(products, (values[[-1, -2]].float() @ out[0].float())[None].half())
     segments = kernels.sort_reads(last, weights, rows)
     far = segments._replace(token_M=segments.token_M + rows - 1)  # as if the token were the last of as many
-    torch.testing.assert_close(kernels.segment_sum(values, far), weights.T.flip(0) * values[-1].float())
+    torch.testing.assert_close(kernels.segment_sum(values, far), weights.T.flip(0).half() * values[-1])
     expected = [table[-2:].double() for table in tables]
-    adam(*expected, torch.tensor([0, 1]), 0.5 * gradient(out, last - last.min(), weights, 2), step=1, **SETTINGS)
+    near = segments._replace(rows_U=torch.tensor([0, 1]), weight_M=segments.weight_M.double())
+    reference.segment_row_adam_(*expected, out.double(), near, scale=0.5, step=1, **SETTINGS)
     kernels.segment_row_adam_(values, mean, square, out, segments, scale=0.5, step=1, **SETTINGS)
     for table, wanted in zip(tables, expected, strict=True):
         torch.testing.assert_close(table[-2:].double(), wanted, rtol=2e-3, atol=1e-5)
@@ -240,3 +226,69 @@ def test_a_table_that_is_not_contiguous_is_refused(kernels, device):
     ):
         with pytest.raises(ValueError, match="contiguous"):
             call()
+
+
+class Driver:
+    """Where Triton looks for the GPU to compile for; no kernel is loaded or run."""
+
+    def get_current_target(self):
+        return triton.backends.compiler.GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return "none"
+
+    def get_current_stream(self, device):
+        return 0
+
+
+@pytest.fixture
+def compiled(monkeypatch, tmp_path):
+    """The kernels that are called, each compiled for an H100 with the arguments of the call: [(name, result)]."""
+    if INTERPRETED:
+        pytest.skip("interpreted kernels are not compiled")
+    results = []
+
+    def compile_only(kernel, grid):
+        return lambda *values, **options: results.append(
+            (kernel.__name__, kernel.run(*values, grid=grid, warmup=True, **options))
+        )
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton.runtime.jit.KernelInterface, "__getitem__", compile_only)
+    monkeypatch.setattr(cuda, "SMALL_BYTES", 0)
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
+    return results
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(768, torch.bfloat16), (1600, torch.float32), (100, torch.float16)])
+def test_machine_code(compiled, width, dtype):
+    values, slots, weights, x = inputs("random", width, dtype, "cpu", r=32)
+    tables = [torch.zeros(30, width) for _ in range(3)]
+    copy = None if dtype == torch.float32 else values
+    cuda.weighted_row_sum(values, slots, weights)
+    cuda.row_products(values, x, slots)
+    segments = cuda.sort_reads(slots, weights, 30)
+    cuda.segment_sum(x, segments)
+    cuda.squared_norm(x, segments)
+    for step in (1, 2):
+        cuda.segment_row_adam_(*tables, x, segments, scale=0.5, step=step, copy_KD=copy, **SETTINGS)
+    code = {result.hash: (name, result.asm["ptx"]) for name, result in compiled}
+    names = sorted(name for name, _ in code.values())
+    assert names == [
+        "_row_adam",  # and not again for the second step
+        "_row_products",
+        "_segment_sum",
+        "_squared_norms",
+        "_sum_chunks",
+        "_weighted_row_sum",
+    ]
+    for name, ptx in code.values():
+        assert not re.search(r"\b(atom|red)\.", ptx), name
+        assert ".local" not in ptx, f"{name} spills"
+        lanes = 16 // dtype.itemsize if width * dtype.itemsize % 16 == 0 else 8 // dtype.itemsize
+        loads = re.findall(r"ld\.global[.\w:]*\.v(\d)\.b32", ptx)
+        assert max(map(int, loads)) * 4 >= lanes * dtype.itemsize, f"{name} loads {loads}"
+        if name in ("_weighted_row_sum", "_row_products"):
+            assert "bar.sync" not in ptx, f"the warps of {name} wait for each other"
+        if name == "_row_adam" and copy is not None:
+            assert re.search(rf"cvt\.rn\.{'bf16' if dtype == torch.bfloat16 else 'f16'}", ptx), "not rounded to nearest"
