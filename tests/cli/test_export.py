@@ -1,0 +1,280 @@
+"""`pkmlm export`, what `transformers` makes of it, and the commands that take an exported folder."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pkmlm.evaluate.load import load_run
+from tests.conftest import MODELS, ROOT, pkmlm
+
+FILES = {
+    *("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.model", "model.safetensors"),
+    *("configuration_pkmlm.py", "modeling_pkmlm.py", "memory_pkmlm.py", "tokenization_pkmlm.py"),
+    *("manifest.json", "README.md"),
+}
+# What a user of `transformers` does, where pkmlm cannot be imported.
+USER = """
+import json, sys
+sys.modules["pkmlm"] = None
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+answers = {}
+for path in sys.argv[1:]:
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
+    model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
+    model.save_pretrained(path + "-again")
+    tokenizer.save_pretrained(path + "-again")
+    model = AutoModelForCausalLM.from_pretrained(path + "-again", trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(path + "-again", trust_remote_code=True)
+    inputs = tokenizer("It was", return_tensors="pt")
+    texts = model.generate(**inputs, max_new_tokens=25)
+    with torch.no_grad():
+        logits = model(inputs.input_ids).logits
+    answers[path] = {
+        "text": tokenizer.decode(texts[0], skip_special_tokens=True),
+        "ids": inputs.input_ids[0].tolist(),
+        "logits": logits.flatten().tolist(),
+        "type": AutoConfig.from_pretrained(path, trust_remote_code=True).model_type,
+    }
+print(json.dumps(answers))
+"""
+
+
+@pytest.fixture(scope="module")
+def exports(trained, tmp_path_factory) -> dict[str, Path]:
+    """An export of each kind of run."""
+    folder = tmp_path_factory.mktemp("exports")
+    for kind in MODELS:
+        said = pkmlm("export", trained(kind), "-o", folder / kind).stdout
+        assert f"{kind} at step 30" in said
+        assert len(said.splitlines()) == 1
+    return {kind: folder / kind for kind in MODELS}
+
+
+def test_the_folder_holds_a_whole_model(exports):
+    for folder in exports.values():
+        assert {path.name for path in folder.iterdir()} == FILES
+        assert not {path.name for path in folder.parent.iterdir()} - set(MODELS)
+
+
+def test_transformers_alone_gives_our_logits_ids_and_texts(exports, trained, tmp_path):
+    folders = [shutil.copytree(folder, tmp_path / kind) for kind, folder in exports.items()]
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", USER, *map(str, folders)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    answers = json.loads(done.stdout.splitlines()[-1])
+    for kind, folder in zip(exports, folders, strict=True):
+        answer, run = answers[str(folder)], load_run(trained(kind))
+        assert answer["type"] == "pkmlm"
+        assert answer["ids"] == [1, *run.tokenizer.encode("It was")]
+        with torch.no_grad():
+            expected = run.model(torch.tensor([answer["ids"]], device=run.device)).flatten().cpu()
+        assert (torch.tensor(answer["logits"]) - expected).abs().max() <= 1e-5
+        ours = pkmlm("generate", trained(kind), "It was", "-n", 25, "--temperature", 0).stdout
+        assert answer["text"] == ours.removesuffix("\n")
+        saved_again = pkmlm("eval", f"{folder}-again", "--json").stdout
+        assert json.loads(saved_again)["perplexity"] == json.loads(pkmlm("eval", folder, "--json").stdout)["perplexity"]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_commands_take_it_in_place_of_the_run(exports, trained, kind):
+    run, folder = trained(kind), exports[kind]
+    ours, its = (json.loads(pkmlm("eval", path, "--json").stdout) for path in (run, folder))
+    assert its == ours
+    texts = [pkmlm("generate", path, "It was", "-n", 30, "--seed", 5).stdout for path in (run, folder)]
+    assert texts[0] == texts[1]
+    if kind == "dense":
+        return
+    ours, its = (
+        json.loads(pkmlm("usage-report", path, "--format", "json").stdout)["runs"][0] for path in (run, folder)
+    )
+    ours.pop("source")
+    assert its == ours
+    assert {path.name for path in folder.iterdir()} == FILES
+
+
+def test_steps_and_dtypes(trained, tmp_path):
+    run = trained("product-key")
+    pkmlm("export", run, "-o", tmp_path / "early", "--step", 20, "--dtype", "bf16")
+    assert json.loads((tmp_path / "early/config.json").read_text())["dtype"] == "bfloat16"
+    its = json.loads(pkmlm("eval", tmp_path / "early", "--json", "--step", 20).stdout)
+    ours = json.loads(pkmlm("eval", run, "--json", "--step", 20).stdout)
+    assert its["step"] == 20
+    assert its["perplexity"]["nll"] == pytest.approx(ours["perplexity"]["nll"], rel=1e-3)
+    assert its["perplexity"]["nll"] != ours["perplexity"]["nll"]
+    said = pkmlm("eval", tmp_path / "early", "--step", 30, code=2).stderr
+    assert "is an export of step 20 (found --step 30)" in said
+    best = (run / "best").read_text().strip()
+    pkmlm("export", run, "-o", tmp_path / "best", "--step", "best")
+    assert json.loads((tmp_path / "best/config.json").read_text())["trained"]["step"] == int(best[5:])
+
+
+def test_the_card_says_what_the_model_is(trained, tmp_path):
+    run = shutil.copytree(trained("product-key"), tmp_path / "my-run")
+    found = json.loads(pkmlm("eval", run, "--json").stdout)["perplexity"]
+    pkmlm("export", run, "-o", tmp_path / "exported")
+    card = (tmp_path / "exported/README.md").read_text()
+    assert "\n# my-run\n" in card
+    tokens = json.loads((run / "checkpoints/step-00000030/state.json").read_text())["tokens"]
+    assert f"{tokens:,} tokens (30 steps)" in card
+    assert "product-key memory of 256 slots in layer 2" in card
+    assert f"test split: perplexity {found['token_ppl']:,.2f} a token" in card
+    assert str(tmp_path) not in card
+
+
+def test_nothing_is_lost_without_force(exports, trained, tmp_path):
+    run, target = trained("dense"), tmp_path / "exported"
+    shutil.copytree(exports["hash"], target)
+    before = (target / "config.json").read_bytes()
+    assert "is not empty" in pkmlm("export", run, "-o", target, code=2).stderr
+    assert (target / "config.json").read_bytes() == before
+    (target / "notes.txt").write_text("mine")
+    assert "holds notes.txt" in pkmlm("export", run, "-o", target, "--force", code=2).stderr
+    assert (target / "config.json").read_bytes() == before
+    (target / "notes.txt").unlink()
+    pkmlm("export", run, "-o", target, "--force")
+    assert json.loads((target / "config.json").read_text())["projections"] == "dense"
+    (tmp_path / "file").write_text("")
+    assert "is a file" in pkmlm("export", run, "-o", tmp_path / "file", code=2).stderr
+    assert "which no export wrote" in pkmlm("export", run, "-o", run, "--force", code=2).stderr
+    (tmp_path / "empty").mkdir()
+    pkmlm("export", run, "-o", tmp_path / "empty")
+    assert "no checkpoint at step 7" in pkmlm("export", run, "-o", tmp_path / "x", "--step", 7, code=2).stderr
+    assert "is not a run directory" in pkmlm("export", target, "-o", tmp_path / "x", code=2).stderr
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_full_disk_leaves_nothing(trained, tmp_path):
+    limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (30000, 30000)); "
+    code = f"{limit}import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); from pkmlm.cli import main; main()"
+    command = [sys.executable, "-c", code, "export", trained("dense"), "-o", tmp_path / "exported"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: cannot write ")
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def damaged_byte(folder: Path) -> None:
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[-5] ^= 1
+    (folder / "model.safetensors").write_bytes(data)
+
+
+def without(name: str):
+    return lambda folder: (folder / name).unlink()
+
+
+def config_with(**changes):
+    def change(folder: Path) -> None:
+        (folder / "manifest.json").unlink()
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+    return change
+
+
+def text_in(name: str, text: str, *, trusted: bool = False):
+    def change(folder: Path) -> None:
+        if trusted:
+            (folder / "manifest.json").unlink()
+        (folder / name).write_text(text)
+
+    return change
+
+
+HALF_INDEX = '{"weight_map": {"model.norm.weight": "../model.safetensors"}}'
+DAMAGES = {
+    "a flipped bit": (damaged_byte, 1, "model.safetensors: sha256 "),
+    "no weights": (without("model.safetensors"), 1, "model.safetensors is missing"),
+    "no tokenizer": (without("tokenizer.model"), 1, "tokenizer.model is missing"),
+    "changed configuration": (text_in("config.json", "{}"), 1, "config.json: sha256 "),
+    "damaged manifest": (text_in("manifest.json", "[]"), 1, "manifest.json is no manifest"),
+    "manifest of strings": (text_in("manifest.json", '{"files": {"config.json": 1}}'), 1, "is no manifest"),
+    "newer": (text_in("manifest.json", '{"version": 9, "files": {"config.json": 1, "tokenizer.model": 2}}'), 1, "9"),
+    "another kind of model": (config_with(model_type="gpt2"), 2, "model_type 'gpt2' (expected 'pkmlm')"),
+    "no JSON": (text_in("config.json", "{", trusted=True), 2, "is not valid JSON"),
+    "a list": (text_in("config.json", "[1]", trusted=True), 2, "model_type None"),
+    "another size": (config_with(dim=48), 1, "has shape "),
+    "more layers": (config_with(layers=3), 1, "is missing"),
+    "impossible": (config_with(heads=5), 2, "5 heads do not divide"),
+    "a wrong type": (config_with(dim="wide"), 2, "model.dim: found the text"),
+    "no origin": (config_with(trained=[1]), 2, "trained"),
+    "a strange origin": (config_with(trained={"step": "x"}), 2, "trained"),
+    "garbage for weights": (text_in("model.safetensors", "garbage", trusted=True), 1, "cannot read the weights"),
+    "garbage for a tokenizer": (text_in("tokenizer.model", "garbage", trusted=True), 2, "is not a SentencePiece"),
+}
+
+
+@pytest.mark.parametrize(("damage", "code", "said"), DAMAGES.values(), ids=[name.replace(" ", "-") for name in DAMAGES])
+def test_a_damaged_export_is_told_in_one_line(exports, tmp_path, damage, code, said):
+    folder = shutil.copytree(exports["dense"], tmp_path / "exported")
+    damage(folder)
+    error = pkmlm("eval", folder, code=code).stderr
+    assert said in error
+    assert len(error.splitlines()) <= 2
+
+
+def test_an_index_names_only_files_of_its_folder(exports, tmp_path):
+    folder = shutil.copytree(exports["dense"], tmp_path / "exported")
+    for name in ("manifest.json", "model.safetensors"):
+        (folder / name).unlink()
+    (folder / "model.safetensors.index.json").write_text(HALF_INDEX)
+    assert "is no index of weights" in pkmlm("eval", folder, code=1).stderr
+
+
+def test_reading_needs_no_transformers_and_runs_no_code(exports, novels, tmp_path):
+    folder = shutil.copytree(exports["product-key"], tmp_path / "exported")
+    for path in folder.glob("*.py"):
+        path.write_text("raise SystemExit(99)")
+    code = "import sys; sys.modules['transformers'] = None; from pkmlm.cli import main; main()"
+    command = [sys.executable, "-c", code, "eval", folder, "--text", novels / "test.txt", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    ours = json.loads(pkmlm("eval", exports["product-key"], "--text", novels / "test.txt", "--json").stdout)
+    assert json.loads(done.stdout)["perplexity"] == ours["perplexity"]
+
+
+def test_large_weights_lie_in_several_files(trained, tmp_path):
+    from pkmlm.export.config import Origin
+    from pkmlm.export.folder import read_export, write_export
+    from pkmlm.export.modeling_pkmlm import PkmlmForCausalLM
+
+    run = load_run(trained("flat-key"))
+    how = (run.model, run.recipe, run.tokenizer, Origin("x", 30, 1), "card")
+    write_export(tmp_path / "parts", *how, shard_bytes=50_000)
+    names = sorted(path.name for path in (tmp_path / "parts").glob("model*.safetensors"))
+    assert len(names) > 2
+    assert names[0] == f"model-00001-of-{len(names):05d}.safetensors"
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        expected = run.model(ids)
+        assert torch.equal(read_export(tmp_path / "parts", run.device).model(ids), expected)
+        assert (PkmlmForCausalLM.from_pretrained(tmp_path / "parts")(ids).logits - expected).abs().max() <= 1e-5
+    before = (tmp_path / "parts" / names[1]).read_bytes()
+    (tmp_path / "parts" / names[1]).write_bytes(before[:-1])
+    assert f"{names[1]}: sha256" in pkmlm("eval", tmp_path / "parts", code=1).stderr
+    write_export(tmp_path / "parts", *how, force=True)
+    assert not list((tmp_path / "parts").glob("model-*"))
+
+
+def test_a_weight_that_fp16_cannot_hold_is_told(trained, tmp_path):
+    from pkmlm.errors import UserError
+    from pkmlm.export.config import Origin
+    from pkmlm.export.folder import write_export
+
+    run = load_run(trained("dense"))
+    with torch.no_grad():
+        run.model.norm.weight[3] = 1e6
+    how = (run.model, run.recipe, run.tokenizer, Origin("x", 30, 1), "card")
+    with pytest.raises(UserError, match=r"model\.norm\.weight does not fit fp16"):
+        write_export(tmp_path / "half", *how, dtype="fp16")
+    assert list(tmp_path.iterdir()) == []
+    write_export(tmp_path / "half", *how, dtype="bf16")
