@@ -12,7 +12,8 @@ import sys
 import pytest
 import torch
 
-from pkmlm.kernels import reference
+from pkmlm.kernels import backend, ops, reference
+from pkmlm.kernels.row_gradient import RowGradient
 
 triton = pytest.importorskip("triton", reason="triton is not installed (the CUDA kernels need it)")
 from pkmlm.kernels import cuda  # noqa: E402
@@ -73,6 +74,8 @@ def inputs(pattern: str, width: int, dtype: torch.dtype, device: str, tokens: in
 @pytest.mark.parametrize(("width", "r"), [(1, 1), (100, 5), (64, 8), (130, 17)])
 def test_weighted_row_sum_and_row_products(kernels, device, dtype, width, r):
     values, slots, weights, x = inputs("random", width, dtype, device, tokens=2, r=r)
+    values[[row for row in range(30) if row not in slots]] = float("nan")  # what is not read has no effect
+    slots, weights, x = (argument.t().contiguous().t() for argument in (slots, weights, x))  # the views that come
     out = kernels.weighted_row_sum(values, slots, weights)
     expected = reference.weighted_row_sum(values.double(), slots, weights.double())
     assert out.dtype == dtype
@@ -165,6 +168,30 @@ def test_three_steps_of_row_adam(kernels, device, pattern, width, half, every_ro
         exact = {"rtol": 2**-7 if INTERPRETED and half == torch.bfloat16 else 0, "atol": 0}  # the interpreter cuts off
         torch.testing.assert_close(copy[updated], tables[0][updated].to(half), **exact)
         assert (copy[~updated] == 77).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_operations_and_their_gradients_run_on_these_kernels(kernels, device, monkeypatch, dtype):
+    torch.manual_seed(8)
+    values, weights = torch.randn(20, 12, device=device), torch.rand(6, 4, device=device)
+    slots, out = torch.randint(0, 20, (6, 4), device=device), torch.randn(6, 12, device=device)
+    q, subkeys, keys = (torch.randn(shape, device=device) for shape in ((6, 2, 8), (2, 2, 5, 4), (2, 9, 8)))
+    inputs = [x.to(dtype).requires_grad_() for x in (values, weights, q, subkeys, keys)]
+
+    def results(module):
+        monkeypatch.setattr(backend, "of", lambda x: module)
+        values, weights, q, subkeys, keys = inputs
+        left = RowGradient(20)
+        scores = ops.product_key_select(q, subkeys, 3)[0], ops.flat_key_select(q, keys, 3)[0]
+        sums = ops.weighted_row_sum(values, slots, weights), ops.weighted_row_sum(values, slots, weights, left)
+        grads = torch.autograd.grad((*scores, *sums), inputs, [*map(torch.ones_like, scores), *[out.to(dtype)] * 2])
+        return *scores, *sums, *grads, left.dense(), left.norm()
+
+    for found, expected in zip(results(kernels), results(reference), strict=True):
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(
+            found, expected, rtol=2e-2 if dtype in HALF else 1e-5, atol=0.1 if dtype in HALF else 1e-5
+        )
 
 
 def test_no_tokens(kernels, device):
