@@ -86,6 +86,8 @@ def check_recipe(recipe: Recipe, places: Mapping[str, str] | None = None) -> Rec
     check_schedules(check, recipe)
     if recipe.model.projections == "hash":
         check_hash(check, recipe.model)
+        if recipe.train.compile:
+            check.fail("train.compile", "hash tables leave nothing dense to compile", "false", "model.projections")
     if recipe.model.memory.kind != "none":
         check_memory(check, recipe.model)
     return recipe

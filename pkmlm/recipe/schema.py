@@ -85,7 +85,7 @@ class ValuesOptim:
 
 @dataclass(frozen=True)
 class TablesOptim:
-    optimizer: Literal["adam"] = key("adam", "optimizer of the hash tables")
+    optimizer: Literal["row-adam", "adam"] = key("adam", "row-adam updates only the rows read")
     lr_scale: float = key(3.0, "the tables' peak rate is optim.lr times this (MF: 3)")
     betas: tuple[float, float] | None = key(None, "Adam's decay rates; null: those of optim")
     schedule: Schedule | None = key(None, "learning-rate schedule; null: that of optim")
@@ -114,6 +114,7 @@ class Train:
     batch_tokens: int = key(65536, "tokens an optimizer step, over all ranks and micro-batches")
     micro_batch: int = key(16, "sequences a rank takes in one forward")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = key("auto", "arithmetic of the forward; weights stay fp32")
+    compile: bool = key(False, "compile attention and FFNs with torch.compile; needs a C++ compiler on a CPU")
     seed: int = key(1, "seed of initial weights, data order and dropout")
     init_from: str | None = key(None, "start from the weights of another run (its best checkpoint)")
 

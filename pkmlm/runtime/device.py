@@ -1,6 +1,7 @@
 """Which device and which arithmetic a command uses, and why."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 
@@ -9,6 +10,13 @@ from pkmlm.errors import UserError
 Precision = Literal["fp32", "bf16", "fp16"]
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+# What torch calls the instructions that multiply in half precision, on x86 and on ARM.
+CPU_INSTRUCTIONS = {
+    "bf16": ("avx512_bf16", "amx_bf16", "bf16"),
+    "fp16": ("avx512_fp16", "amx_fp16", "fp16_arith"),
+}
 
 
 def choose_device() -> torch.device:
@@ -26,15 +34,28 @@ def choose_precision(requested: str, device: torch.device) -> tuple[Precision, s
         UserError: bf16 was asked for on a GPU that has none.
     """
     if device.type == "cpu":
-        if requested == "auto":
-            return "fp32", "auto: a CPU"
-        return requested, "as the recipe asks"  # type: ignore[return-value]
+        return precision_on_cpu(requested, getattr(torch.cpu, "get_capabilities", dict)())
     name = torch.cuda.get_device_name(device)
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     if requested == "auto":
         return ("bf16", f"auto: {name} has bf16") if has_bf16 else ("fp16", f"auto: {name} has no bf16")
     if requested == "bf16" and not has_bf16:
         raise UserError(f"train.precision: bf16 is not supported by {name}", "use -s train.precision=fp16")
+    return requested, "as the recipe asks"  # type: ignore[return-value]
+
+
+def precision_on_cpu(requested: str, capabilities: Mapping[str, Any]) -> tuple[Precision, str]:
+    """`choose_precision` for a CPU with these capabilities (of `torch.cpu.get_capabilities`; older torch tells none).
+
+    "auto" is fp32 also where bf16 is fast: on a CPU with AVX512-BF16, steps of models of width 128 ran 0.98 to 1.19
+    times as fast in bf16, which is not worth losses that another CPU would not repeat. Width 512: 1.9 times on one
+    thread; there it is worth asking for.
+    """
+    native = {name: any(capabilities.get(one) for one in names) for name, names in CPU_INSTRUCTIONS.items()}
+    if requested == "auto":
+        return "fp32", "auto: a CPU" + ("; train.precision=bf16 may be faster on this one" if native["bf16"] else "")
+    if capabilities and not native.get(requested, True):
+        return requested, f"as the recipe asks, but slow: this CPU has no {requested} instructions"  # type: ignore[return-value]
     return requested, "as the recipe asks"  # type: ignore[return-value]
 
 

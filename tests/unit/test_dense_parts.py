@@ -1,0 +1,85 @@
+"""`train.compile` changes no result beyond rounding, and only while the model trains."""
+
+import copy
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from pkmlm.bench.models import RandomBatches, random_tokens
+from pkmlm.errors import UserError
+from pkmlm.model.transformer import build_model
+from pkmlm.recipe.check import check_recipe
+from pkmlm.recipe.schema import Memory, Model, Recipe, Train
+from pkmlm.train.dense_parts import compile_dense_parts
+from pkmlm.train.optim import parameter_groups
+from pkmlm.train.step import Stepper
+
+
+def recipe_of(layers: int, memory: Memory, *, compiled: bool) -> Recipe:
+    train = Train(batch_tokens=64, micro_batch=2, compile=compiled)
+    return Recipe(model=Model(dim=32, layers=layers, heads=2, context=16, dropout=0.1, memory=memory), train=train)
+
+
+def stepper_of(recipe: Recipe) -> Stepper:
+    model = build_model(recipe, 50)
+    return Stepper(model, parameter_groups(model, recipe), RandomBatches(recipe, 50), recipe, "fp32")
+
+
+def graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="there is no C++ compiler")
+def test_compiling_changes_no_loss_beyond_rounding():
+    plain, compiled = (stepper_of(recipe_of(1, Memory(), compiled=choice)) for choice in (False, True))
+    before, counted = [plain.take(step).loss for step in (1, 2, 3)], graphs()
+    assert [compiled.take(step).loss for step in (1, 2, 3)] == pytest.approx(before, abs=1e-5)
+    assert graphs() == counted + 1
+
+    again = stepper_of(recipe_of(1, Memory(), compiled=True))  # as a resumed run goes on
+    again.model.load_state_dict(compiled.model.state_dict())
+    for group, saved in zip(again.groups, compiled.groups, strict=True):
+        group.optimizer.load_state_dict(copy.deepcopy(saved.optimizer.state_dict()))
+    assert [again.take(step).loss for step in (4, 5)] == [compiled.take(step).loss for step in (4, 5)]
+
+    plain.model.load_state_dict(compiled.model.state_dict())
+    ids = random_tokens(50, 3, 11)
+    assert torch.equal(compiled.model.eval()(ids), plain.model.eval()(ids))
+    assert graphs() == counted + 1
+
+
+def test_memories_stay_outside():
+    memory = Memory("product-key", ("2", "3+"), 8, 2, 4, 16)
+    model = build_model(recipe_of(3, memory, compiled=False), 50)
+    names = [name for name, _ in model.named_parameters()]
+    compile_dense_parts(model)
+    replaced = {name for name, module in model.named_modules() if "forward" in vars(module)}
+    assert replaced == {"blocks.0", "blocks.1.attention", "blocks.2.attention", "blocks.2.parts.ffn"}
+    assert names == [name for name, _ in model.named_parameters()]
+
+
+def test_without_a_compiler_training_does_not_begin(tmp_path: Path, write_recipe):
+    recipe = write_recipe(tmp_path, "dense")
+    nothing = {"CXX": str(tmp_path / "no-compiler"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    arguments = ["train", recipe, "-o", tmp_path / "run", "-s", "train.compile=true", "-q"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pkmlm", *map(str, arguments)], env=os.environ | nothing, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    error, hint = done.stderr.splitlines()
+    assert error.startswith("error: train.compile: torch.compile does not work here: ")
+    assert "compiler" in error
+    assert hint.startswith("hint: install a C++ compiler")
+    assert "train" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_hash_tables_leave_nothing_to_compile():
+    recipe = recipe_of(2, Memory(), compiled=True)
+    with pytest.raises(UserError, match=r"train\.compile: hash tables leave nothing dense to compile"):
+        check_recipe(replace(recipe, model=replace(recipe.model, projections="hash")))

@@ -1,0 +1,60 @@
+"""Which precision is chosen, with which reason, and what bf16 does to a loss."""
+
+import pytest
+import torch
+
+from pkmlm.bench.models import RandomBatches
+from pkmlm.model.transformer import build_model
+from pkmlm.recipe.schema import Memory, Model, Optim, Recipe, Train
+from pkmlm.runtime.device import autocast, choose_precision, precision_on_cpu
+from pkmlm.train.optim import parameter_groups
+from pkmlm.train.step import Stepper
+
+OLD, ZEN4, ARM = {"avx2": True, "avx512_bf16": False}, {"avx2": True, "avx512_bf16": True}, {"neon": True, "bf16": True}
+
+
+@pytest.mark.parametrize(
+    ("requested", "capabilities", "precision", "reason"),
+    [
+        ("auto", OLD, "fp32", "auto: a CPU"),
+        ("auto", ZEN4, "fp32", "auto: a CPU; train.precision=bf16 may be faster on this one"),
+        ("auto", ARM, "fp32", "auto: a CPU; train.precision=bf16 may be faster on this one"),
+        ("bf16", OLD, "bf16", "as the recipe asks, but slow: this CPU has no bf16 instructions"),
+        ("bf16", ZEN4, "bf16", "as the recipe asks"),
+        ("fp16", ZEN4, "fp16", "as the recipe asks, but slow: this CPU has no fp16 instructions"),
+        ("fp32", OLD, "fp32", "as the recipe asks"),
+        ("bf16", {}, "bf16", "as the recipe asks"),  # a torch that cannot tell
+    ],
+)
+def test_a_cpu_gets_the_precision_with_a_reason(requested, capabilities, precision, reason):
+    assert precision_on_cpu(requested, capabilities) == (precision, reason)
+
+
+def test_the_capabilities_are_those_that_torch_reports():
+    assert choose_precision("auto", torch.device("cpu"))[0] == "fp32"
+    assert set(torch.cpu.get_capabilities()) & {"avx2", "neon"}
+
+
+# Where a rounded sign reads another bucket, losses part.
+@pytest.mark.parametrize(("projections", "apart"), [("dense", 0.05), ("hash", 0.25)])
+def test_bf16_on_a_cpu_trains_as_fp32_does(projections, apart):
+    memory = Memory("product-key", ("2+",), 8, 2, 4, 16)
+    model = Model(dim=32, layers=2, heads=2, context=16, memory=memory, projections=projections)
+    recipe = Recipe(model=model, optim=Optim(lr=3e-3, warmup_steps=5), train=Train(batch_tokens=64, micro_batch=2))
+    losses = {}
+    for precision in ("fp32", "bf16"):
+        network = build_model(recipe, 50)
+        stepper = Stepper(network, parameter_groups(network, recipe), RandomBatches(recipe, 50), recipe, precision)
+        losses[precision] = torch.tensor([stepper.take(step).loss for step in range(1, 31)])
+        assert all(parameter.dtype == torch.float32 for parameter in network.parameters())
+    assert losses["fp32"][-1] < losses["fp32"][0] - 0.5
+    assert not torch.equal(losses["fp32"], losses["bf16"])
+    assert (losses["fp32"] - losses["bf16"]).abs().max() < apart
+
+
+def test_autocast_runs_maps_in_bf16():
+    x = torch.randn(2, 8)
+    with autocast(torch.device("cpu"), "bf16"):
+        assert torch.nn.functional.linear(x, torch.randn(4, 8)).dtype == torch.bfloat16
+    with autocast(torch.device("cpu"), "fp32"):
+        assert torch.nn.functional.linear(x, torch.randn(4, 8)).dtype == torch.float32
