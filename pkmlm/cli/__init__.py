@@ -18,7 +18,7 @@ COMMANDS = {
     # name: (module in pkmlm.cli, one line for the list of commands)
     "tokenize": ("tokenize", "Turn text into tokens: learn a tokenizer, write memory-mapped shards."),
     "train": ("train", "Train the model of a recipe."),
-    "eval": ("eval", "Perplexity on a split or on any text."),
+    "eval": ("eval", "Perplexity on any text, and zero-shot tasks."),
     "usage-report": ("usage_report", "How the memory's slots are used."),
     "generate": ("generate", "Continue a text."),
     "export": ("export", "Write a model as a folder that transformers loads."),

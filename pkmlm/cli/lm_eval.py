@@ -6,19 +6,26 @@ lm-eval finds models of other packages by their entry point only after 0.4.13.
 import sys
 
 
-def main() -> None:
-    """Register the model and hand over to lm_eval; `pkmlm eval` tells of a mistake in the same way."""
+def register() -> None:
+    """Tell lm_eval of the model `pkmlm`, where it does not know it yet."""
     import lm_eval.models  # noqa: F401 (before ours: lm_eval loads its own models only into an empty registry)
-    from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.registry import MODEL_REGISTRY, register_model
 
-    from pkmlm.cli import report
-    from pkmlm.errors import UserError
     from pkmlm.evaluate.adapter import PkmLM
-    from pkmlm.runtime.distributed import joined
 
     if "pkmlm" not in MODEL_REGISTRY:
         register_model("pkmlm")(PkmLM)
+
+
+def main() -> None:
+    """Hand over to lm_eval; `pkmlm eval` tells of a mistake in the same way."""
+    from lm_eval.__main__ import cli_evaluate
+
+    from pkmlm.cli import report
+    from pkmlm.errors import UserError
+    from pkmlm.runtime.distributed import joined
+
+    register()
     try:
         with joined():
             cli_evaluate()

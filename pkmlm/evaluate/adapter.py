@@ -39,7 +39,7 @@ class PkmLM(TemplateLM):
     def __init__(
         self,
         run: str | LoadedRun,
-        step: str = "latest",
+        step: str | int = "latest",
         batch_size: int | str | None = None,
         device: str | None = None,
         max_batch_size: int | None = None,
@@ -57,7 +57,7 @@ class PkmLM(TemplateLM):
         chosen = torch.device(device) if device else None
         if chosen and chosen.type == "cuda" and not torch.cuda.is_available():
             chosen = None
-        self.run = run if isinstance(run, LoadedRun) else load_run(run, step, chosen)
+        self.run = run if isinstance(run, LoadedRun) else load_run(run, str(step), chosen)
         self.batch_size = None if batch_size in (None, "auto") else int(batch_size or 1)
         self.advance = advance
         self.truncated: Counter[str] = Counter()

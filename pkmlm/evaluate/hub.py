@@ -18,15 +18,15 @@ def answers(address: str, patience: float = PATIENCE) -> bool:
         try:
             urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=patience).close()
             heard.append(True)
-        except urllib.error.HTTPError:  # an answer, if not a kind one
-            heard.append(True)
+        except urllib.error.HTTPError as error:  # an answer, unless of a gateway that gets none
+            heard.append(error.code < 500)
         except (OSError, ValueError):
             pass
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(patience)
-    return bool(heard)
+    return any(heard)
 
 
 @contextmanager

@@ -74,19 +74,30 @@ def is_path(name: str) -> bool:
 
 
 def stock(names: Sequence[str]) -> dict[str, Path]:
-    """The files of the harness's own tasks. Reading their first keys takes half a second; its own index, seven."""
-    if not names:
-        return {}
+    """The files of the harness's own tasks, by their first keys: its index of all 14,000 takes seven seconds."""
     import lm_eval
 
-    found: dict[str, dict[str, Path]] = {"task": {}, "group": {}}
-    for path in sorted((Path(lm_eval.__file__).parent / "tasks").rglob("*.yaml")):
-        for what, name in NAME.findall(path.read_text(encoding="utf-8", errors="replace")):
-            found[what].setdefault(name, path)
+    root = Path(lm_eval.__file__).parent / "tasks"
+    found = {name: path for name in names for path in usual(root, name) if ("task", name) in keys(path)}
+    if found.keys() >= set(names):
+        return found
+    everything = [(key, path) for path in sorted(root.rglob("*.yaml")) for key in keys(path)]
+    tasks = {name: path for (what, name), path in reversed(everything) if what == "task"}
     for name in names:
-        if name not in found["task"]:
-            raise unknown(name, found["task"], found["group"])
-    return {name: found["task"][name] for name in names}
+        if name not in tasks:
+            raise unknown(name, tasks, {name for (what, name), _ in everything if what == "group"})
+    return {name: tasks[name] for name in names}
+
+
+def usual(root: Path, name: str) -> list[Path]:
+    """Where the definition of a task mostly is."""
+    places = (f"{name}/{name}", f"{name}/default", f"{name.split('_')[0]}/{name}", f"super_glue/{name}/default")
+    return [path for place in places if (path := root / f"{place}.yaml").is_file()]
+
+
+def keys(path: Path) -> list[tuple[str, str]]:
+    """("task", its name) or ("group", its name), as a definition says near its beginning."""
+    return NAME.findall(path.read_text(encoding="utf-8", errors="replace"))
 
 
 def unknown(name: str, tasks: Iterable[str], groups: Iterable[str]) -> UserError:
@@ -94,9 +105,9 @@ def unknown(name: str, tasks: Iterable[str], groups: Iterable[str]) -> UserError
     if name in groups:
         return UserError(f"--tasks: {name!r} is a group of tasks", "name the tasks themselves")
     known = [*SUITES, *FIELDS]
-    near = difflib.get_close_matches(name, [*known, *tasks], n=3)
+    near = difflib.get_close_matches(name, known) or difflib.get_close_matches(name, list(tasks))
     near = near or [other for other in tasks if name.lower() in other.lower()][:3]
-    hint = f"did you mean {', '.join(dict.fromkeys(near))}?" if near else f"for example {', '.join(known)}"
+    hint = f"did you mean {', '.join(near)}?" if near else f"for example {', '.join(known)}"
     return UserError(f"--tasks: lm-eval has no task {name!r}", hint)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, pkmlm
+from tests.task_rows import write_rows
 
 README = (ROOT / "README.md").read_text()
 SHOWN = [line[2:] for block in re.findall(r"```console\n(.*?)```", README, re.S) for line in block.splitlines()]
@@ -22,6 +23,7 @@ def _folder(novels: Path, tmp_path_factory: pytest.TempPathFactory):
     (folder / "recipes").symlink_to(ROOT / "recipes")
     for shown, split in (("my.txt", "train"), ("valid.txt", "valid"), ("test.txt", "test")):
         (folder / shown).write_bytes((novels / f"{split}.txt").read_bytes())
+    write_rows(folder / "tasks")
     before = Path.cwd()
     os.chdir(folder)
     yield

@@ -25,7 +25,7 @@ FLOORS = {
     "__main__": 9,
     "__init__": 0,
 }
-HEAVY = {"torch", "numpy", "sentencepiece", "matplotlib", "pyarrow", "safetensors", "rich"}
+HEAVY = {"torch", "numpy", "sentencepiece", "matplotlib", "pyarrow", "safetensors", "rich", "lm_eval", "datasets"}
 
 
 def room(path: Path) -> str:

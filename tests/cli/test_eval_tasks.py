@@ -1,0 +1,229 @@
+"""`pkmlm eval --tasks` on a tiny run and invented rows."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from pkmlm.evaluate.load import load_run
+from tests.conftest import ROOT, pkmlm
+from tests.task_rows import ROWS, write_rows
+
+PAPER = ["piqa", "winogrande", "wsc", "arc_easy", "arc_challenge", "logiqa"]
+
+
+@pytest.fixture(scope="module")
+def run(trained, tmp_path_factory) -> Path:
+    """A run of one's own to write results into."""
+    import shutil
+
+    return Path(shutil.copytree(trained("product-key"), tmp_path_factory.mktemp("zero-shot") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> Path:
+    return write_rows(tmp_path_factory.mktemp("rows") / "tasks")
+
+
+def scored(run: Path, rows: Path, tasks: str, *options: object) -> tuple[dict, list[dict]]:
+    """The JSON record and the samples of tasks."""
+    samples = rows / "samples.jsonl"
+    done = pkmlm(
+        "eval", run, "--tasks", tasks, "--task-data", rows, "--json", "--log-samples", samples, "--force", *options
+    )
+    assert done.stderr == ""
+    return json.loads(done.stdout), [json.loads(line) for line in samples.read_text().splitlines()]
+
+
+def test_every_stock_task_of_the_readme_in_one_command(run, rows):
+    record, samples = scored(run, rows, ",".join(ROWS))
+    assert record["tasks"].keys() == ROWS.keys()
+    assert [facts["n"] for facts in record["tasks"].values()] == [len(each) for each in ROWS.values()]
+    assert len(samples) == sum(map(len, ROWS.values()))
+    keys = {"n", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "chance", "truncated", "version", "data"}
+    for name, facts in record["tasks"].items():
+        assert keys <= facts.keys(), name
+        assert (facts["acc"] is None) == (name == "wikitext")
+    tasks = record["tasks"]
+    assert tasks["wikitext"]["metrics"].keys() == {"word_perplexity", "byte_perplexity", "bits_per_byte"}
+    assert tasks["lambada_openai"]["metrics"]["perplexity"] > 1
+    assert tasks["arc_easy"]["chance"] == pytest.approx((1 / 4 + 1 / 3 + 1 / 4) / 3)
+    assert tasks["wsc"]["always"] == {"no": pytest.approx(2 / 3), "yes": pytest.approx(1 / 3)}
+    assert tasks["piqa"]["always"] is None
+    assert tasks["piqa"]["truncated"] == 1  # 30 ladders do not fit the context of 32
+    assert tasks["piqa"]["acc_stderr"] == pytest.approx(
+        math.sqrt(tasks["piqa"]["acc"] * (1 - tasks["piqa"]["acc"]) / (5 - 1))
+    )
+    accuracies = [facts["acc"] for facts in tasks.values() if facts["acc"] is not None]
+    assert record["average_acc"] == pytest.approx(sum(accuracies) / len(accuracies))
+    assert record["perplexity"] is None
+    assert record["stride"] is None
+
+
+def independent(run: Path, context: str, continuation: str) -> tuple[float, bool]:
+    """log p of a continuation from the model's raw logits, in a few lines of its own."""
+    loaded = load_run(run)
+    ids = loaded.tokenizer.encode(context + continuation)
+    first = len(loaded.tokenizer.encode(context))
+    window, answer = ids[-33:], len(ids) - first
+    with torch.no_grad():
+        logits = loaded.model(torch.tensor([window[:-1]]))[0, -answer:].double()
+    total = sum(row.log_softmax(-1)[token].item() for row, token in zip(logits, window[-answer:], strict=True))
+    return total, all(int(row.argmax()) == token for row, token in zip(logits, window[-answer:], strict=True))
+
+
+def test_piqa_and_arc_easy_agree_with_raw_logits_on_every_example(run, rows, tmp_path):
+    write_rows(tmp_path, "arc_easy", "piqa")
+    short = [json.dumps(row) + "\n" for row in ROWS["piqa"] if len(row["sol1"]) < 50]
+    (tmp_path / "piqa.jsonl").write_text("".join(short))
+    record, samples = scored(run, tmp_path, "piqa,arc_easy")
+    right: dict[str, list[int]] = {"piqa": [], "arc_easy": []}
+    for sample in samples:
+        row, task = sample["doc"], sample["task"]
+        if task == "piqa":
+            context, choices, answer = f"Question: {row['goal']}\nAnswer:", [row["sol1"], row["sol2"]], row["label"]
+        else:
+            context, choices = f"Question: {row['question']}\nAnswer:", row["choices"]["text"]
+            answer = row["choices"]["label"].index(row["answerKey"])
+        expected = [independent(run, context, f" {choice}") for choice in choices]
+        for (value, greedy), (found, found_greedy) in zip(expected, sample["filtered_resps"], strict=True):
+            assert found == pytest.approx(value, abs=1e-4)
+            assert found_greedy == greedy
+        sums = [value for value, _ in expected]
+        by_length = [value / len(choice) for value, choice in zip(sums, choices, strict=True)]
+        assert sample["acc"] == (sums.index(max(sums)) == answer)
+        assert sample["acc_norm"] == (by_length.index(max(by_length)) == answer)
+        right[task].append(int(sample["acc"]))
+    for task, found in right.items():
+        assert record["tasks"][task]["acc"] == pytest.approx(sum(found) / len(found))
+
+
+def test_batch_sizes_agree(run, rows):
+    results = [scored(run, rows, "memoryformer", "--batch-size", size) for size in (1, 32)]
+    for one, many in zip(*(samples for _, samples in results), strict=True):
+        assert one["acc"] == many["acc"]
+        for (a, a_greedy), (b, b_greedy) in zip(one["filtered_resps"], many["filtered_resps"], strict=True):
+            assert a == pytest.approx(b, abs=1e-5)
+            assert a_greedy == b_greedy
+    assert list(results[0][0]["tasks"]) == PAPER
+    assert results[0][0]["harness"]["batch_size"] == 1
+
+
+def test_the_result_is_kept_with_the_run_and_compared(run, rows):
+    record, _ = scored(run, rows, "memoryformer")
+    kept = json.loads((run / "eval" / f"tasks-{'-'.join(PAPER)}-step-30.json").read_text())
+    assert kept == record
+    assert kept["harness"]["versions"].keys() == {"pkmlm", "lm_eval", "datasets", "torch"}
+    assert kept["harness"]["dtype"] == "float32"
+    assert len(kept["tasks"]["piqa"]["data"]["sha256"]) == 64
+    assert "Zero-shot accuracy" in pkmlm("compare", run).stdout
+    scored(run, rows, "wsc", "--limit", 1)
+    assert (run / "eval" / "tasks-wsc-step-30-limit-1.json").exists()
+
+
+def test_tables_for_people_fit_a_terminal(run, rows):
+    said = pkmlm("eval", run, "--tasks", ",".join(ROWS), "--task-data", rows, "--limit", 1).stdout
+    assert all(len(line) <= 80 for line in said.splitlines())
+    for word in ("average", "stderr", "chance", "word_perplexity", "cut", "only the first 1 documents"):
+        assert word in said
+    both = pkmlm("eval", run, "--tasks", "wsc", "--task-data", rows, "--split", "valid").stdout
+    assert "nats a token" in both
+    assert "wsc   yes" in both
+
+
+def test_examples_before_the_question_come_from_their_own_file(run, tmp_path):
+    rows = write_rows(tmp_path / "tasks", "arc_easy")
+    done = pkmlm("eval", run, "--tasks", "arc_easy", "--task-data", rows, "--num-fewshot", 2, code=2)
+    assert "arc_easy.train.jsonl" in done.stderr
+    (rows / "arc_easy.train.jsonl").write_text((rows / "arc_easy.jsonl").read_text())
+    record, samples = scored(run, rows, "arc_easy", "--num-fewshot", 2)
+    assert samples[0]["arguments"][0][0].count("Question:") == 3
+    assert record["tasks"]["arc_easy"]["num_fewshot"] == 2
+    assert (run / "eval" / "tasks-arc_easy-shots-2-step-30.json").exists()
+
+
+OWN = """task: colours
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{thing}}}} is"
+doc_to_choice: [white, black]
+doc_to_target: colour
+"""
+
+
+def test_a_task_of_ones_own(run, tmp_path):
+    (tmp_path / "colours.jsonl").write_text('{"thing": "Snow", "colour": 0}\n{"thing": "Soot", "colour": 1}\n')
+    (tmp_path / "own.yaml").write_text(OWN.format(file=tmp_path / "nowhere.jsonl"))
+    record, samples = scored(run, tmp_path, str(tmp_path / "own.yaml"))
+    assert record["tasks"]["colours"]["n"] == 2
+    assert samples[0]["arguments"][0] == ["Snow is", " white"]
+    (tmp_path / "colours.jsonl").write_text('{"thing": "Snow", "colour": 0}\n{"thing": "Soot", "colour": 2}\n')
+    said = pkmlm("eval", run, "--tasks", tmp_path / "own.yaml", "--task-data", tmp_path, code=2).stderr
+    assert "row 2" in said
+    assert said.count("\n") == 1
+
+
+def test_mistakes_are_told_in_one_line(run, rows, tmp_path):
+    def told(*options: object) -> str:
+        said = pkmlm("eval", run, *options, code=2)
+        assert said.stdout == ""
+        assert len([line for line in said.stderr.splitlines() if not line.startswith("hint: ")]) == 1
+        return said.stderr
+
+    assert "goes with --tasks" in told("--limit", 3)
+    assert "names no task" in told("--tasks", ",")
+    assert "piqa" in told("--tasks", "pika", "--task-data", rows)
+    assert "datasets >= 4" in told("--tasks", "logiqa")
+    assert "is not a folder" in told("--tasks", "piqa", "--task-data", tmp_path / "none")
+    assert "piqa.jsonl" in told("--tasks", "piqa", "--task-data", tmp_path)
+    assert "generate_until" in told("--tasks", "gsm8k", "--task-data", rows)
+    assert "--stride" in told("--tasks", "wsc", "--task-data", rows, "--stride", 4)
+    taken = tmp_path / "taken.jsonl"
+    taken.write_text("mine")
+    assert "exists already" in told("--tasks", "wsc", "--task-data", rows, "--log-samples", taken)
+    assert taken.read_text() == "mine"
+    bad = write_rows(tmp_path / "bad", "piqa")
+    with (bad / "piqa.jsonl").open("a") as file:
+        file.write('{"goal": "a", "sol1": "b", "sol2": "c", "label": "0"}\n')
+    assert f'{bad / "piqa.jsonl"}:6: label is "0" (expected 0 or 1)' in told("--tasks", "piqa", "--task-data", bad)
+
+
+def test_without_rows_the_hub_is_asked_once_and_quickly(run, tmp_path):
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "HF_HOME": str(tmp_path / "cache"),
+        "PYTHONPATH": str(ROOT),
+    }
+    began = time.monotonic()
+    command = [sys.executable, "-m", "pkmlm", "eval", str(run), "--tasks", "piqa"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: --tasks: no rows of piqa from the hub: it does not answer")
+    assert done.stderr.splitlines()[1].startswith("hint: give the rows with --task-data DIR")
+    assert len(done.stderr.splitlines()) == 2
+    assert time.monotonic() - began < 60  # 23 s for each task with the hub's own retries, on an idle machine
+
+
+def test_two_processes_give_the_numbers_of_one(run, rows, tmp_path):
+    alone, _ = scored(run, rows, "piqa,arc_easy,boolq,wikitext", "--batch-size", 1)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29641"]
+    command += ["-m", "pkmlm", "eval", str(run), "--tasks", "piqa,arc_easy,boolq,wikitext", "--task-data", str(rows)]
+    command += ["--batch-size", "1", "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    together = json.loads(done.stdout)
+    assert together["harness"].pop("processes") == 2
+    assert alone["harness"].pop("processes") == 1
+    for name, facts in alone["tasks"].items():  # boolq has fewer documents than there are processes
+        assert together["tasks"][name] == {**facts, "metrics": pytest.approx(facts["metrics"], rel=1e-6)}

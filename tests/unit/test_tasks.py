@@ -1,0 +1,146 @@
+"""Names of tasks and where their definitions and rows are found."""
+
+import http.server
+import socket
+import threading
+import time
+
+import pytest
+
+from pkmlm.errors import UserError
+from pkmlm.evaluate.hub import answers, asked_once
+from pkmlm.evaluate.tasks import SUITES, find_tasks, stock
+from tests.task_rows import ROWS, write_rows
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    return write_rows(tmp_path_factory.mktemp("rows") / "tasks")
+
+
+def refused(names: str, folder=None, fewshot=None) -> UserError:
+    with pytest.raises(UserError) as error:
+        find_tasks(names, folder, fewshot)
+    assert "\n" not in error.value.message
+    assert error.value.exit_code == 2
+    return error.value
+
+
+def test_a_list_names_each_task_once(rows):
+    found = find_tasks(" wsc ,piqa,, memoryformer,piqa", rows, None)
+    assert [source.name for source in found] == ["wsc", "piqa", "winogrande", "arc_easy", "arc_challenge", "logiqa"]
+    assert SUITES["memoryformer"] == ("piqa", "winogrande", "wsc", "arc_easy", "arc_challenge", "logiqa")
+    assert all(source.file == rows / f"{source.name}.jsonl" and not source.hub for source in found)
+
+
+def test_definitions_are_the_harness_own(rows):
+    wsc, arc = find_tasks("wsc,arc_challenge", rows, None)
+    assert wsc.config["dataset_name"] == "wsc.fixed"
+    assert callable(wsc.config["doc_to_text"])
+    assert wsc.splits == ("validation", ["train"])
+    assert arc.config["doc_to_target"] == "{{choices.label.index(answerKey)}}"
+    assert arc.splits == ("test", ["validation", "train"])
+
+
+def test_definitions_in_unusual_places_are_found():
+    found = stock(["social_iqa", "blimp_adjunct_island", "mmlu_anatomy", "piqa"])
+    assert found["social_iqa"].name == "siqa.yaml"
+    assert found["piqa"].name == "piqa.yaml"
+    assert len(found) == 4
+
+
+def test_names_that_are_none():
+    assert refused("arc_esy").hint.startswith("did you mean arc_easy")
+    assert refused("hellaswg").hint.startswith("did you mean hellaswag")
+    assert "for example memoryformer, piqa" in refused("%%%%").hint
+    assert "is a group of tasks" in refused("mmlu").message
+    assert refused(",").message == "--tasks names no task"
+
+
+def test_tasks_of_other_kinds_are_refused(rows):
+    assert "gsm8k is a task of generate_until" in refused("gsm8k", rows).message
+    assert "is a program" in refused("squadv2", rows).message
+
+
+def test_rows_that_can_be_had_nowhere(rows, tmp_path):
+    assert "datasets >= 4" in refused("logiqa").message
+    assert "DIR/logiqa.jsonl" in refused("logiqa").hint
+    assert f"expected {tmp_path / 'piqa'}.jsonl" in refused("piqa", tmp_path).message
+    assert find_tasks("piqa", None, None)[0].hub
+    assert "arc_easy.train.jsonl" in refused("arc_easy", rows, 2).message
+    assert find_tasks("wsc273", rows, 2)[0].shots is None  # it has no training split: the harness's rule holds
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("task: [mine]\n", "no key 'task'"),
+        ("a: 1\n", "no key 'task'"),
+        ("- 1\n", "Expected YAML dict"),
+        ("task: mine\noutput_type: generate_until\n", "mine is a task of generate_until"),
+        ("task: mine\n", "mine is a task of generate_until"),
+        ("task: mine\noutput_type: multiple_choice\ndataset_path: json\n", "nothing to score"),
+        ("task: mine\noutput_type: multiple_choice\ndataset_path: hub/mine\n", "nothing to score"),
+        ("task: {\n", "ParserError"),
+        ("include: nowhere.yaml\ntask: mine\n", "FileNotFoundError"),
+        (
+            "task: mine\noutput_type: multiple_choice\ntest_split: test\ndoc_to_text: !function nowhere.f\n"
+            "dataset_path: json\n",
+            "nowhere",
+        ),
+    ],
+)
+def test_definitions_of_ones_own_that_do_not_work(text, said, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    assert said in refused(str(path)).message
+
+
+def test_files_of_ones_own(rows, tmp_path):
+    assert "does not exist" in refused(str(tmp_path / "none.yaml")).message
+    path = tmp_path / "piqa.yaml"
+    path.write_text("task: piqa\noutput_type: multiple_choice\ntest_split: test\ndataset_path: json\n")
+    assert "two tasks named 'piqa'" in refused(f"piqa,{path}", rows).message
+    assert find_tasks(str(path), rows, None)[0].file == rows / "piqa.jsonl"
+    own = find_tasks(str(path), tmp_path, None)[0]
+    assert (own.file, own.hub) == (None, False)
+    assert set(ROWS) >= {own.name}
+
+
+def test_a_silent_hub_is_given_up_soon():
+    began = time.monotonic()
+    assert not answers("http://127.0.0.1:9")
+    assert not answers("nonsense")
+    with socket.create_server(("127.0.0.1", 0)) as server:  # takes the call and says nothing
+        assert not answers(f"http://127.0.0.1:{server.getsockname()[1]}", patience=0.2)
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(("code", "counts"), [(200, True), (404, True), (502, False)])
+def test_an_answer_counts_unless_it_is_a_gateway_that_has_none(code, counts):
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            self.send_response(code)
+            self.end_headers()
+
+        def log_message(self, *arguments):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        assert answers(f"http://127.0.0.1:{server.server_port}") == counts
+
+
+def test_the_hub_is_not_asked_where_nothing_comes_from_it(monkeypatch):
+    import datasets.config
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    modules = datasets.config, huggingface_hub.constants
+    before = [module.HF_HUB_OFFLINE for module in modules]
+    with asked_once(False) as offline:
+        assert not offline
+    with asked_once(True) as offline:
+        assert offline
+        assert all(module.HF_HUB_OFFLINE for module in modules)
+    assert [module.HF_HUB_OFFLINE for module in modules] == before
