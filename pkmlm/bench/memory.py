@@ -151,7 +151,7 @@ def time_memory(
     them four times. Nothing is clipped and no norm is computed, in none of the layers.
     """
     device = choose_device()
-    check_room(shape, device)
+    check_room(shape, names, device)
     peaks = {name: peak_of_step(shape, name, say) for name in names if name != "ffn"} if peak else {}
     say("filling the table")
     source = product_key_layer(shape, device)
@@ -168,14 +168,17 @@ def time_memory(
     return LayerTimes(shape, touched_slots(source, x_1ND), times.pop(("copy", "")), times, peaks)
 
 
-def check_room(shape: Shape, device: torch.device) -> None:
-    """Refuse a table that would drive the machine out of memory: values, moments, dense gradient, Adam's own copies."""
-    needed = 6 * shape.table_bytes
+def check_room(shape: Shape, names: Sequence[str], device: torch.device) -> None:
+    """Refuse a table that would drive the machine out of memory.
+
+    Values, two moments and a copy while they are filled; with dense gradients that, and what Adam makes on the way.
+    """
+    needed = (6 if {"plain-adam", "plain-fused"} & {*names} else 4) * shape.table_bytes
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     if needed > free:
         raise UserError(
             f"{shape.slots:,} slots of width {shape.dim} need {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free",
-            "give fewer --slots or a smaller --dim",
+            "give fewer --slots, a smaller --dim, or --only pkmlm,plain-sparse",
             exit_code=1,
         )
 

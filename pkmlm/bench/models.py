@@ -15,7 +15,7 @@ from pkmlm.model.attention import Cache
 from pkmlm.model.cost import cost_of
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.check import check_recipe
-from pkmlm.recipe.schema import Hash, Memory, Recipe
+from pkmlm.recipe.schema import Hash, Memory, Model, Recipe
 from pkmlm.runtime.seeds import generator
 
 WIDTH = 4  # bytes of an fp32 number
@@ -81,7 +81,13 @@ def variants(recipe: Recipe, vocab_size: int, num_keys: Iterable[int], kinds: It
         else:
             hashed = replace(dense, projections="hash", hash=model.hash)
             found.append((kind, f"MemoryFormer {model.layers}L", hashed))
-    return [variant(kind, name, check_recipe(replace(recipe, model=shape))) for kind, name, shape in found]
+    return [variant(kind, name, check_recipe(reshaped(recipe, shape))) for kind, name, shape in found]
+
+
+def reshaped(recipe: Recipe, model: Model) -> Recipe:
+    """The recipe with another model; there is nothing to compile in a MemoryFormer."""
+    compiled = recipe.train.compile and model.projections == "dense"
+    return replace(recipe, model=model, train=replace(recipe.train, compile=compiled))
 
 
 def variant(kind: str, name: str, recipe: Recipe) -> Variant:

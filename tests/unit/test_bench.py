@@ -115,6 +115,8 @@ def test_models_follow_from_the_recipe():
     assert sizes == [8, 16]
     hashed = replace(RECIPE, model=replace(RECIPE.model, projections="hash", memory=Memory()))
     assert [one.recipe.model.projections for one in variants(hashed, 50, [], ("dense", "hash"))] == ["dense", "hash"]
+    compiled = replace(RECIPE, train=replace(RECIPE.train, compile=True))
+    assert [one.recipe.train.compile for one in variants(compiled, 50, [], ("dense", "hash"))] == [True, False]
     with pytest.raises(UserError, match="no memory to time"):
         variants(hashed, 50, [], ["memory"])
 
