@@ -20,6 +20,7 @@ setup(
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.10,<3",
+        "numba>=0.61,<1",
         "numpy>=1.26,<3",
         "click>=8.1,<9",
         "sentencepiece>=0.2.2,<0.3",

@@ -3,11 +3,13 @@
 A fast kernel is right when it equals the function of the same name here, over random shapes, dtypes and ties.
 
 R: rows (queries); n: sub-keys of a half; k: slots to select; N: tokens; r: reads of a token; K: slots; D: width of a
-value.
+value; M, U, S: see `Segments`.
 """
 
 import torch
 from torch import Tensor
+
+from pkmlm.kernels.segments import Segments
 
 
 def top_k(scores_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -46,13 +48,54 @@ def weighted_row_sum(values_KD: Tensor, slots_Nr: Tensor, weights_Nr: Tensor) ->
     return (values_KD[slots_Nr] * weights_Nr[..., None]).sum(1)
 
 
-def row_gradients(grad_ND: Tensor, slots_Nr: Tensor, weights_Nr: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of `weighted_row_sum` to its values, as (slots read, ascending (U,), their gradients (U, D))."""
-    touched_U = torch.unique(slots_Nr)
-    grad_UD = grad_ND.new_zeros(len(touched_U), grad_ND.shape[1])
-    for u, slot in enumerate(touched_U):
-        grad_UD[u] = ((weights_Nr * (slots_Nr == slot)).sum(1)[:, None] * grad_ND).sum(0)
-    return touched_U, grad_UD
+def row_products(values_KD: Tensor, x_ND: Tensor, slots_Nr: Tensor) -> Tensor:
+    """<x[t], values[slots[t, r]]>: the gradient of `weighted_row_sum` to its weights, x being that of its output."""
+    return (values_KD[slots_Nr] * x_ND[:, None]).sum(-1)
+
+
+def sort_reads(slots_Nr: Tensor, weights_Nr: Tensor, rows: int) -> Segments:
+    """The reads of a table of `rows` rows, by row."""
+    slot_M, order_M = slots_Nr.flatten().sort(stable=True)
+    rows_U, count_U = torch.unique_consecutive(slot_M, return_counts=True)
+    start_S = torch.cat([count_U.new_zeros(1), count_U.cumsum(0)])
+    return Segments(rows_U, start_S, order_M // slots_Nr.shape[1], weights_Nr.flatten()[order_M])
+
+
+def segment_sum(x_ND: Tensor, segments: Segments) -> Tensor:
+    """out[u] = sum over the reads of row u of weight * x[token]: the gradient of `weighted_row_sum` to the rows that it
+    read, for the gradient x of its output; (U, D)."""
+    starts = zip(segments.start_S[:-1].tolist(), segments.start_S[1:].tolist(), strict=True)
+    sums = [segments.weight_M[a:b] @ x_ND[segments.token_M[a:b]] for a, b in starts]
+    return torch.stack(sums) if sums else x_ND.new_empty(0, x_ND.shape[1])
+
+
+def squared_norm(x_ND: Tensor, segments: Segments) -> Tensor:
+    """The squared 2-norm of `segment_sum`: 0-d, float64."""
+    return segment_sum(x_ND, segments).double().square().sum()
+
+
+def segment_row_adam_(
+    values_KD: Tensor,
+    mean_KD: Tensor,
+    square_KD: Tensor,
+    x_ND: Tensor,
+    segments: Segments,
+    *,
+    scale: float,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """One Adam update, in place, of the rows that were read, by scale * `segment_sum` (Kingma and Ba 2015, algorithm 1;
+    decay decoupled)."""
+    rows_U, (beta1, beta2) = segments.rows_U, betas
+    grad_UD = scale * segment_sum(x_ND, segments)
+    mean_KD[rows_U] += (1 - beta1) * (grad_UD - mean_KD[rows_U])
+    square_KD[rows_U] = beta2 * square_KD[rows_U] + (1 - beta2) * grad_UD**2
+    mean_UD, square_UD = mean_KD[rows_U] / (1 - beta1**step), square_KD[rows_U] / (1 - beta2**step)
+    values_KD[rows_U] = (1 - lr * weight_decay) * values_KD[rows_U] - lr * mean_UD / (square_UD.sqrt() + eps)
 
 
 def bucket_codes(z_NTb: Tensor) -> Tensor:

@@ -159,9 +159,8 @@ def _block(recipe: Recipe, index: int) -> Block:
         parts["ffn"] = MemoryBlock(model.dim, model.hash, layer, share) if hashed else FFN(model, share)
     if layer in memories:
         kind = ProductKeyMemory if model.memory.kind == "product-key" else FlatKeyMemory
-        compact = recipe.optim.values.optimizer == "row-adam"
         momentum = 1 - (1 - BATCH_NORM_MOMENTUM) ** (1 / recipe.micro_batches)
-        parts["memory"] = kind(model.dim, model.memory, layer, compact=compact, momentum=momentum)
+        parts["memory"] = kind(model.dim, model.memory, layer, momentum)
     if hashed:
         qkv: nn.Module = HashLayer(model.dim, 3 * model.dim, model.hash.bits, model.hash, layer, "qkv")
         return Block(model, Attention(model, qkv, None, index), parts)

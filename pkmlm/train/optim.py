@@ -8,8 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.model.memory.values import Values
-from pkmlm.recipe.schema import Recipe
+from pkmlm.recipe.schema import Recipe, TablesOptim, ValuesOptim
 from pkmlm.train.row_adam import RowAdam
 
 
@@ -20,43 +21,42 @@ class Group:
     Attributes:
         name: "dense", "values" (of memories) or "tables" (of hash layers).
         parameters: by their path in the model.
+        tables: the gradients of those parameters that are tables of rows.
         rate: the learning rate of a step (from 1).
         clip: largest norm of the group's gradient; 0: no clipping.
     """
 
     name: str
     parameters: dict[str, nn.Parameter]
+    tables: list[RowGradient]
     optimizer: torch.optim.Optimizer
     rate: Callable[[int], float]
     clip: float
 
     def gradient_norm(self) -> Tensor:
-        """The 2-norm of the group's gradient, 0-d; sparse gradients are coalesced on the way."""
-        self.coalesce()
-        gradients = [dense_part(p.grad) for p in self.parameters.values() if p.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients)
-
-    def coalesce(self) -> None:
-        """Sum the rows that sparse gradients hold several times, so that each row stands in them once."""
-        for parameter in self.parameters.values():
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.coalesce()
+        """The 2-norm of the group's gradient, 0-d."""
+        norms = [torch.linalg.vector_norm(p.grad) for p in self.parameters.values() if p.grad is not None]
+        norms += [table.norm() for table in self.tables if table]
+        return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms]))
 
     def scale_gradient(self, factor: float) -> None:
         for parameter in self.parameters.values():
             if parameter.grad is not None:
-                dense_part(parameter.grad).mul_(factor)
+                parameter.grad.mul_(factor)
+        for table in self.tables:
+            table.scale *= factor
+
+    def unscale(self, scaler: torch.amp.GradScaler) -> None:
+        """Undo the loss scale of an enabled scaler."""
+        scaler.unscale_(self.optimizer)
+        for table in self.tables:
+            table.scale /= scaler.get_scale()
 
     def step(self, step: int) -> None:
         """Take one optimizer step at the rate of `step`."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate(step)
         self.optimizer.step()
-
-
-def dense_part(gradient: Tensor) -> Tensor:
-    """The stored numbers of a gradient: itself, or the rows of a coalesced sparse one (shared, not copied)."""
-    return gradient._values() if gradient.is_sparse else gradient
 
 
 def learning_rate(step: int, *, peak: float, schedule: str, warmup_steps: int, steps: int, final: float) -> float:
@@ -77,12 +77,14 @@ def learning_rate(step: int, *, peak: float, schedule: str, warmup_steps: int, s
 
 def parameter_groups(model: nn.Module, recipe: Recipe) -> list[Group]:
     """The groups of a model that have parameters, in the order dense, values, tables."""
-    tables = {f"{path}.weight_KD": module.group for path, module in model.named_modules() if isinstance(module, Values)}
-    named: dict[str, dict[str, nn.Parameter]] = {"dense": {}, "values": {}, "tables": {}}
-    for name, parameter in model.named_parameters():
-        named[tables.get(name, "dense")][name] = parameter
-    builders = {"dense": dense_group, "values": values_group, "tables": tables_group}
-    return [builders[group](parameters, recipe) for group, parameters in named.items() if parameters]
+    tables = {f"{path}.weight_KD": module for path, module in model.named_modules() if isinstance(module, Values)}
+    dense = {name: parameter for name, parameter in model.named_parameters() if name not in tables}
+    groups = [dense_group(dense, recipe)]
+    for name, build in (("values", values_group), ("tables", tables_group)):
+        chosen = {path: module for path, module in tables.items() if module.group == name}
+        if chosen:
+            groups.append(build(chosen, recipe))
+    return groups
 
 
 def dense_group(parameters: dict[str, nn.Parameter], recipe: Recipe) -> Group:
@@ -93,31 +95,45 @@ def dense_group(parameters: dict[str, nn.Parameter], recipe: Recipe) -> Group:
     split = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(split, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
     rate = rate_of(recipe, optim.lr, optim.schedule, optim.warmup_steps)
-    return Group("dense", parameters, optimizer, rate, optim.clip)
+    return Group("dense", parameters, [], optimizer, rate, optim.clip)
 
 
-def values_group(parameters: dict[str, nn.Parameter], recipe: Recipe) -> Group:
+def values_group(tables: dict[str, Values], recipe: Recipe) -> Group:
     """Memory values: their own rate and schedule (Lample et al. 2019, sec. 4.3: 1e-3, constant)."""
-    values, eps = recipe.optim.values, recipe.optim.eps
-    optimizer: torch.optim.Optimizer
-    if values.optimizer == "row-adam":
-        optimizer = RowAdam(parameters.values(), values.lr, values.betas, eps, values.weight_decay)
-    else:
-        decay = values.weight_decay
-        optimizer = torch.optim.AdamW(parameters.values(), values.lr, values.betas, eps, decay, fused=True)
+    values = recipe.optim.values
     rate = rate_of(recipe, values.lr, values.schedule, values.warmup_steps)
-    return Group("values", parameters, optimizer, rate, values.clip)
+    return row_group("values", tables, recipe, values, values.lr, values.betas, rate)
 
 
-def tables_group(parameters: dict[str, nn.Parameter], recipe: Recipe) -> Group:
-    """Hash tables: dense Adam (nearly all buckets are read in a step), at a multiple of the dense rate."""
-    optim, tables = recipe.optim, recipe.optim.tables
-    peak, decay = optim.lr * tables.lr_scale, tables.weight_decay
-    betas = tables.betas or optim.betas
-    optimizer = torch.optim.AdamW(parameters.values(), peak, betas, optim.eps, decay, fused=True)
-    warmup_steps = optim.warmup_steps if tables.warmup_steps is None else tables.warmup_steps
-    rate = rate_of(recipe, peak, tables.schedule or optim.schedule, warmup_steps)
-    return Group("tables", parameters, optimizer, rate, tables.clip)
+def tables_group(tables: dict[str, Values], recipe: Recipe) -> Group:
+    """Hash tables, at a multiple of the dense rate; nearly all of their rows are read in a step."""
+    optim, spec = recipe.optim, recipe.optim.tables
+    peak = optim.lr * spec.lr_scale
+    warmup_steps = optim.warmup_steps if spec.warmup_steps is None else spec.warmup_steps
+    rate = rate_of(recipe, peak, spec.schedule or optim.schedule, warmup_steps)
+    return row_group("tables", tables, recipe, spec, peak, spec.betas or optim.betas, rate)
+
+
+def row_group(
+    name: str,
+    tables: dict[str, Values],
+    recipe: Recipe,
+    spec: ValuesOptim | TablesOptim,
+    lr: float,
+    betas: tuple[float, float],
+    rate: Callable[[int], float],
+) -> Group:
+    """Tables of rows, updated straight from their reads."""
+    optimizer = RowAdam(
+        [(table.weight_KD, table.gradient) for table in tables.values()],
+        lr,
+        betas,
+        recipe.optim.eps,
+        spec.weight_decay,
+        every_row=spec.optimizer == "adam",
+    )
+    parameters = {path: table.weight_KD for path, table in tables.items()}
+    return Group(name, parameters, [table.gradient for table in tables.values()], optimizer, rate, spec.clip)
 
 
 def rate_of(recipe: Recipe, peak: float, schedule: str, warmup_steps: int) -> Callable[[int], float]:

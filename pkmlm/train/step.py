@@ -12,6 +12,7 @@ from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runtime.device import autocast
 from pkmlm.runtime.seeds import derived_seed
+from pkmlm.train.dense_parts import compile_dense_parts
 from pkmlm.train.optim import Group
 
 SCALE_FLOOR = 1.0
@@ -52,6 +53,8 @@ class Stepper:
         self.device = next(model.parameters()).device
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
         self.skips = 0  # in a row
+        if recipe.train.compile:
+            compile_dense_parts(model)
 
     def take(self, step: int) -> StepResult:
         """Take step `step` (from 1): everything random in it follows from the recipe's seed and this number.
@@ -91,15 +94,12 @@ class Stepper:
                 logits_BTV = self.model(tokens_BT)
             loss = summed_loss(logits_BTV, targets_BT) / scored
             self.scaler.scale(loss).backward()
-            if count > 1:  # sparse gradients would pile up
-                for group in self.groups:
-                    group.coalesce()
             total = total + loss.detach()
         return total
 
     def _unscaled_norm(self, group: Group) -> Tensor:
         if self.scaler.is_enabled():
-            self.scaler.unscale_(group.optimizer)
+            group.unscale(self.scaler)
         return group.gradient_norm()
 
     def _update(self, step: int, norms: dict[str, float]) -> None:

@@ -1,13 +1,21 @@
 """Kernels: the reference against brute force, the fast against the reference, gradients by finite differences."""
 
 import itertools
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pkmlm.kernels import ops, reference
+import pkmlm
+from pkmlm.kernels import cpu, ops, packed_top_k, reference
+from pkmlm.kernels.row_gradient import RowGradient
 
 
 def scores(rows: int, n: int, ties: bool, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -35,26 +43,41 @@ def test_candidates_at_k_32_are_119_of_1024():
     assert len(reference.candidate_pairs(512, 32)[0]) == 119
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("ties", [False, True])
-def test_top_k_equals_its_reference_in_every_dtype(dtype, ties):
-    x = scores(64, 100, ties, dtype, 3)
-    x[0, :3] = torch.tensor([0.0, -0.0, 0.0])  # equal scores of different bits
-    x[1, 5] = float("-inf")
-    for k in (1, 7, 100):
-        fast, slow = ops.top_k(x, k), reference.top_k(x, k)
-        assert torch.equal(fast[0], slow[0])
-        assert torch.equal(fast[1], slow[1])
+@pytest.mark.parametrize("fast", [cpu, packed_top_k])
+def test_top_k_equals_its_reference_in_every_dtype(fast, dtype, ties):
+    for n in (1, 63, 64, 65, 100, 300):
+        x = scores(64, n, ties, dtype, 3)
+        if n > 5:
+            x[0, :3] = torch.tensor([0.0, -0.0, 0.0])  # equal scores of different bits
+            x[1, 5] = float("-inf")
+            x[2, 5] = float("inf")
+        for k in {1, min(7, n), min(100, n), n}:
+            found = fast.top_k(x.float() if fast is cpu else x, k)
+            slow = reference.top_k(x, k)
+            assert torch.equal(found[0].to(dtype), slow[0])
+            assert torch.equal(found[1], slow[1])
 
 
-@settings(deadline=None, max_examples=30)
-@given(n=st.integers(1, 40), k=st.integers(1, 32), ties=st.booleans(), seed=st.integers(0, 9999))
-def test_fast_product_top_k_equals_its_reference(n, k, ties, seed):
+@pytest.mark.parametrize("fast", [cpu, packed_top_k])
+def test_top_k_of_scores_that_are_no_numbers_still_names_columns(fast):
+    x = torch.full((3, 200), float("nan"))
+    x[1, ::2] = -x[1, ::2]
+    x[2, :100] = 1.0
+    columns = fast.top_k(x, 150)[1]
+    assert all(len(set(row.tolist())) == 150 and row.min() >= 0 and row.max() < 200 for row in columns)
+
+
+@settings(deadline=None, max_examples=60)
+@given(n=st.integers(1, 140), k=st.integers(1, 70), ties=st.booleans(), seed=st.integers(0, 9999))
+@pytest.mark.parametrize("fast", [cpu, packed_top_k])
+def test_fast_product_top_k_equals_its_reference(fast, n, k, ties, seed):
     k = min(k, n * n)
     s1, s2 = scores(9, n, ties, torch.float32, seed), scores(9, n, ties, torch.float32, seed + 1)
-    fast, slow = ops.product_top_k(s1, s2, k), reference.product_top_k(s1, s2, k)
-    assert torch.equal(fast[0], slow[0])
-    assert torch.equal(fast[1], slow[1])
+    found, slow = fast.product_top_k(s1, s2, k), reference.product_top_k(s1, s2, k)
+    assert torch.equal(found[0], slow[0])
+    assert torch.equal(found[1], slow[1])
 
 
 @pytest.mark.parametrize(("heads", "n", "k", "half"), [(1, 4, 4, 3), (2, 9, 5, 2), (4, 16, 16, 8)])
@@ -85,7 +108,7 @@ def test_gradients_of_product_keys_reach_queries_and_the_right_half():
 
 
 def test_flat_keys_equal_brute_force_and_their_gradients(monkeypatch):
-    monkeypatch.setattr(ops, "ENTRIES", 20)  # several pieces
+    monkeypatch.setattr(ops, "SCORES", 20)  # several pieces
     torch.manual_seed(1)
     q = torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True)
     keys = torch.randn(2, 9, 4, dtype=torch.float64, requires_grad=True)
@@ -96,50 +119,156 @@ def test_flat_keys_equal_brute_force_and_their_gradients(monkeypatch):
     assert torch.equal(slots, index)
 
 
-@pytest.mark.parametrize("width", [1, 60, 100, 768])
-def test_weighted_row_sum_equals_its_reference(width):
-    torch.manual_seed(2)
-    values, weights = torch.randn(50, width), torch.randn(17, 6)
-    slots = torch.randint(0, 50, (17, 6))
-    fast = ops.weighted_row_sum(values, slots, weights, compact=True)
-    torch.testing.assert_close(fast, reference.weighted_row_sum(values, slots, weights), rtol=1e-5, atol=1e-5)
+class Reads(NamedTuple):
+    values: torch.Tensor
+    slots: torch.Tensor
+    weights: torch.Tensor
+    x: torch.Tensor
 
 
-def test_gradients_of_the_weighted_row_sum(monkeypatch):
-    monkeypatch.setattr(ops, "ENTRIES", 40)  # several pieces
-    torch.manual_seed(3)
-    values = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
-    weights = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
-    slots = torch.randint(0, 5, (7, 4))  # slot 5 is never read
+def random_reads(rows: int, tokens: int, reads: int, width: int, seed: int) -> Reads:
+    random = torch.Generator().manual_seed(seed)
+    slots = torch.randint(0, max(1, rows - 1), (tokens, reads), generator=random)  # the last row is never read
+    return Reads(
+        torch.randn(rows, width, generator=random),
+        slots.clamp(max=max(0, rows // 2)),  # a hot row
+        torch.randn(tokens, reads, generator=random),
+        torch.randn(tokens, width, generator=random),
+    )
+
+
+SHAPES = [(1, 1, 1, 1), (5, 0, 3, 4), (9, 7, 8, 60), (50, 40, 13, 100), (5000, 300, 32, 768), (3, 400, 20, 17)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_row_kernels_equal_their_reference(shape):
+    values, slots, weights, x = random_reads(*shape, seed=2)
+    close = {"rtol": 1e-5, "atol": 1e-4}
+    out = cpu.weighted_row_sum(values, slots, weights)
+    torch.testing.assert_close(out, reference.weighted_row_sum(values, slots, weights), **close)
+    torch.testing.assert_close(cpu.row_products(values, x, slots), reference.row_products(values, x, slots), **close)
+    fast, slow = cpu.sort_reads(slots, weights, len(values)), reference.sort_reads(slots, weights, len(values))
+    for ours, theirs in zip(fast, slow, strict=True):
+        assert torch.equal(ours, theirs)
+    sums = reference.segment_sum(x, slow)
+    torch.testing.assert_close(cpu.segment_sum(x, fast), sums, **close)
+    torch.testing.assert_close(cpu.squared_norm(x, fast), reference.squared_norm(x, slow), rtol=1e-5, atol=0)
+    by_hand = torch.zeros_like(values)
+    for t, j in itertools.product(range(min(50, len(slots))), range(slots.shape[1])):
+        by_hand[slots[t, j]] += weights[t, j] * x[t]
+    if len(slots) <= 50:
+        torch.testing.assert_close(sums, by_hand[slow.rows_U], **close)
+
+
+@pytest.mark.parametrize("every_row", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_row_adam_kernel_equals_its_reference(shape, every_row):
+    values, slots, weights, x = random_reads(*shape, seed=3)
+    segments = reference.sort_reads(slots, weights, len(values))
+    segments = segments.every_row(len(values)) if every_row else segments
+    tables = [values, torch.randn_like(values), torch.rand_like(values)]
+    ours, theirs = ([table.clone() for table in tables] for _ in range(2))
+    how = {"scale": 0.5, "step": 3, "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.2}
+    cpu.segment_row_adam_(*ours, x, segments, **how)
+    reference.segment_row_adam_(*theirs, x, segments, **how)
+    for fast, slow in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(fast, slow, rtol=1e-4, atol=1e-5)
+    if not every_row:
+        unread = [row for row in range(len(values)) if row not in set(slots.flatten().tolist())]
+        for fast, before in zip(ours, tables, strict=True):
+            assert torch.equal(fast[unread], before[unread])
+
+
+def test_kernels_give_the_same_bits_every_time_and_for_any_number_of_threads():
+    values, slots, weights, x = random_reads(4096, 512, 64, 96, seed=4)
+    scores1, scores2 = torch.randn(2, 2000, 100)
+
+    def everything() -> list[torch.Tensor]:
+        segments = cpu.sort_reads(slots, weights, len(values))
+        tables = [values.clone(), torch.zeros_like(values), torch.zeros_like(values)]
+        how = {"scale": 0.5, "step": 3, "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.2}
+        cpu.segment_row_adam_(*tables, x, segments, **how)
+        sums = cpu.weighted_row_sum(values, slots, weights), cpu.segment_sum(x, segments)
+        norm = cpu.squared_norm(x, segments)
+        return [*tables, *sums, norm, cpu.row_products(values, x, slots), *cpu.product_top_k(scores1, scores2, 32)]
+
+    threads = torch.get_num_threads()
+    first = everything()
+    try:
+        for number in (1, 2, 3, 7, 2):
+            torch.set_num_threads(number)
+            assert all(torch.equal(a, b) for a, b in zip(everything(), first, strict=True)), number
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_of_the_weighted_row_sum(dtype):
+    values, slots, weights, out = random_reads(6, 7, 4, 5, seed=5)
     slots[0] = 2  # one token reads a slot four times
-    assert torch.autograd.gradcheck(lambda v, w: ops.weighted_row_sum(v, slots, w, compact=False), (values, weights))
-    out = torch.randn(7, 5, dtype=torch.float64)
-    (dense,) = torch.autograd.grad(ops.weighted_row_sum(values, slots, weights, compact=False), values, out)
-    (compact,) = torch.autograd.grad(ops.weighted_row_sum(values, slots, weights, compact=True), values, out)
-    assert compact.is_sparse
-    assert compact.is_coalesced()
-    assert compact.indices()[0].tolist() == sorted(set(slots.flatten().tolist()))
-    torch.testing.assert_close(compact.to_dense(), dense)
-    rows, grads = reference.row_gradients(out, slots, weights.detach())
-    assert torch.equal(rows, compact.indices()[0])
-    torch.testing.assert_close(grads, compact.values())
+    values, weights, out = (tensor.to(dtype).requires_grad_(i < 2) for i, tensor in enumerate((values, weights, out)))
+    if dtype == torch.float64:
+        assert torch.autograd.gradcheck(lambda v, w: ops.weighted_row_sum(v, slots, w), (values, weights))
+    plain = torch.nn.functional.embedding_bag(slots, values, mode="sum", per_sample_weights=weights)
+    expected = torch.autograd.grad(plain, (values, weights), out)
+    found = torch.autograd.grad(ops.weighted_row_sum(values, slots, weights), (values, weights), out)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_backward_gives_the_same_bits_every_time():
-    torch.manual_seed(4)
-    values = torch.randn(4096, 64, requires_grad=True)
-    weights, slots = torch.rand(512, 64, requires_grad=True), torch.randint(0, 4096, (512, 64))
-    out = torch.randn(512, 64)
+def test_a_row_gradient_adds_up_scales_and_forgets():
+    values, slots, weights, x = random_reads(30, 20, 4, 6, seed=6)
+    values.requires_grad_()
+    gradient = RowGradient(30)
+    assert not gradient
+    for part in (slice(0, 8), slice(8, 20)):
+        ops.weighted_row_sum(values, slots[part], weights[part], gradient).backward(x[part])
+    assert values.grad is None
+    whole = torch.zeros(30, 6).index_add_(0, slots.flatten(), (weights[..., None] * x[:, None]).flatten(0, 1))
+    torch.testing.assert_close(gradient.dense(), whole, rtol=1e-5, atol=1e-5)
+    gradient.scale *= -0.5
+    torch.testing.assert_close(gradient.dense(), -whole / 2, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradient.norm().float(), whole.norm() / 2, rtol=1e-5, atol=1e-5)
+    gradient.add(x[:1], slots[:1], weights[:1])
+    assert not torch.allclose(gradient.dense(), -whole / 2)
+    gradient.clear()
+    assert not gradient
+    assert gradient.scale == 1
 
-    def gradients():
-        result = ops.weighted_row_sum(values, slots, weights, compact=True)
-        return torch.autograd.grad(result, (values, weights), out)
 
-    first = gradients()
-    for _ in range(10):
-        again = gradients()
-        assert torch.equal(again[0].values(), first[0].values())
-        assert torch.equal(again[1], first[1])
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_row_gradient_that_is_not_finite_has_such_a_norm(bad):
+    _, slots, weights, x = random_reads(30, 20, 4, 6, seed=7)
+    x[3, 2] = bad
+    gradient = RowGradient(30)
+    gradient.add(x, slots, weights)
+    assert not torch.isfinite(gradient.norm())
+
+
+def test_kernels_run_in_a_forked_child_and_without_a_cache_folder(tmp_path):
+    program = """
+import os, torch
+from pkmlm.kernels import cpu
+def work():
+    slots, weights = torch.zeros(4096, 4, dtype=torch.int64), torch.ones(4096, 4)
+    return cpu.weighted_row_sum(torch.ones(9, 64), slots, weights).numpy().sum()
+torch.set_num_threads(2)
+assert work() == 4096 * 64 * 4
+pid = os.fork()
+if pid == 0:
+    os._exit(0 if work() == 4096 * 64 * 4 else 1)
+assert os.waitpid(pid, 0)[1] == 0
+"""
+    copy = tmp_path / "lib" / "pkmlm"
+    shutil.copytree(Path(pkmlm.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    # Files where the cache folders would be: no mode would stop a user who is root.
+    (copy / "kernels" / "__pycache__").touch()
+    (tmp_path / "home").touch()
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "lib"), "HOME": str(tmp_path / "home")}
+    environment.pop("XDG_CACHE_HOME", None)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("bits", range(1, 17))

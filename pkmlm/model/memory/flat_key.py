@@ -15,8 +15,8 @@ from pkmlm.recipe.schema import Memory
 class FlatKeyMemory(KeyMemory):
     """A memory of num_keys^2 slots with a whole key each, for each head: a search of O(slots), not O(sqrt(slots))."""
 
-    def __init__(self, dim: int, memory: Memory, layer: int, *, compact: bool, momentum: float):
-        super().__init__(dim, memory, layer, compact=compact, momentum=momentum)
+    def __init__(self, dim: int, memory: Memory, layer: int, momentum: float):
+        super().__init__(dim, memory, layer, momentum)
         self.keys_HKq = nn.Parameter(torch.empty(memory.heads, memory.num_keys**2, memory.key_dim))
 
     def initial(self) -> dict[str, Initial]:

@@ -51,7 +51,7 @@ class HashLayer(nn.Module):
         size = share * LINEAR_STD * math.sqrt(dim)
         std = size / (math.sqrt(self.tables) * score_rms(bits, spec.temperature, self.scaled))
         self.tap = UsageTap(layer, name, "hash", self.tables << bits, self.tables)
-        self.values = Values(self.tables << bits, width, std=std, group="tables", compact=False)
+        self.values = Values(self.tables << bits, width, std=std, group="tables")
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """(B, T, W) in the dtype of the tables. Signs and scores are taken in fp32, whatever the autocast."""

@@ -22,17 +22,16 @@ class KeyMemory(nn.Module, ABC):
     Args:
         dim: model width.
         layer: the block it stands in, counted from 1.
-        compact: gradients of the values only for rows read.
         momentum: of the query's batch normalisation, for one forward.
     """
 
-    def __init__(self, dim: int, memory: Memory, layer: int, *, compact: bool, momentum: float):
+    def __init__(self, dim: int, memory: Memory, layer: int, momentum: float):
         super().__init__()
         slots = memory.num_keys**2
         self.topk = memory.topk
         self.query = Query(dim, memory, momentum)
         self.tap = UsageTap(layer, "memory", memory.kind, slots, memory.heads)
-        self.values = Values(slots, dim, std=dim**-0.5, group="values", compact=compact)
+        self.values = Values(slots, dim, std=dim**-0.5, group="values")
 
     @abstractmethod
     def select(self, q_NHq: Tensor) -> tuple[Tensor, Tensor]:

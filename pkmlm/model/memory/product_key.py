@@ -18,8 +18,8 @@ class ProductKeyMemory(KeyMemory):
     Each head has its own two sets of sub-keys; they start at U(+-1/sqrt(f)) (not in the paper; the authors' code).
     """
 
-    def __init__(self, dim: int, memory: Memory, layer: int, *, compact: bool, momentum: float):
-        super().__init__(dim, memory, layer, compact=compact, momentum=momentum)
+    def __init__(self, dim: int, memory: Memory, layer: int, momentum: float):
+        super().__init__(dim, memory, layer, momentum)
         self.subkeys_H2nf = nn.Parameter(torch.empty(memory.heads, 2, memory.num_keys, memory.key_dim // 2))
 
     def initial(self) -> dict[str, Initial]:

@@ -1,0 +1,54 @@
+"""How CPU kernels are compiled by numba, and run over threads."""
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from numba import njit
+
+# Sums may be reordered and multiply-adds fused, so that loops become vector instructions; the order is the same on every
+# run and for any number of threads. Infinities and NaN keep their meaning: a step must see them.
+ARITHMETIC = {"reassoc", "contract", "nsz"}
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    """Compile for the types of the first call, without the interpreter's lock, and keep the result on disk.
+
+    The cache lies beside the source or in the user's cache folder; where neither can be written, each process compiles
+    for itself.
+    """
+    # The "numpy" model divides by zero as the hardware does; Python's would test each divisor, in scalar code.
+    options: dict[str, Any] = {"nogil": True, "fastmath": ARITHMETIC, "error_model": "numpy"}
+    try:
+        return njit(function, cache=True, **options)
+    except RuntimeError:  # no folder to cache in
+        return njit(function, **options)
+
+
+def over_threads(kernel: Callable[..., None], bounds: Sequence[int], *arguments: Any) -> None:
+    """Run kernel(first, stop, *arguments) for each pair of neighbours in `bounds`, each on a thread.
+
+    The threads live for one call (some 50 us each): no pool that a fork could tear, none that spins beside torch's.
+    """
+    parts = list(itertools.pairwise(bounds))
+    threads = [threading.Thread(target=kernel, args=(*part, *arguments)) for part in parts[1:]]
+    for thread in threads:
+        thread.start()
+    kernel(*parts[0], *arguments)
+    for thread in threads:
+        thread.join()
+
+
+def even_bounds(items: int, work: int) -> list[int]:
+    """Split `items` evenly over torch's threads; on one thread where all of them together are little `work`.
+
+    Args:
+        work: numbers that an item handles.
+    """
+    threads = max(1, min(torch.get_num_threads(), items, items * work // LEAST_WORK))
+    return [items * part // threads for part in range(threads + 1)]
+
+
+LEAST_WORK = 1 << 17  # numbers a thread, under which starting it costs more than it does

@@ -1,0 +1,34 @@
+"""Exact top-k by one integer top-k of torch, for GPUs: score and column packed into an int64.
+
+The packing makes all keys of a row distinct, so the order is total and the same on every device.
+
+R: rows (queries); n: scores of a row; k: columns to select.
+"""
+
+import torch
+from torch import Tensor
+
+from pkmlm.kernels.reference import candidate_pairs
+
+
+def top_k(scores_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`reference.top_k`, for floats of up to 32 bits."""
+    n = scores_Rn.shape[-1]
+    bits_Rn = (scores_Rn.float() + 0.0).view(torch.int32)  # + 0.0: -0 and 0 are equal scores
+    ordered_Rn = bits_Rn ^ ((bits_Rn >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
+    last_first_n = torch.arange(n - 1, -1, -1, device=scores_Rn.device)
+    packed_Rk = torch.topk((ordered_Rn.long() << 32) | last_first_n, k, dim=-1).values
+    column_Rk = n - 1 - (packed_Rk & 0xFFFFFFFF)
+    return scores_Rn.gather(-1, column_Rk), column_Rk
+
+
+def product_top_k(scores1_Rn: Tensor, scores2_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`reference.product_top_k`, on `top_k`."""
+    n = scores1_Rn.shape[-1]
+    best1_Rk, i_Rk = top_k(scores1_Rn, min(n, k))
+    best2_Rk, j_Rk = top_k(scores2_Rn, min(n, k))
+    pairs = torch.tensor(candidate_pairs(n, k), device=scores1_Rn.device)
+    sums_Rc = best1_Rk.index_select(1, pairs[0]) + best2_Rk.index_select(1, pairs[1])
+    chosen_Rk = top_k(sums_Rc, k)[1]
+    a_Rk, b_Rk = pairs[0].take(chosen_Rk), pairs[1].take(chosen_Rk)
+    return i_Rk.gather(1, a_Rk), j_Rk.gather(1, b_Rk)

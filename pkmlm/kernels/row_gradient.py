@@ -1,0 +1,58 @@
+"""The gradient of a table of rows, kept as the reads that cause it.
+
+N: tokens; r: reads of a token; K: rows; D: width; U: rows that were read.
+"""
+
+import torch
+from torch import Tensor
+
+from pkmlm.kernels import backend
+from pkmlm.kernels.segments import Segments
+
+
+class RowGradient:
+    """The gradient of a table, between the backward passes of a step and its update.
+
+    The row s of the gradient is scale * (sum over reads (t, j) with slots[t, j] = s of weights[t, j] * x[t]), x being
+    the gradient of the output. Kept are slots, weights and x: never a row for each row of the table, nor one for each
+    read. More backward passes (accumulation) add more reads. Whoever updates the table sums each row's reads on the
+    way: `pkmlm.train.row_adam`.
+    """
+
+    def __init__(self, rows: int):
+        self.rows = rows
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all reads."""
+        self._reads: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._joined: tuple[Tensor, Segments] | None = None
+        self.scale = 1.0
+
+    def __bool__(self) -> bool:
+        """Whether there has been a backward pass."""
+        return bool(self._reads)
+
+    def add(self, x_ND: Tensor, slots_Nr: Tensor, weights_Nr: Tensor) -> None:
+        """Add the reads of a backward pass."""
+        self._reads.append((x_ND, slots_Nr, weights_Nr))
+        self._joined = None
+
+    def joined(self) -> tuple[Tensor, Segments]:
+        """Output gradients of all passes (N, D), and the reads sorted by row."""
+        if self._joined is None:
+            x_ND, slots_Nr, weights_Nr = (torch.cat(parts) for parts in zip(*self._reads, strict=True))
+            self._reads = [(x_ND, slots_Nr, weights_Nr)]
+            self._joined = x_ND, backend.of(x_ND).sort_reads(slots_Nr, weights_Nr, self.rows)
+        return self._joined
+
+    def norm(self) -> Tensor:
+        """The 2-norm: 0-d, float64; not finite where a gradient is not."""
+        x_ND, segments = self.joined()
+        return backend.of(x_ND).squared_norm(x_ND, segments).sqrt() * abs(self.scale)
+
+    def dense(self) -> Tensor:
+        """The whole gradient (K, D), to be looked at."""
+        x_ND, segments = self.joined()
+        sums_UD = backend.of(x_ND).segment_sum(x_ND, segments) * self.scale
+        return x_ND.new_zeros(self.rows, x_ND.shape[1]).index_copy_(0, segments.rows_U, sums_UD)
