@@ -23,12 +23,20 @@ def batches_of(context: click.Context, parameter: click.Parameter, value: str) -
     return tuple(sizes)
 
 
-@click.command("generate")
+@click.command("generate", short_help="Whole models decoding and scoring.")
 @click.argument("recipe_file", metavar="RECIPE")
 @set_option
 @slots_option
 @only_option
-@click.option("--batch", "batches", default="1,8", show_default=True, callback=batches_of, help="Sequences at once.")
+@click.option(
+    "--batch",
+    "batches",
+    metavar="N,N",
+    default="1,8",
+    show_default=True,
+    callback=batches_of,
+    help="Sequences at once.",
+)
 @click.option("--tokens", default=16, show_default=True, type=click.IntRange(min=1), help="To decode in a sequence.")
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Times that each is timed.")
 @json_option

@@ -10,7 +10,7 @@ from pkmlm.cli.options import json_option, set_option
 from pkmlm.errors import UserError
 
 
-@click.command("loop")
+@click.command("loop", short_help="The training loop over a bare PyTorch loop.")
 @click.argument("recipe_file", metavar="RECIPE")
 @set_option
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Times that both are timed.")

@@ -53,15 +53,16 @@ def names_of(context: click.Context, parameter: click.Parameter, value: str | No
 slots_option = click.option(
     "--slots",
     "num_keys",
+    metavar="N,N",
     default="16k,65k,262k,1M",
     show_default=True,
     callback=numbers_of_keys,
     help="Sizes of the memory: squares; 16k is 2^14, 1M is 2^20.",
 )
-size = click.IntRange(1, 1 << 20)
+size = click.IntRange(min=1)
 
 
-@click.command("memory")
+@click.command("memory", short_help="The memory layer beside the same in plain torch.")
 @slots_option
 @click.option("--dim", default=512, show_default=True, type=size, help="Width of the layer.")
 @click.option("--heads", default=4, show_default=True, type=size, help="Memory heads.")
@@ -88,10 +89,11 @@ def command(
 ) -> None:
     """A product-key memory beside the same layer in plain torch, and the FFN it replaces.
 
-    Forward, forward and backward, and whole step with the optimizer's update, in fp32 and in turn. Plain torch
-    sorts all k^2 candidates and sums values by EmbeddingBag: with dense gradients and Adam as it comes or fused, or
-    with sparse gradients and SparseAdam. All memories of a round share one value table and its moments. GB/s counts
-    the rows that must be read and written, once; the share is of a copy's bandwidth, taken in the same rounds.
+    Forward, forward and backward, and whole step with the optimizer's update, in fp32 and in turn; this package's
+    layer sums the gradient of its values in the update. Plain torch sorts all k^2 candidates and sums values by
+    EmbeddingBag: with dense gradients and Adam as it comes or fused, or with sparse gradients and SparseAdam. All
+    memories of a round share one value table and its moments. GB/s counts the rows that must be read and written,
+    once; the share is of a copy's bandwidth, taken in the same rounds.
 
     \b
     Examples:

@@ -8,7 +8,7 @@ import click
 from pkmlm.cli.options import json_option, separator_option
 
 
-@click.command("tokenize")
+@click.command("tokenize", short_help="Tokenizing over SentencePiece alone.")
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
 @separator_option
 @click.option("--vocab-size", default=8192, show_default=True, type=click.IntRange(1, 1 << 24), help="To learn first.")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 PHASE_NAMES = {"forward": "forward", "step": "step", "token": "one token"}
 
 
-@click.command("train")
+@click.command("train", short_help="Whole models taking training steps.")
 @click.argument("recipe_file", metavar="RECIPE")
 @set_option
 @slots_option
