@@ -9,7 +9,7 @@ from pkmlm.cli.options import json_option
 from pkmlm.errors import UserError
 
 NEEDED = (
-    *("torch", "numpy", "sentencepiece", "click", "rich", "pyyaml", "safetensors", "zstandard", "pyarrow"),
+    *("torch", "numpy", "numba", "sentencepiece", "click", "rich", "pyyaml", "safetensors", "zstandard", "pyarrow"),
     *("matplotlib", "psutil"),
 )
 OLDEST_TORCH = (2, 10)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from numba import njit
 
-# Sums may be reordered and multiply-adds fused, so that loops become vector instructions; the order is the same on every
-# run and for any number of threads. Infinities and NaN keep their meaning: a step must see them.
+# Sums may be reordered and multiply-adds fused, so that loops become vector instructions; the order is the same on
+# every run and for any number of threads. Infinities and NaN keep their meaning: a step must see them.
 ARITHMETIC = {"reassoc", "contract", "nsz"}
 
 

@@ -183,8 +183,10 @@ def _sort(slots_Nr: Any, weights_Nr: Any, rows: int) -> Any:
     """A stable radix sort, lowest digits first."""
     slots_M, weights_M, reads = slots_Nr.ravel(), weights_Nr.ravel(), slots_Nr.shape[1]
     order_M, other_M = np.arange(len(slots_M)), np.empty(len(slots_M), np.int64)
-    shift, digits = 0, 1 << RADIX
-    while rows > 1 << shift:
+    digits = 1 << RADIX
+    for shift in range(0, 63, RADIX):
+        if rows <= 1 << shift:
+            break
         place_d = np.zeros(digits + 1, np.int64)
         for m in range(len(slots_M)):
             place_d[((slots_M[m] >> shift) & (digits - 1)) + 1] += 1
@@ -195,7 +197,6 @@ def _sort(slots_Nr: Any, weights_Nr: Any, rows: int) -> Any:
             other_M[place_d[low]] = m
             place_d[low] += 1
         order_M, other_M = other_M, order_M
-        shift += RADIX
     touched = 0
     rows_M, start_M = np.empty(len(order_M), np.int64), np.empty(len(order_M) + 1, np.int64)
     for m in range(len(order_M)):
