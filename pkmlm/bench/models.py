@@ -66,7 +66,7 @@ def variants(recipe: Recipe, vocab_size: int, num_keys: Iterable[int], kinds: It
     found = []
     for kind in kinds:
         if kind == "dense":
-            found.append((kind, f"dense {model.layers}L", dense))
+            found.append((kind, f"dense-{model.layers}L", dense))
         elif kind == "memory":
             if model.memory.kind == "none":
                 raise UserError(
@@ -75,12 +75,12 @@ def variants(recipe: Recipe, vocab_size: int, num_keys: Iterable[int], kinds: It
                 )
             for keys in num_keys or [model.memory.num_keys]:
                 memory = replace(model.memory, num_keys=keys)
-                found.append((kind, f"{model.layers}L + {short(keys**2)} slots", replace(dense, memory=memory)))
+                found.append((kind, f"memory-{short(keys**2)}", replace(dense, memory=memory)))
         elif kind == "double":
-            found.append((kind, f"dense {2 * model.layers}L", replace(dense, layers=2 * model.layers)))
+            found.append((kind, f"dense-{2 * model.layers}L", replace(dense, layers=2 * model.layers)))
         else:
             hashed = replace(dense, projections="hash", hash=model.hash)
-            found.append((kind, f"MemoryFormer {model.layers}L", hashed))
+            found.append((kind, f"hash-{model.layers}L", hashed))
     return [variant(kind, name, check_recipe(reshaped(recipe, shape))) for kind, name, shape in found]
 
 

@@ -56,7 +56,7 @@ def command(
 
     dense: its layers without a memory; memory: with it; double: twice the layers; hash: a MemoryFormer. Random
     weights, random tokens, fp32. Decoding goes on from half a context, with a cache; scoring reads a whole context.
-    Operations are multiply-adds of a token's forward, MB the weights that it reads.
+    M ops are millions of multiply-adds of a token's forward, MB the weights that it reads.
 
     \b
     Examples:
@@ -91,7 +91,7 @@ def speed_table(name: str, times: "InferenceTimes", what: str) -> "Table":
 
     columns = [Column("model"), Column("batch", "right"), number("tokens/s"), number("x first", "{:.2f}")]
     columns += [number("ms", "{:,.1f}"), number("min", "{:,.1f}"), number("max", "{:,.1f}")]
-    columns += [number("M operations", "{:,.1f}"), number("MB read", "{:,.1f}")]
+    columns += [number("M ops", "{:,.1f}"), number("MB read", "{:,.1f}")]
     rows = []
     for batch in times.batches():
         for index, model in enumerate(times.models):

@@ -38,7 +38,7 @@ def command(
 
     dense: its layers without a memory; memory: with it; double: twice the layers; hash: a MemoryFormer. Random
     weights and tokens; a step is `pkmlm train`'s own, in the recipe's precision, a forward that of one micro-batch.
-    Operations are multiply-adds of a token's forward, MB the weights that it reads in fp32.
+    M ops are millions of multiply-adds of a token's forward, MB the weights that it reads in fp32.
 
     \b
     Examples:
@@ -70,7 +70,7 @@ def training_table(name: str, precision: str, times: "TrainingTimes") -> "Table"
         return Column(name, "right", style)
 
     columns = [Column("model"), Column("time of"), number("ms"), number("min"), number("max")]
-    columns += [number("x first", "{:.2f}"), number("M operations"), number("MB read")]
+    columns += [number("x first", "{:.2f}"), number("M ops"), number("MB read")]
     rows = []
     for phase, shown in PHASE_NAMES.items():
         for index, model in enumerate(times.models):
