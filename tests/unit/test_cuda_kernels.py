@@ -62,7 +62,7 @@ def slots_of(pattern: str, tokens: int, r: int, rows: int) -> torch.Tensor:
     return torch.randint(0, rows, (tokens, r))
 
 
-def inputs(pattern: str, width: int, dtype: torch.dtype, device: str, tokens: int = 8, r: int = 3, rows: int = 30):
+def inputs(pattern: str, width: int, dtype: torch.dtype, device: str, tokens: int = 6, r: int = 3, rows: int = 18):
     """Values, slots, weights and output gradients."""
     torch.manual_seed(width)
     values, grad = torch.randn(rows, width), torch.randn(tokens, width)
@@ -74,7 +74,7 @@ def inputs(pattern: str, width: int, dtype: torch.dtype, device: str, tokens: in
 @pytest.mark.parametrize(("width", "r"), [(1, 1), (100, 5), (64, 8), (130, 17)])
 def test_weighted_row_sum_and_row_products(kernels, device, dtype, width, r):
     values, slots, weights, x = inputs("random", width, dtype, device, tokens=2, r=r)
-    values[[row for row in range(30) if row not in slots]] = float("nan")  # what is not read has no effect
+    values[[row for row in range(18) if row not in slots]] = float("nan")  # what is not read has no effect
     slots, weights, x = (argument.t().contiguous().t() for argument in (slots, weights, x))  # the views that come
     out = kernels.weighted_row_sum(values, slots, weights)
     expected = reference.weighted_row_sum(values.double(), slots, weights.double())
@@ -96,11 +96,11 @@ def test_few_small_bags_are_summed_in_torch(kernels, device, monkeypatch):
     torch.testing.assert_close(out.double(), expected, rtol=4e-3, atol=0)  # rounded once, at the end
 
 
-@pytest.mark.parametrize("rows", [30, 1 << 15, (1 << 15) + 1, 1 << 31, (1 << 31) + 1])
+@pytest.mark.parametrize("rows", [18, 1 << 15, (1 << 15) + 1, 1 << 31, (1 << 31) + 1])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_sort_reads(kernels, device, pattern, rows):
-    slots = slots_of(pattern, 8, 3, 30).to(device) + rows - 30  # the last rows there are
-    weights = torch.randn(8, 3, device=device)
+    slots = slots_of(pattern, 6, 3, 18).to(device) + rows - 18  # the last rows there are
+    weights = torch.randn(6, 3, device=device)
     found = kernels.sort_reads(slots.t().contiguous().t(), weights, rows)
     for part, expected in zip(found, reference.sort_reads(slots, weights, rows), strict=True):
         assert torch.equal(part, expected)
@@ -113,7 +113,7 @@ def test_sort_reads(kernels, device, pattern, rows):
 )
 def test_segment_sum_and_squared_norm(kernels, device, pattern, width, dtype):
     _, slots, weights, x = inputs(pattern, width, dtype, device)
-    segments = kernels.sort_reads(slots, weights, 30).every_row(30)
+    segments = kernels.sort_reads(slots, weights, 18).every_row(18)
     expected = reference.segment_sum(x.double(), segments._replace(weight_M=segments.weight_M.double()))
     found = kernels.segment_sum(x, segments)
     assert found.dtype == dtype
@@ -127,7 +127,7 @@ def test_a_long_row_at_every_place_among_the_chunks(kernels, device, reads):
     """Chunks of 4: a row with none, a part, one or many whole ones, with short rows before and after it."""
     for before in range(4):
         slots = torch.tensor([0] * before + [1] * reads + [2, 2], device=device)[:, None]
-        x, weights = torch.randn(len(slots), 3, device=device), torch.ones(len(slots), 1, device=device)
+        x, weights = torch.randn(3, len(slots), device=device).t(), torch.ones(len(slots), 1, device=device)
         segments = kernels.sort_reads(slots, weights, 3)
         expected = reference.segment_sum(x.double(), segments._replace(weight_M=segments.weight_M.double()))
         torch.testing.assert_close(kernels.segment_sum(x, segments).double(), expected, rtol=1e-5, atol=1e-5)
@@ -151,9 +151,9 @@ def test_three_steps_of_row_adam(kernels, device, pattern, width, half, every_ro
     tables = before.clone(), torch.zeros_like(before), torch.zeros_like(before)
     expected = [table.double() for table in tables]
     copy = None if half is None else torch.full_like(before, 77, dtype=half)
-    segments = kernels.sort_reads(slots, weights, 30)
+    segments = kernels.sort_reads(slots, weights, 18)
     if every_row:
-        segments = segments.every_row(30)
+        segments = segments.every_row(18)
     for step in (1, 2, 3):
         x = -x.roll(step)
         scale = 0.5 if step < 3 else torch.tensor(0.25, dtype=torch.float64, device=device)
@@ -162,7 +162,7 @@ def test_three_steps_of_row_adam(kernels, device, pattern, width, half, every_ro
         reference.segment_row_adam_(*expected, x.double(), exact, scale=float(scale), step=step, **SETTINGS)
     for table, wanted in zip(tables, expected, strict=True):
         torch.testing.assert_close(table.double(), wanted, rtol=1e-5, atol=1e-6)
-    updated = torch.zeros(30, dtype=torch.bool, device=device).index_fill_(0, segments.rows_U, True)
+    updated = torch.zeros(18, dtype=torch.bool, device=device).index_fill_(0, segments.rows_U, True)
     assert torch.equal(tables[0][~updated], before[~updated])
     if copy is not None:
         exact = {"rtol": 2**-7 if INTERPRETED and half == torch.bfloat16 else 0, "atol": 0}  # the interpreter cuts off
@@ -199,7 +199,7 @@ def test_no_tokens(kernels, device):
     before = values.clone()
     assert kernels.weighted_row_sum(values, slots, weights).shape == (0, 6)
     assert kernels.row_products(values, x, slots).shape == (0, 3)
-    segments = kernels.sort_reads(slots, weights, 30)
+    segments = kernels.sort_reads(slots, weights, 18)
     assert [len(part) for part in segments] == [0, 1, 0, 0]
     assert kernels.segment_sum(x, segments).shape == (0, 6)
     assert kernels.squared_norm(x, segments) == 0
@@ -236,7 +236,7 @@ def test_the_same_bits_every_time(kernels, device):
 
     def step():
         tables = values.clone(), torch.zeros_like(values), torch.zeros_like(values)
-        segments = kernels.sort_reads(slots, weights, 30)
+        segments = kernels.sort_reads(slots, weights, 18)
         kernels.segment_row_adam_(*tables, x, segments, scale=1.0, step=1, **SETTINGS)
         return *tables, kernels.squared_norm(x, segments), kernels.weighted_row_sum(values, slots, weights)
 
@@ -290,11 +290,11 @@ def compiled(monkeypatch, tmp_path):
 @pytest.mark.parametrize(("width", "dtype"), [(768, torch.bfloat16), (1600, torch.float32), (100, torch.float16)])
 def test_machine_code(compiled, width, dtype):
     values, slots, weights, x = inputs("random", width, dtype, "cpu", r=32)
-    tables = [torch.zeros(30, width) for _ in range(3)]
+    tables = [torch.zeros(18, width) for _ in range(3)]
     copy = None if dtype == torch.float32 else values
     cuda.weighted_row_sum(values, slots, weights)
     cuda.row_products(values, x, slots)
-    segments = cuda.sort_reads(slots, weights, 30)
+    segments = cuda.sort_reads(slots, weights, 18)
     cuda.segment_sum(x, segments)
     cuda.squared_norm(x, segments)
     for step in (1, 2):
