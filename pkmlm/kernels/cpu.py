@@ -192,9 +192,9 @@ def _sort(slots_Nr: Any, weights_Nr: Any, rows: int) -> Any:
             place_d[((slots_M[m] >> shift) & (digits - 1)) + 1] += 1
         for digit in range(digits):
             place_d[digit + 1] += place_d[digit]
-        for m in order_M:
-            low = (slots_M[m] >> shift) & (digits - 1)
-            other_M[place_d[low]] = m
+        for read in order_M:
+            low = (slots_M[read] >> shift) & (digits - 1)
+            other_M[place_d[low]] = read
             place_d[low] += 1
         order_M, other_M = other_M, order_M
     touched = 0
