@@ -93,7 +93,9 @@ def test_known_continuations_of_greedy_generation(run, adapter):
     stop = text[5:8]
     cut = text[: text.index(stop)]
     options = {"until": ["never", stop], "max_gen_toks": 12, "do_sample": False, "temperature": 1.0}
+    run.model.forwards.clear()
     assert adapter.generate_until(ask("generate_until", ("He went", options))) == [cut]
+    assert len(run.model.forwards) < 12  # it stops there
 
 
 def test_an_empty_continuation_is_certain(adapter):
@@ -123,6 +125,10 @@ def test_requests_beyond_the_context_are_cut_and_counted(run, adapter):
     assert len(ids) - first < 8 < len(ids)
     assert found[1][0] == pytest.approx(by_hand(ids, first, run.tokenizer.size))  # a bigram does not miss what is cut
     assert max(length for _, length in run.model.forwards) <= 8
+    for digits, cut in ((8, 0), (9, 1)):  # a digit is a token; the last one is not read
+        assert len(run.tokenizer.encode("1" * digits + "2")) == digits + 1
+        adapter.loglikelihood(ask("loglikelihood", ("1" * digits, "2"), task=f"{digits} digits"))
+        assert adapter.truncated[f"{digits} digits"] == cut
 
 
 def test_answers_keep_the_order_of_the_questions(run):
