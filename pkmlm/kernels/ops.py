@@ -17,7 +17,7 @@ from torch.nn.functional import softplus
 from pkmlm.kernels import backend, reference
 from pkmlm.kernels.row_gradient import RowGradient
 
-SCORES = 1 << 24  # scores that exist at a time in the search of flat keys: 64 MB in fp32
+SCORES = 1 << 22  # scores that exist at a time: 16 MB in fp32, which a cache may hold between product and search
 
 
 class _ProductKeys(torch.autograd.Function):
@@ -29,25 +29,33 @@ class _ProductKeys(torch.autograd.Function):
         heads, _, n, f = subkeys_H2nf.shape
         q_2HNf = q_NHd.view(-1, heads, 2, f).permute(2, 1, 0, 3).contiguous()
         keys_2Hnf = subkeys_H2nf.transpose(0, 1).contiguous()
-        score1_Rn, score2_Rn = (q_2HNf @ keys_2Hnf.transpose(-1, -2)).flatten(1, 2)
-        i_Rk, j_Rk = backend.of(score1_Rn).product_top_k(score1_Rn, score2_Rn, k)
-        scores_Rk = score1_Rn.gather(1, i_Rk) + score2_Rn.gather(1, j_Rk)
-        ctx.save_for_backward(q_2HNf, keys_2Hnf, torch.stack([i_Rk, j_Rk]))
-        slots_NHk = (i_Rk * n + j_Rk).view(heads, -1, k).transpose(0, 1)
+        pieces = q_2HNf.split(max(1, SCORES // (2 * heads * n)), dim=2)
+        scores, chosen = zip(*(_search(q_2HCf, keys_2Hnf, k) for q_2HCf in pieces), strict=True)
+        chosen_2HNk = torch.cat(chosen, 2)
+        ctx.save_for_backward(q_2HNf, keys_2Hnf, chosen_2HNk)
+        slots_NHk = (chosen_2HNk[0] * n + chosen_2HNk[1]).transpose(0, 1)
         ctx.mark_non_differentiable(slots_NHk)
-        return scores_Rk.view(heads, -1, k).transpose(0, 1), slots_NHk
+        return torch.cat(scores, 1).transpose(0, 1), slots_NHk
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_NHk: Tensor, _: None) -> tuple[Tensor, Tensor, None]:
-        q_2HNf, keys_2Hnf, chosen_2Rk = ctx.saved_tensors
+        q_2HNf, keys_2Hnf, chosen_2HNk = ctx.saved_tensors
         _, heads, n, f = keys_2Hnf.shape
-        first_row_2H = torch.arange(2 * heads, device=chosen_2Rk.device) * n
-        rows_Sk = (chosen_2Rk.view(2 * heads, -1, chosen_2Rk.shape[-1]) + first_row_2H[:, None, None]).flatten(0, 1)
+        first_row_2H = torch.arange(2 * heads, device=chosen_2HNk.device).view(2, heads) * n
+        rows_Sk = (chosen_2HNk + first_row_2H[..., None, None]).flatten(0, 2)
         grad_Sk = grad_NHk.transpose(0, 1).flatten(0, 1).repeat(2, 1)
         q_grad, keys_grad = _score_gradients(q_2HNf.view(-1, f), keys_2Hnf.view(-1, f), rows_Sk, grad_Sk)
         q_grad_NHd = q_grad.view(2, heads, -1, f).permute(2, 1, 0, 3).flatten(2)
         return q_grad_NHd, keys_grad.view_as(keys_2Hnf).transpose(0, 1), None
+
+
+def _search(q_2HNf: Tensor, keys_2Hnf: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The scores (H, N, k) of each query's k best pairs of sub-keys, and the sub-keys of both halves (2, H, N, k)."""
+    score1_HNn, score2_HNn = q_2HNf @ keys_2Hnf.transpose(-1, -2)
+    i_Rk, j_Rk = backend.of(score1_HNn).product_top_k(score1_HNn.flatten(0, 1), score2_HNn.flatten(0, 1), k)
+    i_HNk, j_HNk = i_Rk.view(*score1_HNn.shape[:2], k), j_Rk.view(*score1_HNn.shape[:2], k)
+    return score1_HNn.gather(2, i_HNk) + score2_HNn.gather(2, j_HNk), torch.stack([i_HNk, j_HNk])
 
 
 def _score_gradients(q_Rf: Tensor, keys_Kf: Tensor, rows_Rk: Tensor, grad_Rk: Tensor) -> tuple[Tensor, Tensor]:
