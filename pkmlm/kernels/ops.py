@@ -115,38 +115,49 @@ def flat_key_select(q_NHd: Tensor, keys_HKd: Tensor, k: int) -> tuple[Tensor, Te
 class _WeightedRowSum(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, values_KD: Tensor, slots_Nr: Tensor, weights_Nr: Tensor, gradient: RowGradient | None
+        ctx: Any,
+        values_KD: Tensor,
+        slots_Nr: Tensor,
+        weights_Nr: Tensor,
+        gradient: RowGradient | None,
+        copy_KD: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(values_KD, slots_Nr, weights_Nr)
+        read_KD = values_KD if copy_KD is None else copy_KD
+        ctx.save_for_backward(read_KD, slots_Nr, weights_Nr)
         ctx.gradient = gradient
-        out_ND: Tensor = backend.of(values_KD).weighted_row_sum(values_KD, slots_Nr, weights_Nr)
+        out_ND: Tensor = backend.of(read_KD).weighted_row_sum(read_KD, slots_Nr, weights_Nr)
         return out_ND
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
-        values_KD, slots_Nr, weights_Nr = ctx.saved_tensors
-        grad_ND = grad_ND.to(values_KD.dtype).contiguous()
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
+        read_KD, slots_Nr, weights_Nr = ctx.saved_tensors
+        grad_ND = grad_ND.to(read_KD.dtype).contiguous()
         values_grad = weights_grad = None
         if ctx.needs_input_grad[0]:
-            gradient = ctx.gradient if ctx.gradient is not None else RowGradient(len(values_KD))
+            gradient = ctx.gradient if ctx.gradient is not None else RowGradient(len(read_KD))
             gradient.add(grad_ND, slots_Nr, weights_Nr)
             values_grad = gradient.dense() if ctx.gradient is None else None
         if ctx.needs_input_grad[2]:
-            weights_grad = backend.of(values_KD).row_products(values_KD, grad_ND, slots_Nr)
-        return values_grad, None, weights_grad, None
+            weights_grad = backend.of(read_KD).row_products(read_KD, grad_ND.to(weights_Nr.dtype), slots_Nr)
+        return values_grad, None, weights_grad, None, None
 
 
 def weighted_row_sum(
-    values_KD: Tensor, slots_Nr: Tensor, weights_Nr: Tensor, gradient: RowGradient | None = None
+    values_KD: Tensor,
+    slots_Nr: Tensor,
+    weights_Nr: Tensor,
+    gradient: RowGradient | None = None,
+    copy_KD: Tensor | None = None,
 ) -> Tensor:
-    """out[t] = sum over r of weights[t, r] * values[slots[t, r]] (eq. 3), in the dtype of the values.
+    """out[t] = sum over r of weights[t, r] * values[slots[t, r]] (eq. 3), in the dtype of the rows that are read.
 
     Args:
         gradient: where the backward leaves the values' gradient; `values_KD.grad` then stays None. Without it the
             gradient is a dense tensor, as autograd's own.
+        copy_KD: the values in half precision, to be read in their place; sums are fp32.
     """
-    out_ND: Tensor = _WeightedRowSum.apply(values_KD, slots_Nr, weights_Nr.to(values_KD.dtype), gradient)
+    out_ND: Tensor = _WeightedRowSum.apply(values_KD, slots_Nr, weights_Nr.to(values_KD.dtype), gradient, copy_KD)
     return out_ND
 
 

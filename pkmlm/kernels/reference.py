@@ -44,8 +44,8 @@ def product_top_k(scores1_Rn: Tensor, scores2_Rn: Tensor, k: int) -> tuple[Tenso
 
 
 def weighted_row_sum(values_KD: Tensor, slots_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
-    """out[t] = sum over r of weights[t, r] * values[slots[t, r]] (eq. 3); (N, D)."""
-    return (values_KD[slots_Nr] * weights_Nr[..., None]).sum(1)
+    """out[t] = sum over r of weights[t, r] * values[slots[t, r]] (eq. 3); (N, D), in the dtype of the values."""
+    return (values_KD[slots_Nr] * weights_Nr[..., None]).sum(1).to(values_KD.dtype)
 
 
 def row_products(values_KD: Tensor, x_ND: Tensor, slots_Nr: Tensor) -> Tensor:
@@ -65,6 +65,7 @@ def segment_sum(x_ND: Tensor, segments: Segments) -> Tensor:
     """out[u] = sum over the reads of row u of weight * x[token]: the gradient of `weighted_row_sum` to the rows that it
     read, for the gradient x of its output; (U, D)."""
     starts = zip(segments.start_S[:-1].tolist(), segments.start_S[1:].tolist(), strict=True)
+    x_ND = x_ND.to(segments.weight_M.dtype)
     sums = [segments.weight_M[a:b] @ x_ND[segments.token_M[a:b]] for a, b in starts]
     return torch.stack(sums) if sums else x_ND.new_empty(0, x_ND.shape[1])
 
@@ -87,15 +88,18 @@ def segment_row_adam_(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
+    copy_KD: Tensor | None = None,
 ) -> None:
     """One Adam update, in place, of the rows that were read, by scale * `segment_sum` (Kingma and Ba 2015, algorithm 1;
-    decay decoupled)."""
+    decay decoupled); `copy_KD`, in half precision, gets the new rows too."""
     rows_U, (beta1, beta2) = segments.rows_U, betas
     grad_UD = scale * segment_sum(x_ND, segments)
     mean_KD[rows_U] += (1 - beta1) * (grad_UD - mean_KD[rows_U])
     square_KD[rows_U] = beta2 * square_KD[rows_U] + (1 - beta2) * grad_UD**2
     mean_UD, square_UD = mean_KD[rows_U] / (1 - beta1**step), square_KD[rows_U] / (1 - beta2**step)
     values_KD[rows_U] = (1 - lr * weight_decay) * values_KD[rows_U] - lr * mean_UD / (square_UD.sqrt() + eps)
+    if copy_KD is not None:
+        copy_KD[rows_U] = values_KD[rows_U].to(copy_KD.dtype)
 
 
 def bucket_codes(z_NTb: Tensor) -> Tensor:

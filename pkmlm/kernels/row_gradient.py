@@ -55,4 +55,4 @@ class RowGradient:
         """The whole gradient (K, D), to be looked at."""
         x_ND, segments = self.joined()
         sums_UD = backend.of(x_ND).segment_sum(x_ND, segments) * self.scale
-        return x_ND.new_zeros(self.rows, x_ND.shape[1]).index_copy_(0, segments.rows_U, sums_UD)
+        return sums_UD.new_zeros(self.rows, x_ND.shape[1]).index_copy_(0, segments.rows_U, sums_UD)

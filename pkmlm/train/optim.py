@@ -125,7 +125,7 @@ def row_group(
 ) -> Group:
     """Tables of rows, updated straight from their reads."""
     optimizer = RowAdam(
-        [(table.weight_KD, table.gradient) for table in tables.values()],
+        tables.values(),
         lr,
         betas,
         recipe.optim.eps,

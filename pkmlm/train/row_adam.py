@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pkmlm.kernels import backend
-from pkmlm.kernels.row_gradient import RowGradient
+from pkmlm.model.memory.values import Values
 
 
 class RowAdam(torch.optim.Optimizer):
@@ -23,7 +23,7 @@ class RowAdam(torch.optim.Optimizer):
     writing the whole table and both moments in each step, still without a dense gradient.
 
     Args:
-        tables: value tables (rows, width), each with where its gradient is left.
+        tables: whose gradients the backward passes leave.
         lr, betas, eps: as in Adam.
         weight_decay: decoupled, as in AdamW, on the rows that a step updates.
         every_row: update the rows too that were not read.
@@ -31,16 +31,17 @@ class RowAdam(torch.optim.Optimizer):
 
     def __init__(
         self,
-        tables: Iterable[tuple[nn.Parameter, RowGradient]],
+        tables: Iterable[Values],
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         every_row: bool = False,
     ):
-        self.gradients = dict(tables)
+        self.tables = list(tables)
         self.every_row = every_row
-        super().__init__(list(self.gradients), {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        parameters = [table.weight_KD for table in self.tables]
+        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -48,35 +49,37 @@ class RowAdam(torch.optim.Optimizer):
         if closure is not None:
             raise ValueError("RowAdam takes no closure")
         (group,) = self.param_groups
-        for table_KD, gradient in self.gradients.items():
-            if not gradient:
+        for table in self.tables:
+            if not table.gradient:
                 continue
-            state = self.state[table_KD] or self._begin(table_KD)
+            values_KD = table.weight_KD
+            state = self.state[values_KD] or self._begin(values_KD)
             state["step"] += 1
-            x_ND, segments = gradient.joined()
-            backend.of(table_KD).segment_row_adam_(
-                table_KD,
+            x_ND, segments = table.gradient.joined()
+            backend.of(x_ND).segment_row_adam_(
+                values_KD,
                 state["exp_avg"],
                 state["exp_avg_sq"],
                 x_ND,
-                segments.every_row(len(table_KD)) if self.every_row else segments,
-                scale=gradient.scale,
+                segments.every_row(len(values_KD)) if self.every_row else segments,
+                scale=table.gradient.scale,
                 step=int(state["step"]),
                 lr=group["lr"],
                 betas=group["betas"],
                 eps=group["eps"],
                 weight_decay=group["weight_decay"],
+                **({} if table.copy_KD is None else {"copy_KD": table.copy_KD}),
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
-        for gradient in self.gradients.values():
-            gradient.clear()
+        for table in self.tables:
+            table.gradient.clear()
 
-    def _begin(self, table_KD: Tensor) -> dict[str, Tensor]:
-        self.state[table_KD] = {
+    def _begin(self, values_KD: Tensor) -> dict[str, Tensor]:
+        self.state[values_KD] = {
             "step": torch.zeros((), dtype=torch.int64),
-            "exp_avg": torch.zeros_like(table_KD),
-            "exp_avg_sq": torch.zeros_like(table_KD),
+            "exp_avg": torch.zeros_like(values_KD),
+            "exp_avg_sq": torch.zeros_like(values_KD),
         }
-        return self.state[table_KD]
+        return self.state[values_KD]

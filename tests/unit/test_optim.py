@@ -6,9 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pkmlm.kernels.row_gradient import RowGradient
+from pkmlm.model.memory import values as values_module
+from pkmlm.model.memory.values import Values
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Hash, Memory, Model, Optim, Recipe, Train, ValuesOptim
+from pkmlm.runtime.device import autocast
 from pkmlm.train.optim import learning_rate, parameter_groups
 from pkmlm.train.row_adam import RowAdam
 
@@ -63,39 +65,44 @@ def test_weight_decay_moves_matrices_alone():
         torch.testing.assert_close(parameter.detach(), expected, msg=name)
 
 
-def gradient_of(rows: list[int], x: torch.Tensor, table_rows: int) -> RowGradient:
-    """A gradient that is x[i] in rows[i]."""
-    gradient = RowGradient(table_rows)
-    gradient.add(x, torch.tensor(rows)[:, None], torch.ones(len(rows), 1))
-    return gradient
+def table_of(start: torch.Tensor) -> Values:
+    table = Values(*start.shape, std=1.0, group="values")
+    with torch.no_grad():
+        table.weight_KD.copy_(start)
+    return table
+
+
+def read(table: Values, rows: list[int], x: torch.Tensor) -> None:
+    """Give the table a gradient that is x[i] in rows[i]."""
+    table.gradient.add(x, torch.tensor(rows)[:, None], torch.ones(len(rows), 1))
 
 
 @pytest.mark.parametrize("every_row", [False, True])
 def test_row_adam_is_adam_where_every_row_is_read_and_where_it_is_told_to_update_all(every_row):
     torch.manual_seed(0)
     start = torch.randn(5, 3)
-    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
-    gradient = RowGradient(5)
+    ours, theirs = table_of(start), torch.nn.Parameter(start.clone())
     how = {"lr": 0.01, "betas": (0.8, 0.99), "eps": 1e-7, "weight_decay": 0.1}
-    row_adam, adam = RowAdam([(ours, gradient)], every_row=every_row, **how), torch.optim.AdamW([theirs], **how)
+    row_adam, adam = RowAdam([ours], every_row=every_row, **how), torch.optim.AdamW([theirs], **how)
     for _ in range(6):
         rows = torch.randperm(5)[: 2 if every_row else 5]
         x = torch.randn(len(rows), 3)
-        gradient.add(x, rows[:, None], torch.ones(len(rows), 1))
+        read(ours, rows.tolist(), x)
         theirs.grad = torch.zeros(5, 3).index_copy(0, rows, x)
         row_adam.step()
         adam.step()
         row_adam.zero_grad()
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours.weight_KD, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_row_adam_leaves_rows_that_were_not_read():
-    values, gradient = torch.nn.Parameter(torch.randn(5, 3)), RowGradient(5)
-    optimizer = RowAdam([(values, gradient)], lr=0.1)
+    table = table_of(torch.randn(5, 3))
+    values = table.weight_KD
+    optimizer = RowAdam([table], lr=0.1)
     for rows in ([0, 1], [1, 3]):
         before = values.detach().clone()
         moments = {key: state.clone() for key, state in optimizer.state[values].items() if key != "step"}
-        gradient.add(torch.ones(2, 3), torch.tensor(rows)[:, None], torch.ones(2, 1))
+        read(table, rows, torch.ones(2, 3))
         optimizer.step()
         optimizer.zero_grad()
         others = [row for row in range(5) if row not in rows]
@@ -107,11 +114,45 @@ def test_row_adam_leaves_rows_that_were_not_read():
 
 
 def test_row_adam_sums_the_same_row_of_two_micro_batches():
-    once, twice = (torch.nn.Parameter(torch.zeros(3, 2)) for _ in range(2))
-    RowAdam([(once, gradient_of([1], torch.full((1, 2), 3.0), 3))]).step()
-    RowAdam([(twice, gradient_of([1, 1], torch.tensor([[1.0, 1.0], [2.0, 2.0]]), 3))]).step()
-    assert torch.equal(once, twice)
-    assert once[1].abs().sum() > 0
+    once, twice = (table_of(torch.zeros(3, 2)) for _ in range(2))
+    read(once, [1], torch.full((1, 2), 3.0))
+    read(twice, [1], torch.full((1, 2), 1.0))
+    read(twice, [1], torch.full((1, 2), 2.0))
+    RowAdam([once]).step()
+    RowAdam([twice]).step()
+    assert torch.equal(once.weight_KD, twice.weight_KD)
+    assert once.weight_KD[1].abs().sum() > 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_half_precision_copy_follows_its_table(monkeypatch, precision):
+    """As on a GPU, where alone forwards read the copy."""
+    monkeypatch.setattr(values_module, "HALF_ON", ("cpu",))
+    torch.manual_seed(0)
+    half, whole = (table_of(torch.linspace(-1, 1, 32).view(8, 4)) for _ in range(2))
+    optimizers = [RowAdam([table], lr=0.1) for table in (half, whole)]
+    for _ in range(3):
+        slots, weights = torch.randint(0, 7, (6, 3)), torch.randn(6, 3, requires_grad=True)
+        with autocast(torch.device("cpu"), precision):
+            out = half(slots, weights)
+        assert (out.dtype == torch.float32) == (precision == "fp32")
+        out.sum().backward()
+        weights_grad, weights.grad = weights.grad, None
+        whole(slots, weights).sum().backward()
+        torch.testing.assert_close(weights_grad, weights.grad, rtol=1e-2, atol=3e-2)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert half.weight_KD.dtype == torch.float32
+    torch.testing.assert_close(half.weight_KD, whole.weight_KD, rtol=1e-2, atol=1e-2)
+    if precision == "fp32":
+        assert half.copy_KD is None
+        return
+    assert torch.equal(half.copy_KD, half.weight_KD.to(half.copy_KD.dtype))
+    with torch.no_grad():
+        half.weight_KD.fill_(0.5)  # a checkpoint is loaded, say
+    with autocast(torch.device("cpu"), precision):
+        assert (half(torch.tensor([[0]]), torch.ones(1, 1)) == 0.5).all()
 
 
 @pytest.mark.parametrize("optimizer", ["row-adam", "adam"])

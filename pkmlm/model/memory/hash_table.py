@@ -54,7 +54,7 @@ class HashLayer(nn.Module):
         self.values = Values(self.tables << bits, width, std=std, group="tables")
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """(B, T, W) in the dtype of the tables. Signs and scores are taken in fp32, whatever the autocast."""
+        """(B, T, W) in the dtype of the rows read. Signs and scores are taken in fp32, whatever the autocast."""
         with torch.autocast(x_BTD.device.type, enabled=False):
             z_NKb = at_least_fp32(x_BTD).reshape(-1, self.tables, self.bits)
             first_row_K = torch.arange(self.tables, device=x_BTD.device) << self.bits
@@ -63,7 +63,8 @@ class HashLayer(nn.Module):
             if self.scaled:
                 scores_NK = scores_NK * z_NKb.abs().sum(-1)
             rows_NK1, scores_NK1 = self.tap(rows_NK[..., None], scores_NK[..., None])
-            return self.values(rows_NK1[..., 0], scores_NK1[..., 0]).view(*x_BTD.shape[:-1], -1)
+        out: Tensor = self.values(rows_NK1[..., 0], scores_NK1[..., 0])
+        return out.view(*x_BTD.shape[:-1], -1)
 
 
 class MemoryBlock(nn.Module):

@@ -38,9 +38,10 @@ class KeyMemory(nn.Module, ABC):
         """The k best slots of each query: scores (N, H, k), differentiable, and slots (N, H, k), int64."""
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """The memory's answer (B, T, D), in the dtype of the values; search and softmax are in fp32."""
+        """The memory's answer (B, T, D), in the dtype of the rows read; search and softmax are in fp32."""
         q_NHq = self.query(x_BTD.flatten(0, 1))
         with torch.autocast(x_BTD.device.type, enabled=False):
             scores_NHk, slots_NHk = self.select(at_least_fp32(q_NHq))
             slots_NHk, weights_NHk = self.tap(slots_NHk, scores_NHk.softmax(-1))
-            return self.values(slots_NHk.flatten(1), weights_NHk.flatten(1)).view_as(x_BTD)
+        out: Tensor = self.values(slots_NHk.flatten(1), weights_NHk.flatten(1))
+        return out.view_as(x_BTD)
