@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from pkmlm.errors import printable
 from pkmlm.export.config import Origin
 from pkmlm.recipe.check import memory_layers
 from pkmlm.recipe.schema import Model, Recipe
@@ -30,7 +31,7 @@ library_name: transformers
 pipeline_tag: text-generation
 ---
 
-# {origin.run}
+# {printable(origin.run)}
 
 A language model trained with pkmlm.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.functional import embedding_bag, gelu, softplus
 
 from .configuration_pkmlm import PkmlmConfig
@@ -50,13 +51,14 @@ class HashLayer(nn.Module):
         self.values = Values(self.tables << bits, width)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        z_NKb = x_BTD.float().reshape(-1, self.tables, self.bits)
-        codes_NK = ((z_NKb >= 0).long() << torch.arange(self.bits, device=x_BTD.device)).sum(-1)
-        rows_NK = codes_NK + (torch.arange(self.tables, device=x_BTD.device) << self.bits)
-        scores_NK = torch.exp(-softplus(-2 / self.temperature * z_NKb.abs()).sum(-1))
-        if self.scaled:
-            scores_NK = scores_NK * z_NKb.abs().sum(-1)
-        return self.values(rows_NK, scores_NK).view(*x_BTD.shape[:-1], -1)
+        with torch.autocast(x_BTD.device.type, enabled=False):
+            z_NKb = x_BTD.float().reshape(-1, self.tables, self.bits)
+            codes_NK = ((z_NKb >= 0).long() << torch.arange(self.bits, device=x_BTD.device)).sum(-1)
+            rows_NK = codes_NK + (torch.arange(self.tables, device=x_BTD.device) << self.bits)
+            scores_NK = torch.exp(-softplus(-2 / self.temperature * z_NKb.abs()).sum(-1))
+            if self.scaled:
+                scores_NK = scores_NK * z_NKb.abs().sum(-1)
+            return self.values(rows_NK, scores_NK).view(*x_BTD.shape[:-1], -1)
 
 
 class MemoryBlock(nn.Module):
@@ -108,10 +110,10 @@ class Query(nn.Module):
         }[self.kind]()
 
     def forward(self, x_ND: Tensor) -> Tensor:
-        q_NF = self.map(x_ND.float())
-        if self.kind == "batch":
-            return self.norm(q_NF).view(-1, self.heads, self.key_dim)
-        return self.norm(q_NF.view(-1, self.heads, self.key_dim))
+        q_NF = self.map(x_ND.to(next(self.map.parameters()).dtype)).float()
+        shape = (-1, self.heads * self.key_dim) if self.kind == "batch" else (-1, self.heads, self.key_dim)
+        weights = {name: parameter.float() for name, parameter in self.norm.named_parameters()}
+        return functional_call(self.norm, weights, q_NF.view(shape)).view(-1, self.heads, self.key_dim)
 
 
 class KeyMemory(nn.Module):
@@ -165,5 +167,6 @@ class KeyMemory(nn.Module):
         return scores_HNk.transpose(0, 1), slots_HNk.transpose(0, 1)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        scores_NHk, slots_NHk = self.select(self.query(x_BTD.flatten(0, 1)))
-        return self.values(slots_NHk.flatten(1), scores_NHk.softmax(-1).flatten(1)).view_as(x_BTD)
+        with torch.autocast(x_BTD.device.type, enabled=False):
+            scores_NHk, slots_NHk = self.select(self.query(x_BTD.flatten(0, 1)))
+            return self.values(slots_NHk.flatten(1), scores_NHk.softmax(-1).flatten(1)).view_as(x_BTD)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from pkmlm.evaluate.load import load_run
 from tests.conftest import MODELS, ROOT, pkmlm
@@ -61,6 +62,8 @@ def test_the_folder_holds_a_whole_model(exports):
     for folder in exports.values():
         assert {path.name for path in folder.iterdir()} == FILES
         assert not {path.name for path in folder.parent.iterdir()} - set(MODELS)
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            assert file.metadata() == {"format": "pt"}  # older versions of transformers ask for it
 
 
 def test_transformers_alone_gives_our_logits_ids_and_texts(exports, trained, tmp_path):

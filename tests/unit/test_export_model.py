@@ -18,9 +18,10 @@ from pkmlm.evaluate.generate import Sampling, generate
 from pkmlm.export.config import Origin
 from pkmlm.export.configuration_pkmlm import PkmlmConfig
 from pkmlm.export.folder import CODE, read_export, write_export
-from pkmlm.export.modeling_pkmlm import PkmlmForCausalLM, PkmlmModel
+from pkmlm.export.modeling_pkmlm import PkmlmForCausalLM, PkmlmModel, visible
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.check import check_recipe
+from pkmlm.recipe.load import flatten
 from pkmlm.recipe.schema import Hash, Memory, Model, Recipe, Train
 
 CPU = torch.device("cpu")
@@ -45,18 +46,28 @@ DRAWN: dict[str, list[Any]] = {
 }
 
 
-def drawn(kind: Any, random_: random.Random, seen: set[tuple[str, Any]], prefix: str = "") -> Any:
-    """A section of `model` with a value drawn for every key, each noted in `seen`."""
+NO_MEMORY = ("model.memory.kind", "none")
+
+
+def drawn(kind: Any, random_: random.Random, prefix: str = "") -> Any:
+    """A section of `model` with a value drawn for every key."""
     values = {}
     for field in fields(kind):
         hint, name = get_type_hints(kind)[field.name], f"{prefix}{field.name}"
         if is_dataclass(hint):
-            values[field.name] = drawn(hint, random_, seen, f"{name}.")
+            values[field.name] = drawn(hint, random_, f"{name}.")
             continue
         choices = get_args(hint) if get_origin(hint) is Literal else [True, False] if hint is bool else DRAWN[name]
         values[field.name] = random_.choice(choices)
-        seen.add((name, values[field.name]))
     return kind(**values)
+
+
+def in_force(recipe: Recipe) -> list[tuple[str, Any]]:
+    """The keys of `model` that the model depends on, with their values."""
+    model = recipe.model
+    unused = ("model.memory.",) if model.memory.kind == "none" else ()
+    unused += ("model.hash.",) if model.projections == "dense" else ("model.ffn_dim", "model.activation", "model.bias")
+    return [pair for pair in flatten(recipe).items() if not pair[0].startswith(unused)]
 
 
 def recipe_of(model: Model) -> Recipe:
@@ -70,8 +81,10 @@ def unlike_new(model: Transformer, seed: int = 0) -> Transformer:
         if tensor.is_floating_point():
             noise = torch.rand(tensor.shape, generator=random_)
             tensor.mul_(0.5 + noise).add_(0.1 * (noise - 0.3) if tensor.ndim == 1 else 0)
+        if name in ("embedding.weight", "untied_head.weight"):
+            tensor.mul_(5)  # logits of a trained model's size
         if name.endswith("running_var"):
-            tensor.add_(0.5)
+            tensor.mul_(0.02)  # not far above epsilon
     return model.eval()
 
 
@@ -82,29 +95,29 @@ def tokenizer(tokens: Path) -> Tokenizer:
 
 def exported(path: Path, model: Transformer, recipe: Recipe, tokenizer: Tokenizer, **how: Any) -> PkmlmForCausalLM:
     write_export(path, model, recipe, tokenizer, Origin("tiny", 30, 7680), "a card", **how)
-    return PkmlmForCausalLM.from_pretrained(path, attn_implementation="sdpa")
+    return PkmlmForCausalLM.from_pretrained(path, dtype="auto")  # transformers 4 widens otherwise
 
 
 def test_logits_of_random_recipes(tmp_path, tokenizer):
     random_, seen = random.Random(0), set()
-    for seed in range(32):
-        recipe = recipe_of(drawn(Model, random_, seen))
+    for seed in range(24):
+        recipe = recipe_of(drawn(Model, random_))
+        seen |= set(in_force(recipe))
         ours = unlike_new(build_model(recipe, recipe.model.vocab_size), seed)
         theirs = exported(tmp_path / str(seed), ours, recipe, tokenizer)
         ids_BT = torch.randint(600, (2, 20), generator=torch.Generator().manual_seed(seed))
         with torch.no_grad():
             expected, found = ours(ids_BT), theirs(ids_BT).logits
-        assert expected.std() > 0.05
+        assert expected.std() > 0.2
         assert (found - expected).abs().max() <= 1e-5, recipe.model
         back = read_export(tmp_path / str(seed), CPU)
         assert replace(back.recipe, model=recipe.model) == recipe
         with torch.no_grad():
             assert torch.equal(back.model(ids_BT), expected)
-    for kind, prefix in ((Model, ""), (Memory, "memory."), (Hash, "hash.")):
+    for kind, prefix in ((Model, "model."), (Memory, "model.memory."), (Hash, "model.hash.")):
         for name, hint in get_type_hints(kind).items():
             every = get_args(hint) if get_origin(hint) is Literal else [True, False] if hint is bool else []
-            for choice in every:
-                assert (prefix + name, choice) in seen
+            assert {(prefix + name, choice) for choice in every} <= {*seen, NO_MEMORY}
 
 
 MEMORY = Memory(kind="product-key", layers=("2",), num_keys=8, heads=2, topk=4, key_dim=8)
@@ -184,7 +197,7 @@ def test_labels_give_the_loss_and_every_weight_a_gradient(pair):
     labels_BT = IDS_BT.masked_fill(torch.arange(14) < 4, -100)
     found = theirs(IDS_BT, labels=labels_BT)
     expected = cross_entropy(ours(IDS_BT)[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten())
-    assert found.loss.item() == pytest.approx(expected.item(), abs=1e-6)
+    assert found.loss.item() == pytest.approx(expected.item(), abs=1e-5)
     theirs.zero_grad()
     ours.zero_grad()
     found.loss.backward()
@@ -192,7 +205,7 @@ def test_labels_give_the_loss_and_every_weight_a_gradient(pair):
     mine = {name: parameter.grad for name, parameter in ours.named_parameters()}
     for name, parameter in theirs.named_parameters():
         grad = mine[name.removeprefix("model.").replace("lm_head", "untied_head")]
-        assert (parameter.grad - (grad.to_dense() if grad.is_sparse else grad)).abs().max() < 1e-5, name
+        torch.testing.assert_close(parameter.grad, grad.to_dense() if grad.is_sparse else grad, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
@@ -206,6 +219,15 @@ def test_parts_of_the_output(pair):
     embedded = theirs.get_input_embeddings()(IDS_BT)
     assert torch.equal(theirs(inputs_embeds=embedded).logits, whole.logits)
     assert torch.equal(PkmlmModel.from_pretrained(folder)(IDS_BT)[0], whole.hidden_states[-1])
+
+
+def test_no_position_sees_nothing():
+    """Not even padding, whatever it is: some kernels give NaN for a row that sees no key."""
+    seen_B1TS = visible(3, 2, 5, torch.tensor([[0, 0, 0, 0, 1], [0, 1, 1, 1, 1]]), CPU)
+    assert seen_B1TS.int().tolist() == [
+        [[[0, 0, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 0, 1]]],
+        [[[0, 1, 1, 0, 0], [0, 1, 1, 1, 0], [0, 1, 1, 1, 1]]],
+    ]
 
 
 def test_more_than_the_context_is_refused(pair):
@@ -246,6 +268,17 @@ def test_narrower_weights_keep_queries_and_keys(pair, tokenizer, tmp_path, dtype
     back = read_export(tmp_path / "narrow", CPU).model
     assert {parameter.dtype for parameter in back.parameters()} == {torch.float32}
     assert torch.equal(back.embedding.weight, ours.embedding.weight.to(half).float())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("query_norm", ["batch", "layer", "rms", "none"])
+def test_casts_and_autocast_of_a_loaded_model(tmp_path, tokenizer, query_norm):
+    recipe = recipe_of(replace(MODEL, memory=replace(MEMORY, query_norm=query_norm, query="mlp")))
+    theirs = exported(tmp_path / "whole", unlike_new(build_model(recipe, 600)), recipe, tokenizer)
+    expected = theirs(IDS_BT).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (theirs(IDS_BT).logits.float() - expected).abs().mean() < 0.1 * expected.std()
+    assert (theirs.bfloat16()(IDS_BT).logits.float() - expected).abs().mean() < 0.1 * expected.std()
 
 
 def test_a_new_model_has_no_number_left_to_chance(pair):

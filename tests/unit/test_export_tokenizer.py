@@ -23,6 +23,7 @@ TEXTS = [
         "[CLS]<pad><|endoftext|>",
     ),
 ]
+TEXTS += ["x" * start + "the\nand\nthat\n" * 400 for start in range(3)]  # only newlines to cut after
 
 
 @pytest.fixture(scope="module")
@@ -109,4 +110,5 @@ def test_added_tokens_keep_their_names(theirs, tmp_path):
     assert again.add_tokens(["<user>"]) == 1
     ids = again.encode("a<user> b")
     assert ids[2:3] == [600]
+    assert len(again) == 601
     assert again.decode(ids, skip_special_tokens=True) == "a<user> b"
