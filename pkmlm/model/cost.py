@@ -13,6 +13,8 @@ from typing import Any
 from pkmlm.recipe.check import memory_layers
 from pkmlm.recipe.schema import Model, Recipe
 
+SCORES = 1 << 22  # as `kernels.ops`, which this module does not import: it stays free of torch
+
 
 @dataclass(frozen=True)
 class Part:
@@ -23,7 +25,7 @@ class Part:
         dense: parameters of maps, norms, queries and keys.
         values, tables: parameters of memory values, and of hash tables.
         flops: of its maps, over one sequence, attention's own products left out.
-        read: entries of values or tables that one token reads.
+        reads: rows of values or tables that one token reads; width: of these rows.
         saved: numbers kept for the backward, for one token (an estimate).
     """
 
@@ -32,8 +34,14 @@ class Part:
     flops: int
     values: int = 0
     tables: int = 0
-    read: int = 0
+    reads: int = 0
+    width: int = 0
     saved: int = 0
+
+    @property
+    def read(self) -> int:
+        """Entries of values or tables that one token reads."""
+        return self.reads * self.width
 
 
 @dataclass(frozen=True)
@@ -171,7 +179,7 @@ def hashed_attention(model: Model) -> Part:
     tables, d = model.dim // model.hash.bits, model.dim
     layer = hash_layer_cost(model.hash.bits, tables, 3 * d, model.context)
     saved = 7 * d + 3 * tables + rotation(model)
-    return Part("qkv", 2 * d, layer.flops, tables=layer.entries, read=tables * 3 * d, saved=saved)
+    return Part("qkv", 2 * d, layer.flops, tables=layer.entries, reads=tables, width=3 * d, saved=saved)
 
 
 def rotation(model: Model) -> int:
@@ -196,13 +204,14 @@ def memory_block(model: Model) -> list[Part]:
     first = hash_layer_cost(bits, tables, wide, model.context)
     second = hash_layer_cost(wide_bits, tables, model.dim, model.context)
     return [
-        Part("ffn1", 0, first.flops, tables=first.entries, read=tables * wide, saved=model.dim + 3 * tables),
+        Part("ffn1", 0, first.flops, tables=first.entries, reads=tables, width=wide, saved=model.dim + 3 * tables),
         Part(
             "ffn2",
             2 * wide,
             second.flops,
             tables=second.entries,
-            read=tables * model.dim,
+            reads=tables,
+            width=model.dim,
             saved=3 * wide + 3 * tables,
         ),
     ]
@@ -221,13 +230,14 @@ def key_memory(model: Model) -> Part:
     bias = queries + (d if memory.query == "mlp" else 0)
     norm = {"batch": 2 * queries, "layer": 2 * memory.key_dim, "rms": memory.key_dim, "none": 0}[memory.query_norm]
     keys = queries * rows  # product keys: heads * 2 * n * (d_q / 2)
-    read = memory.heads * memory.topk * d
+    reads = memory.heads * memory.topk
     return Part(
         "memory",
         query_map + bias + norm + keys,
-        model.context * (query_map + keys + read),
+        model.context * (query_map + keys + reads * d),
         values=slots * d,
-        read=read,
+        reads=reads,
+        width=d,
         saved=4 * queries + 6 * memory.heads * memory.topk,
     )
 
@@ -258,30 +268,27 @@ def hash_layer_cost(bits: int, tables: int, width: int, tokens: int) -> HashLaye
 def training_bytes(recipe: Recipe, dense: int, blocks: tuple[Block, ...], vocab_size: int) -> dict[str, int]:
     """An estimate of the memory that training takes in one process, by what holds it.
 
-    weights, gradients, moments: fp32, 4 + 4 + 8 bytes a parameter under Adam. Values under row-adam have no
-    dense gradient: that of the rows read in an optimizer step (at most all slots) counts instead.
+    weights, gradients, moments: fp32, 4 + 4 + 8 bytes a parameter under Adam. Values and hash tables have no
+    gradient of their shape: what an optimizer step keeps of their reads counts instead, for each read its slot and
+    weight, twice while they are sorted, and for each token the gradient of the output.
     activations: what maps, norms, attention and memories keep of one micro-batch for the backward, without
     dropout; 2 bytes a number in bf16 and fp16, otherwise 4 ("auto" too); SDPA is taken to keep no s^2 scores.
     logits: the head's output, its log-softmax and its gradient in fp32.
-    search: the scores of one memory's keys and their ordering, at 28 bytes a score; gone after each memory.
+    search: the scores of keys that exist at a time, and their ordering, at 28 bytes a score.
     Left out: the allocator's slack, the framework itself and the data.
     """
     model, train, memory = recipe.model, recipe.train, recipe.model.memory
     values = sum(part.values for block in blocks for part in block.parts)
     tables = sum(part.tables for block in blocks for part in block.parts)
-    memories = sum(part.name == "memory" for block in blocks for part in block.parts)
-    gradient = 4 * values
-    if recipe.optim.values.optimizer == "row-adam":
-        reads = train.batch_tokens * memory.heads * memory.topk
-        gradient = min(gradient, memories * reads * (4 * model.dim + 8))
+    kept = sum(40 * part.reads + 4 * part.width for block in blocks for part in block.parts)
     tokens = train.micro_batch * model.context
-    rows = memory.num_keys if memory.kind == "product-key" else memory.num_keys**2
-    search = tokens * memory.heads * rows * 28 if memories else 0
+    rows = 2 * memory.num_keys if memory.kind == "product-key" else memory.num_keys**2
+    search = min(SCORES, tokens * memory.heads * rows) * 28 if values else 0
     width = 2 if train.precision in ("bf16", "fp16") else 4
     saved = sum(part.saved for block in blocks for part in block.parts) + 3 * model.dim
     return {
         "weights": 4 * (dense + values + tables),
-        "gradients": 4 * (dense + tables) + gradient,
+        "gradients": 4 * dense + train.batch_tokens * kept,
         "moments": 8 * (dense + values + tables),
         "activations": tokens * saved * width,
         "logits": tokens * vocab_size * 12,
