@@ -60,9 +60,6 @@ def described(model: Model) -> str:
     layers = list(memory_layers(model))
     if not layers:
         return kind
-    where = "layer " + ", ".join(map(str, layers)) if len(layers) == 1 else "layers " + ", ".join(map(str, layers))
-    memory = model.memory
-    name = memory.kind.replace("-", " ")
-    return (
-        f"{kind}; {name} memory of {memory.num_keys**2:,} slots in {where}, {memory.heads} heads x {memory.topk} reads"
-    )
+    memory, where = model.memory, f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
+    size = f"{memory.num_keys**2:,} slots"
+    return f"{kind}; {memory.kind} memory of {size} in {where}, {memory.heads} heads x {memory.topk} reads"
