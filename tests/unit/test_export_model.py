@@ -19,10 +19,11 @@ from pkmlm.export.config import Origin
 from pkmlm.export.configuration_pkmlm import PkmlmConfig
 from pkmlm.export.folder import CODE, read_export, write_export
 from pkmlm.export.modeling_pkmlm import PkmlmForCausalLM, PkmlmModel, visible
+from pkmlm.model.memory.values import Values
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.check import check_recipe
 from pkmlm.recipe.load import flatten
-from pkmlm.recipe.schema import Hash, Memory, Model, Optim, Recipe, Train, ValuesOptim
+from pkmlm.recipe.schema import Hash, Memory, Model, Recipe, Train
 
 CPU = torch.device("cpu")
 # What is drawn for each key of `model` that is not a choice of words or yes and no.
@@ -71,8 +72,7 @@ def in_force(recipe: Recipe) -> list[tuple[str, Any]]:
 
 
 def recipe_of(model: Model) -> Recipe:
-    dense = Optim(values=ValuesOptim(optimizer="adam"))  # gradients as tensors
-    return check_recipe(Recipe(model=model, optim=dense, train=Train(batch_tokens=model.context * 2, micro_batch=2)))
+    return check_recipe(Recipe(model=model, train=Train(batch_tokens=model.context * 2, micro_batch=2)))
 
 
 def unlike_new(model: Transformer, seed: int = 0) -> Transformer:
@@ -204,6 +204,8 @@ def test_labels_give_the_loss_and_every_weight_a_gradient(pair):
     found.loss.backward()
     expected.backward()
     mine = {name: parameter.grad for name, parameter in ours.named_parameters()}
+    tables = {name: module for name, module in ours.named_modules() if isinstance(module, Values)}
+    mine |= {f"{name}.weight_KD": table.gradient.dense() for name, table in tables.items()}
     for name, parameter in theirs.named_parameters():
         grad = mine[name.removeprefix("model.").replace("lm_head", "untied_head")]
         torch.testing.assert_close(parameter.grad, grad, rtol=1e-4, atol=1e-5)
