@@ -123,7 +123,8 @@ def test_the_result_is_kept_with_the_run_and_compared(run, rows):
     assert kept["harness"]["dtype"] == "float32"
     assert len(kept["tasks"]["piqa"]["data"]["sha256"]) == 64
     assert "Zero-shot accuracy" in pkmlm("compare", run).stdout
-    scored(run, rows, "wsc", "--limit", 1)
+    first, _ = scored(run, rows, "wsc", "--limit", 1)
+    assert first["tasks"]["wsc"]["n"] == 1
     assert (run / "eval" / "tasks-wsc-step-30-limit-1.json").exists()
 
 
