@@ -17,6 +17,7 @@ from pkmlm.runtime.rundir import RunDirectory
 from pkmlm.runtime.signals import StopRequest
 from pkmlm.train import checkpoint
 from pkmlm.train.checkpoint import Progress
+from pkmlm.train.drift import Drift
 from pkmlm.train.optim import parameter_groups
 from pkmlm.train.step import Stepper
 
@@ -61,6 +62,7 @@ def train(
     stepper = Stepper(model, groups, batches, recipe, precision)
     progress = restore(run, stepper)
     reads = [RecentReads(tap) for tap in usage_taps(model) if tap.name == "memory"]
+    drift = Drift(run.path / "usage", recipe, model, progress.step)
     history = History.of(run.metrics())
 
     def unvalidated() -> bool:
@@ -75,19 +77,20 @@ def train(
     while progress.step < recipe.train.steps or unvalidated():
         if impatient():
             log.say(f"no better validation in {history.worse}: stopping early at step {progress.step}")
-            save(run, stepper, progress, log)
+            save(run, stepper, progress, log, drift)
             return Outcome("patience", progress.step, 0)
         if not unvalidated():
             take_step(stepper, progress, log, reads)
+            drift.record(progress.step, log)
         if validate is not None and unvalidated():
-            measure(run, stepper, progress, history, validate, log, stop)
+            measure(run, stepper, progress, history, validate, log, stop, drift)
         stopping = stop.exit_code
         if stopping is not None or due(recipe.checkpoint.every, progress.step):
-            save(run, stepper, progress, log)
+            save(run, stepper, progress, log, drift)
         if stopping is not None and (progress.step < recipe.train.steps or unvalidated()):
             log.say(f"stopped on request at step {progress.step}; the checkpoint is saved")
             return Outcome("stopped", progress.step, stopping)
-    save(run, stepper, progress, log)
+    save(run, stepper, progress, log, drift)
     return Outcome("finished", progress.step, 0)
 
 
@@ -139,11 +142,12 @@ def restore(run: RunDirectory, stepper: Stepper) -> Progress:
     return progress
 
 
-def save(run: RunDirectory, stepper: Stepper, progress: Progress, log: TrainingLog) -> None:
+def save(run: RunDirectory, stepper: Stepper, progress: Progress, log: TrainingLog, drift: Drift) -> None:
     """Save a checkpoint of this step, unless there is one: a step has one state."""
     if run.checkpoint(progress.step).exists():
         return
     log.sync()
+    drift.keep(progress.step)
     progress.skips, progress.scaler = stepper.skips, stepper.scaler.state_dict()
     checkpoint.save(run, stepper.model, stepper.groups, progress)
     checkpoint.prune(run, stepper.recipe.checkpoint.keep)
@@ -184,6 +188,7 @@ def measure(
     validate: Validate,
     log: TrainingLog,
     stop: StopRequest,
+    drift: Drift,
 ) -> None:
     """Validate, record it, and keep the best; a validation that a stop request cuts short is made up for on resume."""
     numbers = validate(stop)
@@ -194,7 +199,7 @@ def measure(
     better = history.add(progress.step, numbers["loss"])
     log.say(f"step {progress.step}  validation {numbers['loss']:.4f} nats/token  ({'best so far' if better else mark})")
     if better:
-        save(run, stepper, progress, log)
+        save(run, stepper, progress, log, drift)
         run.point("best", progress.step)
         checkpoint.prune(run, stepper.recipe.checkpoint.keep)  # the one that was best
 

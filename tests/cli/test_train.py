@@ -24,7 +24,7 @@ from tests.conftest import ROOT, pkmlm
 def losses(run: Path) -> list[tuple[int, str]]:
     """Every logged loss, to the bit."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line["event"], line["loss"].hex()) for line in lines if line["event"] != "save"]
+    return [(line["step"], line["event"], line["loss"].hex()) for line in lines if "loss" in line]
 
 
 def tensors(run: Path, step: int, name: str) -> dict[str, bytes]:

@@ -1,0 +1,155 @@
+"""Drift: which slots training reads, and how far their values move, from one record to the next.
+
+N: tokens; H: heads; k: slots a head reads; K: slots; S: slots sampled; D: width of a value.
+"""
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pkmlm.data.batches import permute
+from pkmlm.model.memory.hash_table import HashLayer
+from pkmlm.model.memory.key_memory import KeyMemory
+from pkmlm.recipe.schema import Recipe
+from pkmlm.runtime.files import disk_errors, writing
+from pkmlm.runtime.log import TrainingLog
+from pkmlm.runtime.seeds import derived_seed
+
+SAMPLE = 2048  # values of a memory whose way is measured
+READ = ("read_K", "last_K", "sample_S")
+
+
+class Drift:
+    """Records a "drift" event in metrics.jsonl every `eval.every` steps and at the end, and RUN/usage/drift-step-N.npz.
+
+    Reads of all slots are noted; the values of SAMPLE slots, drawn from the recipe's seed, are compared with those of
+    the record before. A run that goes on reads the file of its checkpoint; without one, recording begins there.
+
+    Args:
+        folder: RUN/usage.
+        step: of the model's weights.
+    """
+
+    def __init__(self, folder: Path, recipe: Recipe, model: nn.Module, step: int):
+        self.folder, self.every, self.last = folder, recipe.eval.every, recipe.train.steps
+        modules = [module for module in model.modules() if isinstance(module, KeyMemory | HashLayer)]
+        self.memories = [_Memory(module, derived_seed(recipe.train.seed, "drift")) for module in modules]
+        self.began = self.since = step
+        self._go_on(step)
+
+    def record(self, step: int, log: TrainingLog) -> None:
+        """After a step: record it, if that is due."""
+        ends = step == self.last and (step - self.since) * 2 >= self.every  # else too few steps to call a slot dead
+        if not self.memories or step == self.since or not (ends or (self.every > 0 and step % self.every == 0)):
+            return
+        first = self.since == self.began
+        found = [memory.record(self.since, step, first) for memory in self.memories]
+        arrays = {name: array for number, memory in enumerate(self.memories) for name, array in memory.arrays(number)}
+        log.event("drift", step, since=self.since, began=self.began, memories=[numbers for numbers, _ in found])
+        moved = {f"{number}-{name}": array for number, (_, ways) in enumerate(found) for name, array in ways.items()}
+        self.since = step
+        self._write(step, {**arrays, **moved})
+        for memory in self.memories:
+            memory.begin()
+
+    def keep(self, step: int) -> None:
+        """With a checkpoint between two records: keep what a run that goes on from it needs."""
+        if not self.memories or step == self.since:
+            return
+        arrays = {name: array for number, memory in enumerate(self.memories) for name, array in memory.arrays(number)}
+        before = {f"{number}-before_SD": memory.before_SD.cpu().numpy() for number, memory in enumerate(self.memories)}
+        self._write(step, {**arrays, **before})
+
+    def _write(self, step: int, arrays: dict[str, Any]) -> None:
+        with disk_errors(self.folder):
+            self.folder.mkdir(exist_ok=True)
+        with writing(self.file(step)) as file:
+            np.savez_compressed(file, steps=np.array([self.began, self.since, step]), **arrays)
+
+    def file(self, step: int) -> Path:
+        return self.folder / f"drift-step-{step}.npz"
+
+    def _go_on(self, step: int) -> None:
+        try:
+            with np.load(self.file(step), allow_pickle=False) as arrays:
+                held = [memory.held(number, arrays) for number, memory in enumerate(self.memories)]
+                self.began, self.since, _ = arrays["steps"].tolist()
+        except (OSError, KeyError, ValueError, zipfile.BadZipFile):
+            return
+        for memory, (read_K, last_K, before_SD) in zip(self.memories, held, strict=True):
+            device = memory.read_K.device
+            if before_SD is not None:  # a checkpoint between two records
+                memory.read_K = torch.from_numpy(read_K).to(device)
+                memory.before_SD = torch.from_numpy(before_SD).to(device)
+            memory.last_K = torch.from_numpy(last_K).to(device)
+
+
+class _Memory:
+    """What is noted of one memory: slots read since the last record, and the step of the last record that read each."""
+
+    def __init__(self, module: KeyMemory | HashLayer, seed: int):
+        self.tap, self.table_KD = module.tap, module.values.weight_KD
+        slots, device = self.tap.slots, self.table_KD.device
+        self.read_K = torch.zeros(slots, dtype=torch.bool, device=device)
+        self.last_K = torch.zeros(slots, dtype=torch.int64, device=device)
+        sample = np.sort(permute(np.arange(min(SAMPLE, slots)), slots, seed))
+        self.sample_S = torch.from_numpy(sample).to(device)
+        self.before_SD = self._values()
+        self.tap.register_forward_hook(self._note)
+
+    def _note(self, tap: nn.Module, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+        if tap.training:
+            self.read_K.index_fill_(0, output[0].flatten(), True)
+
+    def _values(self) -> Tensor:
+        return self.table_KD.detach()[self.sample_S].float()
+
+    def record(self, since: int, step: int, first: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Numbers of the event, and how far each sampled value moved (2-norm, (S,)) with its norm before.
+
+        `read` counts slots read since the record before; `died` those of the record before that were not, `woke` those
+        that were but were not in the record before (neither in the first record); `never` those never read.
+        """
+        before_K = self.last_K == since
+        woke = 0 if first else int((self.read_K & ~before_K).sum())
+        died = 0 if first else int((before_K & ~self.read_K).sum())
+        self.last_K[self.read_K] = step
+        moved_S = (self._values() - self.before_SD).norm(dim=1)
+        norm_S = self.before_SD.norm(dim=1)
+        share_S = moved_S / norm_S.clamp(min=1e-12)
+        read_S = self.read_K[self.sample_S]
+        numbers = {
+            "layer": self.tap.layer,
+            "name": self.tap.name,
+            "slots": self.tap.slots,
+            "read": int(self.read_K.sum()),
+            "died": died,
+            "woke": woke,
+            "never": int((self.last_K == 0).sum()),
+            "moved": float(share_S[read_S].median()) if bool(read_S.any()) else None,
+        }
+        return numbers, {"moved_S": moved_S.cpu().numpy(), "norm_S": norm_S.cpu().numpy()}
+
+    def begin(self) -> None:
+        """Start the next window."""
+        self.read_K.zero_()
+        self.before_SD = self._values()
+
+    def arrays(self, number: int) -> list[tuple[str, Any]]:
+        return [(f"{number}-{name}", getattr(self, name).cpu().numpy()) for name in READ]
+
+    def held(self, number: int, arrays: Any) -> tuple[Any, Any, Any]:
+        """Arrays of an earlier process.
+
+        Raises:
+            ValueError: they belong to another memory.
+        """
+        read_K, last_K, sample_S = (arrays[f"{number}-{name}"] for name in READ)
+        if read_K.shape != self.read_K.shape or not np.array_equal(sample_S, self.sample_S.cpu().numpy()):
+            raise ValueError("another memory's")
+        name = f"{number}-before_SD"
+        return read_K, last_K, arrays.get(name)

@@ -1,0 +1,125 @@
+"""Drift: what training read and moved, against what the weights and a plain count say."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pkmlm.model.transformer import build_model
+from pkmlm.recipe.load import load_recipe
+from pkmlm.train import drift as drifting
+from pkmlm.train.drift import Drift
+from tests.conftest import pkmlm
+
+
+class Events:
+    """A log that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[dict] = []
+
+    def event(self, name: str, step: int, **numbers: object) -> None:
+        self.told.append({"event": name, "step": step, **numbers})
+
+
+@pytest.fixture
+def watched(tmp_path: Path, write_recipe, monkeypatch: pytest.MonkeyPatch):
+    """A model with 256 slots, what is noted of it, and a function that reads slots as training does."""
+    monkeypatch.setattr(drifting, "SAMPLE", 100)
+    recipe = load_recipe(write_recipe(tmp_path, "product-key"))
+    model = build_model(recipe, 600)
+
+    def read(drift: Drift, *slots: int) -> None:
+        tap = drift.memories[0].tap
+        tap(torch.tensor(slots).view(-1, 1, 1), torch.ones(len(slots), 1, 1))
+
+    return recipe, model, read
+
+
+def test_slots_die_wake_and_stay_unread(watched, tmp_path: Path) -> None:
+    recipe, model, read = watched
+    log, drift = Events(), Drift(tmp_path / "usage", recipe, model, 0)
+    for step in range(1, 31):
+        if step <= 15:
+            read(drift, 1, 2, 3)
+        else:
+            read(drift, 3, 4)
+        drift.record(step, log)
+    first, second = (line["memories"][0] for line in log.told)
+    assert [(line["step"], line["since"], line["began"]) for line in log.told] == [(15, 0, 0), (30, 15, 0)]
+    assert (first["read"], first["died"], first["woke"], first["never"]) == (3, 0, 0, 253)
+    assert (second["read"], second["died"], second["woke"], second["never"]) == (2, 2, 1, 252)
+    model.eval()
+    read(drift, 9)
+    assert not drift.memories[0].read_K[9], "only training reads are noted"
+
+
+def test_moved_is_the_distance_of_sampled_values(watched, tmp_path: Path) -> None:
+    recipe, model, read = watched
+    log, drift = Events(), Drift(tmp_path / "usage", recipe, model, 0)
+    table = drift.memories[0].table_KD
+    before = table.detach().clone()
+    read(drift, *range(256))
+    with torch.no_grad():
+        table += torch.arange(256)[:, None] * 0.001
+    drift.record(15, log)
+    way = (table.detach() - before).norm(dim=1)
+    with np.load(tmp_path / "usage" / "drift-step-15.npz") as arrays:
+        sample = arrays["0-sample_S"]
+        assert len(set(sample.tolist())) == 100
+        np.testing.assert_allclose(arrays["0-moved_S"], way[sample], rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(arrays["0-norm_S"], before.norm(dim=1)[sample], rtol=1e-5)
+    assert log.told[0]["memories"][0]["moved"] == pytest.approx(
+        float((way / before.norm(dim=1))[sample].median()), rel=1e-4
+    )
+    drift.record(30, log)
+    assert log.told[1]["memories"][0]["moved"] is None, "nothing was read since"
+
+
+def test_going_on_from_a_checkpoint_changes_no_record(watched, tmp_path: Path) -> None:
+    recipe, model, read = watched
+    told = []
+    for stop in (None, 10, 15):  # between records, and at one
+        log, folder = Events(), tmp_path / f"usage-{stop}"
+        drift = Drift(folder, recipe, model, 0)
+        for step in range(1, 31):
+            read(drift, step % 7, 50 + step)
+            drift.record(step, log)
+            if step == stop:
+                drift.keep(step)
+                drift = Drift(folder, recipe, model, step)
+        told.append(log.told)
+    assert told[0] == told[1] == told[2]
+
+
+def test_a_file_that_is_damaged_or_of_another_memory_begins_anew(watched, tmp_path: Path) -> None:
+    recipe, model, read = watched
+    drift = Drift(tmp_path / "usage", recipe, model, 0)
+    read(drift, 5)
+    drift.record(15, Events())
+    assert Drift(tmp_path / "usage", recipe, model, 15).memories[0].last_K[5] == 15
+    file = drift.file(15)
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    assert Drift(tmp_path / "usage", recipe, model, 15).began == 15
+    file.write_bytes(whole)
+    other = build_model(load_recipe(tmp_path / "product-key.yaml", ["model.memory.num_keys=8"]), 600)
+    assert Drift(tmp_path / "usage", recipe, other, 15).began == 15
+
+
+@pytest.mark.parametrize("kind", ["product-key", "hash", "dense"])
+def test_training_records_drift(trained, kind: str) -> None:
+    run = trained(kind)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    drift = [line for line in lines if line["event"] == "drift"]
+    memories = {"product-key": 1, "hash": 6, "dense": 0}[kind]
+    assert [line["step"] for line in drift] == ([15, 30] if memories else [])
+    for line in drift:
+        assert len(line["memories"]) == memories
+        for memory in line["memories"]:
+            assert 0 < memory["read"] <= memory["slots"]
+            assert memory["read"] + memory["never"] <= memory["slots"]
+            assert memory["moved"] > 0
+    assert pkmlm("compare", run).stdout, "other readers of metrics.jsonl pass over it"
