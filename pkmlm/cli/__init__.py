@@ -20,6 +20,7 @@ COMMANDS = {
     "train": ("train", "Train the model of a recipe."),
     "eval": ("eval", "Perplexity on any text, and zero-shot tasks."),
     "usage-report": ("usage_report", "How the memory's slots are used."),
+    "slots": ("slots", "What single slots hold, and who reads them."),
     "generate": ("generate", "Continue a text."),
     "export": ("export", "Write a model as a folder that transformers loads."),
     "cost": ("cost", "Parameters, operations, bytes and memory of a recipe, without building its model."),
@@ -75,8 +76,10 @@ def cli() -> None:
 
 def main() -> None:
     """Run the command line; the exit codes are those of the README."""
-    # torch reads it once, at its first allocation: huge pages make random reads of a large table a fifth faster.
+    # Read once, when torch is imported and at its first allocation. Huge pages make random reads of a large table a
+    # fifth faster; torch's idle OpenMP threads, spinning, would take a third of the time of our own kernels' threads.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
         code = cli.main(standalone_mode=False)
         sys.stdout.flush()  # a closed pipe shows here, not in the interpreter's shutdown

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import batch_norm
 
 from pkmlm.model.initial import Constant, Initial, Normal
 from pkmlm.recipe.schema import Memory
@@ -52,18 +53,10 @@ class QueryBatchNorm(nn.Module):
         }
 
     def forward(self, x_NF: Tensor) -> Tensor:
-        if not self.training:
-            mean_F, var_F = self.running_mean, self.running_var
-        else:
-            var_F, mean_F = torch.var_mean(x_NF, dim=0, correction=0)
-            self._follow(mean_F.detach(), var_F.detach(), len(x_NF))
-        return (x_NF - mean_F) * torch.rsqrt(var_F + self.eps) * self.weight + self.bias
-
-    @torch.no_grad()
-    def _follow(self, mean_F: Tensor, var_F: Tensor, count: int) -> None:
-        self.running_mean.lerp_(mean_F, self.momentum)
-        self.running_var.lerp_(var_F * (count / max(1, count - 1)), self.momentum)
-        self.forwards += 1
+        if self.training:
+            self.forwards += 1
+        running = self.running_mean, self.running_var
+        return batch_norm(x_NF, *running, self.weight, self.bias, self.training, self.momentum, self.eps)
 
 
 class Query(nn.Module):
