@@ -149,6 +149,12 @@ class Tokenizer:
         text: str = self._processor.decode([int(i) for i in ids])
         return text
 
+    def piece(self, token: int) -> str:
+        """The text of one id; what is none by itself in angle brackets: a byte as <0xE2>, a control token as </s>."""
+        name: str = self._processor.id_to_piece(token)
+        bare = self._processor.is_byte(token) or self._processor.is_control(token) or self._processor.is_unknown(token)
+        return name if bare else name.replace(MARK, " ")
+
     def _encode_marks(self, text: str) -> np.ndarray:
         parts: list[np.ndarray] = []
         for part in self._processor.encode(text.split(MARK), return_type="numpy"):

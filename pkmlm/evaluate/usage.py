@@ -5,7 +5,7 @@ N: tokens; H: memory heads (hash layers: tables); k: slots a head reads; K: slot
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,23 +18,23 @@ from pkmlm.report.usage import MemoryUsage
 
 # Comparisons of slots held at a time when heads are compared: what a core's cache holds.
 COMPARISONS = 1 << 18
+Watch = TypeVar("Watch", bound="WatchedReads")
 
 
-class UsageCounters:
-    """Counts every read of every memory of a model while the `with` block runs.
+class WatchedReads:
+    """Shows reads of memories to functions while the `with` block runs.
 
-    Kept are integer counts and float64 masses of each head and slot, on the model's device: memory does not
-    grow with the tokens counted. A read counts whatever its weight, zero too.
+    Args:
+        readers: whom a tap's reads are shown to, slots (N, H, k) and weights (N, H, k), detached.
     """
 
-    def __init__(self, model: nn.Module):
-        device = next((parameter.device for parameter in model.parameters()), None)
-        self._memories = [_Counter(tap, device) for tap in usage_taps(model)]
+    def __init__(self, readers: list[tuple[UsageTap, Callable[[Tensor, Tensor], None]]]):
+        self._readers = readers
         self._hooks: list[Any] = []
         self._mask_N: Tensor | None = None
 
-    def __enter__(self) -> "UsageCounters":
-        self._hooks = [memory.tap.register_forward_hook(self._hook(memory)) for memory in self._memories]
+    def __enter__(self: Watch) -> Watch:
+        self._hooks = [tap.register_forward_hook(self._hook(read)) for tap, read in self._readers]
         return self
 
     def __exit__(
@@ -45,22 +45,35 @@ class UsageCounters:
         self._hooks = []
 
     def only(self, mask_N: Tensor | None) -> None:
-        """Which positions of the next forwards count (bool, (N,) or any shape of N entries); None: all."""
+        """Which positions of the next forwards are shown (bool, (N,) or any shape of N entries); None: all."""
         self._mask_N = None if mask_N is None else mask_N.flatten()
 
-    def memories(self) -> list[MemoryUsage]:
-        """What has been counted, one entry a memory, in the model's order."""
-        return [memory.result() for memory in self._memories]
-
-    def _hook(self, memory: "_Counter") -> Callable[[nn.Module, Any, tuple[Tensor, Tensor]], None]:
-        def count(tap: nn.Module, inputs: Any, reads: tuple[Tensor, Tensor]) -> None:
+    def _hook(self, read: Callable[[Tensor, Tensor], None]) -> Callable[[nn.Module, Any, tuple[Tensor, Tensor]], None]:
+        def show(tap: nn.Module, inputs: Any, reads: tuple[Tensor, Tensor]) -> None:
             slots_NHk, weights_NHk = (x.detach() for x in reads)
             if self._mask_N is not None:
                 mask_N = self._mask_N.to(slots_NHk.device)
                 slots_NHk, weights_NHk = slots_NHk[mask_N], weights_NHk[mask_N]
-            memory.add(slots_NHk, weights_NHk)
+            read(slots_NHk, weights_NHk)
 
-        return count
+        return show
+
+
+class UsageCounters(WatchedReads):
+    """Counts every read of every memory of a model while the `with` block runs.
+
+    Kept are integer counts and float64 masses of each head and slot, on the model's device: memory does not
+    grow with the tokens counted. A read counts whatever its weight, zero too.
+    """
+
+    def __init__(self, model: nn.Module):
+        device = next((parameter.device for parameter in model.parameters()), None)
+        self._memories = [_Counter(tap, device) for tap in usage_taps(model)]
+        super().__init__([(memory.tap, memory.add) for memory in self._memories])
+
+    def memories(self) -> list[MemoryUsage]:
+        """What has been counted, one entry a memory, in the model's order."""
+        return [memory.result() for memory in self._memories]
 
 
 class _Counter:

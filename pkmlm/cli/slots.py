@@ -1,0 +1,183 @@
+"""`pkmlm slots`: what single slots of a memory hold, and who reads them."""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pkmlm.cli.options import field_option, json_option, quiet_option, separator_option, step_option
+from pkmlm.errors import UserError, printable
+
+if TYPE_CHECKING:
+    from pkmlm.evaluate.load import LoadedRun
+    from pkmlm.evaluate.perplexity import Documents
+    from pkmlm.report.tables import Table
+    from pkmlm.report.usage import MemoryUsage
+
+MOST = {"slots": 20, "contexts": 10, "token": 3}  # rows of each kind of report
+
+
+@click.command()
+@click.argument("run_path", metavar="RUN")
+@click.argument("prompt", required=False)
+@click.option("--layer", metavar="L", help="Which memory: 3, or 3:ffn1 where a layer has several. Default: the last.")
+@click.option("--slot", metavar="N", help="One slot: its number, I:J by sub-keys, TABLE:BUCKET of hash tables.")
+@click.option("--split", metavar="NAME", help="A split of the run's tokens. Default: test.")
+@click.option("--text", metavar="FILE", help="Any text file instead of a split (.txt, .jsonl, .parquet, .gz, .zst).")
+@separator_option
+@field_option
+@click.option(
+    "--top",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="How many slots (default 20), contexts of --slot (10), or slots of a token (3).",
+)
+@step_option
+@json_option
+@quiet_option
+def command(
+    run_path: str,
+    prompt: str | None,
+    layer: str | None,
+    slot: str | None,
+    split: str | None,
+    text: str | None,
+    separator: str | None,
+    field: str,
+    top: int | None,
+    step: str,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """What the slots of RUN's memory hold, and who reads them.
+
+    For a split or a text: the slots that are read most, what their values say, and what the contexts that read
+    them have in common. With --slot: one slot in full. With PROMPT: the strongest slots of each of its tokens.
+
+    What a value says is read off by the output head, without what later layers make of it: a rough approximation,
+    the rougher the earlier the layer. A pattern is what at least half of a slot's ten strongest contexts share:
+    their token, the next or the previous one, or the place in the model's window.
+
+    \b
+    Examples:
+      pkmlm slots runs/demo
+      pkmlm slots runs/demo --slot 17:4
+      pkmlm slots runs/demo "It was a dark night"
+      pkmlm slots runs/hash --layer 2:ffn2 --slot 3:40
+      pkmlm slots runs/demo --text my.txt --top 200 --json
+    """
+    from pkmlm.cli.eval import refuse_contradictions
+    from pkmlm.evaluate.load import load_run
+    from pkmlm.evaluate.slots import find_memory
+
+    refuse_contradictions(split, text, separator)
+    if prompt is not None and (slot, split, text) != (None, None, None):
+        raise UserError("PROMPT excludes --slot, --split and --text", "leave one of them out")
+    if text == "-":
+        raise UserError("--text -: a text is read twice (expected a file)")
+    run = load_run(run_path, step)
+    memory = find_memory(run.model, layer)
+    if prompt is not None:
+        record, tables = of_prompt(run, memory, prompt, top or MOST["token"])
+    else:
+        from pkmlm.cli.eval import documents_for
+
+        documents = [documents_for(run, split, text, separator, field) for _ in range(2)]
+        if slot is None:
+            record, tables = of_memory(run, memory, documents, top or MOST["slots"], quiet)
+        else:
+            record, tables = of_slot(run, memory, documents, slot, top or MOST["contexts"], quiet)
+    if as_json:
+        click.echo(json.dumps(record, indent=2, allow_nan=False))
+    else:
+        click.echo("\n".join(table.render() for table in tables), nl=False)
+
+
+def heading(run: "LoadedRun", memory: int) -> dict[str, Any]:
+    """What every report begins with."""
+    from pkmlm.evaluate.slots import memories
+
+    tap = memories(run.model)[memory].tap
+    return {"run": run.name, "step": run.step, "layer": tap.layer, "name": tap.name, "kind": tap.kind}
+
+
+def title(record: dict[str, Any]) -> str:
+    where = f"{record['run']} at step {record['step']}, layer {record['layer']} {record['name']}"
+    return where + (f", {record['split']}" if "split" in record else "")
+
+
+def indexed(
+    run: "LoadedRun", memory: int, documents: "Documents", contexts: int, quiet: bool
+) -> "tuple[MemoryUsage, Any]":
+    """The pass over a text."""
+    from pkmlm.cli.progress import token_progress
+    from pkmlm.evaluate.slots import index_slots
+
+    with token_progress(f"reading {printable(run.name)}", documents.tokens, quiet) as advance:
+        usages, strongest = index_slots(run, documents, advance, contexts)
+    return usages[memory], strongest[memory]
+
+
+def of_memory(
+    run: "LoadedRun", memory: int, documents: "list[Documents]", top: int, quiet: bool
+) -> "tuple[dict[str, Any], list[Table]]":
+    """The slots that are read most."""
+    from pkmlm.evaluate.slots import CONTEXTS, describe
+    from pkmlm.report.slots import most_read, patterned, slots_table
+
+    usage, strongest = indexed(run, memory, documents[0], CONTEXTS, quiet)
+    slots = describe(run, memory, usage, strongest, most_read(usage, top), documents[1])
+    record = heading(run, memory) | {"split": documents[0].name, "tokens": usage.tokens}
+    found = patterned(slots)
+    record |= {"patterns": found, "slots": [slot.as_json() for slot in slots]}
+    said = f"{found['patterned']} of {len(slots)} share a pattern ({found['shuffled']:.1f} with contexts shuffled)"
+    return record, [slots_table(f"Slots read most: {title(record)}; {said}", slots)]
+
+
+def of_slot(
+    run: "LoadedRun", memory: int, documents: "list[Documents]", name: str, top: int, quiet: bool
+) -> "tuple[dict[str, Any], list[Table]]":
+    """One slot in full."""
+    from pkmlm.evaluate.slots import describe, memories
+    from pkmlm.report.slots import slot_number, slot_tables
+
+    tap = memories(run.model)[memory].tap
+    number = slot_number(name, tap.kind, tap.slots, tap.heads)
+    usage, strongest = indexed(run, memory, documents[0], top, quiet)
+    (slot,) = describe(run, memory, usage, strongest, [number], documents[1])
+    record = heading(run, memory) | {"split": documents[0].name, "tokens": usage.tokens, "slots": [slot.as_json()]}
+    later = len(run.model.blocks) - tap.layer
+    note = f" (approximate: {later} later layer{'s' if later > 1 else ''} left out)" if later else ""
+    return record, slot_tables(f"Slot {slot.name}: {title(record)}", slot, note)
+
+
+def of_prompt(run: "LoadedRun", memory: int, prompt: str, top: int) -> "tuple[dict[str, Any], list[Table]]":
+    """Each token's strongest slots."""
+    from pkmlm.evaluate.slots import Lens, memories, read_text
+    from pkmlm.report.slots import reading_table, slot_name
+
+    tap = memories(run.model)[memory].tap
+    readings = read_text(run, memory, run.tokenizer.encode(prompt), top)
+    lens = Lens(run, memory)
+    distinct = sorted({slot for reading in readings for slot, _ in reading.slots})
+    raised = (
+        {slot: up for slot, (up, _) in zip(distinct, lens.words(distinct), strict=True)} if lens.reaches_output else {}
+    )
+    record = heading(run, memory)
+    tokens = [
+        {
+            "token": token,
+            "slots": [
+                {
+                    "slot": slot,
+                    "name": slot_name(slot, tap.kind, tap.slots, tap.heads),
+                    "weight": weight,
+                    "raises": [word._asdict() for word in raised[slot]] if slot in raised else None,
+                }
+                for slot, weight in slots
+            ],
+        }
+        for token, slots in readings
+    ]
+    record |= {"tokens": tokens}
+    return record, [reading_table(f"Strongest slots of each token: {title(record)}", tokens)]

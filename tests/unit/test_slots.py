@@ -1,0 +1,230 @@
+"""The index of slots: against plain Python, on reads that are given and on a trained model."""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from pkmlm.errors import UserError
+from pkmlm.evaluate.load import LoadedRun, load_run
+from pkmlm.evaluate.perplexity import documents_of_texts, score, windows
+from pkmlm.evaluate.slots import (
+    AFTER,
+    BEFORE,
+    Lens,
+    _Readers,
+    contexts_at,
+    describe,
+    find_memory,
+    index_slots,
+    memories,
+    read_text,
+    summed_reads,
+)
+from pkmlm.evaluate.usage import WatchedReads
+from pkmlm.model.memory.usage_tap import UsageTap
+from pkmlm.report.slots import Context, Slot, pattern_of, patterned, slot_name, slot_number
+
+TEXTS = ["It was a dark night.\n", "He said nothing; " * 40, "x", "The end of the road was near, she said. " * 12]
+
+
+@pytest.fixture(scope="module")
+def run(trained) -> LoadedRun:
+    return load_run(trained("product-key"))
+
+
+def documents(run: LoadedRun):
+    return documents_of_texts("four", [np.array(run.tokenizer.encode(text)) for text in TEXTS], TEXTS)
+
+
+@pytest.mark.parametrize("contexts", [1, 3, 50])
+def test_the_kept_positions_are_those_of_a_full_sort(contexts: int) -> None:
+    random = torch.Generator().manual_seed(0)
+    tap = UsageTap(1, "memory", "product-key", 12, 2)
+    readers = _Readers(tap, torch.device("cpu"), contexts)
+    reads, position = defaultdict(lambda: defaultdict(float)), 0
+    for tokens in (5, 1, 40, 17):
+        slots_NHk = torch.rand(tokens, 2, 12, generator=random).topk(3).indices
+        weights_NHk = torch.randint(0, 4, (tokens, 2, 3), generator=random) / 4  # many ties, zeros too
+        readers.add(slots_NHk, weights_NHk)
+        for token in range(tokens):
+            for slot, weight in zip(slots_NHk[token].flatten(), weights_NHk[token].flatten(), strict=True):
+                reads[int(slot)][position] += float(weight)
+            position += 1
+    for slot in range(12):
+        expected = sorted(((-weight, at) for at, weight in reads[slot].items()))[:contexts]
+        kept = readers.positions_Kc[slot] >= 0
+        assert readers.positions_Kc[slot][kept].tolist() == [at for _, at in expected]
+        assert readers.weights_Kc[slot][kept].tolist() == [-weight for weight, _ in expected]
+        assert (readers.weights_Kc[slot][~kept] == -1).all()
+
+
+def test_reads_of_one_slot_by_two_heads_are_summed() -> None:
+    token_R, slot_R, weight_R = summed_reads(
+        torch.tensor([[[4, 1], [1, 0]]]), torch.tensor([[[0.5, 0.5], [0.25, 0.75]]])
+    )
+    assert (token_R.tolist(), slot_R.tolist(), weight_R.tolist()) == ([0, 0, 0], [0, 1, 4], [0.75, 0.75, 0.5])
+
+
+def reads_of(run: LoadedRun, tokens: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with WatchedReads([(memories(run.model)[0].tap, lambda *pair: seen.append(pair))]), torch.no_grad():
+        run.model.hidden(torch.from_numpy(tokens)[None])
+    return seen[0]
+
+
+def test_index_equals_one_forward_a_window(run: LoadedRun) -> None:
+    (usage,), (strongest,) = index_slots(run, documents(run), contexts=4)
+    reads, places, position = defaultdict(list), [], 0
+    for ids in documents(run).ids:
+        for window in windows(ids, run.tokenizer.eos, run.model.context, run.model.context):
+            slots_THk, weights_THk = reads_of(run, window.tokens)
+            for place in range(len(window.tokens) - len(window.targets), len(window.tokens)):
+                places.append(place)
+                coefficients = defaultdict(float)
+                for slot, weight in zip(slots_THk[place].flatten(), weights_THk[place].flatten(), strict=True):
+                    coefficients[int(slot)] += float(weight)
+                for slot, weight in coefficients.items():
+                    reads[slot].append((weight, position))
+                position += 1
+    for slot in range(usage.slots):
+        found = sorted(reads[slot], key=lambda pair: -pair[0])[:4]
+        kept = strongest.positions_Kc[slot] >= 0
+        np.testing.assert_allclose(strongest.weights_Kc[slot][kept], [weight for weight, _ in found], rtol=1e-4)
+        weight_at = {at: weight for weight, at in reads[slot]}
+        there = [weight_at[at] for at in strongest.positions_Kc[slot][kept].tolist()]
+        np.testing.assert_allclose(there, [weight for weight, _ in found], rtol=1e-4)
+    contexts = contexts_at(range(position), documents(run), run.tokenizer, run.model.context)
+    assert [contexts[p].place for p in range(position)] == places
+
+
+def test_contexts_are_the_text_around_a_position(run: LoadedRun) -> None:
+    found = contexts_at(range(10**4), documents(run), run.tokenizer, run.model.context)
+    position = 0
+    for number, ids in enumerate(documents(run).ids):
+        text = TEXTS[number]
+        for at in range(len(ids)):
+            context = found[position]
+            said = run.tokenizer.decode(ids[:at].tolist())
+            if at > 0:
+                assert said.endswith(context.before + context.token)
+            assert (text[len(said) :]).startswith(context.after)
+            assert context.after.startswith(context.next)
+            assert len(run.tokenizer.encode(context.before)) <= BEFORE + 2
+            assert context.after == run.tokenizer.decode(ids[at : at + AFTER].tolist())
+            assert (context.position, context.document) == (position, number)
+            position += 1
+        assert found[position - len(ids)].token == "</s>"
+    assert len(found) == position
+
+
+def test_memory_does_not_grow_with_the_text(run: LoadedRun) -> None:
+    readers = _Readers(UsageTap(1, "memory", "flat-key", 8, 1), torch.device("cpu"), 5)
+    before = {name: x.shape for name, x in vars(readers).items() if isinstance(x, torch.Tensor)}
+    for _ in range(20):
+        readers.add(torch.randint(0, 8, (100, 1, 1)), torch.rand(100, 1, 1))
+    assert {name: x.shape for name, x in vars(readers).items() if isinstance(x, torch.Tensor)} == before
+
+
+def test_the_lens_ranks_tokens_as_a_large_value_does(run: LoadedRun) -> None:
+    lens = Lens(run, 0)
+    slots = [0, 7, 255]
+    for slot, (raises, lowers) in zip(slots, lens.words(slots, 3), strict=True):
+        value_D = run.model.blocks[1].parts["memory"].values.weight_KD[slot].detach()
+        norm_D, rows_VD = run.model.norm.weight.detach(), run.model.embedding.weight.detach()
+        centred_D = value_D - value_D.mean()
+        logits = {
+            run.tokenizer.piece(token): float((centred_D / centred_D.std(correction=0) * norm_D) @ row)
+            for token, row in enumerate(rows_VD[: run.tokenizer.size])
+        }
+        mean = sum(logits.values()) / len(logits)
+        order = sorted(logits, key=logits.__getitem__)
+        assert [word.token for word in raises] == order[:-4:-1]
+        assert [word.token for word in lowers] == order[:3]
+        assert raises[0].logit == pytest.approx(logits[order[-1]] - mean, rel=1e-3)
+
+
+def test_rows_that_do_not_reach_the_stream_say_nothing(trained) -> None:
+    hashed = load_run(trained("hash"))
+    names = [module.tap.name for module in memories(hashed.model)]
+    assert [Lens(hashed, i).reaches_output for i in range(3)] == [name == "ffn2" for name in names[:3]]
+    usages, strongest = index_slots(hashed, documents(hashed))
+    (slot,) = describe(hashed, 0, usages[0], strongest[0], [17], documents(hashed))
+    assert (slot.raises, slot.at, slot.name) == (None, {"table": 2, "bucket": 1}, "2:1")
+    assert slot.reads == usages[0].counts_HK[1, 1]
+
+
+def test_read_text_gives_the_strongest_slots_of_each_token(run: LoadedRun) -> None:
+    ids = run.tokenizer.encode(TEXTS[0])
+    readings = read_text(run, 0, ids, 3)
+    assert [reading.token for reading in readings] == ["</s>", *map(run.tokenizer.piece, ids)]
+    for reading in readings:
+        weights = [weight for _, weight in reading.slots]
+        assert weights == sorted(weights, reverse=True)
+        assert len(reading.slots) == 3
+    long = read_text(run, 0, ids * 20, 1)
+    assert len(long) == 20 * len(ids) + 1, "more than one window"
+
+
+def test_find_memory_by_layer_and_name(trained) -> None:
+    hashed = load_run(trained("hash")).model
+    assert [find_memory(hashed, name) for name in (None, "1", "1:qkv", "2:ffn1")] == [5, 2, 0, 4]
+    with pytest.raises(UserError, match="expected 1:qkv, 1:ffn1"):
+        find_memory(hashed, "3")
+    with pytest.raises(UserError, match="no memory"):
+        find_memory(nn.Linear(1, 1), None)
+
+
+def test_slot_names_go_there_and_back() -> None:
+    for kind, slots, heads in (("product-key", 64, 4), ("flat-key", 10, 2), ("hash", 32, 4)):
+        for slot in range(slots):
+            name = slot_name(slot, kind, slots, heads)
+            assert slot_number(name, kind, slots, heads) == slot
+            assert slot_number(str(slot), kind, slots, heads) == slot
+        for wrong in ("-1", "x", str(slots), "1:99", "99:1", "", ":", "1:2:3", "\u0661"):
+            with pytest.raises(UserError, match="no such slot"):
+                slot_number(wrong, kind, slots, heads)
+    with pytest.raises(UserError, match="expected 0 to 31 or 1:0 to 4:7"):
+        slot_number("0:3", "hash", 32, 4)
+
+
+def context(token: str = "t", next: str = "n", previous: str = "p", place: int = 0) -> Context:
+    return Context(0, 0, place, 0.5, "", token, "", previous, next)
+
+
+def slot_with(contexts: list[Context]) -> Slot:
+    return Slot(0, "0", {}, 1, 1.0, 0.1, [], None, None, contexts)
+
+
+def test_a_pattern_is_what_half_of_the_contexts_share() -> None:
+    different = [context(*(f"{kind}{i}" for kind in "tnp"), i) for i in range(10)]
+    assert pattern_of(different) is None
+    five = [c._replace(next="same") if i < 5 else c for i, c in enumerate(different)]
+    assert pattern_of(five) == ("next", "same", 5, 10)
+    assert pattern_of([c._replace(next="same") if i < 4 else c for i, c in enumerate(different)]) is None
+    six = [c._replace(place=99) if i > 3 else c for i, c in enumerate(five)]
+    assert pattern_of(six) == ("place", "99", 6, 10), "the one that more contexts share"
+    assert pattern_of([context()] * 10) == ("token", "t", 10, 10), "the first of equals"
+    assert pattern_of([context()] * 2) is None, "two are no pattern"
+    assert pattern_of([]) is None
+
+
+def test_shuffling_deals_the_same_contexts() -> None:
+    apart = [slot_with([context(f"t{i}", f"n{i}{j}", f"p{i}{j}", 100 * i + j) for j in range(10)]) for i in range(20)]
+    found = patterned(apart)
+    assert (found["slots"], found["patterned"], found["kinds"]) == (20, 20, {"token": 20})
+    assert found["shuffled"] == 0.0
+    alike = [slot_with([context("t", f"n{j}", f"p{j}", j) for j in range(10)]) for _ in range(5)]
+    assert patterned(alike)["shuffled"] == 5.0
+    assert patterned([]) == {"slots": 0, "patterned": 0, "kinds": {}, "shuffled": 0.0}
+    assert json.dumps(found)
+
+
+def test_watching_ends_with_the_block(run: LoadedRun, tmp_path: Path) -> None:
+    index_slots(run, documents(run))
+    assert not any(module._forward_hooks for module in run.model.modules())
+    assert score(run.model, documents(run), run.tokenizer.eos)
