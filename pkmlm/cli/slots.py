@@ -122,11 +122,11 @@ def of_memory(
     run: "LoadedRun", memory: int, documents: "list[Documents]", top: int, quiet: bool
 ) -> "tuple[dict[str, Any], list[Table]]":
     """The slots that are read most."""
-    from pkmlm.evaluate.slots import CONTEXTS, describe
+    from pkmlm.evaluate.slots import CONTEXTS, Wanted, describe
     from pkmlm.report.slots import most_read, patterned, slots_table
 
     usage, strongest = indexed(run, memory, documents[0], CONTEXTS, quiet)
-    slots = describe(run, memory, usage, strongest, most_read(usage, top), documents[1])
+    (slots,) = describe(run, [Wanted(memory, usage, strongest, most_read(usage, top))], documents[1])
     record = heading(run, memory) | {"split": documents[0].name, "tokens": usage.tokens}
     found = patterned(slots)
     record |= {"patterns": found, "slots": [slot.as_json() for slot in slots]}
@@ -138,13 +138,13 @@ def of_slot(
     run: "LoadedRun", memory: int, documents: "list[Documents]", name: str, top: int, quiet: bool
 ) -> "tuple[dict[str, Any], list[Table]]":
     """One slot in full."""
-    from pkmlm.evaluate.slots import describe, memories
+    from pkmlm.evaluate.slots import Wanted, describe, memories
     from pkmlm.report.slots import slot_number, slot_tables
 
     tap = memories(run.model)[memory].tap
     number = slot_number(name, tap.kind, tap.slots, tap.heads)
     usage, strongest = indexed(run, memory, documents[0], top, quiet)
-    (slot,) = describe(run, memory, usage, strongest, [number], documents[1])
+    ((slot,),) = describe(run, [Wanted(memory, usage, strongest, [number])], documents[1])
     record = heading(run, memory) | {"split": documents[0].name, "tokens": usage.tokens, "slots": [slot.as_json()]}
     later = len(run.model.blocks) - tap.layer
     note = f" (approximate: {later} later layer{'s' if later > 1 else ''} left out)" if later else ""

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from pkmlm.cli.eval import refuse_contradictions
-from pkmlm.cli.options import field_option, force_option, format_option, quiet_option, separator_option, step_option
+from pkmlm.cli.options import field_option, force_option, format_option, quiet_option, separator_option
 from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
+    from pkmlm.report.slots import Holding
     from pkmlm.report.tables import Format
     from pkmlm.report.usage import MemoryUsage
     from pkmlm.runtime.rundir import RunDirectory
@@ -22,9 +23,17 @@ if TYPE_CHECKING:
 @click.option("--text", metavar="FILE", help="Any text file instead of a split (.txt, .jsonl, .parquet, .gz, .zst).")
 @separator_option
 @field_option
-@step_option
+@click.option(
+    "--step",
+    default="latest",
+    show_default=True,
+    metavar="S,...",
+    help="Which checkpoint of each run, latest, best or a number; or several side by side.",
+)
 @format_option
 @click.option("--plots", metavar="DIR", help="Also draw pictures into this folder.")
+@click.option("--html", metavar="FILE", help="Also write one page to look at it all, down to single slots.")
+@click.option("--export", metavar="FILE", help="Also write counts and masses of every head and slot (.npz; one run).")
 @force_option
 @quiet_option
 def command(
@@ -36,6 +45,8 @@ def command(
     step: str,
     format: "Format",
     plots: str | None,
+    html: str | None,
+    export: str | None,
     force: bool,
     quiet: bool,
 ) -> None:
@@ -50,16 +61,22 @@ def command(
       pkmlm usage-report runs/demo
       pkmlm usage-report runs/a runs/b --split valid --plots pictures
       pkmlm usage-report runs/demo --text my.txt --format json | jq
+      pkmlm usage-report runs/demo --step 200,400 --html memory.html
+      pkmlm usage-report runs/demo --split train --export background.npz
     """
     from pkmlm.report.compare import open_runs
     from pkmlm.report.usage_tables import flat_table, usage_tables
 
     refuse_contradictions(split, text, separator)
     text_of = TextChoice(split or "test", text, separator, field)
-    runs = open_runs(run_paths, run_or_export)
-    folder = free_folder(plots, force)
-    reports = [report_on(label, run, text_of, step, quiet) for label, run in runs.items()]
-    entries = [entry for entry, _ in reports]
+    runs, steps = open_runs(run_paths, run_or_export), list(dict.fromkeys(step.split(",")))
+    if export is not None and len(runs) * len(steps) > 1:
+        raise UserError("--export takes one run at one step", "write a file for each")
+    folder, page = free_folder(plots, force), free_file("--html", html, force)
+    background = free_file("--export", export, force)
+    each = [(f"{name}@{s}" if len(steps) > 1 else name, run, s) for name, run in runs.items() for s in steps]
+    reports = [report_on(label, run, text_of, s, quiet, looked_into=html is not None) for label, run, s in each]
+    entries = [report.entry for report in reports]
     if format == "json":
         click.echo(json.dumps({"runs": entries}, indent=2, allow_nan=False))
     else:
@@ -69,10 +86,42 @@ def command(
         from pkmlm.report.plots import draw_usage
 
         drawn = [
-            draw_usage(folder, label, memories, run.metrics())
-            for (label, run), (_, memories) in zip(runs.items(), reports, strict=True)
+            draw_usage(folder, label, report.memories, run.metrics())
+            for (label, run, _), report in zip(each, reports, strict=True)
         ]
         click.echo(f"{sum(map(len, drawn))} pictures in {printable(str(folder))}", err=True)
+    if page is not None:
+        write_page(page, reports, [run.metrics() for _, run, _ in each])
+    if background is not None:
+        from pkmlm.report.background import export_usage
+
+        export_usage(background, entries[0], checkpoint_of(each[0][1], entries[0]["step"]), reports[0].memories)
+
+
+def write_page(path: Path, reports: "list[Report]", metrics: list[list[dict[str, Any]]]) -> None:
+    from pkmlm.report.html import usage_page
+    from pkmlm.runtime.files import write_text
+
+    holdings = [report.holdings for report in reports]
+    memories = [report.memories for report in reports]
+    write_text(path, usage_page([report.entry for report in reports], memories, holdings, metrics))
+    click.echo(f"the page is {printable(str(path))} ({path.stat().st_size / 1e6:.1f} MB)", err=True)
+
+
+def free_file(option: str, path: str | None, force: bool) -> Path | None:
+    """A file to write.
+
+    Raises:
+        UserError: it exists, and `force` was not given, or it can be none.
+    """
+    if path is None:
+        return None
+    file = Path(path)
+    if file.is_dir() or not file.parent.is_dir():
+        raise UserError(f"{option} {path}: no file can be written there (expected a name in a folder that exists)")
+    if file.exists() and not force:
+        raise UserError(f"{option} {path} exists already", "choose another name, or add --force to overwrite")
+    return file
 
 
 def free_folder(path: str | None, force: bool) -> Path | None:
@@ -108,29 +157,45 @@ class TextChoice(NamedTuple):
     field: str
 
 
+class Report(NamedTuple):
+    """An entry of the report, its counts, and (where they were asked for) what is shown of single slots."""
+
+    entry: dict[str, Any]
+    memories: "list[MemoryUsage]"
+    holdings: "list[Holding]"
+
+
 def report_on(
-    label: str, run: "RunDirectory", choice: TextChoice, step: str, quiet: bool
-) -> tuple[dict[str, Any], "list[MemoryUsage]"]:
-    """One run's entry of the report and its counts: as kept in RUN/usage/, or measured and kept there."""
+    label: str, run: "RunDirectory", choice: TextChoice, step: str, quiet: bool, *, looked_into: bool = False
+) -> Report:
+    """One run's report: as kept in RUN/usage/, or measured (always, if it is to be looked into) and kept there."""
     from pkmlm.export.config import is_export
     from pkmlm.report.usage_files import load_usage, save_usage
 
     if is_export(run.path):  # a product: nothing is written into it
-        entry, memories = measure(run, choice, step, quiet)
-        return {**entry, "run": label}, memories
+        report = measure(run, choice, step, quiet, looked_into)
+        return report._replace(entry={**report.entry, "run": label})
     number = run.resolve(step)
     source = source_of(run, number, choice)
     name = choice.split if choice.text is None else f"text-{Path(choice.text).name[:100]}"
     stem = run.path / "usage" / f"{name}-step-{number}"
-    found = load_usage(stem, source)
+    found = None if looked_into else load_usage(stem, source)
     if found is not None:
-        return {**found[0], "run": label}, found[1]
-    entry, memories = measure(run, choice, str(number), quiet)
+        return Report({**found[0], "run": label}, found[1], [])
+    report = measure(run, choice, str(number), quiet, looked_into)
     try:
-        save_usage(stem, {**entry, "source": source}, memories)
+        save_usage(stem, {**report.entry, "source": source}, report.memories)
     except UserError as error:  # another's run, say: the report is no worse for it
         click.echo(f"warning: not kept for the next time: {printable(error.message)}", err=True)
-    return {**entry, "run": label, "source": source}, memories
+    return report._replace(entry={**report.entry, "run": label, "source": source})
+
+
+def checkpoint_of(run: "RunDirectory", step: int) -> str:
+    """The sha256 of the manifest of a checkpoint or of an exported folder."""
+    from pkmlm.export.config import is_export
+    from pkmlm.runtime.files import sha256_of
+
+    return sha256_of((run.path if is_export(run.path) else run.checkpoint(step)) / "manifest.json")
 
 
 def source_of(run: "RunDirectory", step: int, choice: TextChoice) -> dict[str, str | None]:
@@ -138,7 +203,7 @@ def source_of(run: "RunDirectory", step: int, choice: TextChoice) -> dict[str, s
     from pkmlm.data.index import read_index
     from pkmlm.runtime.files import sha256_of
 
-    source: dict[str, str | None] = {"checkpoint": sha256_of(run.checkpoint(step) / "manifest.json")}
+    source: dict[str, str | None] = {"checkpoint": checkpoint_of(run, step)}
     if choice.text is not None:
         if not Path(choice.text).is_file():
             raise UserError(f"--text {choice.text} is not a file")
@@ -149,18 +214,23 @@ def source_of(run: "RunDirectory", step: int, choice: TextChoice) -> dict[str, s
     return source | {"tokens": read_index(Path(folder)).sha256}
 
 
-def measure(
-    run: "RunDirectory", choice: TextChoice, step: str, quiet: bool
-) -> tuple[dict[str, Any], "list[MemoryUsage]"]:
-    """Pass over the text and count."""
+def measure(run: "RunDirectory", choice: TextChoice, step: str, quiet: bool, looked_into: bool) -> Report:
+    """Pass over the text and count; to look into slots, note who reads them as well."""
     from pkmlm.cli.eval import documents_for
     from pkmlm.cli.progress import token_progress
     from pkmlm.evaluate.load import load_run
+    from pkmlm.evaluate.slots import hold, index_slots
     from pkmlm.evaluate.usage import measure_usage
 
     loaded = load_run(run.path, step)
     documents = documents_for(loaded, *choice)
+    strongest = None
     with token_progress(f"reading {printable(run.name)}", documents.tokens, quiet) as advance:
-        memories = measure_usage(loaded, documents, advance)
+        if looked_into:
+            memories, strongest = index_slots(loaded, documents, advance)
+        else:
+            memories = measure_usage(loaded, documents, advance)
     found = [memory.as_json() for memory in memories]
-    return {"run": run.name, "step": loaded.step, "split": documents.name, "memories": found}, memories
+    entry = {"run": run.name, "step": loaded.step, "split": documents.name, "memories": found}
+    holdings = [] if strongest is None else hold(loaded, memories, strongest, documents_for(loaded, *choice))
+    return Report(entry, memories, holdings)

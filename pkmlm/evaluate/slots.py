@@ -21,12 +21,13 @@ from pkmlm.model.memory.hash_table import HashLayer
 from pkmlm.model.memory.key_memory import KeyMemory
 from pkmlm.model.memory.usage_tap import UsageTap
 from pkmlm.model.transformer import Transformer
-from pkmlm.report.slots import Context, Slot, Word
+from pkmlm.report.slots import Context, Holding, Slot, Word, most_read
 from pkmlm.report.usage import MemoryUsage
 
 CONTEXTS = 10  # kept a slot
 BEFORE, AFTER = 14, 6  # tokens shown around the one that reads
 WORDS = 8  # tokens that a value raises, or lowers, most
+MOST_HELD = 2000  # slots of a run that a page shows with words and contexts
 LENS_ROWS = 256  # values put through the output head at a time
 
 
@@ -157,6 +158,12 @@ class Lens:
         logits_SV = self.model.head(v_SD * self.model.norm.weight)[:, : self.tokenizer.size]
         return logits_SV - logits_SV.mean(dim=1, keepdim=True)
 
+    def first(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The token that each slot's value raises most."""
+        parts = torch.from_numpy(slots).to(self.table_KD.device).split(LENS_ROWS)
+        found = [self.logits(slots_S).argmax(dim=1).cpu().numpy() for slots_S in parts]
+        return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+
     def words(self, slots: Iterable[int], most: int = WORDS) -> list[tuple[list[Word], list[Word]]]:
         """For each slot the tokens that its value raises most and lowers most, strongest first."""
         wanted = torch.tensor(list(slots), device=self.table_KD.device)
@@ -174,9 +181,9 @@ class Lens:
 
 
 def contexts_at(
-    positions: Iterable[int], documents: Documents, tokenizer: Tokenizer, length: int
+    positions: NDArray[np.int64], documents: Documents, tokenizer: Tokenizer, length: int
 ) -> dict[int, Context]:
-    """The text around scored positions, in one pass over documents; their weights are 0.
+    """The text around scored positions (negative ones are passed over), in one pass over documents; weights are 0.
 
     Position p reads token p - 1 of its document (at a document's beginning: the end-of-document token) and predicts
     token p.
@@ -184,7 +191,7 @@ def contexts_at(
     Args:
         length: the model's context, for the place in the window.
     """
-    wanted = np.unique(np.fromiter(positions, dtype=np.int64))
+    wanted = np.unique(positions.astype(np.int64))
     found, start = {}, 0
     for number, ids in enumerate(documents.ids):
         inside = wanted[np.searchsorted(wanted, start) : np.searchsorted(wanted, start + len(ids))]
@@ -211,30 +218,54 @@ def _context(position: int, at: int, document: int, ids: np.ndarray, tokenizer: 
     )
 
 
-def describe(
-    run: LoadedRun,
-    index: int,
-    usage: MemoryUsage,
-    strongest: Strongest,
-    slots: list[int],
-    documents: Documents,
-) -> list[Slot]:
-    """Everything that is known of some slots of one memory.
+class Wanted(NamedTuple):
+    """Slots of one memory of which everything is asked; `index` as in `memories`."""
+
+    index: int
+    usage: MemoryUsage
+    strongest: Strongest
+    slots: list[int]
+
+
+def describe(run: LoadedRun, wanted: list[Wanted], documents: Documents) -> list[list[Slot]]:
+    """Everything that is known of some slots of some memories.
 
     Args:
-        index: of the memory, as in `memories`.
         documents: those of the index, to be read again for the text of contexts.
     """
-    lens = Lens(run, index)
-    words = lens.words(slots) if lens.reaches_output else [(None, None)] * len(slots)
-    at = strongest.positions_Kc[slots]
-    texts = contexts_at(at[at >= 0], documents, run.tokenizer, run.model.context)
+    kept = [ask.strongest.positions_Kc[ask.slots].ravel() for ask in wanted]
+    texts = contexts_at(np.concatenate([[], *kept]), documents, run.tokenizer, run.model.context)
     described = []
-    for slot, (raises, lowers) in zip(slots, words, strict=True):
-        pairs = zip(strongest.positions_Kc[slot].tolist(), strongest.weights_Kc[slot].tolist(), strict=True)
-        read = [texts[p]._replace(weight=weight) for p, weight in pairs if p >= 0]
-        described.append(Slot.of(usage, slot, raises, lowers, read))
+    for ask in wanted:
+        lens = Lens(run, ask.index)
+        words = lens.words(ask.slots) if lens.reaches_output else [(None, None)] * len(ask.slots)
+        slots = []
+        for slot, (raises, lowers) in zip(ask.slots, words, strict=True):
+            read = zip(*(array[slot].tolist() for array in ask.strongest), strict=True)
+            contexts = [texts[position]._replace(weight=weight) for weight, position in read if position >= 0]
+            slots.append(Slot.of(ask.usage, slot, raises, lowers, contexts))
+        described.append(slots)
     return described
+
+
+def hold(run: LoadedRun, usages: list[MemoryUsage], strongest: list[Strongest], documents: Documents) -> list[Holding]:
+    """What a page shows of every memory's slots; of the MOST_HELD most read ones (shared by the memories) everything.
+
+    Args:
+        documents: those of the index, to be read again for the text of contexts.
+    """
+    each = max(1, MOST_HELD // max(1, len(usages)))
+    wanted = [Wanted(i, *pair, most_read(pair[0], each)) for i, pair in enumerate(zip(usages, strongest, strict=True))]
+    held = []
+    for ask, slots in zip(wanted, describe(run, wanted, documents), strict=True):
+        lens, first_S, tokens = Lens(run, ask.index), None, []
+        if lens.reaches_output:
+            read = np.flatnonzero(ask.usage.counts_S)
+            first_S = np.full(ask.usage.slots, -1)
+            named, first_S[read] = np.unique(lens.first(read), return_inverse=True)
+            tokens = [run.tokenizer.piece(int(token)) for token in named]
+        held.append(Holding(slots, first_S, tokens))
+    return held
 
 
 class Reading(NamedTuple):

@@ -18,7 +18,8 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from pkmlm.errors import printable
-from pkmlm.report.usage import MemoryUsage, reads_of_a_slot
+from pkmlm.report.curves import MOST_POINTS, sorted_mass, training_lines, uniform_mass
+from pkmlm.report.usage import MemoryUsage
 from pkmlm.runtime.files import disk_errors, writing
 
 Metrics = Sequence[Mapping[str, Any]]
@@ -28,7 +29,6 @@ STYLES = ("-", "--", ":", "-.")
 GREY = "#8c8c8c"
 MOST_LINES = 8  # of one picture; of more memories, those of some layers are drawn
 MOST_PIXELS = 512  # of a map's side
-MOST_POINTS = 1000  # of one line
 
 
 def draw_usage(folder: Path, run: str, memories: Sequence[MemoryUsage], metrics: Metrics) -> list[Path]:
@@ -64,16 +64,11 @@ def slot_mass(run: str, memories: Sequence[MemoryUsage]) -> Figure:
     chosen = [memories[index] for index in spread([memory.layer for memory in memories])]
     figure, axes = new_figure(f"Slot mass in sorted order: {label(run)}")
     for number, memory in enumerate(chosen):
-        share = np.sort(memory.masses_S[memory.masses_S > 0])[::-1] / memory.masses_S.sum()
-        at = np.unique(np.geomspace(1, len(share), MOST_POINTS).astype(int))
-        axes.plot(at, share[at - 1], **line_style(number), label=title_of(memory))
-    floors = {(m.slots, m.counts_HK.shape[1], m.reads) for m in chosen if m.slots > 1}
-    for number, (slots, owned, reads) in enumerate(sorted(floors)):
-        n, chance = reads_of_a_slot(owned, reads * owned // slots)
-        rank = slots * np.cumsum(chance[::-1])[::-1]
-        seen = (n > 0) & (rank >= 1) & (slots * np.cumsum(chance) >= 0.5)
+        axes.plot(*sorted_mass(memory), **line_style(number), label=title_of(memory))
+    floors = {(m.slots, m.counts_HK.shape[1], m.reads): m for m in chosen if m.slots > 1}
+    for number, (_, memory) in enumerate(sorted(floors.items(), key=lambda item: item[0])):
         name = "as many reads, uniform" if number == 0 else None
-        axes.plot(rank[seen], n[seen] / reads, color=GREY, linestyle="--", linewidth=1.2, label=name)
+        axes.plot(*uniform_mass(memory), color=GREY, linestyle="--", linewidth=1.2, label=name)
     axes.set(xscale="log", yscale="log", xlabel="slots, most used first (rank)", ylabel="share of the mass")
     axes.legend(fontsize=9)
     return figure
@@ -154,13 +149,7 @@ def buckets(run: str, layer: int, memories: Sequence[MemoryUsage]) -> Figure:
 
 def usage_over_training(run: str, metrics: Metrics) -> Figure | None:
     """Usage and KL of every memory at each validation; None where none was measured."""
-    lines: dict[tuple[int, str], list[tuple[float, ...]]] = {}
-    for event in metrics:
-        for entry in (event.get("usage") or []) if event.get("event") == "valid" else []:
-            if entry.get("kl") is not None:
-                floor = entry["uniform"]
-                point = (event["step"], 100 * entry["usage"], entry["kl"], 100 * floor["usage"], floor["kl"])
-                lines.setdefault((entry["layer"], entry["name"]), []).append(point)
+    lines = training_lines(metrics)
     if not lines:
         return None
     figure = Figure(figsize=(12, 7), dpi=100, layout="constrained")
@@ -168,11 +157,11 @@ def usage_over_training(run: str, metrics: Metrics) -> Figure | None:
     upper, lower = figure.subplots(2, 1, sharex=True)
     names = list(lines)
     for number, (layer, name) in enumerate(names[index] for index in spread([layer for layer, _ in names])):
-        step, usage, kl, random_usage, random_kl = np.array(lines[layer, name]).T
+        step, usage, kl, random_usage, random_kl = lines[layer, name].T
         style = line_style(number) | {"marker": "o", "markersize": 3}
-        upper.plot(step, usage, **style, label=f"layer {layer} {name}")
+        upper.plot(step, 100 * usage, **style, label=f"layer {layer} {name}")
         lower.plot(step, kl, **style)
-        for axes, floor in ((upper, random_usage), (lower, random_kl)):
+        for axes, floor in ((upper, 100 * random_usage), (lower, random_kl)):
             axes.plot(step, floor, color=style["color"], linewidth=0.8, linestyle=":")
     upper.set(ylabel="slots used (%)", ylim=(0, 105))
     lower.set(ylabel="KL from uniform (nats)", xlabel="step", xlim=(0, None), ylim=(0, None))

@@ -6,6 +6,7 @@ from math import isqrt
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pkmlm.errors import UserError
 from pkmlm.report.tables import Column, Table
@@ -141,6 +142,20 @@ def slot_number(name: str, kind: str, slots: int, heads: int) -> int:
         either = f" or {slot_name(0, kind, slots, heads)} to {last}" if ":" in last else ""
         raise UserError(f"--slot {name}: no such slot (expected 0 to {slots - 1}{either})")
     return found
+
+
+class Holding(NamedTuple):
+    """What a page shows of single slots of one memory.
+
+    Attributes:
+        slots: the most read ones, with words and contexts.
+        first_S: int64 (slots,), which of `tokens` each slot's value raises most; -1: it is not read; None: values do
+            not reach the output.
+    """
+
+    slots: list[Slot]
+    first_S: NDArray[np.int64] | None
+    tokens: list[str]
 
 
 class Pattern(NamedTuple):

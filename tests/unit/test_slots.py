@@ -16,6 +16,7 @@ from pkmlm.evaluate.slots import (
     AFTER,
     BEFORE,
     Lens,
+    Wanted,
     _Readers,
     contexts_at,
     describe,
@@ -98,12 +99,12 @@ def test_index_equals_one_forward_a_window(run: LoadedRun) -> None:
         weight_at = {at: weight for weight, at in reads[slot]}
         there = [weight_at[at] for at in strongest.positions_Kc[slot][kept].tolist()]
         np.testing.assert_allclose(there, [weight for weight, _ in found], rtol=1e-4)
-    contexts = contexts_at(range(position), documents(run), run.tokenizer, run.model.context)
+    contexts = contexts_at(np.arange(position), documents(run), run.tokenizer, run.model.context)
     assert [contexts[p].place for p in range(position)] == places
 
 
 def test_contexts_are_the_text_around_a_position(run: LoadedRun) -> None:
-    found = contexts_at(range(10**4), documents(run), run.tokenizer, run.model.context)
+    found = contexts_at(np.arange(-1, 10**4), documents(run), run.tokenizer, run.model.context)
     position = 0
     for number, ids in enumerate(documents(run).ids):
         text = TEXTS[number]
@@ -153,7 +154,7 @@ def test_rows_that_do_not_reach_the_stream_say_nothing(trained) -> None:
     names = [module.tap.name for module in memories(hashed.model)]
     assert [Lens(hashed, i).reaches_output for i in range(3)] == [name == "ffn2" for name in names[:3]]
     usages, strongest = index_slots(hashed, documents(hashed))
-    (slot,) = describe(hashed, 0, usages[0], strongest[0], [17], documents(hashed))
+    ((slot,),) = describe(hashed, [Wanted(0, usages[0], strongest[0], [17])], documents(hashed))
     assert (slot.raises, slot.at, slot.name) == (None, {"table": 2, "bucket": 1}, "2:1")
     assert slot.reads == usages[0].counts_HK[1, 1]
 

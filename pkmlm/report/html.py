@@ -1,0 +1,132 @@
+"""`usage-report --html`: one page that holds its data, its script and its style, and asks no network for anything.
+
+S: slots of a memory.
+"""
+
+import base64
+import json
+import zlib
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.colors import to_hex
+from numpy.typing import NDArray
+
+from pkmlm.errors import printable
+from pkmlm.report.curves import sorted_mass, training_lines, uniform_mass
+from pkmlm.report.slots import Holding, Slot, Word, pattern_of, patterned
+from pkmlm.report.usage import MemoryUsage
+
+CODES = 65534  # steps of a mass on the page's logarithmic scale
+CONTEXTS = 6  # shown of a slot
+PARTS = {
+    "/*chart style*/": "uPlot.min.css",
+    "/*style*/": "page.css",
+    "/*chart licence*/": "uPlot.LICENSE",
+    "/*chart*/": "uPlot.iife.min.js",
+    "/*map*/": "map.js",
+    "/*script*/": "page.js",
+}
+
+
+def usage_page(
+    entries: Sequence[dict[str, Any]],
+    memories: Sequence[Sequence[MemoryUsage]],
+    holdings: Sequence[Sequence[Holding]],
+    metrics: Sequence[Sequence[dict[str, Any]]],
+) -> str:
+    """The page of some reports.
+
+    Args:
+        entries: as in `usage-report --format json`.
+        memories: what was counted, of each entry.
+        holdings: one a memory.
+        metrics: the lines of metrics.jsonl of each entry's run.
+    """
+    runs = [
+        {
+            "entry": entry | {"run": printable(entry["run"]), "split": printable(entry["split"])},
+            "memories": [memory_data(*pair) for pair in zip(counted, held, strict=True)],
+            "training": training_data(events),
+        }
+        for entry, counted, held, events in zip(entries, memories, holdings, metrics, strict=True)
+    ]
+    colours = [to_hex(colour) for colour in colormaps["viridis"](np.linspace(0, 1, 256))]
+    # Base64 holds nothing that ends a script, whatever the text.
+    data = packed(json.dumps({"runs": runs, "colours": colours}, allow_nan=False).encode())
+    folder = files("pkmlm.report") / "page"
+    page = (folder / "page.html").read_text(encoding="utf-8")
+    for mark, name in PARTS.items():
+        page = page.replace(mark, (folder / name).read_text(encoding="utf-8").strip(), 1)
+    return page.replace("/*data*/", data, 1)
+
+
+def memory_data(memory: MemoryUsage, holding: Holding) -> dict[str, Any]:
+    """One memory's arrays and slots."""
+    read = memory.masses_S.any()
+    return {
+        "counts": array_data(memory.counts_S.astype(np.uint32 if memory.counts_S.max() < 2**32 else np.uint64)),
+        "mass": mass_data(memory.masses_S),
+        "sorted": [part.tolist() for part in sorted_mass(memory)] if read else None,
+        "uniform": [part[::-1].tolist() for part in uniform_mass(memory)] if read and memory.slots > 1 else None,
+        "first": None if holding.first_S is None else array_data((holding.first_S + 1).astype(np.uint32)),
+        "tokens": [printable(token) for token in holding.tokens],
+        "patterns": patterned(holding.slots[:200]),
+        "slots": {str(slot.slot): slot_data(slot) for slot in holding.slots},
+    }
+
+
+def mass_data(masses_S: NDArray[np.float64]) -> dict[str, Any]:
+    """Masses on a logarithmic scale: code 0 is none, code c is exp(low + (c - 1) * step); good to step / 2."""
+    used = masses_S > 0
+    logs = np.log(masses_S[used]) if used.any() else np.zeros(1)
+    low, step = float(logs.min()), float(np.ptp(logs)) / CODES
+    codes = np.zeros(masses_S.shape, dtype=np.uint16)
+    codes[used] = 1 + np.round((logs - low) / step).astype(np.uint16) if step else 1
+    # The colours begin where those of `--plots` do.
+    dark = int(np.percentile(codes[used], 0.5)) if used.any() else 1
+    return {"codes": array_data(codes), "low": low, "step": step, "dark": dark, "total": float(masses_S.sum())}
+
+
+def slot_data(slot: Slot) -> dict[str, Any]:
+    def shown(words: list[Word] | None) -> list[Any] | None:
+        return None if words is None else [[printable(word.token), round(word.logit, 3)] for word in words]
+
+    pattern = pattern_of(slot.contexts)
+    return {
+        "reads": slot.reads,
+        "heads": [[head, reads] for head, reads, _ in slot.heads],
+        "raises": shown(slot.raises),
+        "lowers": shown(slot.lowers),
+        "pattern": None if pattern is None else printable(str(pattern)),
+        "contexts": [
+            [round(c.weight, 4), c.document, c.place, *map(printable, (c.before, c.token, c.after))]
+            for c in slot.contexts[:CONTEXTS]
+        ],
+    }
+
+
+def training_data(metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Usage, KL and dead slots at each validation, and the drift between records, by "layer name"."""
+    lines = training_lines(metrics)
+    drift: dict[str, list[dict[str, Any]]] = {}
+    for event in metrics:
+        for numbers in event.get("memories") or [] if event.get("event") == "drift" else []:
+            where = f"{numbers['layer']} {numbers['name']}"
+            drift.setdefault(where, []).append({"step": event["step"], "since": event["since"], **numbers})
+    return {"valid": {f"{layer} {name}": points.T.tolist() for (layer, name), points in lines.items()}, "drift": drift}
+
+
+def array_data(array: NDArray[Any]) -> dict[str, Any]:
+    """Unsigned integers, deflated as planes of bytes, the lowest first: most high bytes are 0."""
+    width = array.dtype.itemsize
+    planes = array.astype(array.dtype.newbyteorder("<")).view(np.uint8).reshape(-1, width).T
+    used = max([1, *(i + 1 for i in range(width) if planes[i].any())])
+    return {"planes": used, "data": packed(np.ascontiguousarray(planes[:used]).tobytes())}
+
+
+def packed(data: bytes) -> str:
+    return base64.b64encode(zlib.compress(data, 9)).decode("ascii")

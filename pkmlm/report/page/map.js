@@ -1,0 +1,139 @@
+"use strict";
+// The slots of a memory as a grid that can be zoomed and walked with the keyboard.
+//
+// options: rows, columns: of the grid; codes: Uint16Array, 0 for no mass, one a slot; dark: the code that the colours
+// begin at; colours: from low to high; name(slot): what a slot is called; choose(slot): called on a click or Enter.
+function slotMap(options) {
+  const { rows, columns, codes, dark, colours } = options;
+  const canvas = document.createElement("canvas");
+  canvas.className = "map";
+  canvas.tabIndex = 0;
+  canvas.setAttribute("role", "img");
+  const square = options.square;
+  canvas.width = 640;
+  canvas.height = square ? 640 : Math.max(120, Math.min(640, rows * 12));
+  const context = canvas.getContext("2d");
+  const palette = colours.map((c) => [1, 3, 5].map((i) => parseInt(c.slice(i, i + 2), 16)));
+  let top = 1;
+  for (const code of codes) if (code > top) top = code;
+  const span = Math.max(1, top - dark);
+  let view = { x: 0, y: 0, w: columns, h: rows };
+  let cursor = { x: 0, y: 0 };
+  let shownCursor = false;
+
+  // The largest mass under a pixel: a lone slot stays visible however far the map is zoomed out.
+  function codeAt(x0, x1, y0, y1) {
+    let best = 0;
+    for (let y = y0; y < y1; y++)
+      for (let x = x0; x < x1; x++) {
+        const code = codes[y * columns + x];
+        if (code > best) best = code;
+      }
+    return best;
+  }
+
+  function draw() {
+    const { width, height } = canvas;
+    const image = context.createImageData(width, height);
+    const style = getComputedStyle(document.documentElement);
+    const unread = style.getPropertyValue("--unread").trim();
+    const grey = [1, 3, 5].map((i) => parseInt(unread.slice(i, i + 2), 16));
+    const edge = (at, start, size, pixels, most) => Math.min(most - 1, Math.floor(start + (at * size) / pixels));
+    for (let py = 0; py < height; py++) {
+      const y0 = edge(py, view.y, view.h, height, rows);
+      const y1 = Math.max(y0 + 1, edge(py + 1, view.y, view.h, height, rows));
+      for (let px = 0; px < width; px++) {
+        const x0 = edge(px, view.x, view.w, width, columns);
+        const x1 = Math.max(x0 + 1, edge(px + 1, view.x, view.w, width, columns));
+        const code = codeAt(x0, x1, y0, y1);
+        const shade = Math.round((255 * Math.max(0, code - dark)) / span);
+        const rgb = code ? palette[Math.min(255, shade)] : grey;
+        image.data.set([rgb[0], rgb[1], rgb[2], 255], 4 * (py * width + px));
+      }
+    }
+    context.putImageData(image, 0, 0);
+    if (shownCursor) {
+      const w = Math.max(6, width / view.w), h = Math.max(6, height / view.h);
+      context.strokeStyle = style.getPropertyValue("--cursor").trim();
+      context.lineWidth = 3;
+      const x = ((cursor.x + 0.5 - view.x) * width) / view.w, y = ((cursor.y + 0.5 - view.y) * height) / view.h;
+      context.strokeRect(x - w / 2 - 1, y - h / 2 - 1, w + 2, h + 2);
+    }
+    canvas.setAttribute("aria-label",
+      `Map of ${rows} by ${columns} slots; shown: rows ${Math.floor(view.y)} to ${Math.ceil(view.y + view.h) - 1}, ` +
+      `columns ${Math.floor(view.x)} to ${Math.ceil(view.x + view.w) - 1}; cursor at ` +
+      options.name(cursor.y * columns + cursor.x));
+  }
+
+  function zoom(factor, x, y) {
+    const w = Math.min(columns, Math.max(Math.min(4, columns), view.w * factor));
+    const h = Math.min(rows, Math.max(Math.min(4, rows), view.h * factor));
+    move(x - ((x - view.x) * w) / view.w, y - ((y - view.y) * h) / view.h, w, h);
+  }
+
+  function move(x, y, w = view.w, h = view.h) {
+    view = { x: Math.max(0, Math.min(columns - w, x)), y: Math.max(0, Math.min(rows - h, y)), w, h };
+    draw();
+  }
+
+  function cellOf(event) {
+    const box = canvas.getBoundingClientRect();
+    const x = view.x + ((event.clientX - box.left) / box.width) * view.w;
+    const y = view.y + ((event.clientY - box.top) / box.height) * view.h;
+    return { x: Math.max(0, Math.min(columns - 1, x)), y: Math.max(0, Math.min(rows - 1, y)) };
+  }
+
+  function go(slot) {
+    cursor = { x: slot % columns, y: Math.floor(slot / columns) };
+    shownCursor = true;
+    const inside = (at, start, size) => at >= start && at < start + size;
+    if (!inside(cursor.x, view.x, view.w) || !inside(cursor.y, view.y, view.h))
+      move(cursor.x - view.w / 2, cursor.y - view.h / 2);
+    else draw();
+  }
+
+  canvas.addEventListener("wheel", (event) => {
+    if (!event.ctrlKey && !event.shiftKey && document.activeElement !== canvas) return; // the page scrolls
+    event.preventDefault();
+    const at = cellOf(event);
+    zoom(event.deltaY > 0 ? 1.25 : 0.8, at.x, at.y);
+  }, { passive: false });
+  let held = null;
+  canvas.addEventListener("pointerdown", (event) => {
+    held = { x: event.clientX, y: event.clientY, view: { ...view }, moved: false };
+    canvas.setPointerCapture(event.pointerId);
+  });
+  canvas.addEventListener("pointermove", (event) => {
+    if (!held) return;
+    const dx = event.clientX - held.x, dy = event.clientY - held.y;
+    if (Math.abs(dx) + Math.abs(dy) < 5 && !held.moved) return;
+    held.moved = true;
+    const box = canvas.getBoundingClientRect();
+    move(held.view.x - (dx / box.width) * view.w, held.view.y - (dy / box.height) * view.h);
+  });
+  canvas.addEventListener("pointerup", (event) => {
+    if (held && !held.moved) {
+      const at = cellOf(event);
+      const slot = Math.floor(at.y) * columns + Math.floor(at.x);
+      go(slot);
+      options.choose(slot);
+    }
+    held = null;
+  });
+  canvas.addEventListener("keydown", (event) => {
+    const steps = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
+    if (event.key in steps) {
+      const [dx, dy] = steps[event.key].map((d) => d * (event.shiftKey ? 10 : 1));
+      const x = Math.max(0, Math.min(columns - 1, cursor.x + dx)), y = Math.max(0, Math.min(rows - 1, cursor.y + dy));
+      go(y * columns + x);
+    } else if (event.key === "Enter" || event.key === " ") options.choose(cursor.y * columns + cursor.x);
+    else if (event.key === "+" || event.key === "=") zoom(0.7, cursor.x, cursor.y);
+    else if (event.key === "-") zoom(1.4, cursor.x, cursor.y);
+    else if (event.key === "0" || event.key === "Home") move(0, 0, columns, rows);
+    else return;
+    event.preventDefault();
+  });
+  draw();
+  return { canvas, go, draw, whole: () => move(0, 0, columns, rows),
+    zoom: (factor) => zoom(factor, cursor.x, cursor.y) };
+}

@@ -1,0 +1,291 @@
+"""`usage-report --html` and `--export`: the numbers against a count of one's own, and the page in a real browser."""
+
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pkmlm.data.corpus import Corpus
+from pkmlm.evaluate.load import load_run
+from pkmlm.evaluate.slots import memories
+from pkmlm.report.html import usage_page
+from pkmlm.report.slots import Context, Holding, Slot, Word
+from pkmlm.report.usage import MemoryUsage
+from tests.browser import Browser, find_chromium
+from tests.conftest import pkmlm
+
+PANELS = {"summary", "map", "sorted", "heads", "layers", "overlap", "training"}
+HASH_PANELS = PANELS - {"overlap"} | {"buckets"}
+WILD = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \x1b[31m \u202etxet\u202c <!-- \u2028 &amp; "
+
+in_browser = pytest.mark.skipif(find_chromium() is None, reason="there is no Chromium here")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("browser") / "profile") as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def page(trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a product-key and a hash run."""
+    path = tmp_path_factory.mktemp("page") / "page.html"
+    pkmlm("usage-report", trained("product-key"), trained("hash"), "--html", path)
+    return path
+
+
+def counted(run: Path, split: str) -> tuple[dict[int, Counter], dict[int, dict[int, float]]]:
+    """Reads and mass of each slot by each head, in plain Python: documents one window after another."""
+    loaded, index = load_run(run), json.loads((run / "usage" / f"{split}-step-30.json").read_text())
+    assert index["step"] == 30
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    hook = memories(loaded.model)[0].tap.register_forward_hook(lambda tap, inputs, reads: seen.append(reads))
+    counts: dict[int, Counter] = defaultdict(Counter)
+    masses: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    corpus, length = Corpus.open(loaded.recipe.data.dir, split), loaded.model.context
+    for document in range(corpus.documents):
+        ids = corpus.document(document)
+        stream = [loaded.tokenizer.eos, *ids.tolist()]
+        for start in range(0, len(ids), length):
+            stop = min(len(ids), start + length)
+            first = max(0, stop - length)
+            with torch.no_grad():
+                loaded.model.hidden(torch.tensor([stream[first:stop]]))
+            for slots_Hk, weights_Hk in zip(*(x[start - first :] for x in seen.pop()), strict=True):
+                for head, pairs in enumerate(zip(slots_Hk.tolist(), weights_Hk.tolist(), strict=True)):
+                    for slot, weight in zip(*pairs, strict=True):
+                        counts[slot][head] += 1
+                        masses[slot][head] += weight
+    hook.remove()
+    return counts, masses
+
+
+def test_export_equals_a_plain_count_slot_by_slot(trained, tmp_path: Path) -> None:
+    run, path = trained("product-key"), tmp_path / "background.npz"
+    (entry,) = json.loads(pkmlm("usage-report", run, "--export", path, "--format", "json").stdout)["runs"]
+    counts, masses = counted(run, "test")
+    with np.load(path) as arrays:
+        assert set(arrays) == {
+            "run",
+            "step",
+            "split",
+            "sha256",
+            "2.memory.counts",
+            "2.memory.masses",
+            "2.memory.tokens",
+        }
+        assert (str(arrays["run"]), int(arrays["step"]), str(arrays["split"])) == ("product-key", 30, "test")
+        assert str(arrays["sha256"]) == entry["source"]["checkpoint"]
+        assert int(arrays["2.memory.tokens"]) == entry["memories"][0]["tokens"]
+        expected = [[counts[slot][head] for slot in range(256)] for head in range(2)]
+        # A near tie of two keys may fall either way in a batch of another shape.
+        assert np.abs(arrays["2.memory.counts"] - expected).sum() <= 1e-3 * np.sum(expected)
+        weights = [[masses[slot][head] for slot in range(256)] for head in range(2)]
+        np.testing.assert_allclose(arrays["2.memory.masses"], weights, atol=0.05, rtol=1e-2)
+        found = arrays["2.memory.masses"].sum(axis=0)
+    share = found[found > 0] / found.sum()
+    assert entry["memories"][0]["mass"]["kl"] == pytest.approx(float(np.log(256) + (share * np.log(share)).sum()))
+    assert entry["memories"][0]["mass"]["usage"] == (found > 0).mean()
+
+
+def test_files_are_not_overwritten_and_options_make_sense(trained, tmp_path: Path) -> None:
+    run, path = trained("product-key"), tmp_path / "there"
+    path.write_text("mine")
+    for arguments, said in (
+        ([run, "--html", path], "exists already"),
+        ([run, "--export", path], "exists already"),
+        ([run, "--html", tmp_path], "no file can be written"),
+        ([run, "--html", tmp_path / "no" / "page.html"], "no file can be written"),
+        ([run, trained("hash"), "--export", tmp_path / "e.npz"], "one run at one step"),
+        ([run, "--step", "20,30", "--export", tmp_path / "e.npz"], "one run at one step"),
+        ([run, "--step", "20,7"], "no checkpoint at step 7"),
+    ):
+        done = pkmlm("usage-report", *arguments, code=2)
+        assert said in done.stderr
+        assert done.stdout == ""
+    assert path.read_text() == "mine"
+    assert [p.name for p in tmp_path.iterdir()] == ["there"]
+    pkmlm("usage-report", run, "--export", path, "--force")
+    assert np.load(path)["step"] == 30
+
+
+def test_two_steps_side_by_side(trained) -> None:
+    entries = json.loads(pkmlm("usage-report", trained("flat-key"), "--step", "20,30", "--format", "json").stdout)[
+        "runs"
+    ]
+    assert [(entry["run"], entry["step"]) for entry in entries] == [("flat-key@20", 20), ("flat-key@30", 30)]
+    assert entries[0]["memories"] != entries[1]["memories"]
+
+
+def test_the_page_asks_nothing_of_the_network(page: Path) -> None:
+    text = page.read_text()
+    assert "default-src 'none'" in text
+    assert not re.findall(r"<(?:link|img|iframe|script[^>]*\bsrc)\b", text)
+    assert not re.findall(r"/\*(?:chart|style|map|script|data|chart style|chart licence)\*/", text), "every part is in"
+    assert "Leon Sorokin" in text, "the licence of the chart library"
+
+
+@in_browser
+def test_every_panel_is_drawn_and_shows_the_reports_numbers(page: Path, trained, browser: Browser) -> None:
+    browser.prefer("light")
+    browser.open(page)
+    columns = browser.run(
+        "[...document.querySelectorAll('.column')].map(c =>"
+        "[...c.querySelectorAll('[data-panel]')].map(p => p.dataset.panel))"
+    )
+    assert [set(panels) for panels in columns] == [PANELS, HASH_PANELS]
+    inked = browser.run("""[...document.querySelectorAll('canvas')].map(c => {
+        const pixels = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
+        return new Set(new Uint32Array(pixels.buffer)).size })""")
+    assert len(inked) >= 12
+    assert min(inked) > 1, "no canvas is blank"
+    entry = json.loads(pkmlm("usage-report", trained("product-key"), "--format", "json").stdout)["runs"][0]
+    memory = entry["memories"][0]
+    rows = browser.run(
+        "[...document.querySelectorAll('.column')[0].querySelectorAll('[data-panel=summary] tbody tr')]"
+        ".map(r => [...r.querySelectorAll('td')].map(c => c.dataset.value))"
+    )
+    keys = ("usage", "kl", "gini", "top50", "top90", "top99", "effective")
+    for row, by in zip(rows, ("mass", "count", "uniform"), strict=True):
+        assert [None if cell is None else float(cell) for cell in row] == [memory[by].get(key) for key in keys]
+    heads = browser.run(
+        "[...document.querySelectorAll('.column')[0].querySelectorAll('[data-panel=heads] details tbody tr')]"
+        ".map(r => [...r.querySelectorAll('td')].map(c => Number(c.dataset.value)))"
+    )
+    assert heads[:2] == [[head["usage"], head["kl"]] for head in memory["heads"]]
+    overlap = browser.run(
+        "[...document.querySelectorAll('[data-panel=overlap] tbody td')].map(c => Number(c.dataset.value))"
+    )
+    assert overlap == [value for row in memory["head_overlap_matrix"] for value in row]
+    assert browser.complaints == []
+
+
+@in_browser
+def test_a_click_and_the_keyboard_show_the_slot(page: Path, trained, browser: Browser) -> None:
+    browser.open(page)
+    with np.load(trained("product-key") / "usage" / "test-step-30.npz") as arrays:
+        reads = arrays["0-counts_HK"].sum(axis=0)
+    card = "document.querySelector('[data-panel=map] .card')"
+    shown = f"(s => s && [Number(s.dataset.slot), Number(s.dataset.reads)])({card}.querySelector('[data-reads]'))"
+    x, y, width = browser.run(
+        "(c => (c.scrollIntoView(), (r => [r.x, r.y, r.width])(c.getBoundingClientRect())))"
+        "(document.querySelector('canvas.map'))"
+    )
+    cell = width / 16
+    for slot in (0, 17, int(reads.argmax()), 255):
+        browser.click(x + (slot % 16 + 0.5) * cell, y + (slot // 16 + 0.5) * cell)
+        assert browser.run(shown) == [slot, int(reads[slot])]
+    browser.run("document.querySelector('canvas.map').focus()")
+    browser.click(x + 2.5 * cell, y + 3.5 * cell)
+    for key in ("ArrowRight", "ArrowDown", "Enter"):
+        browser.press(key)
+    assert browser.run(shown) == [4 * 16 + 3, int(reads[4 * 16 + 3])]
+    by_form = browser.run(
+        """(() => {
+            const field = document.querySelector('[data-panel=map] input'), shown = [];
+            for (let slot = 0; slot < 256; slot++) {
+                field.value = `${slot >> 4}:${slot & 15}`;
+                field.form.requestSubmit();
+                shown.push(Number(document.querySelector('.card [data-reads]').dataset.reads));
+            }
+            return shown;
+        })()"""
+    )
+    assert by_form == reads.tolist(), "slot by slot"
+    best = json.loads(pkmlm("slots", trained("product-key"), "--top", 1, "--json").stdout)["slots"][0]
+    browser.run("document.querySelector('[data-panel=map] details button').click()")
+    assert browser.run(shown) == [best["slot"], best["reads"]]
+    text = browser.run(f"{card}.textContent")
+    assert f'"{best["raises"][0]["token"]}"' in text
+    assert browser.run(f"{card}.querySelectorAll('mark').length") == min(6, len(best["contexts"]))
+    assert browser.complaints == []
+
+
+@in_browser
+def test_both_themes_and_a_narrow_window(page: Path, browser: Browser, tmp_path: Path) -> None:
+    back = "getComputedStyle(document.body).backgroundColor"
+    for scheme, colour in (("light", "rgb(255, 255, 255)"), ("dark", "rgb(18, 20, 22)")):
+        browser.prefer(scheme)
+        browser.open(page)
+        assert browser.run(back) == colour
+        browser.picture(tmp_path / f"{scheme}.png")
+        assert (tmp_path / f"{scheme}.png").stat().st_size > 50_000
+    browser.run("document.getElementById('theme').click()")
+    browser.wait("document.getElementById('main').getAttribute('aria-busy') === 'false'")
+    assert browser.run(back) == "rgb(255, 255, 255)", "the switch overrules the system"
+    browser.prefer("light", width=400)
+    browser.open(page)
+    assert browser.run("document.documentElement.scrollWidth") <= 400
+    browser.prefer("light")
+    assert browser.complaints == []
+
+
+@in_browser
+def test_every_control_and_figure_has_a_name(page: Path, browser: Browser) -> None:
+    browser.open(page)
+    assert browser.run("[...document.querySelectorAll('canvas.map, .chart')].every(c => c.getAttribute('aria-label'))")
+    unnamed = "[...document.querySelectorAll('select, input')].filter(c => !c.labels.length && !c.ariaLabel).length"
+    assert browser.run(unnamed) == 0
+    charts = browser.run("document.querySelectorAll('.column:first-child .panel:has(.chart)').length")
+    assert (
+        browser.run("document.querySelectorAll('.column:first-child .panel:has(.chart):has(details table)').length")
+        == charts
+    )
+    assert browser.run("document.documentElement.lang") == "en"
+
+
+def made_up(n: int) -> tuple[MemoryUsage, Holding]:
+    """A memory of n * n slots, half of them read, with texts that would like to be run."""
+    random, slots = np.random.default_rng(0), n * n
+    counts = (random.pareto(1, (4, slots)) * 20).astype(np.int64) * (random.random(slots) < 0.5)
+    masses = counts * random.random((4, slots))
+    usage = MemoryUsage(3, "memory", "product-key", 10**6, counts, masses, np.full((4, 4), 100))
+    context = Context(0, 0, 0, 0.5, WILD, WILD, WILD, WILD, WILD)
+    words = [Word(WILD, 1.0)] * 8
+    best = [int(slot) for slot in np.argsort(-usage.masses_S)[: min(2000, slots)]]
+    held = [Slot.of(usage, slot, words, words, [context._replace(position=i) for i in range(10)]) for slot in best]
+    first = np.where(usage.counts_S > 0, random.integers(0, 8000, slots), -1)
+    return usage, Holding(held, first, [f"{WILD}{i}" for i in range(8000)])
+
+
+def page_of(usage: MemoryUsage, holding: Holding, path: Path) -> Path:
+    entry = {"run": WILD, "step": 1, "split": WILD, "memories": [usage.as_json()]}
+    path.write_text(usage_page([entry], [[usage]], [[holding]], [[]]), encoding="utf-8")
+    return path
+
+
+@in_browser
+def test_text_of_a_corpus_is_never_run(browser: Browser, tmp_path: Path) -> None:
+    path = page_of(*made_up(16), tmp_path / "wild.html")
+    browser.open(path)
+    browser.run("document.querySelector('[data-panel=map] details button').click()")
+    assert "<img src=x onerror=alert(2)>" in browser.run("document.querySelector('.card').textContent")
+    assert browser.run("document.querySelectorAll('main img, main script').length") == 0
+    text = browser.run("document.body.textContent")
+    assert not any(c in text for c in "\x1b\u202e\u2028"), "controls are shown, not obeyed"
+    assert "\\u202etxet" in text
+    assert browser.complaints == []
+
+
+@in_browser
+def test_a_million_slots_open_in_two_seconds_and_ten_megabytes(browser: Browser, tmp_path: Path) -> None:
+    usage, holding = made_up(1024)
+    path = page_of(usage, holding, tmp_path / "million.html")
+    assert path.stat().st_size < 10e6
+    took = min(browser.open(path) for _ in range(2))
+    assert took < 2000
+    slot = int(np.flatnonzero(usage.counts_S == 3)[0])
+    browser.run(f"document.querySelector('[data-panel=map] input').value = '{slot}'")
+    browser.run("document.querySelector('[data-panel=map] form').requestSubmit()")
+    card = "document.querySelector('.card [data-reads]')"
+    assert browser.run(f"[{card}.dataset.slot, {card}.dataset.reads]") == [str(slot), "3"]
+    shown = browser.run(f"{card}.parentNode.textContent")
+    share = 100 * usage.masses_S[slot] / usage.masses_S.sum()
+    assert float(re.search(r"([\d.e-]+) %", shown)[1]) == pytest.approx(share, rel=6e-3)
+    print(f"{path.stat().st_size / 1e6:.1f} MB, {took:.0f} ms")
