@@ -27,35 +27,35 @@ class _ProductKeys(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_NHd: Tensor, subkeys_H2nf: Tensor, k: int) -> tuple[Tensor, Tensor]:
         heads, _, n, f = subkeys_H2nf.shape
-        q_2HNf = q_NHd.view(-1, heads, 2, f).permute(2, 1, 0, 3).contiguous()
-        keys_2Hnf = subkeys_H2nf.transpose(0, 1).contiguous()
-        pieces = q_2HNf.split(max(1, SCORES // (2 * heads * n)), dim=2)
-        scores, chosen = zip(*(_search(q_2HCf, keys_2Hnf, k) for q_2HCf in pieces), strict=True)
-        chosen_2HNk = torch.cat(chosen, 2)
-        ctx.save_for_backward(q_2HNf, keys_2Hnf, chosen_2HNk)
-        slots_NHk = (chosen_2HNk[0] * n + chosen_2HNk[1]).transpose(0, 1)
+        q_NH2f = q_NHd.reshape(-1, heads, 2, f)
+        found = [_search(q_NH2f[:, head], subkeys_H2nf[head], k) for head in range(heads)]
+        scores_NHk, chosen_NH2k = (torch.stack(parts, 1) for parts in zip(*found, strict=True))
+        ctx.save_for_backward(q_NH2f, subkeys_H2nf, chosen_NH2k)
+        slots_NHk = chosen_NH2k[:, :, 0] * n + chosen_NH2k[:, :, 1]
         ctx.mark_non_differentiable(slots_NHk)
-        return torch.cat(scores, 1).transpose(0, 1), slots_NHk
+        return scores_NHk, slots_NHk
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_NHk: Tensor, _: None) -> tuple[Tensor, Tensor, None]:
-        q_2HNf, keys_2Hnf, chosen_2HNk = ctx.saved_tensors
-        _, heads, n, f = keys_2Hnf.shape
-        first_row_2H = torch.arange(2 * heads, device=chosen_2HNk.device).view(2, heads) * n
-        rows_Sk = (chosen_2HNk + first_row_2H[..., None, None]).flatten(0, 2)
-        grad_Sk = grad_NHk.transpose(0, 1).flatten(0, 1).repeat(2, 1)
-        q_grad, keys_grad = _score_gradients(q_2HNf.view(-1, f), keys_2Hnf.view(-1, f), rows_Sk, grad_Sk)
-        q_grad_NHd = q_grad.view(2, heads, -1, f).permute(2, 1, 0, 3).flatten(2)
-        return q_grad_NHd, keys_grad.view_as(keys_2Hnf).transpose(0, 1), None
+        q_NH2f, subkeys_H2nf, chosen_NH2k = ctx.saved_tensors
+        heads, _, n, f = subkeys_H2nf.shape
+        first_row_H2 = torch.arange(2 * heads, device=chosen_NH2k.device).view(heads, 2) * n
+        rows_Sk = (chosen_NH2k + first_row_H2[..., None]).flatten(0, 2)
+        grad_Sk = grad_NHk[:, :, None].expand_as(chosen_NH2k).flatten(0, 2)
+        q_grad, keys_grad = _score_gradients(q_NH2f.view(-1, f), subkeys_H2nf.reshape(-1, f), rows_Sk, grad_Sk)
+        return q_grad.view(-1, heads, 2 * f), keys_grad.view_as(subkeys_H2nf), None
 
 
-def _search(q_2HNf: Tensor, keys_2Hnf: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The scores (H, N, k) of each query's k best pairs of sub-keys, and the sub-keys of both halves (2, H, N, k)."""
-    score1_HNn, score2_HNn = q_2HNf @ keys_2Hnf.transpose(-1, -2)
-    i_Rk, j_Rk = backend.of(score1_HNn).product_top_k(score1_HNn.flatten(0, 1), score2_HNn.flatten(0, 1), k)
-    i_HNk, j_HNk = i_Rk.view(*score1_HNn.shape[:2], k), j_Rk.view(*score1_HNn.shape[:2], k)
-    return score1_HNn.gather(2, i_HNk) + score2_HNn.gather(2, j_HNk), torch.stack([i_HNk, j_HNk])
+def _search(q_N2f: Tensor, subkeys_2nf: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """One head's k best pairs of sub-keys for each query: scores (N, k), and the sub-keys of both halves (N, 2, k)."""
+    scores, chosen = [], []
+    for q_C2f in q_N2f.split(max(1, SCORES // (2 * subkeys_2nf.shape[1]))):
+        score1_Cn, score2_Cn = (q_C2f[:, half] @ subkeys_2nf[half].T for half in (0, 1))
+        i_Ck, j_Ck = backend.of(score1_Cn).product_top_k(score1_Cn, score2_Cn, k)
+        scores.append(score1_Cn.gather(1, i_Ck) + score2_Cn.gather(1, j_Ck))
+        chosen.append(torch.stack([i_Ck, j_Ck], 1))
+    return torch.cat(scores), torch.cat(chosen)
 
 
 def _score_gradients(q_Rf: Tensor, keys_Kf: Tensor, rows_Rk: Tensor, grad_Rk: Tensor) -> tuple[Tensor, Tensor]:
