@@ -219,9 +219,9 @@ def _context(position: int, at: int, document: int, ids: np.ndarray, tokenizer: 
 
 
 class Wanted(NamedTuple):
-    """Slots of one memory of which everything is asked; `index` as in `memories`."""
+    """Slots of one memory of which everything is asked; `memory` counts as in `memories`."""
 
-    index: int
+    memory: int
     usage: MemoryUsage
     strongest: Strongest
     slots: list[int]
@@ -237,7 +237,7 @@ def describe(run: LoadedRun, wanted: list[Wanted], documents: Documents) -> list
     texts = contexts_at(np.concatenate([[], *kept]), documents, run.tokenizer, run.model.context)
     described = []
     for ask in wanted:
-        lens = Lens(run, ask.index)
+        lens = Lens(run, ask.memory)
         words = lens.words(ask.slots) if lens.reaches_output else [(None, None)] * len(ask.slots)
         slots = []
         for slot, (raises, lowers) in zip(ask.slots, words, strict=True):
@@ -258,7 +258,7 @@ def hold(run: LoadedRun, usages: list[MemoryUsage], strongest: list[Strongest], 
     wanted = [Wanted(i, *pair, most_read(pair[0], each)) for i, pair in enumerate(zip(usages, strongest, strict=True))]
     held = []
     for ask, slots in zip(wanted, describe(run, wanted, documents), strict=True):
-        lens, first_S, tokens = Lens(run, ask.index), None, []
+        lens, first_S, tokens = Lens(run, ask.memory), None, []
         if lens.reaches_output:
             read = np.flatnonzero(ask.usage.counts_S)
             first_S = np.full(ask.usage.slots, -1)

@@ -159,6 +159,15 @@ def test_every_panel_is_drawn_and_shows_the_reports_numbers(page: Path, trained,
         ".map(r => [...r.querySelectorAll('td')].map(c => Number(c.dataset.value)))"
     )
     assert heads[:2] == [[head["usage"], head["kl"]] for head in memory["heads"]]
+    training = browser.run(
+        "[...document.querySelectorAll('.column')[0].querySelectorAll('[data-panel=training] details')].map(d =>"
+        "[...d.querySelectorAll('tbody tr')].map(r => [...r.querySelectorAll('td')].map(c => Number(c.dataset.value))))"
+    )
+    events = [json.loads(line) for line in (trained("product-key") / "metrics.jsonl").read_text().splitlines()]
+    valid = [event["usage"][0] for event in events if event["event"] == "valid"]
+    drift = [event["memories"][0] for event in events if event["event"] == "drift"]
+    assert training[0] == [[v["usage"], v["kl"], round((1 - v["usage"]) * 256)] for v in valid]
+    assert training[1] == [[d[key] for key in ("read", "died", "woke", "never", "moved")] for d in drift]
     overlap = browser.run(
         "[...document.querySelectorAll('[data-panel=overlap] tbody td')].map(c => Number(c.dataset.value))"
     )

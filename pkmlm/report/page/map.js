@@ -13,7 +13,8 @@ function slotMap(options) {
   canvas.width = 640;
   canvas.height = square ? 640 : Math.max(120, Math.min(640, rows * 12));
   const context = canvas.getContext("2d");
-  const palette = colours.map((c) => [1, 3, 5].map((i) => parseInt(c.slice(i, i + 2), 16)));
+  const packed = (c) => new Uint32Array(new Uint8Array([1, 3, 5].map((i) => parseInt(c.slice(i, i + 2), 16)).concat(255)).buffer)[0];
+  const palette = colours.map(packed);
   let top = 1;
   for (const code of codes) if (code > top) top = code;
   const span = Math.max(1, top - dark);
@@ -34,21 +35,22 @@ function slotMap(options) {
 
   function draw() {
     const { width, height } = canvas;
-    const image = context.createImageData(width, height);
+    const image = context.createImageData(width, height), pixels = new Uint32Array(image.data.buffer);
     const style = getComputedStyle(document.documentElement);
-    const unread = style.getPropertyValue("--unread").trim();
-    const grey = [1, 3, 5].map((i) => parseInt(unread.slice(i, i + 2), 16));
-    const edge = (at, start, size, pixels, most) => Math.min(most - 1, Math.floor(start + (at * size) / pixels));
+    const grey = packed(style.getPropertyValue("--unread").trim());
+    // The first cell of each pixel, and of the one after the last.
+    const edges = (start, size, length, most) =>
+      Int32Array.from({ length: length + 1 }, (_, at) => Math.min(most, Math.floor(start + (at * size) / length)));
+    const xs = edges(view.x, view.w, width, columns), ys = edges(view.y, view.h, height, rows);
     for (let py = 0; py < height; py++) {
-      const y0 = edge(py, view.y, view.h, height, rows);
-      const y1 = Math.max(y0 + 1, edge(py + 1, view.y, view.h, height, rows));
+      if (py > 0 && ys[py] === ys[py - 1] && ys[py + 1] <= ys[py] + 1) {
+        pixels.copyWithin(py * width, (py - 1) * width, py * width); // the same row of slots
+        continue;
+      }
       for (let px = 0; px < width; px++) {
-        const x0 = edge(px, view.x, view.w, width, columns);
-        const x1 = Math.max(x0 + 1, edge(px + 1, view.x, view.w, width, columns));
-        const code = codeAt(x0, x1, y0, y1);
+        const code = codeAt(xs[px], Math.max(xs[px] + 1, xs[px + 1]), ys[py], Math.max(ys[py] + 1, ys[py + 1]));
         const shade = Math.round((255 * Math.max(0, code - dark)) / span);
-        const rgb = code ? palette[Math.min(255, shade)] : grey;
-        image.data.set([rgb[0], rgb[1], rgb[2], 255], 4 * (py * width + px));
+        pixels[py * width + px] = code ? palette[Math.min(255, shade)] : grey;
       }
     }
     context.putImageData(image, 0, 0);
