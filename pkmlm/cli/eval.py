@@ -169,11 +169,10 @@ def store(run: "LoadedRun", record: dict[str, Any], of_text: bool, stride: int |
     """
     if run.exported:
         return
-    from pkmlm.runtime.files import disk_errors, write_json
+    from pkmlm.runtime.files import make_folder, write_json
 
     folder = run.path / "eval"
-    with disk_errors(folder):
-        folder.mkdir(exist_ok=True)
+    make_folder(folder)
     if record["perplexity"] is not None:
         kind = "text-" if of_text else ""
         name = f"{kind}{record['perplexity']['split'][:100]}-step-{run.step}" + (f"-stride-{stride}" if stride else "")

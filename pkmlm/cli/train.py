@@ -1,5 +1,7 @@
 """`pkmlm train`: from a recipe and tokens to a run directory."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -8,6 +10,8 @@ from pkmlm.cli.options import quiet_option, set_option
 from pkmlm.errors import UserError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from pkmlm.data.corpus import Corpus
@@ -15,6 +19,7 @@ if TYPE_CHECKING:
     from pkmlm.model.transformer import Transformer
     from pkmlm.recipe.schema import Recipe
     from pkmlm.runtime.rundir import RunDirectory
+    from pkmlm.runtime.signals import StopRequest
     from pkmlm.train.loop import Outcome
 
 # What may change when a run goes on: how long it trains and what is measured, kept and shown.
@@ -67,6 +72,8 @@ def command(
             f"{recipe_file}: data.dir is not set", "add -s data.dir=DIR, a folder that `pkmlm tokenize` wrote"
         )
     corpus, tokenizer = Corpus.open(recipe.data.dir, "train", verify=verify), open_tokenizer(recipe.data.dir)
+    if "valid" in corpus.splits:
+        Corpus.open(recipe.data.dir, "valid", verify=verify)
     if recipe.model.vocab_size is not None and recipe.model.vocab_size < tokenizer.size:
         raise UserError(
             f"model.vocab_size: {recipe.model.vocab_size} (expected at least the tokenizer's {tokenizer.size})",
@@ -85,6 +92,8 @@ def train_in(output: str, recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokeni
     """Train in the run directory `output`, and note in its run.json how it ended."""
     from pkmlm.runtime.device import choose_device, choose_precision
     from pkmlm.runtime.rundir import RunDirectory
+    from pkmlm.runtime.signals import stop_on_signals
+    from pkmlm.train.checkpoint import fall_back
 
     run = RunDirectory(output)
     if resume == "must" and not run.steps():
@@ -102,26 +111,40 @@ def train_in(output: str, recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokeni
             more = "eval.patience" if run.facts().get("status") == "patience" else "train.steps"
             click.echo(f"run {output} is complete already at step {run.steps()[-1]}; more {more} would train it longer")
             return 0
-        begin(run, recipe, corpus, tokenizer)
-        run.note(**circumstances(recipe, tokenizer, device, precision, reason), status="running", exit_code=None)
-        try:
-            outcome = run_loop(run, recipe, corpus, tokenizer, device, precision, f"{precision}: {reason}", quiet)
-        except UserError as error:
-            note_end(run, "diverged" if error.exit_code == 3 else "failed", error.exit_code)
-            raise
-        except KeyboardInterrupt:  # a second signal: the user does not want to wait for a checkpoint
-            note_end(run, "interrupted", 130)
-            raise
-        except BaseException:
-            note_end(run, "failed", 1)
-            raise
-        note_end(run, outcome.status, outcome.exit_code)
+        with stop_on_signals() as stop:
+            damage = fall_back(run)
+            begin(run, recipe, corpus, tokenizer)
+            run.note(**circumstances(recipe, tokenizer, device, precision, reason), status="running", exit_code=None)
+            with noting_failure(run, recipe, tokenizer):
+                outcome = run_loop(
+                    run, recipe, corpus, tokenizer, device, precision, f"{precision}: {reason}", damage, stop, quiet
+                )
+            run.note(status=outcome.status, exit_code=outcome.exit_code, step=outcome.step)
     return outcome.exit_code
 
 
-def note_end(run: "RunDirectory", status: str, exit_code: int) -> None:
-    """Put the outcome and the step of the last checkpoint into run.json."""
-    run.note(status=status, exit_code=exit_code, step=max(run.steps(), default=0))
+@contextmanager
+def noting_failure(run: "RunDirectory", recipe: "Recipe", tokenizer: "Tokenizer") -> Iterator[None]:
+    """Note a failure and the step of the last checkpoint in run.json; where memory ran out, say what to lower."""
+    from pkmlm.train.shortage import is_shortage, out_of_memory
+
+    def note(status: str, exit_code: int) -> None:
+        with suppress(UserError):  # no room for that either: the failure itself is what must be told
+            run.note(status=status, exit_code=exit_code, step=max(run.steps(), default=0))
+
+    try:
+        yield
+    except UserError as error:
+        note("diverged" if error.exit_code == 3 else "failed", error.exit_code)
+        raise
+    except KeyboardInterrupt:  # a second signal: the user does not want to wait for a checkpoint
+        note("interrupted", 130)
+        raise
+    except BaseException as error:
+        note("failed", 1)
+        if is_shortage(error):
+            raise out_of_memory(recipe, recipe.model.vocab_size or tokenizer.size) from None
+        raise
 
 
 def refuse_changes(run: "RunDirectory", recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokenizer") -> None:
@@ -134,10 +157,16 @@ def refuse_changes(run: "RunDirectory", recipe: "Recipe", corpus: "Corpus", toke
     if changed:
         told = ", ".join(f"{key} was {before[key]} and is now {now[key]}" for key in changed)
         raise UserError(f"run {run.path} was started with another recipe: {told}", "train it under another -o")
-    if sha256_of(run.tokenizer_file) != tokenizer.sha256:
-        raise UserError(f"run {run.path} was trained with another tokenizer than that of {recipe.data.dir}")
-    if run.facts().get("data_sha256", corpus.sha256) != corpus.sha256:
-        raise UserError(f"run {run.path} was trained on other tokens than those in {recipe.data.dir}")
+    facts = run.facts()
+    made_with = facts.get("tokenizer_sha256") or sha256_of(run.tokenizer_file)
+    trained_on = facts.get("data_sha256", corpus.sha256)
+    for what, before, now in (
+        ("with another tokenizer than that of", made_with, tokenizer.sha256),
+        ("on other tokens than those in", trained_on, corpus.sha256),
+    ):
+        if before != now:
+            found = f"sha256 {now[:16]}... (expected {str(before)[:16]}...)"
+            raise UserError(f"run {run.path} was trained {what} {recipe.data.dir}: {found}", "train under another -o")
 
 
 def ended_already(run: "RunDirectory", recipe: "Recipe") -> bool:
@@ -151,15 +180,15 @@ def ended_already(run: "RunDirectory", recipe: "Recipe") -> bool:
 
 def begin(run: "RunDirectory", recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokenizer") -> None:
     """Make the run's folder, and clear what an earlier process left of work that is to be done again."""
-    from pkmlm.runtime.files import writing
+    from pkmlm.runtime.files import remove_file, writing
 
     run.create(recipe)
     run.clean()
-    (run.path / "done").unlink(missing_ok=True)
+    remove_file(run.path / "done")
     run.cut_metrics(max(run.steps(), default=0))  # before the log opens the file, which this replaces
     with writing(run.tokenizer_file) as file:
         file.write(tokenizer.model_bytes)
-    run.note(data_sha256=corpus.sha256)
+    run.note(data_sha256=corpus.sha256, tokenizer_sha256=tokenizer.sha256)
 
 
 def circumstances(
@@ -197,23 +226,27 @@ def run_loop(
     device: "torch.device",
     precision: str,
     precision_line: str,
+    damage: list[str],
+    stop: "StopRequest",
     quiet: bool,
 ) -> "Outcome":
-    """Build the model and train it."""
+    """Build the model and train it; `damage` is what to warn of first."""
     from pkmlm.data.batches import Batches
     from pkmlm.evaluate.validation import validation
     from pkmlm.runtime.files import write_text
     from pkmlm.runtime.log import TrainingLog
-    from pkmlm.runtime.signals import stop_on_signals
+    from pkmlm.train.health import Health
     from pkmlm.train.loop import train
 
-    with (
-        stop_on_signals() as stop,
-        TrainingLog(run.path, recipe.name, recipe.train.steps, recipe.log, quiet=quiet) as log,
-    ):
+    judge = Health.of(run.metrics()).warnings
+    with TrainingLog(run.path, recipe.name, recipe.train.steps, recipe.log, quiet=quiet, judge=judge) as log:
         steps = run.steps()
+        for text in damage:
+            log.warn(steps[-1], text)
         doing = f"resuming at step {steps[-1]}" if steps else "training"
         log.say(f"{doing} in {run.path} on {device}, {precision_line}")
+        if steps:
+            check_shapes(run.checkpoint(steps[-1]), recipe, tokenizer)
         model = starting_model(recipe, tokenizer, device, fresh=not steps)
         batches = Batches(corpus, recipe.model.context, recipe.sequences, recipe.train.seed)
         validate = None
@@ -225,6 +258,14 @@ def run_loop(
     if outcome.exit_code == 0:
         write_text(run.path / "done", f"{outcome.status} at step {outcome.step}\n")
     return outcome
+
+
+def check_shapes(path: "Path", recipe: "Recipe", tokenizer: "Tokenizer") -> None:
+    """Refuse a checkpoint of other shapes than the recipe's, before anything of their size is allocated."""
+    from pkmlm.model.transformer import build_model
+    from pkmlm.train.checkpoint import check_weights
+
+    check_weights(path, build_model(recipe, recipe.model.vocab_size or tokenizer.size, "meta"))
 
 
 def starting_model(recipe: "Recipe", tokenizer: "Tokenizer", device: "torch.device", *, fresh: bool) -> "Transformer":

@@ -72,6 +72,14 @@ class Index:
         """The sha256 of this index, and through its hashes of every token: the identity of the corpus."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
+    @property
+    def files(self) -> set[str]:
+        """The names of all files of the corpus."""
+        names = {FILE, TOKENIZER}
+        for name, split in self.splits.items():
+            names |= {f"{name}.documents", f"{name}.hashes", *(shard.name for shard in split.shards)}
+        return names
+
     def write(self, folder: Path) -> None:
         write_json(folder / FILE, {"format": FORMAT, "sha256": self.sha256, **asdict(self)})
 
@@ -90,7 +98,7 @@ def read_index(folder: Path) -> Index:
     """Read and check the index of a folder written by `pkmlm tokenize`.
 
     Raises:
-        UserError: it is missing, damaged, of another format, or contradicts itself.
+        UserError: it is missing, damaged, of another format, contradicts itself, or does not list a file that is there.
     """
     path = folder / FILE
     if not path.exists():
@@ -106,6 +114,9 @@ def read_index(folder: Path) -> Index:
         raise damaged(path, f"its content has sha256 {index.sha256[:16]}... (expected {str(expected)[:16]}...)")
     if problem := contradiction(index):
         raise damaged(path, problem)
+    for entry in sorted(folder.iterdir()):
+        if OWN_FILES.fullmatch(entry.name) and entry.name not in index.files:
+            raise damaged(entry, "the index knows no such file")
     return typing.cast(Index, index)
 
 

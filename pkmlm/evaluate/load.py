@@ -47,12 +47,15 @@ def load_run(path: str | Path, step: str = "latest", device: torch.device | None
         return load_export(Path(path), step, device or choose_device())
     run = RunDirectory.existing(path)
     recipe, tokenizer = run.recipe(), Tokenizer.load(run.tokenizer_file)
+    run.check_tokenizer(tokenizer.sha256)
     device = device or choose_device()
-    model = build_model(recipe, recipe.model.vocab_size or tokenizer.size, "meta").to_empty(device=device)
+    empty = build_model(recipe, recipe.model.vocab_size or tokenizer.size, "meta")
     while True:
         number = run.resolve(step)
         try:
             checkpoint.verify(run.checkpoint(number))
+            checkpoint.check_weights(run.checkpoint(number), empty)
+            model = empty.to_empty(device=device)
             checkpoint.load_weights(run.checkpoint(number), model)
             break
         except UserError:

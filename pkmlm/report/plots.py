@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pkmlm.errors import printable
 from pkmlm.report.curves import MOST_POINTS, sorted_mass, training_lines, uniform_mass
 from pkmlm.report.usage import MemoryUsage
-from pkmlm.runtime.files import disk_errors, writing
+from pkmlm.runtime.files import make_folder, writing
 
 Metrics = Sequence[Mapping[str, Any]]
 
@@ -207,8 +207,7 @@ def points(events: Metrics, kind: str) -> NDArray[np.float64]:
 
 def save(path: Path, figure: Figure) -> Path:
     """Write a figure as PNG."""
-    with disk_errors(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     with warnings.catch_warnings(), writing(path) as file:
         warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)  # a name in a rarer script
         figure.savefig(file, format="png")

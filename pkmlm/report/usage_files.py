@@ -12,15 +12,14 @@ import numpy as np
 
 from pkmlm.errors import UserError
 from pkmlm.report.usage import MemoryUsage
-from pkmlm.runtime.files import disk_errors, read_json, write_json, writing
+from pkmlm.runtime.files import make_folder, read_json, write_json, writing
 
 ARRAYS = ("counts_HK", "masses_HK", "common_HH")
 
 
 def save_usage(stem: Path, entry: dict[str, Any], memories: list[MemoryUsage]) -> None:
     """Write STEM.npz and then STEM.json, each whole or not at all."""
-    with disk_errors(stem.parent):
-        stem.parent.mkdir(exist_ok=True)
+    make_folder(stem.parent)
     arrays = {f"{number}-{name}": getattr(m, name) for number, m in enumerate(memories) for name in ARRAYS}
     with writing(stem.with_name(f"{stem.name}.npz")) as file:
         np.savez_compressed(file, **{key: array for key, array in arrays.items() if array is not None})

@@ -1,9 +1,12 @@
 """The one place where pkmlm writes files: every write is whole or absent, and survives a power cut.
 
 A file is written under a temporary name in its own folder, synced, and renamed; a folder likewise. Readers therefore
-see the old content or the new, never a part. Leftovers of a killed process have names that begin with `.tmp-`.
+see the old content or the new, never a part. Leftovers of a killed process have names that begin with `.tmp-`. Only
+logs grow in place, a line at a time.
 """
 
+import ctypes
+import errno
 import hashlib
 import json
 import os
@@ -50,20 +53,74 @@ def writing_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     temporary = path.with_name(f"{TEMPORARY}{path.name}")
     old = path.with_name(f"{TEMPORARY}old-{path.name}")
     with disk_errors(path):
+        if old.is_dir() and not path.exists():  # a kill came between the two renames of `exchange`
+            os.rename(old, path)
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        make_folder(temporary)
         try:
             yield temporary
             sync_folder(temporary)
             if replace and path.exists():
-                shutil.rmtree(old, ignore_errors=True)
-                os.rename(path, old)
-            os.rename(temporary, path)
+                exchange(temporary, path, old)
+            else:
+                os.rename(temporary, path)
             sync_folder(path.parent)
-            shutil.rmtree(old, ignore_errors=True)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
+        shutil.rmtree(temporary, ignore_errors=True)  # what was at `path`
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def exchange(new: Path, path: Path, aside: Path) -> None:
+    """Let two folders change places: at once where the system can, else by way of a third name."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "renameat2"):
+        here, both_stay = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of linux/fs.h
+        if libc.renameat2(here, os.fsencode(new), here, os.fsencode(path), both_stay) == 0:
+            return
+        if (number := ctypes.get_errno()) not in (errno.EINVAL, errno.ENOSYS):  # this file system cannot
+            raise OSError(number, os.strerror(number), str(path))
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(path, aside)
+    os.rename(new, path)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it that are missing, to stay; a folder that is there is left as it is."""
+    with disk_errors(path):
+        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+        for folder in reversed(missing):
+            sync_folder(folder.parent)
+
+
+def rename_folder(path: Path, new: Path) -> None:
+    """Give a folder another name beside its own."""
+    with disk_errors(new):
+        os.rename(path, new)
+        sync_folder(new.parent)
+
+
+def remove_folder(path: Path) -> None:
+    """Delete a folder so that a kill leaves it whole, or nothing under its name."""
+    with disk_errors(path):
+        gone = path.with_name(f"{TEMPORARY}gone-{path.name}")
+        shutil.rmtree(gone, ignore_errors=True)
+        os.rename(path, gone)
+        shutil.rmtree(gone)
+
+
+def remove_file(path: Path) -> None:
+    """Delete a file, if it is there."""
+    with disk_errors(path):
+        path.unlink(missing_ok=True)
+
+
+def appending(path: Path) -> IO[str]:
+    """Open a log, to which lines are added in place: each goes to the system when it is written."""
+    with disk_errors(path):
+        return open(path, "a", encoding="utf-8", newline="\n", buffering=1)
 
 
 @contextmanager
@@ -86,20 +143,30 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
-def read_json(path: Path, what: str, hint: str = "it is damaged: make it again") -> Any:
+def read_json(path: Path, what: str, hint: str = "it is damaged: make it again", exit_code: int = 2) -> Any:
     """Read a JSON file; `what` names it in errors ("the token index", say).
 
     Raises:
-        UserError: the file is missing, unreadable, or not JSON.
+        UserError: (with `exit_code`) the file is missing, unreadable, or not JSON.
     """
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise UserError(f"{what} is missing: {path}", hint) from None
+        raise UserError(f"{what} is missing: {path}", hint, exit_code) from None
     except OSError as error:
-        raise UserError(f"cannot read {what} {path}: {error.strerror}") from None
+        raise UserError(f"cannot read {what} {path}: {error.strerror}", exit_code=exit_code) from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{what} {path} is not valid JSON: {error}", hint) from None
+        raise UserError(f"{what} {path} is not valid JSON: {error}", hint, exit_code) from None
+
+
+def sync_file(path: Path) -> None:
+    """Make what another writer has put into a file durable, and give it the permissions of a new file."""
+    with disk_errors(path):
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(path, 0o666 & ~mask)
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:

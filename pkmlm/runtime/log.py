@@ -3,11 +3,13 @@
 metrics.jsonl gets every event; train.log every plain line; TensorBoard and Weights & Biases where the recipe asks.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +19,14 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from pkmlm.errors import UserError, printable
 from pkmlm.recipe.schema import Log
-from pkmlm.runtime.files import disk_errors
+from pkmlm.runtime.files import appending, disk_errors
+
+Judge = Callable[[dict[str, Any]], list[str]]
+
+
+def no_warnings(event: dict[str, Any]) -> list[str]:
+    """What to warn of where nobody judges."""
+    return []
 
 
 class TrainingLog:
@@ -29,18 +38,21 @@ class TrainingLog:
         steps: the last step, for the bar and the ETA.
         settings: the recipe's `log` section.
         quiet: nothing on standard error but warnings.
+        judge: what to warn of after an event, a line each.
     """
 
-    def __init__(self, folder: Path, name: str, steps: int, settings: Log, *, quiet: bool = False):
+    def __init__(
+        self, folder: Path, name: str, steps: int, settings: Log, *, quiet: bool = False, judge: Judge = no_warnings
+    ):
         self.folder, self.name, self.steps, self.settings, self.quiet = folder, name, steps, settings, quiet
+        self.judge = judge
         self.console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
         self.live = self.console.is_terminal and not quiet
         self.began, self.taken = (0.0, 0), 0
 
     def __enter__(self) -> "TrainingLog":
-        with disk_errors(self.folder):
-            self.metrics = open(self.folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)
-            self.text = open(self.folder / "train.log", "a", encoding="utf-8", buffering=1)
+        self.metrics = appending(self.folder / "metrics.jsonl")
+        self.text = appending(self.folder / "train.log")
         self.sinks = self._open_sinks()
         columns = (
             "{task.description}",
@@ -58,8 +70,9 @@ class TrainingLog:
         self.progress.stop()
         for sink in self.sinks:
             sink.close()
-        self.metrics.close()
-        self.text.close()
+        for file in (self.metrics, self.text):
+            with contextlib.suppress(OSError):  # of a line that could not be written: its writer has been told
+                file.close()
 
     def event(self, event: str, step: int, **numbers: Any) -> None:
         """Record one event; its numbers are finite or None."""
@@ -69,6 +82,8 @@ class TrainingLog:
         scalars = {f"{event}/{name}": number for name, number in numbers.items() if isinstance(number, int | float)}
         for sink in self.sinks:
             sink.write(scalars, step)
+        for text in self.judge(line):
+            self.warn(step, text)
 
     def sync(self) -> None:
         """Make the events so far survive a power cut: a checkpoint that follows builds on them."""
@@ -81,6 +96,12 @@ class TrainingLog:
             self.text.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {printable(text)}\n")
         if on_screen and not self.quiet:
             self.console.print(escape(printable(text)))
+
+    def warn(self, step: int, text: str) -> None:
+        """Something that a person should look at: a "warn" event, and a line that `quiet` does not silence."""
+        self.event("warn", step, text=text)
+        self.say(f"warning: step {step}: {text}", on_screen=False)
+        self.console.print(escape(printable(f"warning: step {step}: {text}")))
 
     def progressed(self, step: int, loss: float, tokens_per_second: float, extra: str) -> None:
         """Show where training is; the ETA leaves out the first ten steps of this process, in which things warm up."""

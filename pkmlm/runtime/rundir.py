@@ -15,7 +15,16 @@ from typing import Any
 from pkmlm.errors import UserError
 from pkmlm.recipe.load import dump_recipe, load_recipe
 from pkmlm.recipe.schema import Recipe
-from pkmlm.runtime.files import disk_errors, read_json, remove_leftovers, write_json, write_text
+from pkmlm.runtime.files import (
+    disk_errors,
+    make_folder,
+    read_json,
+    remove_folder,
+    remove_leftovers,
+    rename_folder,
+    write_json,
+    write_text,
+)
 
 CHECKPOINT = re.compile(r"step-(\d{8,})")
 
@@ -51,8 +60,7 @@ class RunDirectory:
 
     def create(self, recipe: Recipe) -> None:
         """Make the folder and write the resolved recipe. A file where the folder should be is a UserError."""
-        with disk_errors(self.path):
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
+        make_folder(self.checkpoints)
         write_text(self.recipe_file, dump_recipe(recipe))
 
     def recipe(self) -> Recipe:
@@ -66,8 +74,8 @@ class RunDirectory:
         Raises:
             UserError: another process holds it.
         """
+        make_folder(self.path)
         with disk_errors(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
             file = open(self.path / ".lock", "a+")  # noqa: SIM115 (closing releases the lock)
         with file:
             try:
@@ -124,6 +132,14 @@ class RunDirectory:
             return None
         return int(match[1]) if match and int(match[1]) in self.steps() else None
 
+    def set_aside(self, step: int) -> Path:
+        """Rename a damaged checkpoint, so that it is in nobody's way and can still be looked at; return where it is."""
+        aside = self.checkpoints / f"damaged-step-{step:08d}"
+        if aside.exists():
+            remove_folder(aside)
+        rename_folder(self.checkpoint(step), aside)
+        return aside
+
     def point(self, name: str, step: int) -> None:
         """Let the pointer `name` ("best", "latest") name a checkpoint."""
         write_text(self.path / name, f"step-{step:08d}\n")
@@ -133,11 +149,24 @@ class RunDirectory:
         path = self.path / "run.json"
         hint = "delete it: it only records how the run was started and how it ended"
         facts: dict[str, Any] = read_json(path, "the run's record", hint) if path.exists() else {}
+        if not isinstance(facts, dict):
+            raise UserError(f"the run's record {path} is no JSON object", hint)
         return facts
 
     def note(self, **facts: Any) -> None:
         """Set keys of run.json."""
         write_json(self.path / "run.json", {**self.facts(), **facts})
+
+    def check_tokenizer(self, sha256: str) -> None:
+        """Refuse a tokenizer that is not the one that the run was trained with.
+
+        Raises:
+            UserError: (exit code 1) run.json names another.
+        """
+        expected = self.facts().get("tokenizer_sha256", sha256)
+        if sha256 != expected:
+            message = f"{self.tokenizer_file} is damaged: sha256 {sha256[:16]}... (expected {str(expected)[:16]}...)"
+            raise UserError(message, "copy it again from the tokens that the run was trained on", exit_code=1)
 
     def metrics(self) -> list[dict[str, Any]]:
         """All whole lines of metrics.jsonl; a line torn by a kill is passed over."""
@@ -164,7 +193,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
                 line = json.loads(text)
             except ValueError:
                 continue
-            if isinstance(line, dict) and isinstance(line.get("step"), int):
+            if isinstance(line, dict) and isinstance(line.get("event"), str) and type(line.get("step")) is int:
                 yield line
 
 

@@ -5,8 +5,8 @@ state as "path|key"), state.json (step, scaler), and manifest.json with the size
 random state to save: a step's random numbers follow from the seed and its number.
 """
 
-import os
-import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,22 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pkmlm.errors import UserError
-from pkmlm.runtime.files import disk_errors, read_json, sha256_of, write_json, writing_folder
+from pkmlm.runtime.files import (
+    disk_errors,
+    read_json,
+    remove_folder,
+    sha256_of,
+    sync_file,
+    write_json,
+    writing_folder,
+)
 from pkmlm.runtime.rundir import RunDirectory
 from pkmlm.train.optim import Group
 
 VERSION = 1
+DTYPES = {torch.float32: "F32", torch.int64: "I64"}  # what a checkpoint holds, as its files say it
 FILES = ("weights.safetensors", "optimizer.safetensors", "state.json")
+MANIFEST = "manifest.json"
 
 
 @dataclass
@@ -60,7 +70,7 @@ def save(run: RunDirectory, model: nn.Module, groups: list[Group], progress: Pro
         write_tensors(folder / FILES[1], optimizer_state(groups))
         write_json(folder / FILES[2], asdict(progress))
         files = {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)} for name in FILES}
-        write_json(folder / "manifest.json", {"version": VERSION, "step": progress.step, "files": files})
+        write_json(folder / MANIFEST, {"version": VERSION, "step": progress.step, "files": files})
     verify(path)
     run.point("latest", progress.step)
 
@@ -70,7 +80,7 @@ def prune(run: RunDirectory, keep: int) -> None:
     steps, best = run.steps(), run.best()
     for step in steps[:-keep]:
         if step != best:
-            shutil.rmtree(run.checkpoint(step))
+            remove_folder(run.checkpoint(step))
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
@@ -79,11 +89,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
             save_file(tensors, path, metadata)
         except SafetensorError as error:
             raise UserError(f"cannot write {path}: {error}", exit_code=1) from None
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(path, 0o666 & ~mask)  # the library makes files that only their owner can read
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
+    sync_file(path)  # the library makes files that only their owner can read
 
 
 def optimizer_state(groups: list[Group]) -> dict[str, Tensor]:
@@ -96,30 +102,70 @@ def optimizer_state(groups: list[Group]) -> dict[str, Tensor]:
     }
 
 
-def verify(path: Path) -> dict[str, Any]:
-    """Check a checkpoint against its manifest; return the manifest.
+def verify(path: Path) -> None:
+    """Check a checkpoint against its manifest, and its manifest against its name.
 
     Raises:
-        UserError: (exit code 1) a file is missing, has another size or other bytes, or the version is unknown.
+        UserError: (exit code 1) a file is missing, has another size or other bytes, or is strange; (2) the checkpoint
+            is of another version.
     """
-    hint = "the checkpoint is damaged: delete its folder to go on from the one before"
-    manifest: dict[str, Any] = read_json(path / "manifest.json", "the checkpoint's manifest", hint)
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict) or "version" not in manifest:
-        raise UserError(f"{path / 'manifest.json'} is no manifest", hint, exit_code=1)
-    if manifest["version"] != VERSION:
-        found = manifest["version"]
-        raise UserError(f"{path}: checkpoint version {found} (this build reads {VERSION})", exit_code=1)
+    hint = "the checkpoint is damaged: `pkmlm train` goes on from the one before it"
+    manifest = read_json(path / MANIFEST, "the checkpoint's manifest", hint, exit_code=1)
+    if isinstance(manifest, dict) and type(manifest.get("version")) is int and manifest["version"] != VERSION:
+        raise UserError(f"{path / MANIFEST}: checkpoint version {manifest['version']} (this build reads {VERSION})")
+    if problem := contradiction(manifest, path.name):
+        raise UserError(f"{path / MANIFEST} is damaged: {problem}", hint, exit_code=1)
+    for strange in sorted(set(path.glob("[!.]*")) - {path / name for name in (*FILES, MANIFEST)}):
+        raise UserError(f"{strange} is not a part of the checkpoint", hint, exit_code=1)
     for name in FILES:
-        expected = manifest["files"].get(name)
+        expected = manifest["files"][name]
         file = path / name
-        if expected is None or not file.is_file():
+        if not file.is_file():
             raise UserError(f"{file} is missing", hint, exit_code=1)
         if file.stat().st_size != expected["bytes"]:
             raise UserError(f"{file}: {file.stat().st_size} bytes (expected {expected['bytes']})", hint, exit_code=1)
         found = sha256_of(file)
         if found != expected["sha256"]:
             raise UserError(f"{file}: sha256 {found[:12]} (expected {expected['sha256'][:12]})", hint, exit_code=1)
-    return manifest
+
+
+def contradiction(manifest: Any, name: str) -> str:
+    """What cannot be true of the manifest in the folder `name`, or nothing."""
+    if not isinstance(manifest, dict) or manifest.keys() != {"version", "step", "files"}:
+        return "it is no manifest"
+    if type(manifest["step"]) is not int or name != f"step-{manifest['step']:08d}":
+        return f"it is that of step {str(manifest['step'])[:20]}"
+    files = manifest["files"]
+    if not isinstance(files, dict) or files.keys() != set(FILES):
+        return f"its files are {str(files)[:60]}"
+    for file, entry in files.items():
+        known = isinstance(entry, dict) and entry.keys() == {"bytes", "sha256"}
+        if not known or type(entry["bytes"]) is not int or not isinstance(entry["sha256"], str):
+            return f"its entry for {file} is {str(entry)[:60]}"
+    return ""
+
+
+def fall_back(run: RunDirectory) -> list[str]:
+    """Set the checkpoints aside that are damaged and newer than the newest whole one; return what to warn of.
+
+    Raises:
+        UserError: none is whole (exit code 1), or one is of another version; nothing has been moved.
+    """
+    damage: dict[int, UserError] = {}
+    for step in reversed(run.steps()):
+        try:
+            verify(run.checkpoint(step))
+        except UserError as error:
+            if error.exit_code != 1:
+                raise
+            damage[step] = error
+            continue
+        return [f"{error.message}; moved to {run.set_aside(bad)}" for bad, error in damage.items()]
+    if damage:
+        first = next(iter(damage.values()))
+        hint = "copy the run's folder again, or train it from the start under another -o"
+        raise UserError(f"no checkpoint of run {run.path} is whole: {first.message}", hint, exit_code=1)
+    return []
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
@@ -129,6 +175,17 @@ def load_weights(path: Path, model: nn.Module) -> None:
         UserError: names, shapes or dtypes are not those of the model.
     """
     copy_tensors(path / FILES[0], dict(model.state_dict()))
+
+
+def check_weights(path: Path, model: nn.Module) -> None:
+    """Check that a checkpoint folder holds the weights of a model, which may be on the device "meta": nothing of their
+    size is allocated.
+
+    Raises:
+        UserError: as `load_weights`.
+    """
+    with tensors_of(path / FILES[0], dict(model.state_dict())):
+        pass
 
 
 def load(path: Path, model: nn.Module, groups: list[Group]) -> Progress:
@@ -141,7 +198,24 @@ def load(path: Path, model: nn.Module, groups: list[Group]) -> Progress:
             state = group.optimizer.state[parameter] = empty_state(group.optimizer, parameter)
             expected.update({f"{name}|{key}": tensor for key, tensor in state.items()})
     copy_tensors(path / FILES[1], expected)
-    return Progress(**read_json(path / FILES[2], "the checkpoint's state"))
+    return progress_of(read_json(path / FILES[2], "the checkpoint's state", exit_code=1), path / FILES[2])
+
+
+def progress_of(state: Any, path: Path) -> Progress:
+    """The content of state.json, checked.
+
+    Raises:
+        UserError: (exit code 1) it has other keys, or values of other types.
+    """
+    kinds: dict[str, Any] = {"step": int, "tokens": int, "skips": int, "scaler": dict | None, "seconds": float | int}
+    if not isinstance(state, dict) or state.keys() != kinds.keys():
+        raise UserError(f"{path} is not the state of a run", exit_code=1)
+    for key, kind in kinds.items():
+        value = state[key]
+        numbers = all(type(part) in (int, float) for part in value.values()) if isinstance(value, dict) else True
+        if not isinstance(value, kind) or isinstance(value, bool) or not numbers:
+            raise UserError(f"{path}: {key} is {str(value)[:40]!r}", exit_code=1)
+    return Progress(**state)
 
 
 def empty_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -156,22 +230,31 @@ def copy_tensors(path: Path, expected: dict[str, Tensor]) -> None:
     """Copy a safetensors file into tensors of the same names, shapes and dtypes, one at a time.
 
     Raises:
-        UserError: the file is damaged or holds other tensors; with other names or shapes, nothing has been copied.
+        UserError: the file is damaged or holds other tensors; then nothing has been copied.
+    """
+    with tensors_of(path, expected) as file:
+        for name, tensor in expected.items():
+            tensor.copy_(file.get_tensor(name))
+
+
+@contextmanager
+def tensors_of(path: Path, expected: dict[str, Tensor]) -> Iterator[Any]:
+    """Open a safetensors file that holds tensors of these names, shapes and dtypes, and no others; see `copy_tensors`
+    for what is raised.
     """
     try:
         with safe_open(path, framework="pt") as file:
             found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             for name in sorted(expected.keys() ^ found.keys()):
                 where = "is not in the model" if name in found else "is missing"
-                raise UserError(f"{path}: tensor {name} {where}", "the recipe and the weights do not belong together")
+                hint = "the recipe and the weights do not belong together"
+                raise UserError(f"{path}: tensor {name[:100]} {where}", hint)
             for name, tensor in expected.items():
-                shape = found[name].get_shape()
+                shape, dtype = found[name].get_shape(), found[name].get_dtype()
                 if list(tensor.shape) != shape:
                     raise UserError(f"{path}: tensor {name} has shape {shape} (expected {list(tensor.shape)})")
-            for name, tensor in expected.items():
-                loaded = file.get_tensor(name)
-                if loaded.dtype != tensor.dtype:
-                    raise UserError(f"{path}: tensor {name} is {loaded.dtype} (expected {tensor.dtype})")
-                tensor.copy_(loaded)
+                if DTYPES.get(tensor.dtype) != dtype:
+                    raise UserError(f"{path}: tensor {name} is {dtype} (expected {DTYPES.get(tensor.dtype)})")
+            yield file
     except (SafetensorError, OSError) as error:
         raise UserError(f"cannot read {path}: {error}", exit_code=1) from None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pkmlm.data.batches import Batches
+from pkmlm.errors import UserError
 from pkmlm.model.memory.usage_tap import UsageTap, usage_taps
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.schema import Recipe
@@ -113,7 +114,7 @@ class History:
     def of(cls, events: list[dict[str, Any]]) -> "History":
         history = cls()
         for event in events:
-            if event["event"] == "valid":
+            if event["event"] == "valid" and isinstance(event.get("loss"), float):
                 history.add(event["step"], event["loss"])
         return history
 
@@ -138,6 +139,8 @@ def restore(run: RunDirectory, stepper: Stepper) -> Progress:
         run.point("best", best)
     stepper.skips = progress.skips
     if progress.scaler and stepper.scaler.is_enabled():
+        if progress.scaler.keys() != stepper.scaler.state_dict().keys():
+            raise UserError(f"{run.checkpoint(steps[-1])}: the state of the loss scaler is not whole", exit_code=1)
         stepper.scaler.load_state_dict(progress.scaler)
     return progress
 

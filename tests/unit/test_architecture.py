@@ -79,6 +79,52 @@ def test_no_data_is_ever_run_as_code(path):
     assert not {"pickle", "marshal", "shelve"} & {name.split(".")[0] for name in imports(ast.parse(path.read_text()))}
 
 
+# Calls that change files. One file makes them, so that whatever is written is whole or absent and can be made to fail.
+CHANGES = {"replace", "rename", "renames", "link", "symlink", "unlink", "remove", "removedirs", "rmdir", "mkdir"}
+CHANGES |= {"makedirs", "truncate", "ftruncate", "chmod"}
+METHODS = {"mkdir", "unlink", "rmdir", "touch", "write_text", "write_bytes", "symlink_to", "hardlink_to", "chmod"}
+WRITES = {
+    ("runtime/rundir.py", "open(self.path / '.lock', 'a+')"),  # holds nothing that could be lost
+    ("train/checkpoint.py", "save_file(tensors, path, metadata)"),  # into a folder that is not there yet
+}
+
+
+def changes(tree: ast.AST) -> list[str]:
+    """The calls in a file that change files."""
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        base, _, method = called.rpartition(".")
+        modes = [*node.args[1:2], *(keyword.value for keyword in node.keywords if keyword.arg == "mode")]
+        opens = called == "open" and any(set("wax+") & set(ast.literal_eval(mode)) for mode in modes)
+        system = (base == "shutil" and method[:4] in {"rmtr", "move", "copy"}) or (base == "os" and method in CHANGES)
+        if opens or system or (base and method in METHODS) or called == "save_file":
+            found.append(ast.unparse(node))
+    return found
+
+
+@pytest.mark.parametrize("path", OWN, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_files_are_changed_in_one_place(path):
+    inside = path.relative_to(PACKAGE).as_posix()
+    if inside != "runtime/files.py":
+        assert not [call for call in changes(ast.parse(path.read_text())) if (inside, call) not in WRITES]
+
+
+def test_every_way_to_change_a_file_is_noticed():
+    for call in (
+        "open(p, 'wb')",
+        "open(p, mode='a')",
+        "os.rename(a, b)",
+        "shutil.rmtree(p)",
+        "p.mkdir()",
+        "p.unlink()",
+    ):
+        assert changes(ast.parse(call)) == [call]
+    assert not changes(ast.parse("open(p)\nopen(p, 'rb')\ntext.replace(a, b)\nos.path.exists(p)\nitems.remove(x)"))
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_files_and_functions_stay_small(path):
     text = path.read_text()

@@ -1,0 +1,69 @@
+"""What a person should look at while a run trains: loss spikes, and memories that go out of use."""
+
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+WINDOW = 50  # steps that a loss is compared with
+FEWEST = 20
+SPIKE = 10.0  # times the median deviation of the window (6.7 standard deviations of normal noise) ...
+SPIKE_SHARE = 0.1  # ... and at least this share of its median
+COLLAPSE = 0.5  # of the highest usage so far
+DEAD = 0.1  # of the usage that uniform reading would give ...
+DEAD_FOR = 3  # ... in so many validations in a row
+
+
+@dataclass
+class Health:
+    """Judges the events of a run one by one; all that it knows follows from them, so a resumed run goes on judging
+    as if it had not stopped.
+    """
+
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    spiking: bool = False
+    highest: dict[str, float] = field(default_factory=dict)
+    low: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, events: list[dict[str, Any]]) -> "Health":
+        """The health of a run with these events."""
+        health = cls()
+        for event in events:
+            health.warnings(event)
+        return health
+
+    def warnings(self, event: dict[str, Any]) -> list[str]:
+        """Take the next event into account; what it gives reason to warn of, a line each."""
+        if event["event"] == "train" and isinstance(event.get("loss"), float):
+            return self._loss(event["loss"])
+        if event["event"] == "valid":
+            return [text for memory in event.get("usage", ()) for text in self._usage(memory)]
+        return []
+
+    def _loss(self, loss: float) -> list[str]:
+        told = []
+        if len(self.losses) >= FEWEST:
+            median = statistics.median(self.losses)
+            deviation = statistics.median(abs(value - median) for value in self.losses)
+            above = loss - median > max(SPIKE * deviation, SPIKE_SHARE * median)
+            if above and not self.spiking:
+                told.append(f"loss spike: {loss:.3f}, after a median of {median:.3f} in {len(self.losses)} steps")
+            self.spiking = above
+        self.losses.append(loss)
+        return told
+
+    def _usage(self, memory: dict[str, Any]) -> list[str]:
+        name, usage, uniform = f"layer {memory['layer']} {memory['name']}", memory["usage"], memory["uniform"]["usage"]
+        told = []
+        if usage < COLLAPSE * self.highest.get(name, 0.0):
+            told.append(f"{name} goes out of use: {usage:.1%} of its slots are read, after {self.highest[name]:.1%}")
+            self.highest[name] = usage  # the next warning is for half of this
+        self.highest[name] = max(usage, self.highest.get(name, 0.0))
+        self.low[name] = self.low.get(name, 0) + 1 if usage < DEAD * uniform else 0
+        if self.low[name] == DEAD_FOR:
+            told.append(
+                f"{name} is hardly used: {usage:.1%} of its slots are read in {DEAD_FOR} validations in a row "
+                f"(uniform reading: {uniform:.1%})"
+            )
+        return told

@@ -1,0 +1,48 @@
+"""What to lower where training has run out of memory."""
+
+import math
+
+import torch
+
+from pkmlm.errors import UserError
+from pkmlm.model.cost import cost_of
+from pkmlm.recipe.schema import Recipe
+
+OF_A_FORWARD = ("activations", "logits", "search")  # parts of `Cost.training` that grow with the micro-batch
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether an error says that memory has run out, in the words of Python, numpy, torch on CPUs or CUDA."""
+    told = isinstance(error, RuntimeError) and "allocate memory" in str(error)
+    return told or isinstance(error, MemoryError | torch.OutOfMemoryError)
+
+
+def out_of_memory(recipe: Recipe, vocab_size: int) -> UserError:
+    """The error that names the key to lower, and to what; exit code 1."""
+    training = cost_of(recipe, vocab_size).training
+    parts = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in training.items() if size >= 1 << 20)
+    total = sum(training.values()) / 2**20
+    key, value, lower = what_to_lower(recipe, training)
+    return UserError(
+        f"out of memory: training needs about {total:,.0f} MiB and the framework ({parts or 'little of each part'})",
+        f"lower {key} from {value} to {lower}: -s {key}={lower} (under another -o, if the run has a checkpoint)",
+        exit_code=1,
+    )
+
+
+def what_to_lower(recipe: Recipe, training: dict[str, int]) -> tuple[str, int, int]:
+    """A key, its value, and the nearest value that halves what takes the most.
+
+    That is the micro-batch where a forward takes more than what does not depend on it (or has nothing else to give);
+    else the slots of the memory, the rows of the hash tables, or the layers.
+    """
+    model, portion = recipe.model, recipe.train.micro_batch
+    forward = sum(training.get(name, 0) for name in OF_A_FORWARD)
+    if portion > 1 and 2 * forward > sum(training.values()):
+        lower = max(n for n in range(1, portion // 2 + 1) if recipe.sequences % n == 0)
+        return "train.micro_batch", portion, lower
+    if model.memory.kind != "none":
+        return "model.memory.num_keys", model.memory.num_keys, max(1, math.floor(model.memory.num_keys / math.sqrt(2)))
+    if model.projections == "hash":
+        return "model.hash.bits", model.hash.bits, max(1, model.hash.bits // 2)
+    return "model.layers", model.layers, max(1, model.layers // 2)

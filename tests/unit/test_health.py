@@ -1,0 +1,105 @@
+"""Warnings while a run trains: what deserves one, and what does not."""
+
+import json
+import math
+import random
+
+import pytest
+
+from pkmlm.recipe.load import load_recipe
+from pkmlm.recipe.schema import Log
+from pkmlm.runtime.log import TrainingLog
+from pkmlm.train.health import DEAD_FOR, FEWEST, Health
+from pkmlm.train.shortage import is_shortage, what_to_lower
+
+
+def train(loss):
+    return {"event": "train", "step": 1, "loss": loss}
+
+
+def valid(usage, uniform=1.0):
+    return {
+        "event": "valid",
+        "step": 1,
+        "loss": 2.0,
+        "usage": [{"layer": 3, "name": "memory", "usage": usage, "kl": 1.0, "uniform": {"usage": uniform, "kl": 0.0}}],
+    }
+
+
+def test_a_loss_that_falls_with_noise_gives_no_warning():
+    draw = random.Random(1)
+    health = Health()
+    for step in range(3000):
+        assert not health.warnings(train(4 + 5 * math.exp(-step / 200) + draw.gauss(0, 0.1)))
+    assert not health.warnings(train(None))  # a skipped step
+
+
+def test_a_spike_is_told_once():
+    health = Health.of([train(4 + 0.01 * (step % 5)) for step in range(FEWEST)])
+    assert health.warnings(train(6.0)) == [f"loss spike: 6.000, after a median of 4.020 in {FEWEST} steps"]
+    assert not health.warnings(train(6.1))
+    assert not health.warnings(train(4.0))
+    assert health.warnings(train(7.0))
+    assert not Health.of([train(4.0)] * (FEWEST - 1)).warnings(train(9.0))  # too early to say
+
+
+def test_a_memory_that_goes_out_of_use_is_told_at_each_halving():
+    health = Health()
+    told = [bool(health.warnings(valid(usage))) for usage in (0.5, 0.8, 0.41, 0.39, 0.3, 0.19, 0.18)]
+    assert told == [False, False, False, True, False, True, False]
+    health = Health.of([valid(0.8)])
+    assert health.warnings(valid(0.3)) == ["layer 3 memory goes out of use: 30.0% of its slots are read, after 80.0%"]
+
+
+def test_a_memory_that_was_never_used_is_told_once():
+    health = Health()
+    told = [health.warnings(valid(0.05, 0.9)) for _ in range(DEAD_FOR + 2)]
+    assert [len(lines) for lines in told] == [0] * (DEAD_FOR - 1) + [1, 0, 0]
+    assert "layer 3 memory is hardly used: 5.0%" in told[DEAD_FOR - 1][0]
+    health = Health()
+    assert not any(health.warnings(valid(0.05, 0.1)) for _ in range(9))  # few reads: nothing could use more
+
+
+def test_a_resumed_run_goes_on_judging_where_it_was():
+    events = [train(4 + 0.01 * (step % 5)) for step in range(60)] + [valid(0.8), valid(0.5), train(9.0), valid(0.3)]
+    straight = Health()
+    told = [straight.warnings(event) for event in events]
+    assert sum(map(len, told)) == 2
+    for cut in range(len(events)):
+        resumed = Health.of(events[:cut])
+        assert [resumed.warnings(event) for event in events[cut:]] == told[cut:]
+
+
+def test_a_warning_is_an_event_and_a_line_even_when_quiet(tmp_path, capsys):
+    judge = Health.of([train(4.0 + step % 2 / 100) for step in range(30)]).warnings
+    with TrainingLog(tmp_path, "x", 40, Log(), quiet=True, judge=judge) as log:
+        log.event("train", 31, loss=4.0)
+        log.event("train", 32, loss=8.0)
+    events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(event["event"], event["step"]) for event in events] == [("train", 31), ("train", 32), ("warn", 32)]
+    assert capsys.readouterr().err.startswith("warning: step 32: loss spike: 8.000")
+    assert "warning: step 32: loss spike" in (tmp_path / "train.log").read_text()
+
+
+def test_what_is_a_shortage_of_memory():
+    torch = pytest.importorskip("torch")
+    with pytest.raises(RuntimeError) as found:
+        torch.empty(10**14)
+    assert is_shortage(found.value)
+    assert is_shortage(MemoryError())
+    assert not is_shortage(RuntimeError("shapes do not match"))
+    assert not is_shortage(ValueError("cannot allocate memory"))
+
+
+def test_the_key_to_lower_is_that_of_what_takes_most(write_recipe, tmp_path):
+    small, large = {"weights": 9, "activations": 1}, {"weights": 1, "activations": 9}
+    for kind, training, expected in (
+        ("dense", large, ("train.micro_batch", 4, 2)),
+        ("dense", small, ("model.layers", 2, 1)),
+        ("product-key", large, ("train.micro_batch", 4, 2)),
+        ("product-key", small, ("model.memory.num_keys", 16, 11)),
+        ("hash", small, ("model.hash.bits", 4, 2)),
+    ):
+        assert what_to_lower(load_recipe(write_recipe(tmp_path, kind)), training) == expected
+    one = load_recipe(write_recipe(tmp_path, "dense"), ["train.micro_batch=1"])
+    assert what_to_lower(one, large)[0] == "model.layers"
