@@ -15,7 +15,7 @@ from pkmlm.data.batches import permute
 from pkmlm.model.memory.hash_table import HashLayer
 from pkmlm.model.memory.key_memory import KeyMemory
 from pkmlm.recipe.schema import Recipe
-from pkmlm.runtime.files import disk_errors, writing
+from pkmlm.runtime.files import make_folder, writing
 from pkmlm.runtime.log import TrainingLog
 from pkmlm.runtime.seeds import derived_seed
 
@@ -65,8 +65,7 @@ class Drift:
         self._write(step, {**arrays, **before})
 
     def _write(self, step: int, arrays: dict[str, Any]) -> None:
-        with disk_errors(self.folder):
-            self.folder.mkdir(exist_ok=True)
+        make_folder(self.folder)
         with writing(self.file(step)) as file:
             np.savez_compressed(file, steps=np.array([self.began, self.since, step]), **arrays)
 
@@ -149,7 +148,7 @@ class _Memory:
             ValueError: they belong to another memory.
         """
         read_K, last_K, sample_S = (arrays[f"{number}-{name}"] for name in READ)
-        if read_K.shape != self.read_K.shape or not np.array_equal(sample_S, self.sample_S.cpu().numpy()):
+        if not np.array_equal(sample_S, self.sample_S.cpu().numpy()):
             raise ValueError("another memory's")
         name = f"{number}-before_SD"
         return read_K, last_K, arrays.get(name)

@@ -74,8 +74,11 @@ def test_moved_is_the_distance_of_sampled_values(watched, tmp_path: Path) -> Non
     assert log.told[0]["memories"][0]["moved"] == pytest.approx(
         float((way / before.norm(dim=1))[sample].median()), rel=1e-4
     )
+    read(drift, *range(256))
     drift.record(30, log)
-    assert log.told[1]["memories"][0]["moved"] is None, "nothing was read since"
+    assert log.told[1]["memories"][0]["moved"] == 0.0, "since the record before"
+    drift.record(45, log)
+    assert log.told[2]["memories"][0]["moved"] is None, "nothing was read since"
 
 
 def test_going_on_from_a_checkpoint_changes_no_record(watched, tmp_path: Path) -> None:
@@ -105,6 +108,13 @@ def test_a_file_that_is_damaged_or_of_another_memory_begins_anew(watched, tmp_pa
     file.write_bytes(whole[: len(whole) // 2])
     assert Drift(tmp_path / "usage", recipe, model, 15).began == 15
     file.write_bytes(whole)
+    log, late = Events(), Drift(tmp_path / "none", recipe, model, 15)
+    read(late, 1, 2)
+    late.record(30, log)
+    (told,) = log.told
+    assert (told["since"], told["began"]) == (15, 15)
+    found = told["memories"][0]
+    assert (found["read"], found["died"], found["woke"], found["never"]) == (2, 0, 0, 254), "as in a first record"
     other = build_model(load_recipe(tmp_path / "product-key.yaml", ["model.memory.num_keys=8"]), 600)
     assert Drift(tmp_path / "usage", recipe, other, 15).began == 15
 
