@@ -138,13 +138,14 @@ def of_slot(
     run: "LoadedRun", memory: int, documents: "list[Documents]", name: str, top: int, quiet: bool
 ) -> "tuple[dict[str, Any], list[Table]]":
     """One slot in full."""
-    from pkmlm.evaluate.slots import Wanted, describe, memories
+    from pkmlm.evaluate.slots import CONTEXTS, Wanted, describe, memories
     from pkmlm.report.slots import slot_number, slot_tables
 
     tap = memories(run.model)[memory].tap
     number = slot_number(name, tap.kind, tap.slots, tap.heads)
-    usage, strongest = indexed(run, memory, documents[0], top, quiet)
+    usage, strongest = indexed(run, memory, documents[0], max(top, CONTEXTS), quiet)
     ((slot,),) = describe(run, [Wanted(memory, usage, strongest, [number])], documents[1])
+    slot = slot._replace(contexts=slot.contexts[:top])
     record = heading(run, memory) | {"split": documents[0].name, "tokens": usage.tokens, "slots": [slot.as_json()]}
     later = len(run.model.blocks) - tap.layer
     note = f" (approximate: {later} later layer{'s' if later > 1 else ''} left out)" if later else ""

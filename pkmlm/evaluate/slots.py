@@ -21,10 +21,10 @@ from pkmlm.model.memory.hash_table import HashLayer
 from pkmlm.model.memory.key_memory import KeyMemory
 from pkmlm.model.memory.usage_tap import UsageTap
 from pkmlm.model.transformer import Transformer
-from pkmlm.report.slots import Context, Holding, Slot, Word, most_read
+from pkmlm.report.slots import JUDGED, Context, Holding, Slot, Word, most_read
 from pkmlm.report.usage import MemoryUsage
 
-CONTEXTS = 10  # kept a slot
+CONTEXTS = JUDGED  # kept a slot
 BEFORE, AFTER = 14, 6  # tokens shown around the one that reads
 WORDS = 8  # tokens that a value raises, or lowers, most
 MOST_HELD = 2000  # slots of a run that a page shows with words and contexts

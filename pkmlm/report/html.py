@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pkmlm.errors import printable
 from pkmlm.report.curves import sorted_mass, training_lines, uniform_mass
-from pkmlm.report.slots import Holding, Slot, Word, pattern_of, patterned
+from pkmlm.report.slots import Holding, Slot, Word, patterned
 from pkmlm.report.usage import MemoryUsage
 
 CODES = 65534  # steps of a mass on the page's logarithmic scale
@@ -95,13 +95,12 @@ def slot_data(slot: Slot) -> dict[str, Any]:
     def shown(words: list[Word] | None) -> list[Any] | None:
         return None if words is None else [[printable(word.token), round(word.logit, 3)] for word in words]
 
-    pattern = pattern_of(slot.contexts)
     return {
         "reads": slot.reads,
         "heads": [[head, reads] for head, reads, _ in slot.heads],
         "raises": shown(slot.raises),
         "lowers": shown(slot.lowers),
-        "pattern": None if pattern is None else printable(str(pattern)),
+        "pattern": None if slot.pattern is None else printable(str(slot.pattern)),
         "contexts": [
             [round(c.weight, 4), c.document, c.place, *map(printable, (c.before, c.token, c.after))]
             for c in slot.contexts[:CONTEXTS]

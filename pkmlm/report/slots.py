@@ -13,7 +13,7 @@ from pkmlm.report.tables import Column, Table
 from pkmlm.report.usage import MemoryUsage
 from pkmlm.report.usage_tables import NUMBER, right
 
-LEAST = 3  # contexts that a pattern needs
+JUDGED, LEAST = 10, 3  # contexts that are looked at for a pattern, and that it needs at least
 DEALS = 100  # of shuffled contexts
 SEED = 0  # of the shuffling
 
@@ -47,6 +47,38 @@ class Context(NamedTuple):
     next: str
 
 
+class Pattern(NamedTuple):
+    """What at least half (and at least LEAST) of a slot's JUDGED strongest contexts have in common.
+
+    Attributes:
+        kind: "token" (the one read), "next", "previous" or "place" (in the model's window); what: which.
+        shared: contexts that have it; contexts: of how many.
+    """
+
+    kind: str
+    what: str
+    shared: int
+    contexts: int
+
+    def __str__(self) -> str:
+        what = self.what if self.kind == "place" else quoted(self.what)
+        return f"{self.kind} {what} {self.shared}/{self.contexts}"
+
+
+def pattern_of(contexts: Sequence[Context]) -> Pattern | None:
+    """What most of the JUDGED strongest contexts share: the same token, else next token, previous token, place; None:
+    not enough of them.
+    """
+    contexts = contexts[:JUDGED]
+    best = None
+    for kind in ("token", "next", "previous", "place"):
+        counts = Counter(getattr(context, kind) for context in contexts)
+        what, shared = counts.most_common(1)[0] if counts else ("", 0)
+        if shared >= max(LEAST, len(contexts) / 2) and (best is None or shared > best.shared):
+            best = Pattern(kind, str(what), shared, len(contexts))
+    return best
+
+
 class Slot(NamedTuple):
     """What is known of one slot.
 
@@ -68,6 +100,7 @@ class Slot(NamedTuple):
     heads: list[tuple[int, int, float]]
     raises: list[Word] | None
     lowers: list[Word] | None
+    pattern: Pattern | None
     contexts: list[Context]
 
     @classmethod
@@ -87,10 +120,21 @@ class Slot(NamedTuple):
         reads, mass = int(usage.counts_S[slot]), float(usage.masses_S[slot])
         share = mass / max(float(usage.masses_S.sum()), 1e-300)
         where = slot, usage.kind, usage.slots, usage.heads
-        return cls(slot, slot_name(*where), address(*where), reads, mass, share, heads, raises, lowers, contexts)
+        return cls(
+            slot,
+            slot_name(*where),
+            address(*where),
+            reads,
+            mass,
+            share,
+            heads,
+            raises,
+            lowers,
+            pattern_of(contexts),
+            contexts,
+        )
 
     def as_json(self) -> dict[str, Any]:
-        pattern = pattern_of(self.contexts)
         return {
             "slot": self.slot,
             "name": self.name,
@@ -101,7 +145,7 @@ class Slot(NamedTuple):
             "heads": [{"head": head, "reads": reads, "mass": mass} for head, reads, mass in self.heads],
             "raises": None if self.raises is None else [word._asdict() for word in self.raises],
             "lowers": None if self.lowers is None else [word._asdict() for word in self.lowers],
-            "pattern": None if pattern is None else pattern._asdict(),
+            "pattern": None if self.pattern is None else self.pattern._asdict(),
             "contexts": [context._asdict() for context in self.contexts],
         }
 
@@ -158,40 +202,11 @@ class Holding(NamedTuple):
     tokens: list[str]
 
 
-class Pattern(NamedTuple):
-    """What at least half (and at least LEAST) of a slot's strongest contexts have in common.
-
-    Attributes:
-        kind: "token" (the one read), "next", "previous" or "place" (in the model's window); what: which.
-        shared: contexts that have it; contexts: of how many.
-    """
-
-    kind: str
-    what: str
-    shared: int
-    contexts: int
-
-    def __str__(self) -> str:
-        what = self.what if self.kind == "place" else quoted(self.what)
-        return f"{self.kind} {what} {self.shared}/{self.contexts}"
-
-
-def pattern_of(contexts: Sequence[Context]) -> Pattern | None:
-    """The pattern that most contexts share: the same token, else next token, previous token, place; None: none."""
-    best = None
-    for kind in ("token", "next", "previous", "place"):
-        counts = Counter(getattr(context, kind) for context in contexts)
-        what, shared = counts.most_common(1)[0] if counts else ("", 0)
-        if shared >= max(LEAST, len(contexts) / 2) and (best is None or shared > best.shared):
-            best = Pattern(kind, str(what), shared, len(contexts))
-    return best
-
-
 def patterned(slots: Sequence[Slot]) -> dict[str, Any]:
     """How many of some slots have a pattern, of which kind, and how many would if their contexts were dealt at random
     among them (mean of DEALS deals).
     """
-    found = Counter(p.kind for p in (pattern_of(slot.contexts) for slot in slots) if p is not None)
+    found = Counter(slot.pattern.kind for slot in slots if slot.pattern is not None)
     pool = [context for slot in slots for context in slot.contexts]
     random, hits = np.random.default_rng(SEED), 0
     for _ in range(DEALS if pool else 0):
@@ -233,7 +248,7 @@ def slots_table(title: str, slots: Sequence[Slot]) -> Table:
             slot.share,
             main_head(slot),
             words_line(slot.raises, 2),
-            None if (pattern := pattern_of(slot.contexts)) is None else str(pattern),
+            None if slot.pattern is None else str(slot.pattern),
         ]
         for slot in slots
     ]
@@ -267,9 +282,8 @@ def main_head(slot: Slot) -> str | None:
 def slot_tables(title: str, slot: Slot, note: str) -> list[Table]:
     """One slot: how it is read, its words (with `note` on how far they can be trusted), its contexts."""
     heads = ", ".join(f"{head}: {reads / slot.reads:.0%}" for head, reads, _ in slot.heads[:8]) or None
-    pattern = pattern_of(slot.contexts)
     columns = [right("Reads", NUMBER), right("Mass", "{:.3%}"), Column("By heads"), Column("Pattern")]
-    row = [slot.reads, slot.share, heads, None if pattern is None else str(pattern)]
+    row = [slot.reads, slot.share, heads, None if slot.pattern is None else str(slot.pattern)]
     tables = [Table(title, columns, [row])]
     if slot.raises is not None and slot.lowers is not None:
         words = [

@@ -39,6 +39,7 @@ def test_one_slot_is_named_three_ways(trained) -> None:
         found = slots(run, "--slot", name, "--top", 4)["slots"][0]
         assert found["contexts"] == best["contexts"][:4]
         assert found["raises"] == best["raises"]
+        assert found["pattern"] == best["pattern"], "of ten, however many are shown"
     text = pkmlm("slots", run, "--slot", best["slot"]).stdout
     assert f"Slot {best['name']}: product-key at step 30, layer 2 memory, test" in text
     assert "approximate" not in text, "no later layer"

@@ -198,7 +198,7 @@ def context(token: str = "t", next: str = "n", previous: str = "p", place: int =
 
 
 def slot_with(contexts: list[Context]) -> Slot:
-    return Slot(0, "0", {}, 1, 1.0, 0.1, [], None, None, contexts)
+    return Slot(0, "0", {}, 1, 1.0, 0.1, [], None, None, pattern_of(contexts), contexts)
 
 
 def test_a_pattern_is_what_half_of_the_contexts_share() -> None:
@@ -212,6 +212,7 @@ def test_a_pattern_is_what_half_of_the_contexts_share() -> None:
     assert pattern_of([context()] * 10) == ("token", "t", 10, 10), "the first of equals"
     assert pattern_of([context()] * 2) is None, "two are no pattern"
     assert pattern_of([]) is None
+    assert pattern_of(five + different) == pattern_of(five), "ten are looked at"
 
 
 def test_shuffling_deals_the_same_contexts() -> None:
