@@ -238,7 +238,8 @@ def key_memory(model: Model) -> Part:
         values=slots * d,
         reads=reads,
         width=d,
-        saved=4 * queries + 6 * memory.heads * memory.topk,
+        # Queries before and after their norm; for each read a weight, its slot and, of product keys, both sub-keys.
+        saved=2 * queries + reads * (7 if memory.kind == "product-key" else 5),
     )
 
 
