@@ -1,14 +1,17 @@
 # make demo    install, tokenize, train three small models, measure and compare them
 # make test    install and run the tests
+# make torture kill, corrupt, fill disks, mutate: hours; goes on where it was stopped
 # make check   linter, formatter, type checker
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 PKMLM := $(BIN)/pkmlm
+# Where trials are done and recorded; in a file system in memory they are quicker.
+TORTURE ?= torture
 MODELS := dense product-key hash
 RUNS := $(MODELS:%=demo/runs/%)
 
-.PHONY: demo test check golden clean
+.PHONY: demo test torture check golden clean
 
 demo: $(RUNS:%=%/eval/done)
 	$(PKMLM) compare $(RUNS) --plots demo/plots --force
@@ -31,7 +34,10 @@ demo/tokens/index.json: | .venv/installed
 	  --separator '\n\n\n' --vocab-size 4096 -o demo/tokens
 
 test: .venv/installed-dev
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadfile
+
+torture: .venv/installed-dev
+	$(BIN)/python -m tests.torture --folder $(TORTURE)
 
 check: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -1,0 +1,1 @@
+"""What pkmlm must survive, tried many times: `make torture`, or `python -m tests.torture`."""

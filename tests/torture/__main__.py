@@ -1,0 +1,119 @@
+"""`make torture`: every trial that is not on record yet, and the table.
+
+Each trial is one line of torture/trials.jsonl when it has ended, so that a torture that was stopped goes on where it
+was; `rm -r torture` begins again. Exit code 1 where anything was lost.
+"""
+
+import argparse
+import json
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pkmlm.report.tables import Column, Table
+from pkmlm.runtime.rundir import source_commit
+from tests.torture import crashes, damage, disks, kills, mutants, sizes, stops
+from tests.torture.forks import ROOT, Forks
+from tests.torture.oracle import Ground, forget_one, saved_items
+
+Trial = Callable[[], tuple[bool, str]]
+BOMBS = ("zst", "gz", "jsonl.zst", "window.zst")
+TRAINING_DISK, TOKENIZING_DISK = 480 << 10, 144 << 10  # bytes that are enough
+
+
+class Part(NamedTuple):
+    """One row of the table: its name, and its trials in order."""
+
+    name: str
+    trials: list[Trial]
+
+
+def numbered(function: Callable[[Ground, int], tuple[bool, str]], ground: Ground, numbers: Any) -> list[Trial]:
+    return [lambda number=number: function(ground, number) for number in numbers]  # type: ignore[misc]
+
+
+def failures(ground: Ground, what: str) -> Iterator[Part]:
+    """Every operation of a command, crashing or failing in each way."""
+    for how in crashes.FAILURES:
+        places = range(1, len(crashes.operations(ground, what)) + 1)
+        trials = [lambda at=at, h=how: crashes.fail_at(ground, what, h, at) for at in places]  # type: ignore[misc]
+        yield Part(f"{what}: {how} before each file operation", trials)  # type: ignore[arg-type]
+
+
+def parts(ground: Ground) -> Iterator[Part]:
+    """Every row, cheap ones first."""
+    for what in ("tokenize", "replace"):
+        yield from failures(ground, what)
+    items = [(item, 9) for item in saved_items(ground.reference("product-key"), 9)] + [("state:skips", 3)]
+    control = [lambda i=item, s=step: forget_one(ground, i, s) for item, step in items]
+    yield Part("negative control: each saved item left out", control)  # type: ignore[arg-type]
+    yield Part("mutated recipes", numbered(mutants.mutate_recipe, ground, range(10_000)))
+    yield Part("mutated safetensors files", numbered(mutants.mutate_tensors, ground, range(3_000)))
+    yield Part("corrupted checkpoints", numbered(damage.spoil_checkpoint, ground, range(2_000)))
+    yield Part("corrupted shards, indexes, tokenizers", numbered(damage.spoil_tokens, ground, range(2_000)))
+    yield Part("training on a full disk", numbered(disks.fill_training, ground, range(4096, TRAINING_DISK, 8192)))
+    yield Part("tokenizing on a full disk", numbered(disks.fill_tokenizing, ground, range(4096, TOKENIZING_DISK, 4096)))
+    yield Part("SIGTERM while training", numbered(stops.stop_training, ground, range(100)))
+    yield Part("SIGKILL while tokenizing", numbered(kills.kill_tokenizing, ground, range(200)))
+    yield Part("SIGKILL while training", numbered(kills.kill_training, ground, range(500)))
+    yield from failures(ground, "train")
+    yield Part("1 GiB out of a small file", [lambda n=n: sizes.bomb(ground, n) for n in BOMBS])  # type: ignore[misc]
+    yield Part("a line of 1 GB within 2 GiB", [lambda: sizes.one_long_line(ground)])
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(prog="python -m tests.torture", description=__doc__)
+    arguments.add_argument("--folder", type=Path, default=ROOT / "torture", help="where trials are done and recorded")
+    arguments.add_argument("--minutes", type=float, default=120.0, help="begin no trial after so many")
+    arguments.add_argument("--only", default="", help="parts whose name holds this")
+    given = arguments.parse_args()
+    end = time.monotonic() + 60 * given.minutes
+    with Forks(given.folder.resolve() / "said") as forks:
+        ground = Ground(given.folder.resolve(), forks).make()
+        record = given.folder / "trials.jsonl"
+        chosen = [part for part in parts(ground) if given.only in part.name]
+        for part in chosen:
+            done = len([trial for trial in read(record) if trial["part"] == part.name])
+            for number, trial in list(enumerate(part.trials))[done:]:
+                if time.monotonic() > end:
+                    break
+                began = time.monotonic()
+                survived, what = trial()
+                line = {"part": part.name, "number": number, "survived": survived, "what": what}
+                line |= {"seconds": round(time.monotonic() - began, 3), "commit": source_commit()}
+                with open(record, "a") as file:
+                    file.write(json.dumps(line) + "\n")
+                if not survived:
+                    print(f"LOST {part.name} {number}: {what}", flush=True)
+    return report(chosen, read(record))
+
+
+def read(record: Path) -> list[dict[str, Any]]:
+    lines = record.read_text().splitlines() if record.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def report(chosen: list[Part], trials: list[dict[str, Any]]) -> int:
+    """Print the table, and in which phases the kills came."""
+    rows, lost = [], 0
+    for part in chosen:
+        mine = [trial for trial in trials if trial["part"] == part.name]
+        survived = sum(trial["survived"] for trial in mine)
+        lost += len(mine) - survived
+        seconds = sum(trial["seconds"] for trial in mine)
+        rows.append((part.name, len(mine), len(part.trials), survived, len(mine) - survived, seconds))
+    columns = [Column("part"), *(Column(head, "right", "{:,}") for head in ("trials", "of", "survived", "lost"))]
+    date = time.strftime("%Y-%m-%d")
+    print(Table(f"{date}, {platform.machine()}", [*columns, Column("s", "right", "{:,.0f}")], rows).render(), end="")
+    for part in chosen:
+        if part.name.startswith("SIGKILL"):
+            hit = Counter(trial["what"].split(":")[0].split()[-1] for trial in trials if trial["part"] == part.name)
+            print(f"{part.name} came during: " + ", ".join(f"{name} {count}" for name, count in hit.most_common()))
+    return 1 if lost else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,120 @@
+"""A disk that crashes or fails before the n-th operation, and one that remembers their order.
+
+Operations are what the project does to files through Python: open for writing, write, fsync, rename, exchange, mkdir,
+unlink, rmdir, and the library call that writes tensors. To be used in a process of its own: nothing is put back.
+"""
+
+import builtins
+import ctypes
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+CRASH = 137
+
+
+class Disk:
+    """Counts operations.
+
+    Args:
+        trace: the file that gets a line for each operation, as it is about to happen.
+        at: the operation (from 1) before which something happens; 0: never.
+        how: "crash" (the process is gone; of a write, half has happened), "EIO" (this operation fails), "ENOSPC" (this
+            and every later one that needs room fails).
+    """
+
+    def __init__(self, trace: Path | None = None, at: int = 0, how: str = "crash"):
+        self.at, self.how, self.count = at, how, 0
+        self.trace = os.open(trace, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) if trace else None
+
+    def install(self) -> None:
+        """Put every operation of this process under watch."""
+        import pkmlm.runtime.files as files
+        import pkmlm.train.checkpoint as checkpoint
+
+        for name in ("replace", "rename", "mkdir", "unlink", "rmdir", "fsync"):
+            setattr(os, name, self._watched(name, getattr(os, name)))
+        files.exchange = self._watched("exchange", files.exchange)  # type: ignore[assignment]
+        checkpoint.save_file = self._tensors(checkpoint.save_file)  # type: ignore[assignment]
+        real = builtins.open
+
+        def watched_open(path: Any, mode: str = "r", *rest: Any, **named: Any) -> Any:
+            if not set(mode) & set("wax+"):
+                return real(path, mode, *rest, **named)
+            self.step("open", path)
+            return WatchedFile(self, path, real(path, mode, *rest, **named))
+
+        builtins.open = watched_open  # type: ignore[assignment]
+
+    def step(self, name: str, path: Any, half: Callable[[], None] = lambda: None, other: Any = "") -> None:
+        """An operation is about to happen."""
+        self.count += 1
+        if self.trace is not None:
+            os.write(self.trace, f"{self.count} {name} {path} {other}\n".encode())
+        room = name in ("open", "write", "mkdir", "tensors")
+        if self.at and (self.count == self.at or (self.how == "ENOSPC" and room and self.count > self.at)):
+            half()
+            if self.how == "crash":
+                os._exit(CRASH)
+            number = getattr(errno, self.how)
+            raise OSError(number, os.strerror(number), None if name == "write" else str(path))
+
+    def _watched(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(path: Any, *rest: Any, **named: Any) -> Any:
+            shown = os.readlink(f"/proc/self/fd/{path}") if name == "fsync" else path
+            self.step(name, shown, other=rest[0] if rest and name in ("replace", "rename", "exchange") else "")
+            return real(path, *rest, **named)
+
+        return watched
+
+    def _tensors(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        from safetensors import SafetensorError
+
+        def watched(tensors: Any, path: Any, metadata: Any = None) -> None:
+            def half() -> None:
+                real(tensors, path, metadata)
+                os.truncate(path, os.path.getsize(path) // 2)
+
+            try:
+                self.step("tensors", path, half)
+            except OSError as error:  # in the library's words
+                raise SafetensorError(f"I/O error: {error.strerror} (os error {error.errno})") from None
+            real(tensors, path, metadata)
+
+        return watched
+
+
+class WatchedFile:
+    """A file whose writes are counted; of one that does not happen, half has."""
+
+    def __init__(self, disk: Disk, path: Any, file: Any):
+        self.disk, self.path, self.file = disk, path, file
+
+    def write(self, data: Any) -> Any:
+        def half() -> None:
+            self.file.write(data[: len(data) // 2])
+            self.file.flush()
+
+        self.disk.step("write", self.path, half)
+        return self.file.write(data)
+
+    def __enter__(self) -> "WatchedFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+def two_renames() -> None:
+    """Let the system seem to be one that cannot exchange two names at once."""
+
+    class Library:
+        def __init__(self, *_: object, **__: object):
+            pass
+
+    ctypes.CDLL = Library  # type: ignore[assignment,misc]

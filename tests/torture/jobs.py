@@ -1,0 +1,72 @@
+"""What a forked child does."""
+
+import os
+import resource
+import sys
+from pathlib import Path
+
+from tests.torture.disk import Disk, two_renames
+from tests.torture.phases import TOKENIZING, TRAINING, Phases, phases_of
+
+
+def command(
+    words: list[str],
+    disk: dict[str, object] | None = None,
+    phases: str = "",
+    exchange: bool = True,
+    memory: int = 0,
+    file_size: int = 0,
+    init_scale: float = 0.0,
+    drop: str = "",
+    cwd: str = "",
+) -> int:
+    """Run a command line; return its exit code.
+
+    Args:
+        disk: of `Disk`.
+        phases: a file to mark phases in.
+        exchange: whether the system can exchange two names at once.
+        memory, file_size: limits in bytes (memory: beyond what the process has when it begins).
+        init_scale: the loss scale that fp16 begins with; large ones make the first steps overflow.
+        drop: what a resume forgets, see `tests.torture.oracle`.
+    """
+    from pkmlm.cli import main
+
+    if cwd:
+        os.chdir(cwd)
+    if not exchange:
+        two_renames()
+    if phases:
+        places = TOKENIZING if words[0] == "tokenize" else TRAINING
+        Phases(Path(phases), phases_of(places)).watch(places)
+    if init_scale:
+        start_scale_at(init_scale)
+    if drop:
+        from tests.torture.oracle import forget
+
+        forget(drop)
+    if memory:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + memory, used + memory))
+    if file_size:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
+    if disk is not None:
+        trace = disk.pop("trace", None)
+        Disk(Path(str(trace)) if trace else None, **disk).install()  # type: ignore[arg-type]
+    sys.argv = ["pkmlm", *words]
+    try:
+        main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def start_scale_at(scale: float) -> None:
+    import torch
+
+    real = torch.amp.GradScaler
+
+    def scaler(device: str, enabled: bool = True) -> torch.amp.GradScaler:
+        return real(device, init_scale=scale, enabled=enabled)
+
+    torch.amp.GradScaler = scaler  # type: ignore[assignment,misc]

@@ -1,0 +1,183 @@
+"""The ground of the trials, and the judge: whether a run that was hurt ended as one that was not."""
+
+import hashlib
+import io
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.torture.forks import ROOT, Forks
+
+STEPS = 12
+RECIPE = """name: torture-{kind}
+data: {{dir: {tokens}}}
+model:
+  dim: 16
+  layers: 2
+  heads: 2
+  context: 16
+  dropout: 0.1
+  {memory}
+optim: {{lr: 3e-3, schedule: cosine, warmup_steps: 5, values: {{lr: 4e-3}}}}
+train: {{steps: {steps}, batch_tokens: 128, micro_batch: 4, precision: {precision}}}
+eval: {{every: 4, tokens: 200}}
+checkpoint: {{every: 3}}
+log: {{every: 3}}
+"""
+KINDS = {
+    "product-key": ("memory: {kind: product-key, layers: 2, num_keys: 8, heads: 2, topk: 3, key_dim: 8}", "fp16"),
+    "hash": ("projections: hash\n  hash: {bits: 4, extra_bits: 2}", "fp32"),
+}
+INIT_SCALE = 2.0**25  # fp16's first steps overflow, so that skips and the scale are worth saving
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What trials begin from: a text, its tokens, and for each kind of model a recipe and a run that nobody hurt."""
+
+    folder: Path
+    forks: Forks
+
+    @property
+    def text(self) -> Path:
+        return self.folder / "train.txt"
+
+    @property
+    def tokens(self) -> Path:
+        return self.folder / "tokens"
+
+    def recipe(self, kind: str) -> Path:
+        return self.folder / f"{kind}.yaml"
+
+    def reference(self, kind: str) -> Path:
+        return self.folder / f"{kind}-reference"
+
+    def train(self, kind: str, run: Path, *words: object, code: int | None = 0, **arguments: Any) -> Any:
+        """Train in a child; another code than the expected one is an AssertionError."""
+        words = ("train", self.recipe(kind), "-o", run, *words)
+        return self.forks.pkmlm(*words, code=code, init_scale=INIT_SCALE, **arguments)
+
+    def make(self) -> "Ground":
+        """Make what is not there yet."""
+        import zstandard
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self.text.exists():
+            for name, size in (("train", 40_000), ("valid", 3_000)):
+                stored = (ROOT / "recipes" / "demo" / f"{name}.txt.zst").read_bytes()
+                text = io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(stored), encoding="utf-8")
+                self.folder.joinpath(f"{name}.txt").write_text(text.read(size))
+        valid = self.folder / "valid.txt"
+        self.forks.warm("tokenize", valid, "-o", self.folder / "warm-tokens", "--vocab-size", 320, "--force")
+        if not self.tokens.exists():
+            self.forks.pkmlm("tokenize", self.text, "--valid", valid, "-o", self.tokens, "--vocab-size", 350)
+        for kind, (memory, precision) in KINDS.items():
+            text = RECIPE.format(kind=kind, tokens=self.tokens, memory=memory, precision=precision, steps=STEPS)
+            self.recipe(kind).write_text(text)
+            shutil.rmtree(self.folder / "warm", ignore_errors=True)
+            self.forks.warm("train", self.recipe(kind), "-o", self.folder / "warm")
+            if not self.reference(kind).exists():
+                self.train(kind, self.reference(kind), "-s", "checkpoint.keep=100")
+        return self
+
+    def stopped_at(self, kind: str, step: int, run: Path) -> Path:
+        """A run as a kill right after the checkpoint of `step` leaves it."""
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(self.reference(kind), run)
+        for folder in (run / "checkpoints").iterdir():
+            if int(folder.name[5:]) > step:
+                shutil.rmtree(folder)
+        (run / "done").unlink()
+        return run
+
+    def differences(self, kind: str, run: Path) -> list[str]:
+        """In what a finished run differs from the one that nobody hurt: losses, evaluations, weights, optimizer..."""
+        expected, found = state_of(self.reference(kind)), state_of(run)
+        kept = {path.name for path in run.glob("checkpoints/step-*")} | {f"step-{STEPS:08d}"}
+        compared = {name for name in expected if not name.startswith("step-") or name[:13] in kept} | found.keys()
+        return sorted(name for name in compared if expected.get(name) != found.get(name))
+
+
+def state_of(run: Path) -> dict[str, Any]:
+    """All that a finished run's outcome is, but for times."""
+    state: dict[str, Any] = {}
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for event in ("train", "valid", "drift", "warn"):
+        chosen = [line for line in lines if line["event"] == event]
+        state[event] = [exact({k: v for k, v in line.items() if k != "tokens_per_second"}) for line in chosen]
+    for folder in run.glob("checkpoints/step-*"):
+        for name in ("weights", "optimizer"):
+            data = (folder / f"{name}.safetensors").read_bytes()
+            state[f"{folder.name}: {name}"] = hashlib.sha256(data).hexdigest()
+        progress = json.loads((folder / "state.json").read_text())
+        state[f"{folder.name}: progress"] = exact({k: v for k, v in progress.items() if k != "seconds"})
+    state.update({name: (run / name).read_text() for name in ("best", "latest", "done")})
+    facts = json.loads((run / "run.json").read_text())
+    state["outcome"] = (facts["status"], facts["exit_code"], facts["step"])
+    state["leftovers"] = sorted(path.name for path in run.rglob(".tmp-*"))
+    return state
+
+
+def exact(value: Any) -> Any:
+    """A JSON value with its floats in hexadecimal."""
+    if isinstance(value, float):
+        return value.hex()
+    if isinstance(value, dict):
+        return {key: exact(part) for key, part in value.items()}
+    return [exact(part) for part in value] if isinstance(value, list) else value
+
+
+def saved_items(run: Path, step: int) -> list[str]:
+    """Everything that a checkpoint saves, one by one, less the seconds; and the log, without which it is not whole."""
+    from safetensors import safe_open
+
+    folder = run / "checkpoints" / f"step-{step:08d}"
+    items = []
+    for name in ("weights", "optimizer"):
+        with safe_open(folder / f"{name}.safetensors", framework="np") as file:
+            items += [f"{name}:{tensor}" for tensor in file.keys()]  # noqa: SIM118
+    state = json.loads((folder / "state.json").read_text())
+    return [*items, *(f"state:{key}" for key in state if key != "seconds" and state[key]), "log:metrics.jsonl"]
+
+
+def forget(item: str) -> None:
+    """Let a resume in this process leave out one thing that was saved."""
+    import pkmlm.runtime.rundir as rundir
+    import pkmlm.train.checkpoint as checkpoint
+
+    kind, _, name = item.partition(":")
+    if kind == "log":
+        cut = rundir.RunDirectory.cut_metrics
+        rundir.RunDirectory.cut_metrics = lambda self, step: cut(self, 0)  # type: ignore[method-assign]
+    elif kind == "state":
+        read = checkpoint.progress_of
+
+        def progress_of(state: Any, path: Path) -> checkpoint.Progress:
+            progress = read(state, path)
+            setattr(progress, name, getattr(checkpoint.Progress(), name))
+            return progress
+
+        checkpoint.progress_of = progress_of
+    else:
+        copy = checkpoint.copy_tensors
+
+        def copy_tensors(path: Path, expected: dict[str, Any]) -> None:
+            mine = {tensor: value.clone() for tensor, value in expected.items()}
+            copy(path, expected)
+            if path.name == f"{kind}.safetensors":
+                import torch
+
+                with torch.no_grad():
+                    expected[name].copy_(mine[name])
+
+        checkpoint.copy_tensors = copy_tensors
+
+
+def forget_one(ground: Ground, item: str, step: int) -> tuple[bool, str]:
+    """The negative control: resume from `step` without one saved item; the oracle survives if it notices."""
+    run = ground.stopped_at("product-key", step, ground.folder / "forgetful")
+    ended = ground.train("product-key", run, "-s", "checkpoint.keep=100", code=None, drop=item)
+    noticed = ended.code != 0 or bool(ground.differences("product-key", run))
+    return noticed, item.partition(":")[0] if noticed else f"nobody noticed that {item} was left out"

@@ -1,0 +1,84 @@
+"""In which phase a process is, told through a small shared file that outlives a kill."""
+
+import functools
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# (module, name of a function in it, phase while it runs); the innermost counts.
+TRAINING = (
+    ("pkmlm.cli.train", "begin", "begin"),
+    ("pkmlm.cli.train", "starting_model", "build"),
+    ("pkmlm.train.loop", "restore", "restore"),
+    ("pkmlm.train.loop", "take_step", "step"),
+    ("pkmlm.train.loop", "measure", "validate"),
+    ("pkmlm.train.checkpoint", "write_tensors", "tensors"),
+    ("pkmlm.train.checkpoint", "write_json", "manifest"),
+    ("pkmlm.train.checkpoint", "verify", "verify"),
+    ("pkmlm.train.checkpoint", "prune", "prune"),
+    ("pkmlm.runtime.rundir.RunDirectory", "point", "point"),
+    ("pkmlm.runtime.log.TrainingLog", "event", "log"),
+)
+TOKENIZING = (
+    ("pkmlm.cli.tokenize", "learn", "learn"),
+    ("pkmlm.data.shards", "write_split", "split"),
+    ("pkmlm.data.shards", "write_shards", "shards"),
+    ("pkmlm.data.index.Index", "write", "index"),
+    ("pkmlm.runtime.files", "exchange", "exchange"),
+    ("pkmlm.cli.tokenize", "print_result", "result"),
+)
+
+
+class Phases:
+    """Marks: byte i of the file is how often phase i has been entered (at most 255); the first byte is the phase.
+
+    Args:
+        path: the file.
+        names: the phases, in order; index 0 is "outside" of all.
+    """
+
+    def __init__(self, path: Path, names: list[str]):
+        self.names = ["outside", *names]
+        if not path.exists() or path.stat().st_size != 256:
+            path.write_bytes(bytes(256))
+        descriptor = os.open(path, os.O_RDWR)
+        self.map = mmap.mmap(descriptor, 256)
+        os.close(descriptor)
+
+    def now(self) -> str:
+        return self.names[self.map[0]]
+
+    def times(self, name: str) -> int:
+        return self.map[self.names.index(name)]
+
+    def clear(self) -> None:
+        self.map[:] = bytes(256)
+
+    def watch(self, places: tuple[tuple[str, str, str], ...]) -> None:
+        """Let every function of `places` mark its phase, in this process."""
+        import importlib
+
+        for where, name, phase in places:
+            module, _, owner = where.rpartition(".") if where.rpartition(".")[2][0].isupper() else (where, "", "")
+            holder: Any = importlib.import_module(module)
+            holder = getattr(holder, owner) if owner else holder
+            setattr(holder, name, self._marked(getattr(holder, name), self.names.index(phase)))
+
+    def _marked(self, function: Callable[..., Any], number: int) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def marked(*arguments: Any, **named: Any) -> Any:
+            before = self.map[0]
+            self.map[number] = min(255, self.map[number] + 1)
+            self.map[0] = number
+            try:
+                return function(*arguments, **named)
+            finally:
+                self.map[0] = before
+
+        return marked
+
+
+def phases_of(places: tuple[tuple[str, str, str], ...]) -> list[str]:
+    return [phase for _, _, phase in places]

@@ -1,0 +1,348 @@
+"""Faults caused for real, a few of each kind that `make torture` tries by the hundred."""
+
+import itertools
+import json
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pkmlm.errors import UserError
+from pkmlm.runtime.rundir import RunDirectory
+from tests.conftest import ROOT, pkmlm
+from tests.torture import crashes, damage, disks, kills, mutants, sizes, stops
+from tests.torture.forks import Forks
+from tests.torture.oracle import Ground, forget_one, saved_items
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory):
+    if sys.platform != "linux":
+        pytest.skip("the trials look into /proc")
+    folder = tmp_path_factory.mktemp("ground")
+    with Forks(folder / "said") as forks:
+        yield Ground(folder, forks).make()
+
+
+def spread(total: int, count: int) -> list[int]:
+    """`count` numbers from 1 to `total`, the ends among them."""
+    return sorted({1 + round(i * (total - 1) / (count - 1)) for i in range(count)})
+
+
+@pytest.mark.parametrize("how", crashes.FAILURES)
+@pytest.mark.parametrize(("what", "count"), [("tokenize", 4), ("replace", 4), ("train", 4)])
+def test_a_crash_or_a_failed_write_anywhere_loses_nothing(ground, what, how, count):
+    operations = crashes.operations(ground, what)
+    at = set(spread(len(operations), count))
+    if how == "crash" and what == "replace":
+        at |= {n for n, line in enumerate(operations, 1) if re.search(r" exchange | rename ", line)}
+    if how == "crash" and what == "train":  # in the midst of an old checkpoint's deletion
+        at |= {next(n for n, line in enumerate(operations, 1) if " unlink weights" in line) + 1}
+    for n in sorted(at):
+        survived, said = crashes.fail_at(ground, what, how, n)
+        assert survived, said
+
+
+def test_tokens_are_replaced_in_two_steps_where_the_system_cannot_do_it_in_one(ground):
+    words, out = crashes.prepared(ground, "replace")
+    trace = ground.folder / "renames"
+    ground.forks.pkmlm(*words, disk={"trace": trace}, exchange=False)
+    operations = trace.read_text().splitlines()
+    (away,) = (n for n, line in enumerate(operations, 1) if re.search(r" rename \S*/crashed-replace ", line))
+    for at in (away, away + 1):
+        words, out = crashes.prepared(ground, "replace")
+        ground.forks.pkmlm(*words, disk={"at": at}, exchange=False, code=137)
+        assert out.exists() == (at == away)
+        ground.forks.pkmlm(*words, exchange=False)
+        assert kills.same(out, ground.tokens)
+
+
+def test_what_power_loss_asks_for_is_done_in_order(ground):
+    """Every file is synced before its folder is renamed, the folder before that and its parent after, and only then
+    does an older checkpoint go.
+    """
+    lines = [line.split(" ") for line in crashes.operations(ground, "train")]
+    names = [(name, path.rstrip("/")) for _, name, path, *_ in lines]
+    renamed = 0
+    for place, (_, name, path, other) in enumerate(lines):
+        if name == "rename" and re.search(r"/\.tmp-step-\d+$", path):
+            renamed += 1
+            begun = max(i for i in range(place) if names[i] == ("mkdir", path))
+            made = {inner for kind, inner in names[begun:place] if kind in ("open", "tensors")}
+            for inner in made:
+                changes = ("open", "write", "tensors")
+                last = max(i for i in range(begun, place) if names[i][1] == inner and names[i][0] in changes)
+                assert ("fsync", inner) in names[last + 1 : place], inner
+            assert len(made) == 4
+            assert names[place - 1] == ("fsync", path)
+            assert names[place + 1] == ("fsync", str(Path(other).parent))
+        elif name in ("replace", "rename") and "/.tmp-gone" not in other:
+            assert names[place - 1] == ("fsync", path)
+            assert names[place + 1] == ("fsync", str(Path(other).parent))
+    assert renamed >= 5
+    gone = next(i for i, line in enumerate(lines) if line[1] == "rename" and "/.tmp-gone" in line[3])
+    before = [i for i in range(gone) if names[i][0] == "rename" and "/.tmp-step" in names[i][1]]
+    assert len(before) == 3  # two are kept
+    synced = [i for i, (kind, path) in enumerate(names) if kind == "fsync" and path.endswith("metrics.jsonl")]
+    for place in (i for i, (kind, path) in enumerate(names) if kind == "mkdir" and "/.tmp-step" in path):
+        written = max(i for i in range(place) if names[i][0] == "write" and names[i][1].endswith("metrics.jsonl"))
+        assert any(written < i < place for i in synced)  # a checkpoint builds on events that are on the disk
+
+
+def test_kills_of_training_lose_nothing(ground):
+    phases = set()
+    for number in (4, 9, 16):
+        survived, said = kills.kill_training(ground, number)
+        assert survived, said
+        phases.add(said.split()[-1])
+    assert len(phases) >= 2, phases
+
+
+def test_kills_of_tokenizing_lose_nothing(ground):
+    for number in (0, 2, 4, 8):
+        survived, said = kills.kill_tokenizing(ground, number)
+        assert survived, said
+
+
+def test_every_kind_of_saved_item_is_needed(ground):
+    """The negative control of the tests above: a resume without it does not pass for the whole run."""
+    items = saved_items(ground.reference("product-key"), 9)
+    assert {"state:step", "state:tokens", "state:scaler"} <= set(items)
+    chosen = [
+        next(item for item in items if re.fullmatch(pattern, item))
+        for pattern in (
+            r"weights:.*running_var",
+            r"weights:.*weight_KD",
+            r"optimizer:.*weight_KD\|exp_avg",
+            r"optimizer:embedding.*\|exp_avg_sq",
+            r"optimizer:embedding.*\|step",
+            "state:scaler",
+            "log:.*",
+        )
+    ]
+    for item, step in [*((item, 9) for item in chosen), ("state:skips", 3)]:
+        noticed, said = forget_one(ground, item, step)
+        assert noticed, said
+    run = ground.stopped_at("product-key", 3, ground.folder / "forgetful")
+    ground.train("product-key", run, "-s", "checkpoint.keep=100")
+    assert not ground.differences("product-key", run)  # nor does a resume that forgets nothing differ
+
+
+def test_corrupted_checkpoints_are_found(ground):
+    for number in range(25):
+        survived, said = damage.spoil_checkpoint(ground, number)
+        assert survived, said
+
+
+def test_corrupted_tokens_are_found(ground):
+    for number in range(25):
+        survived, said = damage.spoil_tokens(ground, number)
+        assert survived, said
+
+
+def test_mutated_recipes_and_weights_are_refused_or_harmless(ground):
+    told = []
+    for number in range(60):
+        survived, said = mutants.mutate_recipe(ground, number)
+        assert survived, said
+        told.append(said)
+        survived, said = mutants.mutate_tensors(ground, number)
+        assert survived, said
+        told.append(said)
+    assert told.count("accepted") > 8
+    assert told.count("refused") > 60
+
+
+def test_a_billion_laughs_and_other_yaml_that_is_no_recipe(tmp_path):
+    from pkmlm.recipe.load import load_recipe
+
+    path = tmp_path / "r.yaml"
+    for text, told in (
+        (mutants.BOMB, r"anchors and aliases"),
+        (b"a: &a [*a]", r"anchors and aliases"),
+        (b"name: a\nname: b", r"given twice: first in line 1"),
+        (b"name: !!python/object/apply:os.system [id]", r"tags"),
+        (b"[" * 10_000, r"nested deeper"),
+        (b"{a: " * 10_000, r"nested deeper"),
+        (b"train: {steps: " + b"9" * 5000 + b"}", r"a number of fewer digits"),
+        (b"name: ../../x", r"letters, digits"),
+        (b"name: '\x1b[31m'", r"may not stand"),
+    ):
+        path.write_bytes(text)
+        with pytest.raises(UserError, match=told):
+            load_recipe(path)
+
+
+def test_a_damaged_newest_checkpoint_is_set_aside_with_a_warning(ground):
+    run = ground.folder / "fallen"
+    ground.stopped_at("product-key", 9, run)
+    path = run / "checkpoints/step-00000009/weights.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 4
+    path.write_bytes(data)
+    said = ground.train("product-key", run, "-q").stderr
+    assert re.match(r"warning: step 8: \S+step-00000009/weights.safetensors: sha256 .* moved to \S*damaged-step-", said)
+    assert (run / "checkpoints/damaged-step-00000009/weights.safetensors").read_bytes() == data
+    assert "warning: step 8: " in (run / "train.log").read_text()
+    assert "sha256" in next(event["text"] for event in RunDirectory(run).metrics() if event["event"] == "warn")
+    expected = [line for line in (run / "metrics.jsonl").read_text().splitlines() if '"warn"' not in line]
+    (run / "metrics.jsonl").write_text("\n".join(expected) + "\n")
+    assert not ground.differences("product-key", run)
+
+
+def test_where_no_checkpoint_is_whole_nothing_is_touched(ground):
+    run = ground.stopped_at("product-key", 6, ground.folder / "ruined")
+    for step in RunDirectory(run).steps():
+        (run / f"checkpoints/step-{step:08d}/state.json").unlink()
+    before = sorted(path.name for path in run.rglob("*"))
+    said = ground.train("product-key", run, code=1).stderr
+    assert re.match(r"error: no checkpoint of run \S+ is whole: \S+step-00000006/state.json is missing\nhint: ", said)
+    assert sorted(path.name for path in run.rglob("*") if path.name != ".lock") == [n for n in before if n != ".lock"]
+    other = ground.stopped_at("product-key", 6, ground.folder / "newer")
+    manifest = other / "checkpoints/step-00000006/manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 2}))
+    assert "checkpoint version 2 (this build reads 1)" in ground.train("product-key", other, code=2).stderr
+    assert manifest.exists()
+
+
+def test_a_resume_with_another_tokenizer_or_other_tokens_names_both(ground):
+    other = ground.folder / "others"
+    valid = ground.folder / "valid.txt"
+    if not other.exists():
+        ground.forks.pkmlm("tokenize", valid, "--valid", valid, "-o", other, "--vocab-size", 350)
+    run = ground.stopped_at("product-key", 6, ground.folder / "mixed")
+    said = ground.train("product-key", run, "-s", f"data.dir={other}", code=2).stderr
+    assert re.search(r"with another tokenizer than that of \S+: sha256 \w{16}... \(expected \w{16}...\)", said)
+    model = ground.tokens / "tokenizer.model"
+    tokens = ground.folder / "other-tokens"
+    ground.forks.pkmlm("tokenize", valid, "--valid", valid, "-o", tokens, "--tokenizer", model)
+    said = ground.train("product-key", run, "-s", f"data.dir={tokens}", code=2).stderr
+    assert re.search(r"on other tokens than those in \S+: sha256 \w{16}... \(expected \w{16}...\)", said)
+
+
+def test_sizes_are_checked_before_anything_is_allocated(ground):
+    """A recipe that was changed in the run's folder asks for a table of 64 GiB; the checkpoint has none."""
+    run = ground.stopped_at("product-key", 6, ground.folder / "huge")
+    path = run / "recipe.yaml"
+    path.write_text(path.read_text().replace("num_keys: 8", "num_keys: 32768"))
+    for words in (["eval", run], ["train", path, "-o", run]):
+        ended = ground.forks.pkmlm(*words, code=2, memory=1 << 30)
+        assert re.match(r"error: \S+: tensor \S+ has shape .* \(expected .*32768", ended.stderr.splitlines()[-1]), ended
+
+
+def test_a_full_disk_at_several_stages(ground):
+    told = set()
+    for size in (4096, 45056, 180224):
+        survived, said = disks.fill_training(ground, size)
+        assert survived, said
+        told.add(said)
+    if any("no right to mount" in said for said in told):
+        pytest.skip("no right to mount a small disk")
+    assert len(told) >= 2, told
+    for size in (8192, 65536):
+        survived, said = disks.fill_tokenizing(ground, size)
+        assert survived, said
+
+
+def test_a_file_size_limit_is_a_full_disk(ground):
+    run = ground.folder / "limited"
+    ended = ground.train("product-key", run, code=1, file_size=20_000)
+    assert re.search(r"^error: cannot write \S+: .*File too large", ended.stderr, re.MULTILINE), ended
+    assert json.loads((run / "run.json").read_text())["status"] == "failed"
+    ground.train("product-key", run)
+    assert not ground.differences("product-key", run)
+
+
+def test_standard_output_on_a_full_disk(tmp_path):
+    with open("/dev/full", "wb") as full:
+        words = [sys.executable, "-m", "pkmlm", "recipe", "keys"]
+        done = subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == "error: cannot write to standard output: No space left on device\n"
+
+
+def test_a_folder_that_cannot_be_written(ground):
+    with disks.small_disk(ground.folder / "read-only", 1 << 20) as disk:
+        if disk is None:
+            pytest.skip("no right to mount a small disk")
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True, timeout=20)
+        said = ground.train("hash", disk / "run", code=1).stderr
+        assert re.fullmatch(r"error: cannot write \S+: Read-only file system\n", said)
+        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True, timeout=20)
+
+
+def test_sigterm_saves_wherever_it_comes(ground):
+    for number in range(2):
+        survived, said = stops.stop_training(ground, number)
+        assert survived, said
+
+
+def test_out_of_memory_says_what_to_lower(ground):
+    arguments = ["-s", "model.memory.num_keys=2048", "-s", "model.dim=64", "-s", "model.memory.topk=4"]
+    said = ground.train("product-key", ground.folder / "oom", *arguments, code=1, memory=1 << 30).stderr
+    found = re.search(r"^error: out of memory: training needs about [\d,]+ MiB", said, re.MULTILINE)
+    assert found, said
+    assert "hint: lower model.memory.num_keys from 2048 to 1448: -s model.memory.num_keys=1448" in said
+    assert said.count("error: ") == 1
+    big = ["-s", "train.batch_tokens=262144", "-s", "train.micro_batch=16384", "-s", "train.precision=fp32"]
+    said = ground.train("product-key", ground.folder / "oom", *big, code=1, memory=512 << 20).stderr
+    assert "hint: lower train.micro_batch from 16384 to 8192: -s train.micro_batch=8192" in said
+    assert json.loads((ground.folder / "oom/run.json").read_text())["status"] == "failed"
+
+
+def test_bombs_are_refused_or_bounded(ground):
+    for name in ("zst", "window.zst"):
+        survived, said = sizes.bomb(ground, name, size=16 << 20, memory=256 << 20)
+        assert survived, said
+    survived, said = sizes.one_long_line(ground, size=1_000_000, memory=512 << 20)
+    assert survived, said
+
+
+def test_torn_and_strange_lines_of_metrics_are_dropped(ground):
+    run = ground.stopped_at("product-key", 6, ground.folder / "torn")
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 4}\n[1, 2]\n{"event": "valid", "step": 4}\nnull\n{"event": "train", "step": 5, "lo')
+    ground.train("product-key", run)
+    strange = '{"event": "valid", "step": 4}'
+    kept = [line for line in (run / "metrics.jsonl").read_text().splitlines() if line != strange]
+    (run / "metrics.jsonl").write_text("\n".join(kept) + "\n")
+    assert not ground.differences("product-key", run)
+
+
+def test_terminal_codes_in_names_are_escaped(tmp_path):
+    name = tmp_path / "a\x1b[31m[bold].txt"
+    name.write_bytes(b"\xff")
+    said = pkmlm("tokenize", name, "-o", tmp_path / "o", code=2).stderr
+    assert "a\\x1b[31m[bold].txt: not UTF-8 at byte 0" in said
+    assert "\x1b" not in said
+    said = pkmlm("eval", tmp_path / "no\x1b]0;x\x07run", code=2).stderr
+    assert "\x1b" not in said
+    assert "\x07" not in said
+
+
+def test_the_trials_can_be_lost(ground):
+    """The judges themselves: a run that differs in one bit, half a folder, an error in two lines."""
+    run = ground.folder / "copied"
+    shutil.copytree(ground.reference("hash"), run, dirs_exist_ok=True)
+    assert not ground.differences("hash", run)
+    path = run / "checkpoints/step-00000012/optimizer.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert ground.differences("hash", run) == ["step-00000012: optimizer"]
+    (run / ".tmp-x").touch()
+    assert ground.differences("hash", run) == ["leftovers", "step-00000012: optimizer"]
+    half = shutil.copytree(ground.tokens, ground.folder / "half")
+    assert kills.same(half, ground.tokens)
+    (half / "train.hashes").unlink()
+    assert not kills.whole(ground, half, force=False)
+    assert crashes.untold(1, "error: cannot write x: No space left on device\n") == []
+    for code, said in itertools.product((1, 2, 99), ("", "Traceback\n", "error: a\nerror: b\n")):
+        assert crashes.untold(code, said)
+    assert not damage.judged(0, "", {1}, "x")[0]
+    assert not damage.judged(1, "error: a\nmore\n", {1}, "x")[0]
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY  # limits stay in the children
