@@ -100,6 +100,7 @@ class Browser:
         self._call("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
         metrics = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
         self._call("Emulation.setDeviceMetricsOverride", metrics)
+        self._call("Emulation.setScrollbarsHidden", {"hidden": True})
 
     def picture(self, path: Path, selector: str = "body") -> None:
         """A PNG of the part of the page that a CSS selector names."""

@@ -91,6 +91,10 @@ def command(
         click.echo(json.dumps(record, indent=2, allow_nan=False))
     else:
         click.echo("\n".join(table.render() for table in tables), nl=False)
+    if not as_json and "patterns" in record:
+        found = record["patterns"]
+        among = f"{found['patterned']} of {found['slots']} slots have contexts that share a pattern"
+        click.echo(f"\n{among}; shuffled: {found['shuffled']:.1f}")
 
 
 def heading(run: "LoadedRun", memory: int) -> dict[str, Any]:
@@ -130,8 +134,7 @@ def of_memory(
     record = heading(run, memory) | {"split": documents[0].name, "tokens": usage.tokens}
     found = patterned(slots)
     record |= {"patterns": found, "slots": [slot.as_json() for slot in slots]}
-    said = f"{found['patterned']} of {len(slots)} share a pattern ({found['shuffled']:.1f} with contexts shuffled)"
-    return record, [slots_table(f"Slots read most: {title(record)}; {said}", slots)]
+    return record, [slots_table(f"Slots read most: {title(record)}", slots)]
 
 
 def of_slot(

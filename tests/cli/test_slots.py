@@ -29,6 +29,9 @@ def test_the_most_read_slots_of_a_split(trained) -> None:
         weights = [context["weight"] for context in slot["contexts"]]
         assert weights == sorted(weights, reverse=True)
         assert 0 < weights[0] <= 2
+    text = pkmlm("slots", run, "--top", 12).stdout
+    assert text.splitlines()[-1].startswith(f"{found['patterns']['patterned']} of 12 slots have contexts that share")
+    assert all(len(line) <= 80 for line in text.splitlines())
     assert found["patterns"]["patterned"] == sum(slot["pattern"] is not None for slot in found["slots"])
 
 
