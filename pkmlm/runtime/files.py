@@ -56,8 +56,8 @@ def writing_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
         if old.is_dir() and not path.exists():  # a kill came between the two renames of `exchange`
             os.rename(old, path)
         shutil.rmtree(temporary, ignore_errors=True)
-        make_folder(temporary)
         try:
+            make_folder(temporary)
             yield temporary
             sync_folder(temporary)
             if replace and path.exists():

@@ -1,7 +1,7 @@
 """`make torture`: every trial that is not on record yet, and the table.
 
 Each trial is one line of torture/trials.jsonl when it has ended, so that a torture that was stopped goes on where it
-was; `rm -r torture` begins again. Exit code 1 where anything was lost.
+was; one that lost something is tried again. `rm -r torture` begins again. Exit code 1 where anything was lost.
 """
 
 import argparse
@@ -10,8 +10,9 @@ import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pkmlm.report.tables import Column, Table
 from pkmlm.runtime.rundir import source_commit
@@ -24,7 +25,8 @@ BOMBS = ("zst", "gz", "jsonl.zst", "window.zst")
 TRAINING_DISK, TOKENIZING_DISK = 480 << 10, 144 << 10  # bytes that are enough
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Part:
     """One row of the table: its name, and its trials in order."""
 
     name: str
@@ -76,8 +78,10 @@ def main() -> int:
         record = given.folder / "trials.jsonl"
         chosen = [part for part in parts(ground) if given.only in part.name]
         for part in chosen:
-            done = len([trial for trial in read(record) if trial["part"] == part.name])
-            for number, trial in list(enumerate(part.trials))[done:]:
+            survived_before = {number for number, trial in read(record, part).items() if trial["survived"]}
+            for number, trial in enumerate(part.trials):
+                if number in survived_before:
+                    continue
                 if time.monotonic() > end:
                     break
                 began = time.monotonic()
@@ -88,19 +92,20 @@ def main() -> int:
                     file.write(json.dumps(line) + "\n")
                 if not survived:
                     print(f"LOST {part.name} {number}: {what}", flush=True)
-    return report(chosen, read(record))
+    return report({part: read(record, part) for part in chosen})
 
 
-def read(record: Path) -> list[dict[str, Any]]:
-    lines = record.read_text().splitlines() if record.exists() else []
-    return [json.loads(line) for line in lines]
+def read(record: Path, part: Part) -> dict[int, dict[str, Any]]:
+    """The trials of a part by their numbers; the last of a number counts."""
+    trials = map(json.loads, record.read_text().splitlines() if record.exists() else [])
+    return {trial["number"]: trial for trial in trials if trial["part"] == part.name}
 
 
-def report(chosen: list[Part], trials: list[dict[str, Any]]) -> int:
+def report(results: dict[Part, dict[int, dict[str, Any]]]) -> int:
     """Print the table, and in which phases the kills came."""
     rows, lost = [], 0
-    for part in chosen:
-        mine = [trial for trial in trials if trial["part"] == part.name]
+    for part, trials in results.items():
+        mine = trials.values()
         survived = sum(trial["survived"] for trial in mine)
         lost += len(mine) - survived
         seconds = sum(trial["seconds"] for trial in mine)
@@ -108,9 +113,9 @@ def report(chosen: list[Part], trials: list[dict[str, Any]]) -> int:
     columns = [Column("part"), *(Column(head, "right", "{:,}") for head in ("trials", "of", "survived", "lost"))]
     date = time.strftime("%Y-%m-%d")
     print(Table(f"{date}, {platform.machine()}", [*columns, Column("s", "right", "{:,.0f}")], rows).render(), end="")
-    for part in chosen:
+    for part, trials in results.items():
         if part.name.startswith("SIGKILL"):
-            hit = Counter(trial["what"].split(":")[0].split()[-1] for trial in trials if trial["part"] == part.name)
+            hit = Counter(trial["what"].split(":")[0].split()[-1] for trial in trials.values())
             print(f"{part.name} came during: " + ", ".join(f"{name} {count}" for name, count in hit.most_common()))
     return 1 if lost else 0
 
