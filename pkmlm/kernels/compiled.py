@@ -3,6 +3,7 @@
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,23 +23,60 @@ def compiled(function: Callable[..., Any]) -> Any:
     # The "numpy" model divides by zero as the hardware does; Python's would test each divisor, in scalar code.
     options: dict[str, Any] = {"nogil": True, "fastmath": ARITHMETIC, "error_model": "numpy"}
     try:
-        return njit(function, cache=True, **options)
+        dispatcher: Any = njit(function, cache=True, **options)
     except RuntimeError:  # no folder to cache in
         return njit(function, **options)
+    dispatcher._cache = Cache(dispatcher._cache)
+    return dispatcher
+
+
+class Cache:
+    """numba's cache of one function, whose trouble (a full disk, a file cut short) costs a compilation and no more."""
+
+    def __init__(self, cache: Any):
+        self._cache = cache
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    def load_overload(self, *arguments: Any) -> Any:
+        try:
+            return self._cache.load_overload(*arguments)
+        except Exception:
+            with suppress(Exception):
+                self._cache.flush()
+            return None
+
+    def save_overload(self, *arguments: Any) -> None:
+        with suppress(Exception):
+            self._cache.save_overload(*arguments)
 
 
 def over_threads(kernel: Callable[..., None], bounds: Sequence[int], *arguments: Any) -> None:
     """Run kernel(first, stop, *arguments) for each pair of neighbours in `bounds`, each on a thread.
 
     The threads live for one call (some 50 us each): no pool that a fork could tear, none that spins beside torch's.
+
+    Raises:
+        Exception: what a part raised, once all have ended.
     """
+    errors: list[BaseException] = []
+
+    def run(first: int, stop: int) -> None:
+        try:
+            kernel(first, stop, *arguments)
+        except BaseException as error:
+            errors.append(error)
+
     parts = list(itertools.pairwise(bounds))
-    threads = [threading.Thread(target=kernel, args=(*part, *arguments)) for part in parts[1:]]
+    threads = [threading.Thread(target=run, args=part) for part in parts[1:]]
     for thread in threads:
         thread.start()
-    kernel(*parts[0], *arguments)
+    run(*parts[0])
     for thread in threads:
         thread.join()
+    if errors:
+        raise errors[0]
 
 
 def even_bounds(items: int, work: int) -> list[int]:

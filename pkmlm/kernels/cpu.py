@@ -82,8 +82,15 @@ def segment_row_adam_(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
+    copy_KD: Tensor | None = None,
 ) -> None:
-    """`reference.segment_row_adam_`: each row's gradient goes straight into its update."""
+    """`reference.segment_row_adam_`: each row's gradient goes straight into its update.
+
+    Raises:
+        ValueError: a table is not contiguous: what is written to a contiguous copy of it would be lost.
+    """
+    if not all(table.is_contiguous() for table in (values_KD, mean_KD, square_KD)):
+        raise ValueError("the kernels need contiguous tables")
     beta1, beta2 = betas
     scalars = (
         scale,
@@ -101,6 +108,8 @@ def segment_row_adam_(
         *map(_array, (values_KD, mean_KD, square_KD, x_ND, *segments)),
         *map(np.float32, scalars),
     )
+    if copy_KD is not None:
+        copy_KD[segments.rows_U] = values_KD[segments.rows_U].to(copy_KD.dtype)
 
 
 def _array(x: Tensor) -> Any:
@@ -219,9 +228,9 @@ def _segment_squares(first: int, stop: int, x_ND: Any, start_S: Any, token_M: An
     row_D = np.empty(x_ND.shape[1], np.float32)
     for u in range(first, stop):
         _add_rows(row_D, x_ND, token_M, weight_M, start_S[u], start_S[u + 1])
-        square = np.float32(0)
+        square = np.float64(0)
         for d in range(len(row_D)):
-            square += row_D[d] * row_D[d]
+            square += np.float64(row_D[d]) * np.float64(row_D[d])
         out_U[u] = square
 
 

@@ -2,7 +2,7 @@
 
 A row is searched in three passes that a compiler turns into vector instructions: the maxima of strided lanes; the k-th
 largest of these, a bound that at least k scores reach; and the rank of each of the few scores that reach it, by
-counting those above it. Scores are compared as integers in the order of the floats, so NaN too has a place.
+counting those above it. Scores are compared as integers in the order of the floats, with NaN above all.
 
 R: rows (queries); n: scores of a row; k: columns to select.
 """
@@ -17,6 +17,7 @@ from pkmlm.kernels.compiled import compiled, even_bounds, over_threads
 from pkmlm.kernels.reference import candidate_pairs
 
 LOWEST, HIGHEST = np.int32(-(1 << 31)), np.int32((1 << 31) - 1)
+INFINITY = np.int32(0x7F800000)  # its bits; those of NaN are above
 VECTOR = 16  # loops over scratch are padded to whole vectors
 
 
@@ -44,9 +45,11 @@ def _bits(scores_Rn: Tensor) -> Any:
 
 @compiled
 def _ordered(bits: Any) -> Any:
-    """An integer in the order of the float that has these bits; -0 and 0 are equal."""
+    """An integer in the order of the float that has these bits; -0 and 0 are equal, NaN is above all."""
     if bits == LOWEST:
         bits = np.int32(0)
+    if bits & HIGHEST > INFINITY:
+        bits = HIGHEST
     return bits ^ ((bits >> np.int32(31)) & HIGHEST)
 
 

@@ -43,7 +43,7 @@ class _ProductKeys(torch.autograd.Function):
         first_row_H2 = torch.arange(2 * heads, device=chosen_NH2k.device).view(heads, 2) * n
         rows_Sk = (chosen_NH2k + first_row_H2[..., None]).flatten(0, 2)
         grad_Sk = grad_NHk[:, :, None].expand_as(chosen_NH2k).flatten(0, 2)
-        q_grad, keys_grad = _score_gradients(q_NH2f.view(-1, f), subkeys_H2nf.reshape(-1, f), rows_Sk, grad_Sk)
+        q_grad, keys_grad = _score_gradients(q_NH2f.reshape(-1, f), subkeys_H2nf.reshape(-1, f), rows_Sk, grad_Sk)
         return q_grad.view(-1, heads, 2 * f), keys_grad.view_as(subkeys_H2nf), None
 
 
@@ -75,7 +75,12 @@ def product_key_select(q_NHd: Tensor, subkeys_H2nf: Tensor, k: int) -> tuple[Ten
 
     Returns:
         scores_NHk, differentiable in queries and sub-keys, highest first; slots_NHk = i * n + j, int64.
+
+    Raises:
+        ValueError: fewer than k product keys.
     """
+    if not 1 <= k <= subkeys_H2nf.shape[2] ** 2:
+        raise ValueError(f"cannot select {k} of {subkeys_H2nf.shape[2] ** 2} product keys")
     scores_NHk, slots_NHk = _ProductKeys.apply(q_NHd, subkeys_H2nf, k)
     return scores_NHk, slots_NHk
 
@@ -101,6 +106,8 @@ def flat_key_select(q_NHd: Tensor, keys_HKd: Tensor, k: int) -> tuple[Tensor, Te
 
     The search takes a few tokens at a time, so that no more than `SCORES` scores exist at once.
     """
+    if not 1 <= k <= keys_HKd.shape[1]:
+        raise ValueError(f"cannot select {k} of {keys_HKd.shape[1]} keys")
     step = max(1, SCORES // keys_HKd.shape[1])
     scores, slots = [], []
     for head in range(len(keys_HKd)):
@@ -155,6 +162,7 @@ def weighted_row_sum(
     Args:
         gradient: where the backward leaves the values' gradient; `values_KD.grad` then stays None. Without it the
             gradient is a dense tensor, as autograd's own.
+        slots_Nr: rows of the table; that they are is not checked.
         copy_KD: the values in half precision, to be read in their place; sums are fp32.
     """
     out_ND: Tensor = _WeightedRowSum.apply(values_KD, slots_Nr, weights_Nr.to(values_KD.dtype), gradient, copy_KD)

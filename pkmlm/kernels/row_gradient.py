@@ -35,7 +35,7 @@ class RowGradient:
 
     def add(self, x_ND: Tensor, slots_Nr: Tensor, weights_Nr: Tensor) -> None:
         """Add the reads of a backward pass."""
-        self._reads.append((x_ND, slots_Nr, weights_Nr))
+        self._reads.append((x_ND.detach(), slots_Nr, weights_Nr.detach()))
         self._joined = None
 
     def joined(self) -> tuple[Tensor, Segments]:

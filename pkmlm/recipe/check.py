@@ -180,6 +180,9 @@ def check_batch(check: Check, recipe: Recipe) -> None:
             nearest_multiples(tokens, context),
             "model.context",
         )
+    memory = recipe.model.memory
+    if memory.kind != "none" and memory.query_norm == "batch" and context * portion < 2:
+        check.fail("train.micro_batch", "a batch norm of queries sees one token", "2 or more", "model.context")
     sequences = tokens // context
     if sequences % portion:
         plural = "sequence" if sequences == 1 else "sequences"

@@ -37,6 +37,8 @@ class Group:
         """The 2-norm of the group's gradient, 0-d."""
         norms = [torch.linalg.vector_norm(p.grad) for p in self.parameters.values() if p.grad is not None]
         norms += [table.norm() for table in self.tables if table]
+        if not norms:
+            return torch.zeros(())
         return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms]))
 
     def scale_gradient(self, factor: float) -> None:
@@ -133,7 +135,8 @@ def row_group(
         every_row=spec.optimizer == "adam",
     )
     parameters = {path: table.weight_KD for path, table in tables.items()}
-    return Group(name, parameters, [table.gradient for table in tables.values()], optimizer, rate, spec.clip)
+    gradients = [table.gradient for table in tables.values() if table.gradient is not None]
+    return Group(name, parameters, gradients, optimizer, rate, spec.clip)
 
 
 def rate_of(recipe: Recipe, peak: float, schedule: str, warmup_steps: int) -> Callable[[int], float]:

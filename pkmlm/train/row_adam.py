@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pkmlm.kernels import backend
+from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.model.memory.values import Values
 
 
@@ -23,7 +24,7 @@ class RowAdam(torch.optim.Optimizer):
     writing the whole table and both moments in each step, still without a dense gradient.
 
     Args:
-        tables: whose gradients the backward passes leave.
+        tables: from now on their backward passes leave the gradients with this optimizer, not in `.grad`.
         lr, betas, eps: as in Adam.
         weight_decay: decoupled, as in AdamW, on the rows that a step updates.
         every_row: update the rows too that were not read.
@@ -40,41 +41,45 @@ class RowAdam(torch.optim.Optimizer):
     ):
         self.tables = list(tables)
         self.every_row = every_row
+        for table in self.tables:
+            table.gradient = RowGradient(len(table.weight_KD))
         parameters = [table.weight_KD for table in self.tables]
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every table that has a gradient."""
+        """Update every table that has had a backward pass."""
         if closure is not None:
             raise ValueError("RowAdam takes no closure")
         (group,) = self.param_groups
         for table in self.tables:
-            if not table.gradient:
+            gradient, values_KD, copy_KD = table.gradient, table.weight_KD, table.fresh_copy()
+            if not gradient:
                 continue
-            values_KD = table.weight_KD
             state = self.state[values_KD] or self._begin(values_KD)
             state["step"] += 1
-            x_ND, segments = table.gradient.joined()
+            x_ND, segments = gradient.joined()
             backend.of(x_ND).segment_row_adam_(
                 values_KD,
                 state["exp_avg"],
                 state["exp_avg_sq"],
                 x_ND,
                 segments.every_row(len(values_KD)) if self.every_row else segments,
-                scale=table.gradient.scale,
+                scale=gradient.scale,
                 step=int(state["step"]),
                 lr=group["lr"],
                 betas=group["betas"],
                 eps=group["eps"],
                 weight_decay=group["weight_decay"],
-                **({} if table.copy_KD is None else {"copy_KD": table.copy_KD}),
+                copy_KD=copy_KD,
             )
+            table.rows_updated(copy_KD)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
         for table in self.tables:
-            table.gradient.clear()
+            if table.gradient is not None:
+                table.gradient.clear()
 
     def _begin(self, values_KD: Tensor) -> dict[str, Tensor]:
         self.state[values_KD] = {

@@ -1,5 +1,6 @@
 """Parameter groups, schedules, row Adam, clipping, accumulation."""
 
+import copy
 import math
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import torch
 from pkmlm.model.memory import values as values_module
 from pkmlm.model.memory.values import Values
 from pkmlm.model.transformer import build_model
-from pkmlm.recipe.schema import Hash, Memory, Model, Optim, Recipe, Train, ValuesOptim
+from pkmlm.recipe.schema import Hash, Memory, Model, Optim, Recipe, TablesOptim, Train, ValuesOptim
 from pkmlm.runtime.device import autocast
 from pkmlm.train.optim import learning_rate, parameter_groups
 from pkmlm.train.row_adam import RowAdam
@@ -115,13 +116,66 @@ def test_row_adam_leaves_rows_that_were_not_read():
 
 def test_row_adam_sums_the_same_row_of_two_micro_batches():
     once, twice = (table_of(torch.zeros(3, 2)) for _ in range(2))
+    optimizers = [RowAdam([table]) for table in (once, twice)]
     read(once, [1], torch.full((1, 2), 3.0))
     read(twice, [1], torch.full((1, 2), 1.0))
     read(twice, [1], torch.full((1, 2), 2.0))
-    RowAdam([once]).step()
-    RowAdam([twice]).step()
+    for optimizer in optimizers:
+        optimizer.step()
     assert torch.equal(once.weight_KD, twice.weight_KD)
     assert once.weight_KD[1].abs().sum() > 0
+
+
+@pytest.mark.parametrize("projections", ["dense", "hash"])
+def test_adam_on_a_whole_model_is_adamw(projections):
+    optim = Optim(values=ValuesOptim(optimizer="adam", lr=0.01, clip=0), tables=TablesOptim(clip=0), clip=0)
+    recipe = replace(RECIPE, model=replace(MODEL, projections=projections), optim=optim)
+    ours, theirs = build_model(recipe, 20), build_model(recipe, 20)
+    groups = parameter_groups(ours, recipe)
+    adamw = [
+        torch.optim.AdamW(
+            [dict(theirs.named_parameters())[name] for name in group.parameters],
+            betas=group.optimizer.param_groups[0]["betas"],
+            weight_decay=0.0,
+        )
+        for group in groups
+    ]
+    for step in range(1, 13):
+        tokens = torch.randint(0, 20, (4, 8), generator=torch.Generator().manual_seed(step))
+        for model in (ours, theirs):
+            model(tokens).logsumexp(-1).sum().backward()
+        for group, optimizer in zip(groups, adamw, strict=True):
+            optimizer.param_groups[0]["lr"] = group.rate(step)
+            optimizer.step()
+            optimizer.zero_grad()
+            group.step(step)
+            group.optimizer.zero_grad()
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(dict(ours.named_parameters())[name], parameter, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_table_without_row_adam_trains_as_any_parameter():
+    table = table_of(torch.ones(5, 3))
+    optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+    table(torch.tensor([[1, 1], [3, 1]]), torch.ones(2, 2)).sum().backward()
+    optimizer.step()
+    assert table.weight_KD[:, 0].tolist() == [1, -2, 1, 0, 1]
+
+
+def test_copies_of_a_module_and_moved_modules_have_no_stale_copy(monkeypatch):
+    monkeypatch.setattr(values_module, "HALF_ON", ("cpu",))
+    table, slots, weights = table_of(torch.ones(3, 2)), torch.tensor([[0]]), torch.ones(1, 1)
+
+    def first(module: Values) -> float:
+        with autocast(torch.device("cpu"), "bf16"):
+            return float(module(slots, weights)[0, 0].detach())
+
+    assert first(table) == 1
+    twin = copy.deepcopy(table)
+    twin.load_state_dict({"weight_KD": torch.full((3, 2), 9.0)})
+    assert (first(twin), first(table)) == (9, 1)
+    assert table.to(torch.float64).copy_KD is None
+    assert first(table) == 1
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

@@ -3,7 +3,7 @@
 N: tokens; r: reads of a token; K: rows; D: width.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,16 +24,16 @@ class Values(nn.Module):
         group: the parameter group that it trains in.
 
     Attributes:
-        gradient: of the table, which has no `.grad`.
-        copy_KD: the table in half precision, for forwards under autocast on a GPU; None until there was one. Whoever
-            updates rows of the table other than by torch's own operations updates them here too (row Adam).
+        gradient: where backward passes leave the table's gradient, once an optimizer that takes it so has said where
+            (row Adam); until then it is a dense tensor in `weight_KD.grad`, as any parameter's.
+        copy_KD: the table in half precision, for forwards under autocast on a GPU; None until there was one.
     """
 
     def __init__(self, rows: int, width: int, *, std: float, group: Literal["values", "tables"]):
         super().__init__()
         self.weight_KD = nn.Parameter(torch.empty(rows, width))
-        self.gradient = RowGradient(rows)
         self.std, self.group = std, group
+        self.gradient: RowGradient | None = None
         self.copy_KD: Tensor | None = None
         self._copied = -1
 
@@ -50,6 +50,26 @@ class Values(nn.Module):
         if device not in HALF_ON or not torch.is_autocast_enabled(device):
             return None
         dtype = torch.get_autocast_dtype(device)
-        if self.copy_KD is None or self.copy_KD.dtype != dtype or self._copied != self.weight_KD._version:
-            self.copy_KD, self._copied = self.weight_KD.detach().to(dtype), self.weight_KD._version
-        return self.copy_KD
+        copy_KD = self.fresh_copy()
+        if copy_KD is None or copy_KD.dtype != dtype:
+            copy_KD = self.copy_KD = self.weight_KD.detach().to(dtype)
+            self._copied = self.weight_KD._version
+        return copy_KD
+
+    def fresh_copy(self) -> Tensor | None:
+        """The copy, if the table has not changed since."""
+        return self.copy_KD if self._copied == self.weight_KD._version else None
+
+    def rows_updated(self, copy_KD: Tensor | None) -> None:
+        """Tell that rows changed by other than torch's own operations, and the same rows of a fresh copy."""
+        torch.autograd.graph.increment_version(self.weight_KD)
+        if copy_KD is not None:
+            self._copied = self.weight_KD._version
+
+    def _apply(self, *arguments: Any, **options: Any) -> "Values":
+        self.copy_KD = None  # it would stay on another device
+        return super()._apply(*arguments, **options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies of the module share no half-precision table."""
+        return {**self.__dict__, "copy_KD": None}
