@@ -160,13 +160,13 @@ def refuse_changes(run: "RunDirectory", recipe: "Recipe", corpus: "Corpus", toke
     facts = run.facts()
     made_with = facts.get("tokenizer_sha256") or sha256_of(run.tokenizer_file)
     trained_on = facts.get("data_sha256", corpus.sha256)
-    for what, before, now in (
+    for what, expected, found in (
         ("with another tokenizer than that of", made_with, tokenizer.sha256),
         ("on other tokens than those in", trained_on, corpus.sha256),
     ):
-        if before != now:
-            found = f"sha256 {now[:16]}... (expected {str(before)[:16]}...)"
-            raise UserError(f"run {run.path} was trained {what} {recipe.data.dir}: {found}", "train under another -o")
+        if found != expected:
+            told = f"sha256 {found[:16]}... (expected {str(expected)[:16]}...)"
+            raise UserError(f"run {run.path} was trained {what} {recipe.data.dir}: {told}", "train under another -o")
 
 
 def ended_already(run: "RunDirectory", recipe: "Recipe") -> bool:

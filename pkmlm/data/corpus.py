@@ -8,6 +8,7 @@ import numpy as np
 from pkmlm.data.index import BLOCK, DIGEST, TOKENIZER, Split, damaged, read_index, token_bytes
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
+from pkmlm.runtime.files import sha256_of
 
 
 class Corpus:
@@ -189,7 +190,6 @@ def open_tokenizer(folder: str | Path) -> Tokenizer:
     """
     index = read_index(Path(folder))
     path = Path(folder) / TOKENIZER
-    tokenizer = Tokenizer.load(path)
-    if tokenizer.sha256 != index.tokenizer_sha256:
-        raise damaged(path, f"its sha256 is {tokenizer.sha256[:16]}... (expected {index.tokenizer_sha256[:16]}...)")
-    return tokenizer
+    if path.is_file() and (found := sha256_of(path)) != index.tokenizer_sha256:
+        raise damaged(path, f"its sha256 is {found[:16]}... (expected {index.tokenizer_sha256[:16]}...)")
+    return Tokenizer.load(path)

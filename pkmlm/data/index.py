@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pkmlm.errors import UserError
-from pkmlm.runtime.files import read_json, write_json
+from pkmlm.runtime.files import json_text, read_json, write_json
 
 FORMAT = "pkmlm-tokens-1"
 FILE = "index.json"
@@ -80,8 +80,12 @@ class Index:
             names |= {f"{name}.documents", f"{name}.hashes", *(shard.name for shard in split.shards)}
         return names
 
+    def as_json(self) -> dict[str, Any]:
+        """The content of the file."""
+        return {"format": FORMAT, "sha256": self.sha256, **asdict(self)}
+
     def write(self, folder: Path) -> None:
-        write_json(folder / FILE, {"format": FORMAT, "sha256": self.sha256, **asdict(self)})
+        write_json(folder / FILE, self.as_json())
 
 
 def dtype_for(vocab_size: int) -> str:
@@ -114,6 +118,8 @@ def read_index(folder: Path) -> Index:
         raise damaged(path, f"its content has sha256 {index.sha256[:16]}... (expected {str(expected)[:16]}...)")
     if problem := contradiction(index):
         raise damaged(path, problem)
+    if path.read_bytes() != json_text(index.as_json()).encode():
+        raise damaged(path, "it is not as it was written")
     for entry in sorted(folder.iterdir()):
         if OWN_FILES.fullmatch(entry.name) and entry.name not in index.files:
             raise damaged(entry, "the index knows no such file")

@@ -75,7 +75,7 @@ class Tokenizer:
             if not model_bytes:
                 raise RuntimeError("no data")
             self._processor: Any = sentencepiece.SentencePieceProcessor(model_proto=model_bytes)
-        except RuntimeError:
+        except (RuntimeError, UnicodeDecodeError):  # the second: its complaint quotes the damage
             raise UserError(f"{name} is not a SentencePiece model, or is damaged") from None
         self.model_bytes = model_bytes
         self.sha256 = hashlib.sha256(model_bytes).hexdigest()

@@ -46,8 +46,8 @@ def load_run(path: str | Path, step: str = "latest", device: torch.device | None
     if is_export(Path(path)):
         return load_export(Path(path), step, device or choose_device())
     run = RunDirectory.existing(path)
+    run.check_tokenizer()
     recipe, tokenizer = run.recipe(), Tokenizer.load(run.tokenizer_file)
-    run.check_tokenizer(tokenizer.sha256)
     device = device or choose_device()
     empty = build_model(recipe, recipe.model.vocab_size or tokenizer.size, "meta")
     while True:

@@ -22,6 +22,7 @@ from pkmlm.runtime.files import (
     remove_folder,
     remove_leftovers,
     rename_folder,
+    sha256_of,
     write_json,
     write_text,
 )
@@ -157,16 +158,17 @@ class RunDirectory:
         """Set keys of run.json."""
         write_json(self.path / "run.json", {**self.facts(), **facts})
 
-    def check_tokenizer(self, sha256: str) -> None:
-        """Refuse a tokenizer that is not the one that the run was trained with.
+    def check_tokenizer(self) -> None:
+        """Refuse a tokenizer file that is not the one that the run was trained with.
 
         Raises:
-            UserError: (exit code 1) run.json names another.
+            UserError: it cannot be read, or run.json names another.
         """
-        expected = self.facts().get("tokenizer_sha256", sha256)
-        if sha256 != expected:
-            message = f"{self.tokenizer_file} is damaged: sha256 {sha256[:16]}... (expected {str(expected)[:16]}...)"
-            raise UserError(message, "copy it again from the tokens that the run was trained on", exit_code=1)
+        found = sha256_of(self.tokenizer_file)
+        expected = self.facts().get("tokenizer_sha256", found)
+        if found != expected:
+            message = f"{self.tokenizer_file} is damaged: sha256 {found[:16]}... (expected {str(expected)[:16]}...)"
+            raise UserError(message, "copy it again from the tokens that the run was trained on")
 
     def metrics(self) -> list[dict[str, Any]]:
         """All whole lines of metrics.jsonl; a line torn by a kill is passed over."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from pkmlm.errors import UserError
 from pkmlm.runtime.files import (
     disk_errors,
+    json_text,
     read_json,
     remove_folder,
     sha256_of,
@@ -113,7 +114,10 @@ def verify(path: Path) -> None:
     manifest = read_json(path / MANIFEST, "the checkpoint's manifest", hint, exit_code=1)
     if isinstance(manifest, dict) and type(manifest.get("version")) is int and manifest["version"] != VERSION:
         raise UserError(f"{path / MANIFEST}: checkpoint version {manifest['version']} (this build reads {VERSION})")
-    if problem := contradiction(manifest, path.name):
+    problem = contradiction(manifest, path.name)
+    if not problem and (path / MANIFEST).read_bytes() != json_text(manifest).encode():
+        problem = "it is not as it was written"
+    if problem:
         raise UserError(f"{path / MANIFEST} is damaged: {problem}", hint, exit_code=1)
     for strange in sorted(set(path.glob("[!.]*")) - {path / name for name in (*FILES, MANIFEST)}):
         raise UserError(f"{strange} is not a part of the checkpoint", hint, exit_code=1)

@@ -123,13 +123,13 @@ def same_bits(one: Any, other: Any) -> bool:
 
 def agree(folder: Path) -> None:
     """Write the manifest that the files of a checkpoint now have: that of somebody who means harm."""
-    from pkmlm.runtime.files import sha256_of
+    from pkmlm.runtime.files import json_text, sha256_of
 
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
     for name, entry in manifest["files"].items():
         entry.update(bytes=(folder / name).stat().st_size, sha256=sha256_of(folder / name))
-    path.write_text(json.dumps(manifest))
+    path.write_text(json_text(manifest))
 
 
 def changed(data: bytes, draw: random.Random) -> bytes:

@@ -95,8 +95,9 @@ class Ground:
     def differences(self, kind: str, run: Path) -> list[str]:
         """In what a finished run differs from the one that nobody hurt: losses, evaluations, weights, optimizer..."""
         expected, found = state_of(self.reference(kind)), state_of(run)
-        kept = {path.name for path in run.glob("checkpoints/step-*")} | {f"step-{STEPS:08d}"}
-        compared = {name for name in expected if not name.startswith("step-") or name[:13] in kept} | found.keys()
+        there = [{path.name for path in one.glob("checkpoints/step-*")} for one in (self.reference(kind), run)]
+        common = set.intersection(*there) | {f"step-{STEPS:08d}"}  # a request to stop saves at a step of its own
+        compared = {n for n in expected.keys() | found.keys() if not n.startswith("step-") or n[:13] in common}
         return sorted(name for name in compared if expected.get(name) != found.get(name))
 
 

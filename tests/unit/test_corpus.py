@@ -18,6 +18,7 @@ from pkmlm.data.shards import write_corpus, write_shards
 from pkmlm.data.sources import find_sources
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
+from pkmlm.runtime.files import json_text
 
 SEPARATOR = "\n\n\n"
 
@@ -268,7 +269,7 @@ def rewritten(folder, change):
     change(content)
     rest = {key: value for key, value in content.items() if key not in ("format", "sha256")}
     content["sha256"] = hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-    (folder / "index.json").write_text(json.dumps(content))
+    (folder / "index.json").write_text(json_text(content))
 
 
 def set_at(*path_and_value):
