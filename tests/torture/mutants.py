@@ -165,7 +165,7 @@ def lying_header(header: dict[str, Any], draw: random.Random) -> bytes:
         start, stop = entry["data_offsets"]
         entry["data_offsets"] = draw.choice(([stop, start], [0, stop], [start, 2**63], [-1, 5], [start], [0, 0], "x"))
     elif kind == 3:
-        new = draw.choice(("../../etc/passwd", "/etc/passwd", "a\0b", "\x1b[31m", "", "x" * 70000, "\u202e"))
+        new = draw.choice(("../../etc/passwd", "/etc/passwd", "a\0b", "\x1b[31m", "", "0" * 70000, "\u202e"))
         header[new] = header.pop(name)
     elif kind == 4:
         del header[name]

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from pkmlm.errors import UserError
+from pkmlm.recipe.schema import Log
 from pkmlm.runtime.files import json_text
+from pkmlm.runtime.log import TrainingLog
 from pkmlm.runtime.rundir import RunDirectory
 from tests.conftest import ROOT, pkmlm
 from tests.torture import crashes, damage, disks, kills, mutants, sizes, stops
@@ -35,7 +37,7 @@ def spread(total: int, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("how", crashes.FAILURES)
-@pytest.mark.parametrize(("what", "count"), [("tokenize", 4), ("replace", 4), ("train", 4)])
+@pytest.mark.parametrize(("what", "count"), [("tokenize", 4), ("replace", 4), ("train", 3)])
 def test_a_crash_or_a_failed_write_anywhere_loses_nothing(ground, what, how, count):
     operations = crashes.operations(ground, what)
     at = {2, *spread(len(operations), count)}  # 2: the sync of the folder in which a folder has been made
@@ -58,6 +60,8 @@ def test_tokens_are_replaced_in_two_steps_where_the_system_cannot_do_it_in_one(g
         words, out = crashes.prepared(ground, "replace")
         ground.forks.pkmlm(*words, disk={"at": at}, exchange=False, code=137)
         assert out.exists() == (at == away)
+        ground.forks.pkmlm(*words, disk={"at": 3}, exchange=False, code=137)
+        assert kills.same(out, kills.older_tokens(ground))  # the next attempt begins by putting them back
         ground.forks.pkmlm(*words, exchange=False)
         assert kills.same(out, ground.tokens)
 
@@ -137,6 +141,14 @@ def test_corrupted_checkpoints_are_found(ground):
     for number in (*range(25), 66, 70):  # the last two: a newline less in the manifest
         survived, said = damage.spoil_checkpoint(ground, number)
         assert survived, said
+
+
+def test_another_tokenizer_in_the_run_is_found(ground):
+    run = ground.folder / "retokenized"
+    shutil.copytree(ground.reference("hash"), run, dirs_exist_ok=True)
+    shutil.copy(kills.older_tokens(ground) / "tokenizer.model", run)
+    said = pkmlm("eval", run, "--split", "valid", code=2).stderr
+    assert re.match(r"error: \S+tokenizer.model is damaged: sha256 \w{16}... \(expected \w{16}...\)\nhint: ", said)
 
 
 def test_corrupted_tokens_are_found(ground):
@@ -251,6 +263,23 @@ def test_a_full_disk_at_several_stages(ground):
     for size in (8192, 65536):
         survived, said = disks.fill_tokenizing(ground, size)
         assert survived, said
+
+
+def test_what_is_told_is_the_first_write_that_failed(ground):
+    """No later one, such as noting the failure in run.json or closing the log, takes its place."""
+    lines = crashes.operations(ground, "train")
+    at = next(n for n, line in enumerate(lines, 1) if " tensors " in line)
+    words, _ = crashes.prepared(ground, "train")
+    ended = ground.forks.pkmlm(*words, code=1, disk={"at": at, "how": "ENOSPC"}, **crashes.scale("train"))
+    assert re.search(r"^error: cannot write \S+weights.safetensors: .*No space left", ended.stderr, re.MULTILINE), ended
+    assert "run.json" not in ended.stderr
+
+
+def test_a_full_disk_under_the_log_is_told_once(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    told = pytest.raises(UserError, match=r"cannot write \S+metrics.jsonl: No space left on device")
+    with told, TrainingLog(tmp_path, "x", 4, Log(), quiet=True) as log:
+        log.event("train", 1, loss=1.0)
 
 
 def test_a_file_size_limit_is_a_full_disk(ground):
