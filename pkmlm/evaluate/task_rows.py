@@ -4,6 +4,7 @@ The fields are those of the data sets that the harness's own task definitions re
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,11 +30,18 @@ def are_texts(value: Any, count: int | None = None) -> bool:
     return isinstance(value, list) and all(map(is_text, value)) and count in (None, len(value))
 
 
+def are_answers(value: Any, count: int | None = None) -> bool:
+    """Strings of which none is blank and no two are the same: with two alike, no model could be right or wrong."""
+    return (
+        are_texts(value, count) and all(stripped := [text.strip() for text in value]) and len({*stripped}) == len(value)
+    )
+
+
 def are_choices(value: Any, row: Row) -> bool:
     if not isinstance(value, dict) or not value.keys() >= {"text", "label"}:
         return False
     texts, labels = value["text"], value["label"]
-    return are_texts(texts) and are_texts(labels, len(texts)) and len(texts) >= 2 and len({*labels}) == len(labels)
+    return are_answers(texts) and are_texts(labels, len(texts)) and len(texts) >= 2 and len({*labels}) == len(labels)
 
 
 def one_of(*values: str | int) -> Field:
@@ -41,8 +49,14 @@ def one_of(*values: str | int) -> Field:
     return Field(expected, lambda found, row: any(type(found) is type(value) and found == value for value in values))
 
 
-def texts(count: int) -> Field:
-    return Field(f"a list of {count} strings", lambda found, row: are_texts(found, count))
+def answers(count: int) -> Field:
+    expected = f"a list of {count} strings, none blank and no two the same"
+    return Field(expected, lambda found, row: are_answers(found, count))
+
+
+def other_than(name: str) -> Field:
+    expected = f"a string that is not blank and differs from {name}"
+    return Field(expected, lambda found, row: are_answers([row.get(name), found]))
 
 
 def names_a_choice(found: Any, row: Row) -> bool:
@@ -62,7 +76,7 @@ def is_index(found: Any, row: Row) -> bool:
 TEXT = Field("a string", lambda found, row: is_text(found))
 FULL_TEXT = Field("a string that is not blank", lambda found, row: is_text(found) and bool(found.strip()))
 LABEL = one_of(0, 1)
-CHOICES = Field('{"text": [strings], "label": [as many different strings]}, two or more', are_choices)
+CHOICES = Field('{"text": [strings], "label": [as many]}, two or more, none blank and no two the same', are_choices)
 ANSWER = Field("one of the labels of its choices", names_a_choice)
 WORD = Field("the place of a word of the text", lambda found, row: is_index(found, row) and found < words(row))
 ARC = {"question": FULL_TEXT, "choices": CHOICES, "answerKey": ANSWER}
@@ -74,11 +88,11 @@ def words(row: Row) -> int:
 
 
 FIELDS: dict[str, dict[str, Field]] = {
-    "piqa": {"goal": TEXT, "sol1": FULL_TEXT, "sol2": FULL_TEXT, "label": LABEL},
+    "piqa": {"goal": TEXT, "sol1": FULL_TEXT, "sol2": other_than("sol1"), "label": LABEL},
     "winogrande": {
         "sentence": Field("a string with one _", lambda found, row: is_text(found) and found.count("_") == 1),
         "option1": FULL_TEXT,
-        "option2": FULL_TEXT,
+        "option2": other_than("option1"),
         "answer": one_of("1", "2"),
     },
     "wsc": {
@@ -92,20 +106,25 @@ FIELDS: dict[str, dict[str, Field]] = {
         "text": FULL_TEXT,
         "pronoun": FULL_TEXT,
         "pronoun_loc": Field("where the pronoun begins in the text", starts_the_pronoun),
-        "options": Field(
-            "a list of 2 strings that are not blank",
-            lambda found, row: are_texts(found, 2) and all(option.strip() for option in found),
-        ),
+        "options": answers(2),
         "label": LABEL,
     },
     "arc_easy": ARC,
     "arc_challenge": ARC,
-    "logiqa": {"context": TEXT, "question": TEXT, "options": texts(4), "label": one_of("a", "b", "c", "d")},
+    "logiqa": {
+        "context": TEXT,
+        "question": Field(
+            "a string, and not blank where context is",
+            lambda found, row: is_text(found) and bool((row["context"] + found).strip()),
+        ),
+        "options": answers(4),
+        "label": one_of("a", "b", "c", "d"),
+    },
     "openbookqa": {"question_stem": FULL_TEXT, "choices": CHOICES, "answerKey": ANSWER},
     "copa": {
-        "premise": FULL_TEXT,
+        "premise": Field("a sentence", lambda found, row: is_text(found) and any(map(str.isalnum, found))),
         "choice1": FULL_TEXT,
-        "choice2": FULL_TEXT,
+        "choice2": other_than("choice1"),
         "question": one_of("cause", "effect"),
         "label": LABEL,
     },
@@ -116,7 +135,7 @@ FIELDS: dict[str, dict[str, Field]] = {
     },
     "hellaswag": {
         **dict.fromkeys(("activity_label", "ctx_a", "ctx_b"), TEXT),
-        "endings": texts(4),
+        "endings": Field("a list of 4 strings", lambda found, row: are_texts(found, 4)),
         "label": one_of("0", "1", "2", "3"),
     },
     "lambada_openai": {"text": Field("two words or more", lambda found, row: is_text(found) and words(row) > 1)},
@@ -142,20 +161,32 @@ def read_rows(path: Path, task: str) -> list[Row]:
             where = f"{path}:{number}"
             rows.append(parse(line, where))
             check_fields(rows[-1], FIELDS.get(task) or dict.fromkeys(rows[0], None), task, where)
-            check_kinds(rows[-1], kinds, where)
+            check_columns(rows[-1], kinds, where)
     if not rows:
         raise UserError(f"{path} holds no rows (expected one JSON object on each line)")
     return rows
 
 
 def parse(line: bytes, where: str) -> Row:
-    """One line of JSON that is an object."""
+    """One line of JSON that is an object, with no key twice in any object."""
+
+    def members(pairs: list[tuple[str, Any]]) -> Row:
+        ((key, times),) = Counter(key for key, _ in pairs).most_common(1) or [("", 0)]
+        if times > 1:
+            raise UserError(f"{where}: the key {key!r} stands there {times} times (expected once)")
+        return dict(pairs)
+
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = json.loads(line.decode("utf-8"), object_pairs_hook=members)
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: not UTF-8 ({error.reason})") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not valid JSON: {error}") from None
+    except json.JSONDecodeError as error:
+        found = shown(error.doc[error.pos :].strip()) if error.doc[error.pos :].strip() else "the end of the line"
+        raise UserError(f"{where}: not valid JSON from character {error.pos + 1} on: found {found}") from None
+    except RecursionError:
+        raise UserError(f"{where}: not valid JSON: nested too deeply") from None
+    except ValueError:  # of Python's int() alone
+        raise UserError(f"{where}: a number of too many digits") from None
     if not isinstance(row, dict):
         raise UserError(f"{where}: found {kind(row)} (expected an object)")
     return row
@@ -173,9 +204,11 @@ def check_fields(row: Row, fields: Mapping[str, Field | None], task: str, where:
             raise UserError(f"{where}: {name} is {shown(row[name])} (expected {field.expected})")
 
 
-def check_kinds(row: Row, kinds: dict[str, str], where: str) -> None:
-    """Refuse a value of another kind than its field had before: a column holds one kind."""
+def check_columns(row: Row, kinds: dict[str, str], where: str) -> None:
+    """Refuse what no column can hold, needed or not: half a character, and another kind of value than before."""
     for name, value in row.items():
+        if has_surrogate(json.dumps([name, value], ensure_ascii=False)):
+            raise UserError(f"{where}: {name!a} holds half a surrogate pair (expected whole characters)")
         if value is not None and kinds.setdefault(name, kind(value)) != kind(value):
             raise UserError(f"{where}: {name} is {shown(value)} (expected {kinds[name]}, as in the lines before)")
 

@@ -63,6 +63,22 @@ BAD = [  # task, what is changed in its first row, what is said of it
     ("openbookqa", {"choices": CHOICES, "answerKey": "C"}, 'answerKey is "C"'),
     ("copa", {"question": "why"}, 'question is "why" (expected "cause" or "effect")'),
     ("hellaswag", {"label": ""}, "label is"),
+    (
+        "piqa",
+        {"sol1": "same", "sol2": " same"},
+        'sol2 is " same" (expected a string that is not blank and differs from',
+    ),
+    ("winogrande", {"option1": "it", "option2": "it"}, 'option2 is "it"'),
+    ("copa", {"choice1": "Same.", "choice2": "Same."}, 'choice2 is "Same."'),
+    ("copa", {"premise": " . "}, 'premise is " . " (expected a sentence)'),
+    ("wsc273", {"options": ["The box", "The box"]}, "options is"),
+    ("wsc273", {"options": ["The box", " "]}, "options is"),
+    ("logiqa", {"options": ["a", "b", "c", " "]}, "none blank and no two the same"),
+    ("logiqa", {"options": ["a", "b", "c", "a"]}, "none blank and no two the same"),
+    ("logiqa", {"context": " ", "question": ""}, 'question is "" (expected a string, and not blank where context is)'),
+    ("arc_easy", {"choices": {"text": ["a", ""], "label": ["A", "B"]}}, "none blank and no two the same"),
+    ("openbookqa", {"choices": {"text": ["a", "a"], "label": ["A", "B"]}}, "none blank and no two the same"),
+    ("piqa", {"unused": {"deep": ["\udc00"]}}, "'unused' holds half a surrogate pair"),
     ("lambada_openai", {"text": "alone"}, "expected two words or more"),
 ]
 
@@ -83,8 +99,11 @@ def test_a_bad_row_is_told_with_its_line(task, change, said, tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b'{"goal": "a"', ":1: not valid JSON"),
-        (b'{"goal": "a"}}', ":1: not valid JSON"),
+        (b'{"goal": "a"', ":1: not valid JSON from character 13 on: found the end of the line"),
+        (b'{"goal": "a"}}', ':1: not valid JSON from character 14 on: found "}"'),
+        (b'{"label": 0, "label": 1}', ":1: the key 'label' stands there 2 times (expected once)"),
+        (b'{"deep": [{"a": 1, "a": 1}]}', ":1: the key 'a' stands there 2 times"),
+        (b'{"label": ' + b"9" * 5000 + b"}", ":1: a number of too many digits"),
         (b"\n[1, 2]", ":2: found a list (expected an object)"),
         (b"3", ":1: found a number"),
         (b"\xff", ":1: not UTF-8"),
@@ -101,6 +120,7 @@ def test_a_broken_file_is_told(content, said, tmp_path):
         read_rows(path, "piqa")
     assert error.value.message.startswith(f"{path}{said}")
     assert "\n" not in error.value.message
+    assert "line 1" not in error.value.message  # of Python's json, which knows one line only
 
 
 def test_the_rows_of_another_task_are_known(tmp_path):
