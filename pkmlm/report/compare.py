@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -35,8 +35,8 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
     Keys: run, kind, dense, memory, read_per_token (parameters), status, step, tokens (trained so far),
     tokens_per_second (median over steps), seconds (in training steps), valid_step, valid_loss (nats a token),
     valid_token_ppl, valid_bits_per_byte (of the best validation), test_step, test_token_ppl, test_word_ppl,
-    test_bits_per_byte (of the newest evaluation of the test split), tasks ({name: {"acc", ...}}),
-    average_acc, usage (memories of the newest usage report of the test split).
+    test_bits_per_byte (of the newest evaluation of the test split), tasks ({name: {"acc", ...}}, see
+    `newest_tasks`), average_acc (over these), usage (memories of the newest usage report of the test split).
     """
     recorded, metrics = run.facts(), run.metrics()
     parameters = recorded.get("parameters") or {}
@@ -44,7 +44,7 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
     speeds = [event["tokens_per_second"] for event in train if number(event.get("tokens_per_second"))]
     valid = [event for event in metrics if event.get("event") == "valid" and number(event.get("loss")) is not None]
     best = min(valid, key=lambda event: float(event["loss"]), default={})
-    test, tasks = newest(run.path / "eval", "test", "perplexity"), newest(run.path / "eval", "", "tasks")
+    test, tasks = newest(run.path / "eval", "test", "perplexity"), newest_tasks(run.path / "eval")
     scored = test.get("perplexity") or {}
     return {
         "run": label,
@@ -59,8 +59,8 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
         **{f"valid_{key}": number(best.get(key)) for key in ("loss", "token_ppl", "bits_per_byte")},
         "test_step": test.get("step"),
         **{f"test_{key}": number(scored.get(key)) for key in ("token_ppl", "word_ppl", "bits_per_byte")},
-        "tasks": tasks.get("tasks") or {},
-        "average_acc": tasks.get("average_acc"),
+        "tasks": tasks,
+        "average_acc": _mean(task.get("acc") for task in tasks.values()),
         "usage": newest(run.path / "usage", "test", "memories").get("memories") or [],
     }
 
@@ -79,14 +79,30 @@ def number(value: Any) -> float | None:
 
 
 def newest(folder: Path, split: str, holding: str) -> Facts:
-    """The results of the highest step in SPLIT-step-N.json (split "": any) that hold the key; or nothing."""
-    name = re.compile(rf"{re.escape(split) or '.+'}-step-(\d+)\.json")
-    steps = [(int(m[1]), file) for file in sorted(folder.glob("*.json")) if (m := name.fullmatch(file.name))]
-    for _, file in sorted(steps, reverse=True):
+    """The results of the highest step in SPLIT-step-N.json that hold the key; or nothing."""
+    return next((results for _, results in results_of(folder, re.escape(split), holding)), {})
+
+
+def newest_tasks(folder: Path) -> Facts:
+    """Each task's results at the highest step that has any, with the fewest examples before a question."""
+    found = list(results_of(folder, ".+", "tasks"))
+    tasks: Facts = {}
+    for results in (results for step, results in found if step == found[0][0]):
+        for name, facts in results["tasks"].items():
+            known = tasks.setdefault(name, facts)
+            if facts.get("num_fewshot", 0) < known.get("num_fewshot", 0):
+                tasks[name] = facts
+    return tasks
+
+
+def results_of(folder: Path, names: str, holding: str) -> Iterator[tuple[int, Facts]]:
+    """(step, results) of NAME-step-N.json, for names of a pattern, that hold the key: from the highest step down."""
+    name = re.compile(rf"(?:{names})-step-(\d+)\.json")
+    steps = [(int(m[1]), file) for file in folder.glob("*.json") if (m := name.fullmatch(file.name))]
+    for step, file in sorted(steps, key=lambda found: (-found[0], -found[1].stat().st_mtime_ns)):
         results = read_json(file, "the results")
         if isinstance(results, dict) and results.get(holding):
-            return results
-    return {}
+            yield step, results
 
 
 def trained_seconds(run: RunDirectory) -> float | None:

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -88,6 +89,21 @@ def test_json_gathers_what_the_run_holds(run: Path) -> None:
         "average_acc": 0.6,
     }
     assert usage[0]["mass"]["kl"] == 0.5
+
+
+def test_tasks_of_several_files_are_merged(run: Path) -> None:
+    def keep(name: str, step: int, age: int, **tasks: Facts) -> None:
+        path = run / "eval" / f"tasks-{name}-step-{step}.json"
+        path.write_text(json.dumps({"step": step, "tasks": tasks, "average_acc": 0.0}))
+        os.utime(path, (age, age))
+
+    keep("wsc", 200, 1, wsc={"acc": 0.5})
+    keep("piqa", 200, 2**31, piqa={"acc": 0.2, "num_fewshot": 0})  # newer than the fixture's, at the same step
+    keep("piqa-shots-2", 200, 2**31 + 1, piqa={"acc": 0.9, "num_fewshot": 2})
+    keep("copa", 100, 2**31, copa={"acc": 0.1})
+    (found,) = facts(run)
+    assert {name: task["acc"] for name, task in found["tasks"].items()} == {"piqa": 0.2, "wsc": 0.5}
+    assert found["average_acc"] == pytest.approx(0.35)
 
 
 def test_missing_pieces_show_as_a_dash(run: Path, tmp_path: Path) -> None:
