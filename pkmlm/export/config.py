@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pkmlm.data.tokenizer import Tokenizer
 
 CONFIG = "config.json"
+CODE = "configuration_pkmlm.py"  # in every export, and nowhere else
 MODEL_TYPE = "pkmlm"
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -29,8 +30,16 @@ class Origin(NamedTuple):
 
 
 def is_export(path: Path) -> bool:
-    """Whether a folder is meant for `transformers`; a run directory is not."""
-    return (path / CONFIG).is_file() and not (path / "recipe.yaml").exists()
+    """Whether a folder is meant for `transformers`, if only the rest of one; a run directory is not."""
+    return any((path / name).is_file() for name in (CONFIG, CODE)) and not (path / "recipe.yaml").exists()
+
+
+def model_type(path: Path) -> Any:
+    """What kind of model a folder's config.json says that it is; None where it says nothing."""
+    try:
+        return read_json(path / CONFIG, "the model's configuration").get("model_type")
+    except (UserError, AttributeError):
+        return None
 
 
 def config_of(recipe: Recipe, rows: int, tokenizer: "Tokenizer", origin: Origin, dtype: str) -> dict[str, Any]:
@@ -87,23 +96,29 @@ def read_config(path: Path) -> tuple[Recipe, Origin]:
     """The recipe and the origin in a config.json; keys that are not there have the recipe's defaults.
 
     Raises:
-        UserError: not such a file, or a model that cannot be built.
+        UserError: another kind of model; (exit code 1) not such a file, or a model that cannot be built.
     """
-    config = read_json(path, "the model's configuration")
+    config = read_json(path, "the model's configuration", exit_code=1)
     found = config.get("model_type") if isinstance(config, dict) else None
     if found != MODEL_TYPE:
-        raise UserError(f"{path}: model_type {found!r} (expected {MODEL_TYPE!r})", "`pkmlm export` writes such folders")
+        message = f"{path}: model_type {found!r} (expected {MODEL_TYPE!r})"
+        raise UserError(message, "`pkmlm export` writes such folders", exit_code=1 if found is None else 2)
     trained = config.get("trained", {})
     rest = trained.get("recipe", {}) if isinstance(trained, dict) else None
     if not isinstance(rest, dict):
-        raise UserError(f"{path}: trained.recipe is not an object")
+        raise UserError(f"{path}: trained.recipe is not an object", exit_code=1)
     origin = Origin(trained.get("run", path.parent.name), trained.get("step", 0), trained.get("tokens", 0))
     if not (isinstance(origin.run, str) and isinstance(origin.step, int) and isinstance(origin.tokens, int)):
-        raise UserError(f"{path}: trained is {json.dumps(origin)[:60]} (expected a text and two whole numbers)")
+        raise UserError(
+            f"{path}: trained is {json.dumps(origin)[:60]} (expected a text and two whole numbers)", exit_code=1
+        )
     model = {field.name: config[field.name] for field in fields(Model) if field.name in config}
     places: dict[str, str] = {}
-    recipe: Recipe = bind(node_of(rest | {"model": model}, str(path)), Recipe, "", places)
-    return check_recipe(recipe, places), origin
+    try:
+        recipe: Recipe = bind(node_of(rest | {"model": model}, str(path)), Recipe, "", places)
+        return check_recipe(recipe, places), origin
+    except UserError as error:
+        raise UserError(error.message, error.hint, exit_code=1) from None
 
 
 def node_of(value: Any, place: str) -> Node:

@@ -15,7 +15,16 @@ from torch import Tensor, nn
 
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
-from pkmlm.export.config import CONFIG, Origin, config_of, generation_config, read_config, tokenizer_config
+from pkmlm.export.config import (
+    CONFIG,
+    MODEL_TYPE,
+    Origin,
+    config_of,
+    generation_config,
+    model_type,
+    read_config,
+    tokenizer_config,
+)
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runtime.device import DTYPES
@@ -32,14 +41,15 @@ SHARD_BYTES = 5 * 10**9
 # Queries and keys decide which slots are read: in training too their search is in fp32, whatever the precision.
 KEPT = re.compile(r"\.memory\.(query\.|subkeys_H2nf$|keys_HKq$)")
 TRAINING_ONLY = re.compile(r"\.query\.norm\.forwards$")
-HINT = "it is damaged or was changed: export the run again, or delete manifest.json to take it as it is"
+HINT = "it is damaged or was changed: export the run again"
+CHANGED = f"{HINT}, or delete {MANIFEST} to take it as it is"
 
 
 def check_free(path: Path, force: bool) -> None:
     """Refuse a place where something would be lost.
 
     Raises:
-        UserError: it is a file, it is not empty and `force` is not given, or it holds what no export wrote.
+        UserError: it is a file, it is not empty and `force` is not given, it holds what no export wrote, or no export.
     """
     if path.exists() and not path.is_dir():
         raise UserError(f"-o {path} is a file (expected a folder)")
@@ -50,6 +60,9 @@ def check_free(path: Path, force: bool) -> None:
     foreign = [name for name in entries if name not in known and not SHARD.fullmatch(name)]
     if foreign:
         raise UserError(f"-o {path} holds {foreign[0]}, which no export wrote", "choose another folder")
+    if entries and model_type(path) != MODEL_TYPE:
+        expected = f"expected {CONFIG} with model_type {MODEL_TYPE!r}"
+        raise UserError(f"-o {path} is no export, which --force could replace ({expected})", "choose another folder")
 
 
 def write_export(
@@ -154,12 +167,17 @@ def read_export(path: Path, device: torch.device) -> Export:
     is read as it is.
 
     Raises:
-        UserError: not an exported model, or it is incomplete, damaged or changed.
+        UserError: another kind of model; (exit code 1) it is incomplete, damaged or changed.
     """
+    if not (path / CONFIG).is_file():
+        raise UserError(f"{path / CONFIG} is missing", HINT, exit_code=1)
     if (path / MANIFEST).exists():
         verify(path)
     recipe, origin = read_config(path / CONFIG)
-    tokenizer = Tokenizer.load(path / TOKENIZER)
+    try:
+        tokenizer = Tokenizer.load(path / TOKENIZER)
+    except UserError as error:
+        raise UserError(error.message, error.hint or HINT, exit_code=1) from None
     model = build_model(recipe, recipe.model.vocab_size or tokenizer.size, "meta").to_empty(device=device)
     for name, buffer in model.named_buffers():
         if TRAINING_ONLY.search(name):
@@ -174,10 +192,10 @@ def verify(path: Path) -> None:
     Raises:
         UserError: (exit code 1) one is missing or has other bytes, or it is no manifest of this version.
     """
-    manifest = read_json(path / MANIFEST, "the export's manifest")
+    manifest = read_json(path / MANIFEST, "the export's manifest", CHANGED, exit_code=1)
     files = manifest.get("files") if isinstance(manifest, dict) else None
     if not isinstance(files, dict) or not {CONFIG, TOKENIZER} <= files.keys():
-        raise UserError(f"{path / MANIFEST} is no manifest", HINT, exit_code=1)
+        raise UserError(f"{path / MANIFEST} is no manifest", CHANGED, exit_code=1)
     if manifest.get("version") != VERSION:
         found = manifest.get("version")
         raise UserError(f"{path}: export version {found!r} (this build reads {VERSION})", exit_code=1)
@@ -187,7 +205,7 @@ def verify(path: Path) -> None:
             raise UserError(f"{file} is missing", HINT, exit_code=1)
         found = sha256_of(file)
         if not isinstance(expected, dict) or found != expected.get("sha256"):
-            raise UserError(f"{file}: sha256 {found[:12]} is not that of manifest.json", HINT, exit_code=1)
+            raise UserError(f"{file}: sha256 {found[:12]} is not that of manifest.json", CHANGED, exit_code=1)
 
 
 @torch.no_grad()

@@ -154,6 +154,15 @@ def test_nothing_is_lost_without_force(exports, trained, tmp_path):
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize("name", ["README.md", "config.json"])
+def test_force_replaces_nothing_but_an_export(exports, trained, tmp_path, name):
+    kept = tmp_path / name
+    kept.write_text('{"model_type": "gpt2"}')
+    said = pkmlm("export", trained("dense"), "-o", tmp_path, "--force", code=2).stderr
+    assert "is no export, which --force could replace" in said
+    assert kept.read_text() == '{"model_type": "gpt2"}'
+
+
 def test_a_full_disk_leaves_nothing(trained, tmp_path):
     limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (30000, 30000)); "
     code = f"{limit}import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); from pkmlm.cli import main; main()"
@@ -203,16 +212,17 @@ DAMAGES = {
     "manifest of strings": (text_in("manifest.json", '{"files": {"config.json": 1}}'), 1, "is no manifest"),
     "newer": (text_in("manifest.json", '{"version": 9, "files": {"config.json": 1, "tokenizer.model": 2}}'), 1, "9"),
     "another kind of model": (config_with(model_type="gpt2"), 2, "model_type 'gpt2' (expected 'pkmlm')"),
-    "no JSON": (text_in("config.json", "{", trusted=True), 2, "is not valid JSON"),
-    "a list": (text_in("config.json", "[1]", trusted=True), 2, "model_type None"),
+    "no configuration": (without("config.json"), 1, "config.json is missing"),
+    "no JSON": (text_in("config.json", "{", trusted=True), 1, "is not valid JSON"),
+    "a list": (text_in("config.json", "[1]", trusted=True), 1, "model_type None"),
     "another size": (config_with(dim=48), 1, "has shape "),
     "more layers": (config_with(layers=3), 1, "is missing"),
-    "impossible": (config_with(heads=5), 2, "5 heads do not divide"),
-    "a wrong type": (config_with(dim="wide"), 2, "model.dim: found the text"),
-    "no origin": (config_with(trained=[1]), 2, "trained"),
-    "a strange origin": (config_with(trained={"step": "x"}), 2, "trained"),
+    "impossible": (config_with(heads=5), 1, "5 heads do not divide"),
+    "a wrong type": (config_with(dim="wide"), 1, "model.dim: found the text"),
+    "no origin": (config_with(trained=[1]), 1, "trained"),
+    "a strange origin": (config_with(trained={"step": "x"}), 1, "trained"),
     "garbage for weights": (text_in("model.safetensors", "garbage", trusted=True), 1, "cannot read the weights"),
-    "garbage for a tokenizer": (text_in("tokenizer.model", "garbage", trusted=True), 2, "is not a SentencePiece"),
+    "garbage for a tokenizer": (text_in("tokenizer.model", "garbage", trusted=True), 1, "is not a SentencePiece"),
 }
 
 
@@ -223,6 +233,8 @@ def test_a_damaged_export_is_told_in_one_line(exports, tmp_path, damage, code, s
     error = pkmlm("eval", folder, code=code).stderr
     assert said in error
     assert len(error.splitlines()) <= 2
+    helps = "sha256 " in said or "no manifest" in said
+    assert ("or delete manifest.json" in error) == helps
 
 
 def test_an_index_names_only_files_of_its_folder(exports, tmp_path):
