@@ -13,7 +13,7 @@ from pkmlm.cli.options import (
     separator_option,
     step_option,
 )
-from pkmlm.cli.zero_shot import Asked, score_tasks, tasks_file
+from pkmlm.cli.zero_shot import Asked, prepare, score_tasks, tasks_file, warn_of_cuts
 from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def command(
 
     Perplexity is that of lm-evaluation-harness for rolling tasks: documents never share context, words are split by
     white space, bytes are those of UTF-8. With --tasks it is computed only if --split or --text asks for it. Results
-    are also written to RUN/eval/.
+    are also written to RUN/eval/. RUN may be an exported folder too: nothing is written into it.
 
     \b
     Examples:
@@ -103,8 +103,9 @@ def command(
         raise UserError("--stride goes with a perplexity", "with --tasks, also give --split or --text")
     with joined() as world:
         try:
+            prepared = None if asked.tasks is None else prepare(asked)
             run = load_run(run_path, step)
-            zero_shot = NO_TASKS if asked.tasks is None else score_tasks(run, asked, world, quiet)
+            zero_shot = NO_TASKS if prepared is None else score_tasks(run, prepared, asked, world, quiet)
         except UserError as error:
             if world.rank > 0:  # rank 0 tells the same
                 raise click.exceptions.Exit(error.exit_code) from None
@@ -116,6 +117,7 @@ def command(
         record["stride"] = stride or run.model.context
         record["perplexity"] = perplexity(run, split, text, separator, field, stride, quiet)
     print_result(record, as_json)
+    warn_of_cuts(record)
     try:
         store(run, record, text is not None, stride)
     except UserError as error:  # another's run, say: the result is no worse for it

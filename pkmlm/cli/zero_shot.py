@@ -1,13 +1,19 @@
 """The part of `pkmlm eval` that scores zero-shot tasks."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pkmlm.errors import UserError
+import click
+
+from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
+    from lm_eval.api.task import ConfigurableTask
+
     from pkmlm.evaluate.load import LoadedRun
+    from pkmlm.evaluate.tasks import TaskSource
     from pkmlm.runtime.distributed import World
 
 NAME_LENGTH = 80  # characters of a list of tasks that stand in a file's name
@@ -40,22 +46,36 @@ class Asked:
                 raise UserError(f"--log-samples {path} exists already", "choose another name, or add --force")
 
 
-def score_tasks(run: "LoadedRun", asked: Asked, world: "World", quiet: bool) -> dict[str, Any]:
+class Prepared(NamedTuple):
+    """The tasks that are asked for, with their rows."""
+
+    sources: Sequence["TaskSource"]
+    tasks: dict[str, "ConfigurableTask"]
+
+
+def prepare(asked: Asked) -> Prepared:
+    """Find and check the tasks and their rows: what is wrong with them is told before a model is loaded."""
+    from pkmlm.evaluate.harness import build_tasks
+    from pkmlm.evaluate.tasks import find_tasks
+
+    folder = None if asked.task_data is None else Path(asked.task_data)
+    sources = find_tasks(asked.tasks or "", folder, asked.num_fewshot)
+    return Prepared(sources, build_tasks(sources, asked.num_fewshot))
+
+
+def score_tasks(run: "LoadedRun", prepared: Prepared, asked: Asked, world: "World", quiet: bool) -> dict[str, Any]:
     """The part of the record that tells of tasks: "tasks", "average_acc" and "harness"."""
     from statistics import fmean
 
     from pkmlm.cli.progress import token_progress
     from pkmlm.evaluate.harness import run_tasks, settings
-    from pkmlm.evaluate.tasks import find_tasks
 
-    folder = None if asked.task_data is None else Path(asked.task_data)
-    sources = find_tasks(asked.tasks or "", folder, asked.num_fewshot)
     with token_progress("scoring", 0, quiet or world.rank > 0) as advance:
         facts, samples = run_tasks(
             run,
-            sources,
+            prepared.sources,
+            prepared.tasks,
             limit=asked.limit,
-            fewshot=asked.num_fewshot,
             batch_size=asked.batch_size,
             advance=advance,
         )
@@ -72,6 +92,17 @@ def score_tasks(run: "LoadedRun", asked: Asked, world: "World", quiet: bool) -> 
             "processes": world.size,
         },
     }
+
+
+def warn_of_cuts(record: dict[str, Any]) -> None:
+    """Say on standard error of which tasks more than half of the requests lost their beginning."""
+    for name, facts in record["tasks"].items():
+        if 2 * facts["truncated"] > facts["requests"]:
+            click.echo(
+                f"warning: {printable(name)}: {facts['truncated']:,} of {facts['requests']:,} requests are longer than "
+                f"the context of {record['harness']['context']:,}: their beginnings were cut",
+                err=True,
+            )
 
 
 def write_samples(path: Path, samples: list[dict[str, Any]]) -> None:

@@ -32,7 +32,7 @@ class PkmLM(TemplateLM):
     that work together, and each of them gets every result: to lm_eval each looks like the only one.
 
     Attributes:
-        truncated: requests that were cut, by task.
+        requests, truncated: how many there were, and were cut, by task.
         batch_size: rows of a forward; None: as many as `TOKENS` allows. A row is a question with its choices.
     """
 
@@ -60,6 +60,7 @@ class PkmLM(TemplateLM):
         self.run = run if isinstance(run, LoadedRun) else load_run(run, str(step), chosen)
         self.batch_size = None if batch_size in (None, "auto") else int(batch_size or 1)
         self.advance = advance
+        self.requests: Counter[str] = Counter()
         self.truncated: Counter[str] = Counter()
         self._device = self.run.device
         self._most = math.inf  # tokens of a forward, once a larger one has run out of memory
@@ -86,6 +87,7 @@ class PkmLM(TemplateLM):
         for request in requests:
             before, continuation = self._encode_pair(*request.args)
             encoded.append((request.args, before, continuation))
+            self.requests[request.task_name or ""] += 1
             self.truncated[request.task_name or ""] += len(before) + len(continuation) > self.max_length + 1
         return self._loglikelihood_tokens(encoded)
 

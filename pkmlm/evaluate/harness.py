@@ -31,16 +31,17 @@ Facts = dict[str, Any]
 def run_tasks(
     run: LoadedRun,
     sources: Sequence[TaskSource],
+    tasks: dict[str, ConfigurableTask],
     *,
     limit: int | None = None,
-    fewshot: int | None = None,
     batch_size: int | None = None,
     advance: Callable[[int, int], Any] = lambda done, total: None,
 ) -> tuple[dict[str, Facts], list[Facts]]:
     """Score tasks.
 
     Args:
-        limit: only the first so many documents of each; fewshot: examples before each question; None: as defined.
+        tasks: what `build_tasks` made of the sources.
+        limit: only the first so many documents of each.
         batch_size: questions a forward; None: by their length.
         advance: called with the tokens scored so far and in all.
 
@@ -49,12 +50,10 @@ def run_tasks(
         asked, the log-likelihoods and the metrics.
 
     Raises:
-        UserError: rows that cannot be had or used; scores that are not finite (exit code 1).
+        UserError: scores that are not finite (exit code 1).
     """
     model = PkmLM(run, batch_size=batch_size, advance=advance)
     with quiet():
-        with asked_once(any(source.hub for source in sources)) as offline:
-            tasks = {source.name: build(source, fewshot, offline) for source in sources}
         found = evaluate(model, {"tasks": tasks}, limit=limit, bootstrap_iters=0)
     assert found is not None  # of the adapter's rank, which is always 0
     facts, samples = {}, []
@@ -62,6 +61,7 @@ def run_tasks(
         name = source.name
         facts[name] = task_facts(tasks[name], found["results"][name], found["samples"][name])
         facts[name] |= {
+            "requests": model.requests[name],
             "truncated": model.truncated[name],
             "num_fewshot": tasks[name].config.num_fewshot or 0,
             "version": found["versions"][name],
@@ -98,6 +98,19 @@ def quiet() -> Iterator[None]:
             logger.setLevel(level)
         if not bars:
             datasets.enable_progress_bars()
+
+
+def build_tasks(sources: Sequence[TaskSource], fewshot: int | None) -> dict[str, ConfigurableTask]:
+    """The harness's tasks by name, with their rows; no model is needed.
+
+    Args:
+        fewshot: examples before each question; None: as defined.
+
+    Raises:
+        UserError: rows that cannot be had or used.
+    """
+    with quiet(), asked_once(any(source.hub for source in sources)) as offline:
+        return {source.name: build(source, fewshot, offline) for source in sources}
 
 
 def build(source: TaskSource, fewshot: int | None, offline: bool) -> ConfigurableTask:

@@ -1,5 +1,6 @@
 """The tables of zero-shot results."""
 
+from statistics import fmean
 from typing import Any
 
 from pkmlm.report.tables import Column, Table
@@ -22,7 +23,7 @@ def task_report(record: dict[str, Any]) -> str:
     ]
     notes = []
     if any(facts["truncated"] for facts in tasks.values()):
-        notes.append(f"cut: requests that lost their beginning: the context is {harness['context']} tokens")
+        notes.append(f"cut: share of requests that lost their beginning: the context is {harness['context']} tokens")
     if harness["limit"] is not None:
         notes.append(f"only the first {harness['limit']} documents of each task: not to be compared with others")
     shots = {name: facts["num_fewshot"] for name, facts in tasks.items() if facts["num_fewshot"]}
@@ -35,13 +36,22 @@ def _accuracies(title: str, tasks: dict[str, Any], average: float | None) -> Tab
         Column("Task"),
         Column("n", "right", "{:,}"),
         *(Column(name, "right", SHARE) for name in ("acc", "stderr", "acc_norm", "stderr", "chance")),
-        Column("cut", "right", "{:,}"),
+        Column("cut", "right"),
     ]
-    keys = ("n", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "chance", "truncated")
-    rows = [[name, *(facts[key] for key in keys)] for name, facts in tasks.items()]
+    keys = ("n", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "chance")
+    rows = [[name, *(facts[key] for key in keys), _cut(facts)] for name, facts in tasks.items()]
     if len(rows) > 1:
-        rows.append(["average", None, average, *[None] * 5])
+        chances = [facts["chance"] for facts in tasks.values()]
+        rows.append(["average", None, average, None, None, None, None if None in chances else fmean(chances), None])
     return Table(title, columns, rows)
+
+
+def _cut(facts: dict[str, Any]) -> str:
+    """The share of a task's requests that were cut; neither all nor none where it is only near to that."""
+    cut, requests = facts["truncated"], facts["requests"]
+    if cut in (0, requests):
+        return "all" if cut else "0"
+    return f"{min(max(cut / requests, 0.001), 0.999):.1%}"
 
 
 def _always(tasks: dict[str, Any]) -> Table:
@@ -55,7 +65,7 @@ def _always(tasks: dict[str, Any]) -> Table:
 
 def _others(tasks: dict[str, Any]) -> Table:
     rows = [
-        [name, facts["n"], metric, value, facts["truncated"]]
+        [name, facts["n"], metric, value, _cut(facts)]
         for name, facts in tasks.items()
         for metric, value in facts["metrics"].items()
     ]
@@ -64,6 +74,6 @@ def _others(tasks: dict[str, Any]) -> Table:
         Column("n", "right", "{:,}"),
         Column("Metric"),
         Column("value", "right", "{:,.4f}"),
-        Column("cut", "right", "{:,}"),
+        Column("cut", "right"),
     ]
     return Table("Other metrics", columns, rows)

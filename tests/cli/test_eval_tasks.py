@@ -37,7 +37,7 @@ def scored(run: Path, rows: Path, tasks: str, *options: object) -> tuple[dict, l
     done = pkmlm(
         "eval", run, "--tasks", tasks, "--task-data", rows, "--json", "--log-samples", samples, "--force", *options
     )
-    assert done.stderr == ""
+    assert all("requests are longer than the context of 32" in line for line in done.stderr.splitlines())
     return json.loads(done.stdout), [json.loads(line) for line in samples.read_text().splitlines()]
 
 
@@ -133,6 +133,15 @@ def test_tables_for_people_fit_a_terminal(run, rows):
     assert all(len(line) <= 80 for line in said.splitlines())
     for word in ("average", "stderr", "chance", "word_perplexity", "cut", "only the first 1 documents"):
         assert word in said
+    first = next(line.split() for line in said.splitlines() if line.startswith("logiqa "))
+    assert first[-1] == "all"
+    two = pkmlm("eval", run, "--tasks", "arc_easy,logiqa,piqa", "--task-data", rows)
+    average, piqa = (next(x.split() for x in two.stdout.splitlines() if x.startswith(name)) for name in ("ave", "piqa"))
+    assert average[-2] == f"{((1 / 4 + 1 / 3 + 1 / 4) / 3 + 1 / 4 + 1 / 2) / 3:.4f}"
+    assert piqa[-1] == "10.0%"
+    warned = "warning: logiqa: 4 of 4 requests are longer than the context of 32: their beginnings were cut\n"
+    assert warned in two.stderr
+    assert "piqa" not in two.stderr
     both = pkmlm("eval", run, "--tasks", "wsc", "--task-data", rows, "--split", "valid").stdout
     assert "nats a token" in both
     assert "wsc   yes" in both
@@ -194,6 +203,8 @@ def test_mistakes_are_told_in_one_line(run, rows, tmp_path):
     bad = write_rows(tmp_path / "bad", "piqa")
     with (bad / "piqa.jsonl").open("a") as file:
         file.write('{"goal": "a", "sol1": "b", "sol2": "c", "label": "0"}\n')
+    unread = told("--tasks", "piqa", "--task-data", bad, "--step", 999_999)
+    assert "piqa.jsonl:6" in unread  # told before a checkpoint is looked for
     assert f'{bad / "piqa.jsonl"}:6: label is "0" (expected 0 or 1)' in told("--tasks", "piqa", "--task-data", bad)
 
 
