@@ -91,6 +91,7 @@ def command(
 def train_in(output: str, recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokenizer", resume: str, quiet: bool) -> int:
     """Train in the run directory `output`, and note in its run.json how it ended."""
     from pkmlm.runtime.device import choose_device, choose_precision
+    from pkmlm.runtime.files import write_text
     from pkmlm.runtime.rundir import RunDirectory
     from pkmlm.runtime.signals import stop_on_signals
     from pkmlm.train.checkpoint import fall_back
@@ -120,6 +121,8 @@ def train_in(output: str, recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokeni
                     run, recipe, corpus, tokenizer, device, precision, f"{precision}: {reason}", damage, stop, quiet
                 )
             run.note(status=outcome.status, exit_code=outcome.exit_code, step=outcome.step)
+            if outcome.exit_code == 0:  # last of all: nothing is left to do where it stands
+                write_text(run.path / "done", f"{outcome.status} at step {outcome.step}\n")
     return outcome.exit_code
 
 
@@ -233,7 +236,6 @@ def run_loop(
     """Build the model and train it; `damage` is what to warn of first."""
     from pkmlm.data.batches import Batches
     from pkmlm.evaluate.validation import validation
-    from pkmlm.runtime.files import write_text
     from pkmlm.runtime.log import TrainingLog
     from pkmlm.train.health import Health
     from pkmlm.train.loop import train
@@ -255,8 +257,6 @@ def run_loop(
         else:
             log.say(f"{recipe.data.dir} has no valid split: there will be no validation and no best checkpoint")
         outcome = train(run, recipe, model, batches, precision, validate, log, stop)
-    if outcome.exit_code == 0:
-        write_text(run.path / "done", f"{outcome.status} at step {outcome.step}\n")
     return outcome
 
 

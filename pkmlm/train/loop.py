@@ -135,7 +135,8 @@ def restore(run: RunDirectory, stepper: Stepper) -> Progress:
         return Progress()
     progress = checkpoint.load(run.checkpoint(steps[-1]), stepper.model, stepper.groups)
     best = History.of(run.metrics()).best_step
-    if best in steps:  # a kill may have come between the checkpoint and its pointer
+    run.point("latest", steps[-1])  # a kill may have come between the checkpoint and its pointer
+    if best in steps:
         run.point("best", best)
     stepper.skips = progress.skips
     if progress.scaler and stepper.scaler.is_enabled():

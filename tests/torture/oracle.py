@@ -116,7 +116,7 @@ def state_of(run: Path) -> dict[str, Any]:
         state[f"{folder.name}: progress"] = exact({k: v for k, v in progress.items() if k != "seconds"})
     state.update({name: (run / name).read_text() for name in ("best", "latest", "done")})
     facts = json.loads((run / "run.json").read_text())
-    state["outcome"] = (facts["status"], facts["exit_code"], facts["step"])
+    state["outcome"] = tuple(facts.get(key) for key in ("status", "exit_code", "step"))
     state["leftovers"] = sorted(path.name for path in run.rglob(".tmp-*"))
     return state
 

@@ -43,8 +43,11 @@ def test_a_crash_or_a_failed_write_anywhere_loses_nothing(ground, what, how, cou
     at = {2, *spread(len(operations), count)}  # 2: the sync of the folder in which a folder has been made
     if how == "crash" and what == "replace":
         at |= {n for n, line in enumerate(operations, 1) if re.search(r" exchange | rename ", line)}
-    if how == "crash" and what == "train":  # in the midst of an old checkpoint's deletion
+    if how == "crash" and what == "train":  # in the midst of an old checkpoint's deletion; at the run's very end
         at |= {next(n for n, line in enumerate(operations, 1) if " unlink weights" in line) + 1}
+        at |= {
+            max(n for n, line in enumerate(operations, 1) if re.search(end, line)) for end in (r"/latest$", r"/done$")
+        }
     for n in sorted(at):
         survived, said = crashes.fail_at(ground, what, how, n)
         assert survived, said
