@@ -51,7 +51,7 @@ def command(
 ) -> None:
     """What the slots of RUN's memory hold, and who reads them.
 
-    For a split or a text: the slots that are read most, what their values say, and what the contexts that read
+    For a split or a text: the slots with most mass, what their values say, and what the contexts that read
     them have in common. With --slot: one slot in full. With PROMPT: the strongest slots of each of its tokens.
 
     What a value says is read off by the output head, without what later layers make of it: a rough approximation,
@@ -125,7 +125,7 @@ def indexed(
 def of_memory(
     run: "LoadedRun", memory: int, documents: "list[Documents]", top: int, quiet: bool
 ) -> "tuple[dict[str, Any], list[Table]]":
-    """The slots that are read most."""
+    """The slots with most mass."""
     from pkmlm.evaluate.slots import CONTEXTS, Wanted, describe
     from pkmlm.report.slots import most_read, patterned, slots_table
 
@@ -134,7 +134,7 @@ def of_memory(
     record = heading(run, memory) | {"split": documents[0].name, "tokens": usage.tokens}
     found = patterned(slots)
     record |= {"patterns": found, "slots": [slot.as_json() for slot in slots]}
-    return record, [slots_table(f"Slots read most: {title(record)}", slots)]
+    return record, [slots_table(f"Slots with most mass: {title(record)}", slots)]
 
 
 def of_slot(

@@ -294,4 +294,9 @@ def slot_tables(title: str, slot: Slot, note: str) -> list[Table]:
         tables.append(Table(f"What its value says{note}", columns, words))
     contexts = [[c.weight, c.document, c.place, f"{c.before}[{c.token}]{c.after}"] for c in slot.contexts]
     columns = [right("Weight", "{:.3f}"), right("Doc", NUMBER), right("Place", NUMBER), Column("Context")]
-    return [*tables, Table("Read most at [ ]", columns, contexts)] if contexts else tables
+    where = (
+        "Read with the largest weights at [ ]"
+        if contexts
+        else "Not read in this text: its value may be old or untouched"
+    )
+    return [*tables, Table(where, columns, contexts)]

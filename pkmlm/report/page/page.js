@@ -221,7 +221,7 @@ function slotCard(column, slot) {
   if (known && known.contexts.length) part.push(table("Read most at the marked token", ["Weight", "Context"],
     known.contexts.map(([weight, , , before, token, after]) => [weight.toFixed(3),
       make("bdi", { class: "token" }, before, make("mark", {}, token), after)])));
-  else if (counts[slot]) part.push(make("p", { class: "note" }, "Contexts are kept for the most read slots only."));
+  else if (counts[slot]) part.push(make("p", { class: "note" }, "Contexts are kept for the slots with most mass only."));
   return part;
 }
 
@@ -262,8 +262,8 @@ function mapPanel(column, colours) {
       "all, the wheel zooms once the map is chosen, dragging moves. " + (facts.kind === "hash" ? "Rows: tables; columns: buckets."
         : facts.kind === "product-key" ? "Rows: sub-key of the first half; columns: of the second." : "")),
     map.canvas, scale, make("div", { class: "ends" }, make("span", {}, "little mass (grey: never read)"), make("span", {}, "much")),
-    card, make("details", {}, make("summary", {}, "The most read slots"), make("p", { class: "note" },
-      `Of the ${count(slots)} most read slots, ${count(patterned)} have contexts that share a pattern; with contexts ` +
+    card, make("details", {}, make("summary", {}, "The slots with most mass"), make("p", { class: "note" },
+      `Of the ${count(slots)} slots with most mass, ${count(patterned)} have contexts that share a pattern; with contexts ` +
       `shuffled among them, ${shuffled.toFixed(1)}.`), make("div", { class: "scroll" },
       table("Most mass first", ["Slot", "Reads", "Raises", "Pattern"], rows))));
 }
