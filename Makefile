@@ -1,6 +1,6 @@
 # make demo    install, tokenize, train three small models, measure and compare them
 # make test    install and run the tests
-# make torture kill, corrupt, fill disks, mutate: hours; goes on where it was stopped
+# make torture kill, corrupt, fill disks, mutate: about an hour; goes on where it was stopped
 # make check   linter, formatter, type checker
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
