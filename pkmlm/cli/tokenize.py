@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -21,6 +22,17 @@ if TYPE_CHECKING:
     from pkmlm.data.tokenizer import Tokenizer
 
 LEARNING = "tokenizer"  # a stage beside the splits
+KEPT_BY_JOIN = {"train", "output", "joins", "force", "quiet", "as_json"}
+
+
+def part_of(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, int] | None:
+    """The two numbers of I/N."""
+    if value is None:
+        return None
+    numbers = re.fullmatch(r"0*(\d{1,5})/0*(\d{1,5})", value, re.ASCII)
+    if not numbers or not 1 <= int(numbers[1]) <= int(numbers[2]):
+        raise click.BadParameter(f"found {printable(value)!r} (expected I/N with 1 <= I <= N, as 2/8)")
+    return int(numbers[1]), int(numbers[2])
 
 
 @click.command()
@@ -47,6 +59,8 @@ LEARNING = "tokenizer"  # a stage beside the splits
 @click.option("--format", type=click.Choice(["txt", "jsonl", "parquet"]), help="Format of all input. Default: by name.")
 @field_option
 @separator_option
+@click.option("--shard", metavar="I/N", callback=part_of, help="Encode part I of N of the text; needs --tokenizer.")
+@click.option("--join", "joins", is_flag=True, help="Join the folders TRAIN, which are all N parts.")
 @click.option("--jobs", type=click.IntRange(1, 1024), metavar="N", help="Threads that encode. Default: all cores.")
 @click.option("--force", is_flag=True, help="Replace DIR if it holds tokens.")
 @quiet_option
@@ -64,6 +78,8 @@ def command(
     format: str | None,
     field: str,
     separator: str | None,
+    shard: tuple[int, int] | None,
+    joins: bool,
     jobs: int | None,
     force: bool,
     quiet: bool,
@@ -82,33 +98,58 @@ def command(
           --separator '\\n\\n\\n' -o data/novels
       pkmlm tokenize 'wiki/*.jsonl.gz' --vocab-size 32000 -o data/wiki
       zcat news.gz | pkmlm tokenize - --tokenizer my.model -o data/news
+
+    \b
+    On three machines (I is 1, 2 or 3), and then on one:
+      pkmlm tokenize web.txt --separator '\\n\\n\\n' --tokenizer my.model \\
+          --shard I/3 -o parts/I
+      pkmlm tokenize --join parts/1 parts/2 parts/3 -o data/web
     """
     from pkmlm.data.shards import write_corpus
     from pkmlm.data.sources import find_sources
     from pkmlm.data.tokenizer import Tokenizer
 
-    learns = [f"--{name.replace('_', '-')}" for name in ("vocab_size", "model_type") if given(context, name)]
-    if model and learns:
-        raise click.UsageError(f"{learns[0]} is for learning a tokenizer, and --tokenizer gives one.")
+    check_options(context)
     folder = Path(output).resolve()
     check_output(folder, output, force)
+    if joins:
+        join(folder, output, train, force, quiet, as_json)
+        return
     names = {"train": train, "valid": valid, "test": test}
     sources = {split: find_sources(files, format) for split, files in names.items() if files}
-    check_sources(sources, separator)
+    check_sources(sources, separator, shard)
     tokenizer = Tokenizer.load(Path(model)) if model else None
-    with stopwatch(sources, quiet) as watch:
+    with stopwatch(sources, quiet, parts=shard[1] if shard else 1) as watch:
         if tokenizer is None:
             tokenizer = learn(sources, separator, field, vocab_size, model_type, watch)
-        index = write_corpus(
-            folder,
-            sources,
-            tokenizer,
-            separator=separator,
-            field=field,
-            jobs=jobs or cores(),
-            replace=force,
-            watch=watch,
-        )
+        how: dict[str, Any] = {"separator": separator, "field": field, "jobs": jobs or cores(), "replace": force}
+        if shard is None:
+            index = write_corpus(folder, sources, tokenizer, **how, watch=watch)
+        else:
+            from pkmlm.data.parts import write_part
+
+            index = write_part(folder, sources, tokenizer, *shard, **how, watch=watch)
+    print_result(output, index, watch.seconds, as_json, shard)
+
+
+def check_options(context: click.Context) -> None:
+    """Refuse options that exclude each other."""
+    options = {each.name: each.opts[-1] for each in context.command.params if given(context, str(each.name))}
+    if "joins" in options and (strange := [option for name, option in options.items() if name not in KEPT_BY_JOIN]):
+        raise click.UsageError(f"{strange[0]} is for encoding text, and --join reads none.")
+    learns = [options[name] for name in ("vocab_size", "model_type") if name in options]
+    if "model" in options and learns:
+        raise click.UsageError(f"{learns[0]} is for learning a tokenizer, and --tokenizer gives one.")
+    if "shard" in options and "model" not in options:
+        raise click.UsageError("--shard needs --tokenizer FILE: all parts must be encoded with the same one.")
+
+
+def join(folder: Path, output: str, names: tuple[str, ...], force: bool, quiet: bool, as_json: bool) -> None:
+    """Join parts, and say what came of it."""
+    from pkmlm.data.joining import join_parts
+
+    with stopwatch({}, quiet) as watch:
+        index = join_parts(folder, [Path(name) for name in names], replace=force, watch=watch)
     print_result(output, index, watch.seconds, as_json)
 
 
@@ -139,9 +180,11 @@ def check_output(folder: Path, shown: str, force: bool) -> None:
         )
 
 
-def check_sources(sources: dict[str, list["Source"]], separator: str | None) -> None:
+def check_sources(sources: dict[str, list["Source"]], separator: str | None, shard: tuple[int, int] | None) -> None:
     """Refuse inputs that contradict each other; warn of a file in two splits."""
     every = [source for inputs in sources.values() for source in inputs]
+    if shard and any(source.name == "-" for source in every):
+        raise UserError("standard input cannot be divided", "give --shard files that every machine can read")
     if sum(source.name == "-" for source in every) > 1:
         raise UserError("standard input can be read once: - is given for two splits")
     if separator is not None and all(source.format != "txt" for source in every):
@@ -177,7 +220,7 @@ def learn(
     texts = (chunk.text for batch in reader.batches() for chunk in batch)
     first = next(texts, None)
     if first is None:
-        raise no_text(reader)
+        raise no_text("train", [source.label for source in reader.sources], reader.tally.empty)
     tokenizer = Tokenizer.learn(chain([first], texts), vocab_size, model_type)
     watch(LEARNING, sum(origin.bytes for origin in reader.origins))
     return tokenizer
@@ -201,8 +244,8 @@ class Stopwatch:
 
 
 @contextlib.contextmanager
-def stopwatch(sources: dict[str, list["Source"]], quiet: bool) -> Iterator[Stopwatch]:
-    """A stopwatch with bars of the bytes read, on standard error if that is a terminal."""
+def stopwatch(sources: dict[str, list["Source"]], quiet: bool, parts: int = 1) -> Iterator[Stopwatch]:
+    """A stopwatch with bars of the bytes read, on standard error if that is a terminal; one of `parts` is read."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -214,7 +257,7 @@ def stopwatch(sources: dict[str, list["Source"]], quiet: bool) -> Iterator[Stopw
     )
 
     sizes = {split: [source.size for source in inputs] for split, inputs in sources.items()}
-    totals = {split: None if None in each else sum(filter(None, each)) for split, each in sizes.items()}
+    totals = {split: None if None in each else sum(filter(None, each)) // parts for split, each in sizes.items()}
     console = Console(file=sys.stderr)
     with Progress(
         TextColumn("{task.description}"),
@@ -226,16 +269,18 @@ def stopwatch(sources: dict[str, list["Source"]], quiet: bool) -> Iterator[Stopw
         disable=quiet or not console.is_terminal,
         transient=True,
     ) as progress:
-        yield Stopwatch(progress, {**totals, LEARNING: totals["train"]})
+        yield Stopwatch(progress, {**totals, LEARNING: totals.get("train")})
 
 
-def print_result(output: str, index: "Index", seconds: dict[str, float], as_json: bool) -> None:
+def print_result(
+    output: str, index: "Index", seconds: dict[str, float], as_json: bool, shard: tuple[int, int] | None = None
+) -> None:
     """What was written, split by split; the rate is of the text's bytes."""
     rows = []
     for name, split in index.splits.items():
         rate = split.bytes / 1e6 / max(seconds[name], 1e-9)
         counts = (split.documents, split.empty, split.words, split.bytes, split.tokens)
-        rows.append((name, *counts, split.bytes / (split.tokens - split.documents), seconds[name], rate))
+        rows.append((name, *counts, split.bytes / max(split.tokens - split.documents, 1), seconds[name], rate))
     keys = (
         "split",
         "documents",
@@ -256,6 +301,8 @@ def print_result(output: str, index: "Index", seconds: dict[str, float], as_json
             "learning_seconds": seconds.get(LEARNING),
             "splits": {row[0]: dict(zip(keys[1:], row[1:], strict=True)) for row in rows},
         }
+        if shard:
+            result |= {"part": shard[0], "parts": shard[1]}
         click.echo(json.dumps(result, indent=2))
         return
     from pkmlm.report.tables import Column, Table
@@ -267,5 +314,6 @@ def print_result(output: str, index: "Index", seconds: dict[str, float], as_json
         Column("split"),
         *(Column(head, "right", form) for head, form in zip(heads, formats, strict=True)),
     ]
-    title = f"{output}: vocabulary of {index.vocab_size:,}{learnt}"
+    part = f"part {shard[0]} of {shard[1]}, " if shard else ""
+    title = f"{output}: {part}vocabulary of {index.vocab_size:,}{learnt}"
     click.echo(Table(title, columns, rows).render(), nl=False)

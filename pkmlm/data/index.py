@@ -19,11 +19,12 @@ from pkmlm.runtime.files import json_text, read_json, write_json
 
 FORMAT = "pkmlm-tokens-1"
 FILE = "index.json"
+PART = "part.json"  # stands for it in a folder that holds one part of a corpus
 TOKENIZER = "tokenizer.model"
 BLOCK = 256 << 10  # bytes that are hashed together
 DIGEST = 32  # bytes of a sha256
 SPLITS = ("train", "valid", "test")
-OWN_FILES = re.compile(r"index\.json|tokenizer\.model|(train|valid|test)(-\d{5}\.bin|\.documents|\.hashes)")
+OWN_FILES = re.compile(r"(index|part)\.json|tokenizer\.model|(train|valid|test)(-\d{5}\.bin|\.documents|\.hashes)")
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Index:
     @property
     def sha256(self) -> str:
         """The sha256 of this index, and through its hashes of every token: the identity of the corpus."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+        return sha256_of_record(self)
 
     @property
     def files(self) -> set[str]:
@@ -82,10 +83,20 @@ class Index:
 
     def as_json(self) -> dict[str, Any]:
         """The content of the file."""
-        return {"format": FORMAT, "sha256": self.sha256, **asdict(self)}
+        return stamped(self, FORMAT)
 
     def write(self, folder: Path) -> None:
         write_json(folder / FILE, self.as_json())
+
+
+def sha256_of_record(record: Any) -> str:
+    """The sha256 of what a dataclass holds."""
+    return hashlib.sha256(json.dumps(asdict(record), sort_keys=True).encode()).hexdigest()
+
+
+def stamped(record: Any, form: str) -> dict[str, Any]:
+    """A dataclass as JSON, with the name of its format and the sha256 of the rest."""
+    return {"format": form, "sha256": sha256_of_record(record), **asdict(record)}
 
 
 def dtype_for(vocab_size: int) -> str:
@@ -106,32 +117,46 @@ def read_index(folder: Path) -> Index:
     """
     path = folder / FILE
     if not path.exists():
+        if (folder / PART).exists():
+            raise UserError(
+                f"{folder} is one part of a corpus (expected the whole)", "join its parts: pkmlm tokenize --join"
+            )
         raise UserError(f"{folder} holds no tokens (expected {FILE})", f"make them: pkmlm tokenize TEXT... -o {folder}")
-    content = read_json(path, "the token index")
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        found = content.get("format") if isinstance(content, dict) else content
-        raise UserError(f"{path}: found format {str(found)[:40]!r} (expected {FORMAT!r})", "tokenize the text again")
-    expected = content.pop("sha256", None)
-    del content["format"]
-    index = bound(Index, content, str(path))
-    if index.sha256 != expected:
-        raise damaged(path, f"its content has sha256 {index.sha256[:16]}... (expected {str(expected)[:16]}...)")
+    index = read_stamped(path, Index, FORMAT)
     if problem := contradiction(index):
         raise damaged(path, problem)
-    if path.read_bytes() != json_text(index.as_json()).encode():
-        raise damaged(path, "it is not as it was written")
     for entry in sorted(folder.iterdir()):
         if OWN_FILES.fullmatch(entry.name) and entry.name not in index.files:
             raise damaged(entry, "the index knows no such file")
     return typing.cast(Index, index)
 
 
+def read_stamped(path: Path, kind: Any, form: str) -> Any:
+    """Read back a dataclass that was written as `stamped` has it.
+
+    Raises:
+        UserError: it is missing, damaged, or of another format.
+    """
+    content = read_json(path, "the token index")
+    if not isinstance(content, dict) or content.get("format") != form:
+        found = content.get("format") if isinstance(content, dict) else content
+        raise UserError(f"{path}: found format {str(found)[:40]!r} (expected {form!r})", "tokenize the text again")
+    expected = content.pop("sha256", None)
+    del content["format"]
+    record = bound(kind, content, str(path))
+    if (digest := sha256_of_record(record)) != expected:
+        raise damaged(path, f"its content has sha256 {digest[:16]}... (expected {str(expected)[:16]}...)")
+    if path.read_bytes() != json_text(stamped(record, form)).encode():
+        raise damaged(path, "it is not as it was written")
+    return record
+
+
 def damaged(path: Path, what: str) -> UserError:
     return UserError(f"{path} is damaged: {what}", "tokenize the text again, or copy the folder again")
 
 
-def contradiction(index: Index) -> str:
-    """What cannot be true of an index, or nothing."""
+def contradiction(index: Index, partial: bool = False) -> str:
+    """What cannot be true of an index, or nothing; `partial`: that of a part, which may have no documents."""
     if index.dtype not in ("uint16", "uint32"):
         return f"dtype is {index.dtype[:40]!r} (expected 'uint16' or 'uint32')"
     if not index.eos < index.vocab_size <= 1 << (8 * token_bytes(index.dtype)):
@@ -146,7 +171,8 @@ def contradiction(index: Index) -> str:
             return f"the bytes of a shard of {name} are not those of its tokens"
         if any(shard.bytes % BLOCK for shard in split.shards[:-1]):
             return f"a shard of {name} before the last is not full"
-        if split.tokens != sum(shard.tokens for shard in split.shards) or not 0 < split.documents <= split.tokens:
+        least = 0 if partial else 1
+        if split.tokens != sum(shard.tokens for shard in split.shards) or not least <= split.documents <= split.tokens:
             return f"the tokens or documents of {name} do not add up"
     return ""
 

@@ -52,22 +52,49 @@ def write_corpus(
         UserError: a source cannot be read, holds no text, or holds what the tokenizer cannot spell; no room.
     """
     with writing_folder(folder, replace=replace) as place:
-        with writing(place / TOKENIZER) as file:
-            file.write(tokenizer.model_bytes)
-        splits = {}
-        for split, inputs in sources.items():
-            reading = SplitReader(split, inputs, separator, field, watch)
-            splits[split] = write_split(place, reading, tokenizer, jobs, shard_bytes)
-        index = Index(
-            dtype=dtype_for(tokenizer.size),
-            vocab_size=tokenizer.size,
-            eos=tokenizer.eos,
-            tokenizer_sha256=tokenizer.sha256,
+        index = write_content(
+            place,
+            sources,
+            tokenizer,
             separator=separator,
-            splits=splits,
+            field=field,
+            jobs=jobs,
+            shard_bytes=shard_bytes,
+            watch=watch,
         )
         index.write(place)
     return index
+
+
+def write_content(
+    place: Path,
+    sources: Mapping[str, Sequence[Source]],
+    tokenizer: Tokenizer,
+    *,
+    separator: str | None,
+    field: str,
+    jobs: int,
+    shard_bytes: int,
+    watch: Watch,
+    partial: bool = False,
+) -> Index:
+    """Write all of a corpus but its index, which is returned; `partial`: a part of one, whose splits may be empty."""
+    with writing(place / TOKENIZER) as file:
+        file.write(tokenizer.model_bytes)
+    splits = {}
+    for split, inputs in sources.items():
+        reading = SplitReader(split, inputs, separator, field, watch)
+        splits[split] = write_split(place, reading, tokenizer, jobs, shard_bytes)
+        if not splits[split].documents and not partial:
+            raise no_text(split, [source.label for source in inputs], splits[split].empty)
+    return Index(
+        dtype=dtype_for(tokenizer.size),
+        vocab_size=tokenizer.size,
+        eos=tokenizer.eos,
+        tokenizer_sha256=tokenizer.sha256,
+        separator=separator,
+        splits=splits,
+    )
 
 
 class SplitReader:
@@ -111,31 +138,42 @@ def write_split(folder: Path, reader: SplitReader, tokenizer: Tokenizer, jobs: i
     split, tally = reader.split, reader.tally
     reader.watch(split, 0)
     arrays = encoded(ahead(reader.batches()), tokenizer, jobs)
-    shards, digests = write_shards(folder, split, arrays, tokenizer.eos, shard_bytes)
-    if not tally.documents:
-        raise no_text(reader)
-    documents = folder / f"{split}.documents"
-    with open(documents, "rb") as file:
-        digests += [hashlib.sha256(block).digest() for block in iter(lambda: file.read(BLOCK), b"")]
-    with writing(folder / f"{split}.hashes") as file:
-        file.write(b"".join(digests))
+    shards, documents, hashes_sha256 = write_tokens(folder, split, arrays, tokenizer.eos, shard_bytes)
+    assert documents == tally.documents, "an end token within a document"
     reader.watch(split, sum(origin.bytes for origin in reader.origins))
-    assert documents.stat().st_size == 8 * (tally.documents + 1), "an end token within a document"
     return Split(
         tokens=sum(shard.tokens for shard in shards),
-        documents=tally.documents,
+        documents=documents,
         empty=tally.empty,
         words=tally.words,
         bytes=tally.bytes,
         shards=tuple(shards),
-        hashes_sha256=hashlib.sha256(b"".join(digests)).hexdigest(),
+        hashes_sha256=hashes_sha256,
         sources=tuple(reader.origins),
     )
 
 
-def no_text(reader: SplitReader) -> UserError:
-    names = ", ".join(source.label for source in reader.sources[:3]) + ", ..." * (len(reader.sources) > 3)
-    return UserError(f"no text for {reader.split} in {names} ({reader.tally.empty} empty documents)")
+def no_text(split: str, labels: Sequence[str], empty: int) -> UserError:
+    names = ", ".join(labels[:3]) + ", ..." * (len(labels) > 3)
+    return UserError(f"no text for {split} in {names} ({empty} empty documents)")
+
+
+def write_tokens(
+    folder: Path, split: str, arrays: Iterable[np.ndarray], eos: int, shard_bytes: int
+) -> tuple[list[Shard], int, str]:
+    """Write the shards of a split, its list of documents and its hashes.
+
+    Returns:
+        The shards, the number of documents, and the sha256 of the hashes.
+    """
+    shards, digests = write_shards(folder, split, arrays, eos, shard_bytes)
+    documents = folder / f"{split}.documents"
+    with open(documents, "rb") as file:
+        digests += [hashlib.sha256(block).digest() for block in iter(lambda: file.read(BLOCK), b"")]
+    hashes = b"".join(digests)
+    with writing(folder / f"{split}.hashes") as file:
+        file.write(hashes)
+    return shards, documents.stat().st_size // 8 - 1, hashlib.sha256(hashes).hexdigest()
 
 
 def ahead(items: Iterator[Item]) -> Iterator[Item]:

@@ -36,13 +36,16 @@ ZSTD_INPUT = 1 << 10  # four bytes of zstd can stand for 128 KiB: small inputs b
 class Source:
     """One input: its name, its format, and the compression that its name claims (None: look inside).
 
-    `spool` holds the bytes of standard input once they have been copied to a temporary file.
+    `spool` holds the bytes of standard input once they have been copied to a temporary file. Of a plain file, only the
+    bytes from `start` up to `stop` (None: its end) may be meant.
     """
 
     name: str
     format: str
     compression: str | None = None
     spool: IO[bytes] | None = None
+    start: int = 0
+    stop: int | None = None
 
     @property
     def label(self) -> str:
@@ -56,9 +59,15 @@ class Source:
     @property
     def size(self) -> int | None:
         """Bytes as stored; None for standard input that was not spooled."""
+        if self.stop is not None:
+            return self.stop - self.start
         if self.spool:
             return os.fstat(self.spool.fileno()).st_size
         return None if self.name == STANDARD_INPUT else os.stat(self.name).st_size
+
+    def line(self, number: int) -> str:
+        """How errors name a line; in a part of a file, lines are counted from where the part begins."""
+        return f"{self.label}:{number}" + (f" (from byte {self.start:,})" if self.start else "")
 
     def open(self) -> "Stream":
         """Begin a pass over the bytes; use it as a context manager.
@@ -74,7 +83,9 @@ class Source:
                 raise UserError("standard input is closed")
             return Stream(self, sys.stdin.buffer)
         try:
-            return Stream(self, open(self.name, "rb"))
+            file = open(self.name, "rb")  # noqa: SIM115
+            file.seek(self.start)
+            return Stream(self, file)
         except OSError as error:
             raise UserError(f"cannot read {self.name}: {error.strerror}") from None
 
@@ -92,6 +103,8 @@ class Stream(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
+        if self.source.stop is not None:
+            buffer = memoryview(buffer)[: self.source.stop - self.source.start - self.count]
         size: int = self.file.readinto(buffer)  # type: ignore[attr-defined]
         self.digest.update(memoryview(buffer)[:size])
         self.count += size

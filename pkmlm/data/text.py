@@ -147,7 +147,7 @@ def decoded(stream: Stream) -> Iterator[str]:
 def bad_utf8(stream: Stream, offset: int, error: UnicodeDecodeError) -> UserError:
     byte = error.object[error.start]
     return UserError(
-        f"{stream.source.label}: not UTF-8 at byte {offset:,} (0x{byte:02x}: {error.reason})",
+        f"{stream.source.label}: not UTF-8 at byte {stream.source.start + offset:,} (0x{byte:02x}: {error.reason})",
         "convert it first, e.g. with iconv -t UTF-8",
     )
 
@@ -198,13 +198,13 @@ def json_documents(stream: Stream, field: str) -> Iterator[tuple[str, bool]]:
     """The documents of a file of JSON lines; lines of white space are skipped."""
     offset = 0
     for number, line in enumerate(lines(stream), 1):
-        where = f"{stream.source.label}:{number}"
+        where = stream.source.line(number)
         try:
             text = line.decode("utf-8")
         except UnicodeDecodeError as error:
             raise bad_utf8(stream, offset + error.start, error) from None
         offset += len(line) + 1
-        text = text.removeprefix("\ufeff") if number == 1 else text
+        text = text.removeprefix("\ufeff") if number == 1 and not stream.source.start else text
         if text.strip():
             yield json_text(text, field, where), True
 
@@ -244,7 +244,7 @@ def lines(stream: Stream) -> Iterator[bytes]:
         size += len(first)
         if size > LINE_LIMIT:
             raise UserError(
-                f"{stream.source.label}:{number + 1}: line over {LINE_LIMIT:,} bytes",
+                f"{stream.source.line(number + 1)}: line over {LINE_LIMIT:,} bytes",
                 "cut the document into several",
             )
         for line in others:
