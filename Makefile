@@ -2,6 +2,8 @@
 # make test    install and run the tests
 # make torture kill, corrupt, fill disks, mutate: about an hour; goes on where it was stopped
 # make check   linter, formatter, type checker
+# make pkm-table-2, pkm-headline, memoryformer-table-5, ...: a table or figure of a paper (recipes/*/grids)
+#              SCALE=cpu|gpu|paper; CORPUS=FOLDER with train.txt, valid.txt and test.txt (or .gz, .zst), for the first one
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
@@ -10,6 +12,12 @@ PKMLM := $(BIN)/pkmlm
 TORTURE ?= torture
 MODELS := dense product-key hash
 RUNS := $(MODELS:%=demo/runs/%)
+
+# The tables and figures of the papers.
+SCALE ?= cpu
+JOBS ?= 1
+TOKENS ?= data/novels-4k
+TASK_DATA ?=
 
 .PHONY: demo test torture check golden clean
 
@@ -46,6 +54,27 @@ check: .venv/installed-dev
 
 golden: .venv/installed-dev
 	$(BIN)/python tests/golden/test_curves.py
+
+pkm-%: recipes/pkm/grids/%.yaml $(TOKENS)/index.json
+	$(PKMLM) sweep $< -o sweeps/$@-$(SCALE) --scale $(SCALE) --jobs $(JOBS) -s data.dir=$(TOKENS)
+
+memoryformer-figure-1: recipes/memoryformer/grids/figure-1.yaml | .venv/installed
+	$(PKMLM) sweep $< -o sweeps/$@
+
+memoryformer-%: recipes/memoryformer/grids/%.yaml $(TOKENS)/index.json
+	$(PKMLM) sweep $< -o sweeps/$@-$(SCALE) --scale $(SCALE) --jobs $(JOBS) -s data.dir=$(TOKENS) \
+	  $(if $(TASK_DATA),--task-data $(TASK_DATA))
+
+memoryformer-figure-4: recipes/memoryformer/grids/figure-4.yaml $(TOKENS)/index.json
+	$(PKMLM) sweep $< -o sweeps/$@-$(SCALE) --scale $(SCALE) -s data.dir=$(TOKENS)
+	$(PKMLM) usage-report sweeps/$@-$(SCALE)/cells/* --plots sweeps/$@-$(SCALE) --force
+
+$(TOKENS)/index.json: | .venv/installed
+	@test -n "$(CORPUS)" || { echo "error: there are no tokens in $(TOKENS)"; \
+	  echo "hint: add CORPUS=FOLDER with train.txt, valid.txt and test.txt (or .gz, .zst); see recipes/README.md"; exit 2; }
+	$(PKMLM) tokenize $(wildcard $(CORPUS)/train.txt*) --valid $(wildcard $(CORPUS)/valid.txt*) \
+	  --test $(wildcard $(CORPUS)/test.txt*) \
+	  --separator '\n\n\n' --vocab-size 4096 -o $(TOKENS)
 
 # torch first and by itself, in the version that was tested; TORCH= may name another build and pip's options for it.
 .venv/installed: setup.py

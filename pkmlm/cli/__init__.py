@@ -24,6 +24,7 @@ COMMANDS = {
     "generate": ("generate", "Continue a text."),
     "export": ("export", "Write a model as a folder that transformers loads."),
     "cost": ("cost", "Parameters, operations, bytes and memory of a recipe, without building its model."),
+    "sweep": ("sweep", "Run every cell of a grid, and its table beside the paper's."),
     "compare": ("compare", "Runs side by side: curves, perplexity, usage, speed."),
     "bench": ("bench", "Speed on this machine."),
     "recipe": ("recipe", "Check a recipe, show it in full, list every key."),

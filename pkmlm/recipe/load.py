@@ -140,8 +140,12 @@ def bind(node: Node, kind: Any, name: str, places: dict[str, str]) -> Any:
     """The value of type `kind` that a node stands for; `places` collects where each key was given."""
     if name:
         places[name] = node.place
+    if kind is Node:
+        return node
     if is_dataclass(kind):
         return bind_section(node, kind, name, places)
+    if get_origin(kind) is dict:
+        return bind_mapping(node, get_args(kind)[1], name, places)
     if get_origin(kind) in (Union, types.UnionType):
         (inner,) = (option for option in get_args(kind) if option is not type(None))
         return None if node.is_null else bind(node, inner, name, places)
@@ -166,20 +170,26 @@ def bind_section(node: Node, kind: Any, name: str, places: dict[str, str]) -> An
     return kind(**values)
 
 
+def bind_mapping(node: Node, kind: Any, name: str, places: dict[str, str]) -> dict[str, Any]:
+    """Names, each with a value of one type."""
+    if not isinstance(node.value, dict):
+        raise wrong(node, name, "a mapping")
+    return {key: bind(child, kind, f"{name}.{key}", places) for key, child in node.value.items()}
+
+
 def bind_list(node: Node, kinds: tuple[Any, ...], name: str, places: dict[str, str]) -> tuple[Any, ...]:
     """A tuple of one type and any length (one value alone will do), or of stated types."""
     items = node.value if isinstance(node.value, list) else [node]
     if kinds[-1] is Ellipsis:
-        if isinstance(node.value, dict) or node.is_null:
+        if (isinstance(node.value, dict) and not is_dataclass(kinds[0])) or node.is_null:
             raise wrong(node, name, "a list")
         kinds = (kinds[0],) * len(items)
     elif not isinstance(node.value, list) or len(items) != len(kinds):
         raise wrong(node, name, f"a list of {len(kinds)}")
     values = []
     for item, kind in zip(items, kinds, strict=True):
-        if not isinstance(item.value, str):
-            raise wrong(item, name, described(kind))
-        values.append(bind_scalar(item, item.value, kind, name))
+        values.append(bind(item, kind, name, places))
+    places[name] = node.place
     return tuple(values)
 
 

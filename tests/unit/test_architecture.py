@@ -21,11 +21,12 @@ FLOORS = {
     "export": 5,
     "evaluate": 6,
     "bench": 7,
-    "cli": 8,
-    "__main__": 9,
+    "sweep": 8,
+    "cli": 9,
+    "__main__": 10,
     "__init__": 0,
 }
-HEAVY = {"torch", "numpy", "sentencepiece", "matplotlib", "pyarrow", "safetensors", "rich", "lm_eval", "datasets"}
+HEAVY = {"torch", "numpy", "sentencepiece", "matplotlib", "pyarrow", "safetensors", "rich", "lm_eval", "datasets", "scipy"}
 
 
 def room(path: Path) -> str:

@@ -1,0 +1,209 @@
+"""`pkmlm sweep`: every run of a grid, and its table beside the paper's."""
+
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from pkmlm.cli.options import quiet_option, set_option
+from pkmlm.errors import UserError, printable
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pkmlm.recipe.schema import Recipe
+    from pkmlm.report.tables import Table
+    from pkmlm.sweep.cells import Cells
+    from pkmlm.sweep.grid import Grid
+    from pkmlm.sweep.results import Results
+
+
+@click.command()
+@click.argument("grid_file", metavar="GRID")
+@click.option("-o", "--output", metavar="DIR", help="The folder for runs, table, plots and results.json.")
+@click.option("--scale", metavar="NAME", help="One of the grid's scales, e.g. cpu, gpu or paper. Default: its first.")
+@set_option
+@click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Cells that run at a time.")
+@click.option("--device", "devices", metavar="N,...", help="GPUs to use, a cell on each. Default: all that there are.")
+@click.option("--task-data", metavar="DIR", help="Where DIR/TASK.jsonl holds the rows of zero-shot tasks.")
+@click.option("--dry-run", is_flag=True, help="List the cells with their parameters and operations; train nothing.")
+@click.option("--table", "table_only", is_flag=True, help="The table of what is there already; train nothing.")
+@quiet_option
+def command(
+    grid_file: str,
+    output: str | None,
+    scale: str | None,
+    overrides: tuple[str, ...],
+    jobs: int,
+    devices: str | None,
+    task_data: str | None,
+    dry_run: bool,
+    table_only: bool,
+    quiet: bool,
+) -> int:
+    """Train and measure every cell of GRID, and print the table beside the paper's numbers.
+
+    The same command again goes on where it stopped: cells that are done are skipped. Means are over seeds,
+    +- half of what lies between the least and the greatest.
+
+    \b
+    Examples:
+      pkmlm sweep recipes/pkm/table-2.yaml -o sweeps/table-2 -s data.dir=data/novels
+      pkmlm sweep recipes/pkm/table-2.yaml --scale paper --dry-run
+      pkmlm sweep my-grid.yaml -o sweeps/mine --jobs 4 --device 0,1,2,3
+      pkmlm sweep my-grid.yaml -o sweeps/mine --table
+    """
+    from pathlib import Path
+
+    from pkmlm.sweep.cells import Cells
+    from pkmlm.sweep.grid import read_grid, scales_of
+
+    path = Path(grid_file)
+    grid = read_grid(path, scale)
+    scale = scale or next(iter(scales_of(path)), None)
+    cells = Cells(grid, path.parent / grid.base, overrides)
+    results = with_costs(grid, cells)
+    if dry_run:
+        sys.stdout.write(plan(results).render())
+        return 0
+    if not output:
+        raise UserError("Missing option '-o': the folder to write", "add -o DIR, or --dry-run")
+    folder = Path(output)
+    code = 0
+    recall_speeds(results, folder)
+    if table_only:
+        collect(results, folder)
+    else:
+        code = run_all(results, folder, jobs, [] if devices is None else devices.split(","), task_data, quiet)
+    publish(results, folder, path, scale)
+    return code
+
+
+def with_costs(grid: "Grid", cells: "Cells") -> "Results":
+    """Results without a run yet: what arithmetic says of every point."""
+    from pkmlm.sweep.measures import facts_of_cost
+    from pkmlm.sweep.results import Results
+
+    costs = {}
+    for (point, _), cell in cells.first.items():
+        if point not in costs:
+            costs[point] = facts_of_cost(cell.recipe, vocabulary_of(cell.recipe))
+    return Results(grid, cells, costs)
+
+
+def vocabulary_of(recipe: "Recipe") -> int:
+    """The recipe's vocabulary, or that of its tokens."""
+    if recipe.model.vocab_size is not None:
+        return recipe.model.vocab_size
+    from pkmlm.data.corpus import open_tokenizer
+
+    if recipe.data.dir is None:
+        raise UserError("the grid's recipes name neither data.dir nor model.vocab_size", "add -s data.dir=DIR")
+    return open_tokenizer(recipe.data.dir).size
+
+
+def plan(results: "Results") -> "Table":
+    """What a sweep would run."""
+    from pkmlm.report.tables import Column, Table
+
+    grid = results.grid
+    columns = [Column(axis) for axis in grid.axes]
+    columns += [Column("dense", "right", "{:,}"), Column("in memory", "right", "{:,}")]
+    columns += [Column("M ops/token", "right", "{:,.1f}"), Column("steps", "right", "{:,}")]
+    columns += [Column("M tokens", "right", "{:,.1f}"), Column("runs", "right")]
+    tried = len(grid.tune.values) if grid.tune else 1
+    rows = []
+    for point in grid.points():
+        cost, train = results.costs[point], results.cells.tuning(point)[0].recipe.train
+        sizes = [cost["dense"], cost["memory"], cost["operations"] / 1e6]
+        tokens = train.steps * train.batch_tokens / 1e6
+        rows.append([*point, *sizes, train.steps, tokens, tried + len(grid.seeds) - 1])
+    return Table(f"{grid.title}: {len(results.cells)} runs", columns, rows)
+
+
+def collect(results: "Results", folder: "Path") -> None:
+    """Take in what is there already."""
+    from pkmlm.sweep.runner import finished
+
+    cells = list(results.cells.first.values())
+    for cell in cells:
+        outcome = finished(cell, folder / "cells")
+        if outcome is not None:
+            results.add(outcome)
+    for point in results.grid.points():
+        for chosen in results.chosen(point)[:1]:
+            for cell in results.cells.others(chosen.cell):
+                outcome = finished(cell, folder / "cells")
+                if outcome is not None:
+                    results.add(outcome)
+
+
+def run_all(
+    results: "Results", folder: "Path", jobs: int, devices: list[str], task_data: str | None, quiet: bool
+) -> int:
+    """Run the cells and time their models; the exit code: 0, 1 where a cell failed, or what a signal stands for."""
+    from pkmlm.runtime.files import make_folder
+    from pkmlm.runtime.signals import stop_on_signals
+    from pkmlm.sweep.measures import MEASURES
+    from pkmlm.sweep.results import progress_line
+    from pkmlm.sweep.runner import Outcome, Runner
+
+    grid, cells, total = results.grid, results.cells, len(results.cells)
+    if all(MEASURES[name].source == "cost" for name in grid.measure):
+        return 0
+    make_folder(folder / "cells")
+
+    def done(outcome: Outcome) -> None:
+        results.add(outcome)
+        if not quiet and outcome.status != "stopped":
+            click.echo(printable(progress_line(outcome, len(results.outcomes), total, grid.measure)), err=True)
+
+    with stop_on_signals() as stop:
+        if not quiet:
+            click.echo(f"{total} runs in {printable(str(folder))}, {jobs} at a time", err=True)
+        Runner(cells.base, folder / "cells", grid.measure, jobs, devices, task_data, stop).run(cells, done)
+        if stop.exit_code is not None:
+            click.echo("stopped on request; the same command goes on", err=True)
+            return stop.exit_code
+    if "speed" in grid.measure and results.speeds.keys() != {p for p in grid.points() if results.chosen(p)}:
+        time_models(results, folder, quiet)
+    return int(any(outcome.status == "failed" for outcome in results.outcomes.values()))
+
+
+def time_models(results: "Results", folder: "Path", quiet: bool) -> None:
+    """Time the models of all points in turn."""
+    from pkmlm.sweep.speed import time_scoring
+
+    runs = {
+        point: folder / "cells" / chosen[0].cell.name
+        for point in results.grid.points()
+        if (chosen := results.chosen(point))
+    }
+    if runs:
+        results.speeds = time_scoring(runs, lambda text: None if quiet else click.echo(f"timing: {text}", err=True))
+
+
+def recall_speeds(results: "Results", folder: "Path") -> None:
+    """Take in the times of an earlier call: models of one table are timed together or not at all."""
+    from pkmlm.runtime.files import read_json
+
+    path = folder / "results.json"
+    if path.exists():
+        for timed in read_json(path, "the sweep's results", "delete it: it is made from the runs").get("speed", []):
+            results.speeds[tuple(timed["point"].values())] = timed["tokens_per_second"]
+
+
+def publish(results: "Results", folder: "Path", grid_file: "Path", scale: str | None) -> None:
+    """Print the tables and write them, the plots and results.json."""
+    from pkmlm.bench.machine import machine
+    from pkmlm.runtime.files import make_folder, write_json, write_text
+    from pkmlm.sweep.plots import draw
+
+    tables = results.tables()
+    make_folder(folder)
+    write_json(folder / "results.json", results.as_json(grid_file.stem, scale, str(results.grid.base), machine()))
+    write_text(folder / "table.md", "\n".join(f"{table.title}\n\n{table.render('md')}" for table in tables))
+    drawn = draw(results, folder)
+    sys.stdout.write("\n".join(table.render() for table in tables))
+    if drawn:
+        click.echo(f"{len(drawn)} plots in {printable(str(folder))}", err=True)

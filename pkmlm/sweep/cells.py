@@ -1,0 +1,77 @@
+"""The runs of a grid: their recipes, and which of them have to be done before others."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pkmlm.errors import UserError
+from pkmlm.recipe.load import load_recipe
+from pkmlm.recipe.schema import Recipe
+from pkmlm.sweep.grid import Grid, Point
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a grid.
+
+    Attributes:
+        point: where in the grid.
+        seed: of weights, data order and dropout.
+        tuned: the value of the tuned key; None where the grid tunes nothing.
+        overrides: what makes the grid's base recipe this cell's, `key=value` each.
+        recipe: that recipe.
+    """
+
+    point: Point
+    seed: int
+    tuned: str | None
+    overrides: tuple[str, ...]
+    recipe: Recipe
+
+    @property
+    def name(self) -> str:
+        """Also the name of its run directory."""
+        parts = [*self.point, *([] if self.tuned is None else [self.tuned]), f"seed-{self.seed}"]
+        return "_".join("".join(c if c.isalnum() or c in "-.+" else "-" for c in part) for part in parts)
+
+
+class Cells:
+    """All cells of a grid.
+
+    Args:
+        base: the base recipe's file.
+        extra: overrides of the command line, for all cells.
+
+    Raises:
+        UserError: a cell's recipe is impossible; it is named.
+    """
+
+    def __init__(self, grid: Grid, base: Path, extra: Sequence[str] = ()):
+        self.grid, self.base, self.extra = grid, base, extra
+        values = grid.tune.values if grid.tune else (None,)
+        self.first = {(p, value): self._cell(p, grid.seeds[0], value) for p in grid.points() for value in values}
+        names = [cell.name for cell in self.first.values()]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice:
+            raise UserError(f"two cells of the grid have the name {twice}", "name the axes' values apart")
+
+    def _cell(self, point: Point, seed: int, tuned: str | None) -> Cell:
+        tuning = [] if self.grid.tune is None else [f"{self.grid.tune.key}={tuned}"]
+        overrides = [*self.grid.overrides(point), *tuning, *self.extra, f"train.seed={seed}"]
+        try:
+            recipe = load_recipe(self.base, overrides)
+        except UserError as error:
+            where = ", ".join(f"{axis} {name}" for axis, name in zip(self.grid.axes, point, strict=True))
+            raise UserError(f"{where}: {error.message}", error.hint) from None
+        return Cell(point, seed, tuned, tuple(overrides), recipe)
+
+    def tuning(self, point: Point) -> list[Cell]:
+        """The cells of a point's first seed, one for each value of the tuned key."""
+        return [cell for (p, _), cell in self.first.items() if p == point]
+
+    def others(self, chosen: Cell) -> list[Cell]:
+        """The cells of the other seeds, at the tuned value that `chosen` has."""
+        return [self._cell(chosen.point, seed, chosen.tuned) for seed in self.grid.seeds[1:]]
+
+    def __len__(self) -> int:
+        return len(self.first) + len(self.grid.points()) * (len(self.grid.seeds) - 1)

@@ -1,0 +1,238 @@
+"""A grid from its file: which runs it holds, what is measured of them, and what the paper says.
+
+A grid is YAML as a recipe is (no anchors, no tags); its keys are the fields of `Grid`. `scales:` holds named trees that
+are laid over the rest, as a recipe lies over its base: one grid file serves a laptop and a cluster.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+
+from pkmlm.errors import UserError
+from pkmlm.recipe.load import alternatives, bind, bind_scalar, merge, wrong
+from pkmlm.recipe.nodes import LARGEST, Node, parse
+from pkmlm.sweep.measures import MEASURES
+
+Point = tuple[str, ...]  # the name of one value of each axis
+
+
+@dataclass(frozen=True)
+class Claim:
+    """An ordering that a paper states, to be looked for in what was measured.
+
+    Attributes:
+        text: in words.
+        measure: what is compared.
+        greater, less: values of axes, {axis: value}: the measure is greater at one than at the other, with all other
+            axes equal; or
+        rising, falling: an axis along which it goes one way, in the order of its values.
+        at: only there, {axis: values}.
+    """
+
+    text: str = ""
+    measure: str = ""
+    greater: dict[str, str] = field(default_factory=dict)
+    less: dict[str, str] = field(default_factory=dict)
+    rising: str | None = None
+    falling: str | None = None
+    at: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A plot of one measure (or of one against another).
+
+    Attributes:
+        x: an axis, or a measure (then every point of the grid is a point of the plot).
+        y: a measure.
+        line: the axis whose values have a line each; null: one line.
+        log: a logarithmic x axis.
+    """
+
+    x: str = ""
+    y: str = ""
+    line: str | None = None
+    log: bool = False
+
+
+@dataclass(frozen=True)
+class Tune:
+    """A key that every point of the grid is tuned in: the first seed runs at each value, the others at the best."""
+
+    key: str = "optim.lr"
+    values: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Runs that differ in stated keys.
+
+    Attributes:
+        title: of the table.
+        base: the recipe that all cells start from, relative to the grid's file.
+        set: keys that all cells have, {key: value}.
+        axes: {axis: {name of a value: {key: value}}}; the grid is their product.
+        only: {axis: values}: fewer of them, for a scale that takes not all.
+        without: points that are left out, {axis: value} each.
+        seeds: of each point.
+        tune: see `Tune`.
+        measure: names of `MEASURES`, in the order of the table's columns.
+        paper: {measure: nested by the axes in their order; the last may be a list}: the paper's numbers.
+        claims, figures: see there.
+    """
+
+    title: str = ""
+    base: str = ""
+    set: Node | None = None
+    axes: dict[str, dict[str, Node]] = field(default_factory=dict)
+    only: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    without: tuple[dict[str, str], ...] = ()
+    seeds: tuple[int, ...] = (1,)
+    tune: Tune | None = None
+    measure: tuple[str, ...] = ("perplexity",)
+    paper: dict[str, Node] = field(default_factory=dict)
+    claims: tuple[Claim, ...] = ()
+    figures: tuple[Figure, ...] = ()
+
+    def names(self, axis: str) -> list[str]:
+        """The values of an axis that this scale takes."""
+        return [name for name in self.axes[axis] if name in self.only.get(axis, tuple(self.axes[axis]))]
+
+    def points(self) -> list[Point]:
+        """All points, the last axis running fastest."""
+        found = product(*(self.names(axis) for axis in self.axes))
+        left_out = [set(point.items()) for point in self.without]
+        return [p for p in found if not any(out <= set(zip(self.axes, p, strict=True)) for out in left_out)]
+
+    def overrides(self, point: Point) -> list[str]:
+        """What makes the base recipe that of a point, as `key=value`."""
+        trees = [self.axes[axis][name] for axis, name in zip(self.axes, point, strict=True)]
+        return [text for tree in ([self.set] if self.set else []) + trees for text in assignments(tree)]
+
+    def paper_value(self, measure: str, point: Point) -> float | None:
+        """The paper's number at a point, if it gives one."""
+        node = self.paper.get(measure)
+        for axis, name in zip(self.axes, point, strict=True):
+            if node is None:
+                return None
+            if isinstance(node.value, list):
+                index = list(self.axes[axis]).index(name)
+                node = node.value[index] if index < len(node.value) else None
+            else:
+                node = node.value.get(name) if isinstance(node.value, dict) else None
+        if node is None or node.is_null or not isinstance(node.value, str):
+            return None
+        number: float = bind_scalar(node, node.value, float, f"paper.{measure}")
+        return number
+
+
+def read_grid(path: Path, scale: str | None = None) -> Grid:
+    """Read and check a grid file, at one of its scales (None: its first, if it has any).
+
+    Raises:
+        UserError: it is no grid; names the file and the line.
+    """
+    tree = read_file(path)
+    assert isinstance(tree.value, dict)
+    scales = tree.value.get("scales", Node({}, tree.place))
+    if not isinstance(scales.value, dict):
+        raise wrong(scales, "scales", "a mapping of names to keys of a grid")
+    if scale is not None and scale not in scales.value:
+        have = f"has {alternatives(list(scales.value))}" if scales.value else "has none"
+        raise UserError(f"{path}: no scale {scale} ({have})")
+    tree = Node({key: node for key, node in tree.value.items() if key != "scales"}, tree.place)
+    if scales.value:
+        tree = merge(tree, scales.value[scale or next(iter(scales.value))])
+    places: dict[str, str] = {}
+    grid: Grid = bind(tree, Grid, "", places)
+    check_grid(grid, path, places)
+    return grid
+
+
+def scales_of(path: Path) -> list[str]:
+    """The names of a grid file's scales."""
+    value = read_file(path).value
+    scales = value.get("scales") if isinstance(value, dict) else None
+    return list(scales.value) if scales and isinstance(scales.value, dict) else []
+
+
+def read_file(path: Path) -> Node:
+    try:
+        data = path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error} (expected a grid)") from None
+    if len(data) > LARGEST:
+        raise UserError(f"{path} has more than {LARGEST:,} bytes (expected a grid)")
+    try:
+        tree = parse(data.decode(), str(path))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: byte {error.start} is not UTF-8 (expected YAML in UTF-8)") from None
+    if not isinstance(tree.value, dict):
+        raise UserError(f"{tree.place}: found {tree.shown()} (expected keys such as base: and axes:)")
+    return tree
+
+
+def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:
+    """Refuse names of axes, values and measures that are not there."""
+
+    def known(name: str, choices: Sequence[str], key: str, what: str) -> None:
+        if name not in choices:
+            place = places.get(key, str(path))
+            raise UserError(f"{place}: {key}: found {name or 'nothing'} (expected {what}: {', '.join(choices)})")
+
+    def position(place: Mapping[str, str], key: str) -> None:
+        for axis, value in place.items():
+            known(axis, list(grid.axes), key, "an axis")
+            known(value, list(grid.axes[axis]), key, f"a value of {axis}")
+
+    for key, missing in (("base", not grid.base), ("axes", not grid.axes), ("seeds", not grid.seeds)):
+        if missing:
+            raise UserError(f"{places.get(key, path)}: {key} is missing or empty (expected in every grid)")
+    for axis, values in grid.axes.items():
+        if not values:
+            raise UserError(f"{places[f'axes.{axis}']}: axes.{axis} has no values")
+    for axis, names in grid.only.items():
+        for name in names:
+            position({axis: name}, "only")
+    for out in grid.without:
+        position(out, "without")
+    for measure in (*grid.measure, *grid.paper):
+        known(measure, list(MEASURES), "measure" if measure in grid.measure else "paper", "a measure")
+    for claim in grid.claims:
+        known(claim.measure, grid.measure, "claims", "a measure of this grid")
+        for place in (claim.greater, claim.less, *({a: v} for a, vs in claim.at.items() for v in vs)):
+            position(place, "claims")
+        ways = (bool(claim.greater and claim.less), claim.rising is not None, claim.falling is not None)
+        if sum(ways) != 1 or bool(claim.greater) != bool(claim.less):
+            raise UserError(f"{places['claims']}: claims: expected greater: and less:, or rising:, or falling:")
+        for axis in filter(None, (claim.rising, claim.falling)):
+            known(axis, list(grid.axes), "claims", "an axis")
+    for figure in grid.figures:
+        known(figure.x, [*grid.axes, *grid.measure], "figures", "an axis or a measure of this grid")
+        known(figure.y, grid.measure, "figures", "a measure of this grid")
+        if figure.line is not None:
+            known(figure.line, list(grid.axes), "figures", "an axis")
+    if not grid.points():
+        raise UserError(f"{path}: no point is left (only and without leave none)")
+
+
+def assignments(tree: Node, prefix: str = "") -> Iterator[str]:
+    """A mapping of recipe keys, dotted or nested, as `key=value` texts."""
+    if isinstance(tree.value, dict):
+        for key, child in tree.value.items():
+            yield from assignments(child, f"{prefix}.{key}" if prefix else key)
+    elif not prefix:
+        if not tree.is_null:
+            raise UserError(f"{tree.place}: found {tree.shown()} (expected recipe keys and values)")
+    else:
+        yield f"{prefix}={written(tree)}"
+
+
+def written(node: Node) -> str:
+    """A scalar or a list as an override has it."""
+    if isinstance(node.value, list):
+        return f"[{', '.join(written(item) for item in node.value)}]"
+    if isinstance(node.value, dict):
+        raise UserError(f"{node.place}: found a mapping (expected a value)")
+    return f'"{node.value}"' if node.quoted else node.value

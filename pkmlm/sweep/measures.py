@@ -1,0 +1,100 @@
+"""What a grid can measure of its cells: where each number comes from and how it is shown."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, Literal
+
+from pkmlm.recipe.schema import Recipe
+
+Source = Literal["cost", "train", "eval", "usage", "tasks", "speed"]
+TASKS = ("piqa", "winogrande", "wsc", "arc_easy", "arc_challenge", "logiqa")  # MemoryFormer table 1
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One number of a run.
+
+    Attributes:
+        heading: of its column; label: of a plot's axis, with the unit.
+        format: of the number.
+        source: what has to be done for it: arithmetic, training, `eval`, `usage-report`, tasks, or timing all models.
+        read: takes it from what is known of a run (`report.compare.facts_of`, and "cost", see `facts_of_cost`).
+    """
+
+    heading: str
+    label: str
+    format: str
+    source: Source
+    read: Callable[[Mapping[str, Any]], float | None]
+
+
+def fact(*path: str, scale: float = 1.0) -> Callable[[Mapping[str, Any]], float | None]:
+    """Reads the number at a path of keys; None where there is none."""
+
+    def read(facts: Mapping[str, Any]) -> float | None:
+        value: Any = facts
+        for key in path:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value * scale if isinstance(value, int | float) else None
+
+    return read
+
+
+def of_memories(key: str) -> Callable[[Mapping[str, Any]], float | None]:
+    """Reads a usage metric by mass: the mean over memories and hash layers."""
+
+    def read(facts: Mapping[str, Any]) -> float | None:
+        found = [memory["mass"][key] for memory in facts.get("usage") or []]
+        return fmean(found) if found else None
+
+    return read
+
+
+MEASURES: dict[str, Measure] = {
+    "perplexity": Measure("ppl", "test perplexity (token)", "{:,.2f}", "eval", fact("test_token_ppl")),
+    "bits_per_byte": Measure("bits/byte", "bits a byte of test", "{:.4f}", "eval", fact("test_bits_per_byte")),
+    "valid_loss": Measure("valid", "validation loss (nats a token)", "{:.4f}", "train", fact("valid_loss")),
+    "usage": Measure("usage", "slots used on test", "{:.1%}", "usage", of_memories("usage")),
+    "kl": Measure("KL", "KL from uniform on test (nats)", "{:.2f}", "usage", of_memories("kl")),
+    "speed": Measure("k tokens/s", "scoring (1,000 tokens a second)", "{:.1f}", "speed", fact("speed")),
+    "seconds": Measure("train s", "training (seconds)", "{:,.0f}", "train", fact("seconds")),
+    "dense": Measure("dense M", "dense parameters (millions)", "{:,.2f}", "cost", fact("cost", "dense", scale=1e-6)),
+    "memory": Measure(
+        "memory M", "in memory (million parameters)", "{:,.1f}", "cost", fact("cost", "memory", scale=1e-6)
+    ),
+    "operations": Measure(
+        "M ops", "operations a token (millions)", "{:,.2f}", "cost", fact("cost", "operations", scale=1e-6)
+    ),
+    "bytes": Measure("MB read", "weights read a token (MB, fp32)", "{:,.2f}", "cost", fact("cost", "read", scale=4e-6)),
+    "block_flops": Measure(
+        "block G", "operations of a block (G)", "{:,.2f}", "cost", fact("cost", "block_flops", scale=1e-9)
+    ),
+    "map_flops": Measure(
+        "no attn G", "of which not attention (G)", "{:,.2f}", "cost", fact("cost", "map_flops", scale=1e-9)
+    ),
+    "table_mb": Measure(
+        "tables MB", "tables of a block (MB, 2 bytes an entry)", "{:,.1f}", "cost", fact("cost", "tables", scale=2e-6)
+    ),
+    **{name: Measure(name, f"accuracy on {name}", "{:.3f}", "tasks", fact("tasks", name, "acc")) for name in TASKS},
+    "average_acc": Measure("average", "average accuracy", "{:.3f}", "tasks", fact("average_acc")),
+}
+
+
+def facts_of_cost(recipe: Recipe, vocab_size: int) -> dict[str, Any]:
+    """What `pkmlm cost` says of a recipe, for the measures: parameters, operations and parameters read for a token,
+    and operations and memory of its last block over a whole sequence.
+    """
+    from pkmlm.model.cost import cost_of
+
+    cost = cost_of(recipe, vocab_size)
+    block = max(cost.blocks, key=lambda block: block.memory)
+    return {
+        "dense": cost.dense,
+        "memory": cost.memory,
+        "operations": cost.flops_per_token,
+        "read": cost.read_per_token,
+        "block_flops": block.flops_without_attention + block.attention_flops,
+        "map_flops": block.flops_without_attention,
+        "tables": block.memory,
+    }

@@ -1,0 +1,94 @@
+"""The figures of a grid: what was measured, and beside it what the paper has."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Canvas
+
+from pkmlm.report.plots import file_name, label, line_style, save
+from pkmlm.sweep.grid import Figure, Grid, Point
+from pkmlm.sweep.measures import MEASURES
+from pkmlm.sweep.results import Results
+
+Value = Callable[[str, Point], tuple[float, ...]]
+
+
+def draw(results: Results, folder: Path) -> list[Path]:
+    """Draw the grid's figures into a folder and return the files; one without a point is left out."""
+    drawn = []
+    for figure in results.grid.figures:
+        canvas = picture(results, figure)
+        if canvas is not None:
+            drawn.append(save(folder / f"{file_name(figure.y)}-by-{file_name(figure.x)}.png", canvas))
+    return drawn
+
+
+def picture(results: Results, figure: Figure) -> Canvas | None:
+    """One figure: a panel of what was measured (bars from the least to the greatest of the seeds), and one of the
+    paper's numbers where it gives any.
+    """
+    grid = results.grid
+
+    def measured(measure: str, point: Point) -> tuple[float, ...]:
+        spread = results.spread(measure, point)
+        return spread.values if spread else ()
+
+    def published(measure: str, point: Point) -> tuple[float, ...]:
+        value = grid.paper_value(measure, point)
+        return () if value is None else (value,)
+
+    panels: list[tuple[str, Value]] = [("measured", measured)]
+    if any(published(figure.y, point) for point in grid.points()):
+        panels.append(("the paper", published))
+    if not any(measured(figure.y, point) for point in grid.points()):
+        return None
+    canvas = Canvas(figsize=(12, 7), dpi=100, layout="constrained")
+    canvas.suptitle(label(grid.title) if len(grid.title) <= 40 else grid.title.replace("$", r"\$"))
+    for axes, (title, value) in zip(canvas.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        axes.set_title(title, fontsize=11)
+        panel(axes, grid, figure, value)
+    return canvas
+
+
+def panel(axes: Axes, grid: Grid, figure: Figure, value: Value) -> None:
+    """The lines of one panel; along a measure, every point carries its name."""
+    lines = grid.names(figure.line) if figure.line else [None]
+    for number, name in enumerate(lines):
+        points = [p for p in grid.points() if name is None or p[list(grid.axes).index(figure.line or "")] == name]
+        points = [p for p in points if value(figure.y, p) and (figure.x in grid.axes or value(figure.x, p))]
+        if not points:
+            continue
+        means = [sum(value(figure.y, p)) / len(value(figure.y, p)) for p in points]
+        bars = [
+            [mean - min(value(figure.y, p)) for mean, p in zip(means, points, strict=True)],
+            [max(value(figure.y, p)) - mean for mean, p in zip(means, points, strict=True)],
+        ]
+        style = line_style(number) | {"marker": "o", "markersize": 5, "capsize": 3}
+        if figure.x not in grid.axes:
+            style["linestyle"] = "-" if figure.line else "none"
+        where = [position(grid, figure, p, value) for p in points]
+        axes.errorbar(where, means, yerr=bars, **style, label=None if name is None else f"{figure.line}: {name}")
+        if figure.x not in grid.axes:
+            for at, mean, p in zip(where, means, points, strict=True):
+                axes.annotate(" ".join(p), (at, mean), xytext=(6, 6), textcoords="offset points", fontsize=8)
+    if figure.x in grid.axes:
+        names = grid.names(figure.x)
+        axes.set_xticks(range(len(names)), names)
+        axes.set_xlabel(figure.x)
+    else:
+        axes.set_xlabel(MEASURES[figure.x].label)
+        if figure.log:
+            axes.set_xscale("log")
+    axes.set_ylabel(MEASURES[figure.y].label)
+    axes.grid(alpha=0.3)
+    if figure.line:
+        axes.legend(fontsize=9)
+
+
+def position(grid: Grid, figure: Figure, point: Point, value: Value) -> float:
+    """Where a point stands along x: the number of its value, or the mean of its measure."""
+    if figure.x in grid.axes:
+        return grid.names(figure.x).index(point[list(grid.axes).index(figure.x)])
+    found = value(figure.x, point)
+    return sum(found) / len(found)

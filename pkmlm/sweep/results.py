@@ -1,0 +1,205 @@
+"""What a grid has shown: its cells, each point's mean and spread over seeds, the paper's numbers, and the verdicts."""
+
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import Any
+
+from pkmlm import __version__
+from pkmlm.report.tables import Column, Table
+from pkmlm.runtime.rundir import source_commit
+from pkmlm.sweep.cells import Cell, Cells
+from pkmlm.sweep.grid import Grid, Point
+from pkmlm.sweep.measures import MEASURES
+from pkmlm.sweep.runner import Outcome, best
+from pkmlm.sweep.verdicts import Verdict, claim_verdicts, rank_correlations
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One measure at one point: a value for each seed (or round)."""
+
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.values)
+
+    @property
+    def half(self) -> float:
+        """Half of what lies between the least and the greatest."""
+        return (max(self.values) - min(self.values)) / 2
+
+
+@dataclass
+class Results:
+    """The results of a grid, as far as they are there.
+
+    Attributes:
+        costs: what `facts_of_cost` says of each point's recipe.
+        outcomes: of the cells that have ended, by name.
+        speeds: tokens a second of each point's model, one number a round.
+    """
+
+    grid: Grid
+    cells: Cells
+    costs: Mapping[Point, Mapping[str, Any]]
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    speeds: dict[Point, list[float]] = field(default_factory=dict)
+
+    def add(self, outcome: Outcome) -> None:
+        self.outcomes[outcome.cell.name] = outcome
+
+    def chosen(self, point: Point) -> list[Outcome]:
+        """The measured cells of a point that count: those at its best tuned value."""
+        tried = [self.outcomes[cell.name] for cell in self.cells.tuning(point) if cell.name in self.outcomes]
+        first = best(tried)
+        if first is None:
+            return []
+        others = [self.outcomes.get(cell.name) for cell in self.cells.others(first.cell)]
+        return [first, *(one for one in others if one is not None and one.status == "measured")]
+
+    def spread(self, measure: str, point: Point) -> Spread | None:
+        """What was measured at a point; None where nothing was. Speed: the median of the rounds, in thousands."""
+        read = MEASURES[measure].read
+        if MEASURES[measure].source == "cost":
+            found = [read({"cost": self.costs[point]})]
+        elif MEASURES[measure].source == "speed":
+            found = [median(self.speeds[point]) / 1000] if self.speeds.get(point) else []
+        else:
+            found = [read(outcome.facts) for outcome in self.chosen(point)]
+        values = tuple(value for value in found if value is not None)
+        return Spread(values) if values else None
+
+    def verdicts(self) -> list[Verdict]:
+        return claim_verdicts(self.grid, self._values) + rank_correlations(self.grid, self._values)
+
+    def _values(self, measure: str, point: Point) -> tuple[float, ...]:
+        spread = self.spread(measure, point)
+        return spread.values if spread else ()
+
+    def as_json(self, name: str, scale: str | None, base: str, machine: Mapping[str, str]) -> dict[str, Any]:
+        """Everything, for results.json."""
+        points = [
+            {
+                "point": dict(zip(self.grid.axes, point, strict=True)),
+                "tuned": next((outcome.cell.tuned for outcome in self.chosen(point)), None),
+                "measured": {measure: self._numbers(measure, point) for measure in self.grid.measure},
+                "paper": {measure: self.grid.paper_value(measure, point) for measure in self.grid.paper},
+                "cost": dict(self.costs[point]),
+            }
+            for point in self.grid.points()
+        ]
+        return {
+            "grid": name,
+            "title": self.grid.title,
+            "scale": scale,
+            "base": base,
+            "set": list(self.cells.extra),
+            "seeds": list(self.grid.seeds),
+            "versions": {"pkmlm": __version__, "python": platform.python_version(), "torch": machine["torch"]},
+            "commit": source_commit(),
+            "device": machine["device"],
+            "points": points,
+            "verdicts": [verdict.as_json() for verdict in self.verdicts()],
+            "cells": [cell_json(self.grid, outcome) for outcome in self.outcomes.values()],
+            "speed": [
+                {"point": dict(zip(self.grid.axes, point, strict=True)), "tokens_per_second": rounds}
+                for point, rounds in self.speeds.items()
+            ],
+        }
+
+    def _numbers(self, measure: str, point: Point) -> dict[str, Any] | None:
+        spread = self.spread(measure, point)
+        return {"mean": spread.mean, "values": list(spread.values)} if spread else None
+
+    def tables(self) -> list[Table]:
+        """The paper-style table, the tuned values, and the verdicts."""
+        found = [self._points()]
+        if self.grid.tune and len(self.grid.tune.values) > 1:
+            found.append(self._tuning())
+        verdicts = self.verdicts()
+        if verdicts:
+            columns = [Column("Claim or measure"), Column("holds", "right"), Column("beyond the seeds", "right")]
+            found.append(Table("What holds", columns, [verdict.row() for verdict in verdicts]))
+        return found
+
+    def _points(self) -> Table:
+        columns = [Column(axis) for axis in self.grid.axes]
+        if self.grid.tune:
+            columns.append(Column(self.grid.tune.key.rpartition(".")[2], "right"))
+        columns.append(Column("seeds", "right"))
+        for measure in self.grid.measure:
+            columns.append(Column(MEASURES[measure].heading, "right"))
+            if measure in self.grid.paper:
+                columns.append(Column("paper", "right", MEASURES[measure].format))
+        return Table(self.grid.title, columns, [self._row(point) for point in self.grid.points()])
+
+    def _row(self, point: Point) -> list[Any]:
+        chosen = self.chosen(point)
+        row: list[Any] = list(point)
+        if self.grid.tune:
+            row.append(chosen[0].cell.tuned if chosen else None)
+        row.append(len(chosen) or None)
+        for measure in self.grid.measure:
+            row.append(shown(self.spread(measure, point), MEASURES[measure].format))
+            if measure in self.grid.paper:
+                row.append(self.grid.paper_value(measure, point))
+        return row
+
+    def _tuning(self) -> Table:
+        assert self.grid.tune is not None
+        columns = [Column(axis) for axis in self.grid.axes]
+        columns += [Column(value, "right", "{:.4f}") for value in self.grid.tune.values]
+        rows = [[*point, *(self._tried(cell) for cell in self.cells.tuning(point))] for point in self.grid.points()]
+        return Table(f"Validation (nats a token) of seed {self.grid.seeds[0]} by {self.grid.tune.key}", columns, rows)
+
+    def _tried(self, cell: Cell) -> float | str | None:
+        outcome = self.outcomes.get(cell.name)
+        if outcome is None:
+            return None
+        return outcome.facts.get("valid_loss") if outcome.status == "measured" else outcome.status
+
+
+def shown(spread: Spread | None, format: str) -> str | None:
+    """The mean, and half the spread over seeds where there are several: `104.13 +-0.52`."""
+    if spread is None:
+        return None
+    text = format.format(spread.mean)
+    return f"{text} +-{format.format(spread.half)}" if len(spread.values) > 1 and spread.half else text
+
+
+def cell_json(grid: Grid, outcome: Outcome) -> dict[str, Any]:
+    cell, facts = outcome.cell, outcome.facts
+    kept = ("valid_loss", "test_token_ppl", "test_word_ppl", "test_bits_per_byte", "step", "tokens", "seconds")
+    return {
+        "name": cell.name,
+        "point": dict(zip(grid.axes, cell.point, strict=True)),
+        "seed": cell.seed,
+        "tuned": cell.tuned,
+        "overrides": list(cell.overrides),
+        "status": outcome.status,
+        "message": outcome.message,
+        **{key: facts.get(key) for key in kept},
+        "tasks": {name: task.get("acc") for name, task in (facts.get("tasks") or {}).items()},
+        "usage": [
+            {"layer": m["layer"], "name": m["name"], "usage": m["mass"]["usage"], "kl": m["mass"]["kl"]}
+            for m in facts.get("usage") or []
+        ],
+    }
+
+
+def progress_line(outcome: Outcome, number: int, total: int, measures: Sequence[str]) -> str:
+    """One line for a cell that has ended."""
+    told = [
+        f"{MEASURES[name].heading} {MEASURES[name].format.format(value)}"
+        for name in measures
+        if MEASURES[name].source not in ("cost", "speed") and (value := read_of(name)(outcome.facts)) is not None
+    ]
+    what = ", ".join(told[:4]) if outcome.status == "measured" else f"{outcome.status}: {outcome.message}"
+    return f"{number}/{total} {outcome.cell.name}: {what or outcome.status}"
+
+
+def read_of(measure: str) -> Callable[[Mapping[str, Any]], float | None]:
+    return MEASURES[measure].read

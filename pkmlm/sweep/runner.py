@@ -1,0 +1,179 @@
+"""The cells of a grid, run by the commands that a person would use: each in processes of its own, so that what one of
+them does (a full memory, a divergence) harms no other, and all of it goes on where it was stopped.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+from pkmlm.errors import UserError
+from pkmlm.report.compare import Facts, facts_of
+from pkmlm.runtime.rundir import RunDirectory
+from pkmlm.runtime.signals import StopRequest
+from pkmlm.sweep.cells import Cell, Cells
+from pkmlm.sweep.measures import MEASURES, TASKS
+
+DIVERGED = 3  # the exit code of `pkmlm train`
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a cell ended.
+
+    Attributes:
+        status: "measured", "diverged", "failed" or "stopped".
+        facts: what is known of the run, where it was measured.
+        message: what a failed command said last.
+    """
+
+    cell: Cell
+    status: str
+    facts: Facts
+    message: str = ""
+
+    @property
+    def loss(self) -> float:
+        """The best validation loss, by which tuned values are chosen; without validation, infinite."""
+        loss = self.facts.get("valid_loss")
+        return loss if isinstance(loss, float) else float("inf")
+
+
+class Runner:
+    """Runs cells.
+
+    Args:
+        base: the base recipe's file.
+        folder: of the run directories.
+        measures: names of `MEASURES`.
+        jobs: cells at a time; each gets its share of the processor's threads.
+        devices: values of CUDA_VISIBLE_DEVICES, taken in turn; empty: as this process has it.
+        task_data: of `pkmlm eval --task-data`.
+    """
+
+    def __init__(
+        self,
+        base: Path,
+        folder: Path,
+        measures: Sequence[str],
+        jobs: int,
+        devices: Sequence[str],
+        task_data: str | None,
+        stop: StopRequest,
+    ):
+        self.base, self.folder, self.task_data, self.stop, self.jobs = base, folder, task_data, stop, jobs
+        self.sources = {MEASURES[name].source for name in measures}
+        self.tasks = [name for name in TASKS if name in measures] or list(TASKS)
+        self.free_devices = list(devices)
+        self.children: list[subprocess.Popen[str]] = []
+        self.asked: set[int] = set()  # processes that have been asked to stop
+        self.lock = Lock()
+
+    def run(self, cells: Cells, done: Callable[[Outcome], None]) -> None:
+        """Run all cells: of every point the first seed at each tuned value, then the other seeds at the best of them.
+
+        Args:
+            done: is told of every cell that has ended, in this thread.
+        """
+        waiting: set[Future[Outcome]] = set()
+        outcomes: dict[tuple[str, ...], list[Outcome]] = {}
+        with ThreadPoolExecutor(self.jobs) as pool:
+            for cell in cells.first.values():
+                waiting.add(pool.submit(self._run_cell, cell))
+            while waiting:
+                ended, waiting = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
+                if self.stop:
+                    self._stop_children()
+                for outcome in (future.result() for future in ended):
+                    done(outcome)
+                    known = outcomes.setdefault(outcome.cell.point, [])
+                    known.append(outcome)
+                    if len(known) == len(cells.tuning(outcome.cell.point)) and not self.stop:
+                        chosen = best(known)
+                        others = cells.others(chosen.cell) if chosen else []
+                        waiting |= {pool.submit(self._run_cell, cell) for cell in others}
+
+    def _run_cell(self, cell: Cell) -> Outcome:
+        run = RunDirectory(self.folder / cell.name)
+        for command in self._commands(cell, run):
+            if self.stop:
+                return Outcome(cell, "stopped", {})
+            code, said = self._call(command)
+            if code:
+                status = "stopped" if self.stop else "diverged" if code == DIVERGED else "failed"
+                return Outcome(cell, status, {}, said)
+        return Outcome(cell, "measured", facts_of(cell.name, run))
+
+    def _commands(self, cell: Cell, run: RunDirectory) -> Iterable[list[str]]:
+        """The arguments of `pkmlm`, one call after the other, without what has been done already."""
+        path, model = str(run.path), cell.recipe.model
+        if finished(cell, self.folder) is None:
+            settings = [part for text in cell.overrides for part in ("-s", text)]
+            yield ["train", str(self.base), "-o", path, "-q", *settings]
+        facts = facts_of(cell.name, run)
+        if "eval" in self.sources and facts["test_step"] != facts["step"]:
+            yield ["eval", path, "-q"]
+        remembers = model.projections == "hash" or model.memory.kind != "none"
+        if "usage" in self.sources and remembers and not facts["usage"]:
+            yield ["usage-report", path, "-q"]
+        if "tasks" in self.sources and not set(self.tasks) <= facts["tasks"].keys():
+            data = [] if self.task_data is None else ["--task-data", self.task_data]
+            yield ["eval", path, "-q", "--tasks", ",".join(self.tasks), *data]
+
+    def _call(self, arguments: Sequence[str]) -> tuple[int, str]:
+        """Run one command; its exit code and the last thing that it said."""
+        environment = dict(os.environ)
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.jobs)))
+        device = self._take_device()
+        if device is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = device
+        try:
+            with subprocess.Popen(
+                [sys.executable, "-m", "pkmlm", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                env=environment,
+            ) as child:
+                self.children.append(child)
+                _, said = child.communicate()
+                self.children.remove(child)
+        finally:
+            if device is not None:
+                self.free_devices.append(device)
+        lines = said.strip().splitlines() or [""]
+        told = [line for line in lines if line.startswith("error: ")] or lines
+        return child.returncode, told[-1].removeprefix("error: ")
+
+    def _take_device(self) -> str | None:
+        with self.lock:
+            return self.free_devices.pop(0) if self.free_devices else None
+
+    def _stop_children(self) -> None:
+        """Ask the running commands to stop, each once: it saves a checkpoint; a second request would end it at once."""
+        for child in list(self.children):
+            if child.pid not in self.asked:
+                self.asked.add(child.pid)
+                child.terminate()
+
+
+def best(outcomes: Sequence[Outcome]) -> Outcome | None:
+    """The one of lowest validation loss; None where none was measured. A single one needs no validation."""
+    measured = [outcome for outcome in outcomes if outcome.status == "measured"]
+    if len(measured) > 1 and all(outcome.loss == float("inf") for outcome in measured):
+        raise UserError("nothing was validated, so that no value can be chosen", "give data with a valid split")
+    return min(measured, key=lambda outcome: outcome.loss, default=None)
+
+
+def finished(cell: Cell, folder: Path) -> Outcome | None:
+    """The outcome of a cell that was run before, or None."""
+    run = RunDirectory(folder / cell.name)
+    if not (run.path / "done").exists() or run.recipe() != cell.recipe:
+        return None
+    return Outcome(cell, "measured", facts_of(cell.name, run))

@@ -1,0 +1,32 @@
+"""How fast the models of a grid score text: all of them in turn in one process, so that none is luckier."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from pkmlm.bench.generate import score
+from pkmlm.bench.rounds import in_turn
+from pkmlm.data.batches import Batches
+from pkmlm.data.corpus import Corpus
+from pkmlm.evaluate.load import load_run
+from pkmlm.runtime.device import choose_device
+from pkmlm.sweep.grid import Point
+
+TOKENS = 4096  # scored at once
+ROUNDS = 7
+
+
+def time_scoring(runs: Mapping[Point, Path], say: Callable[[str], None]) -> dict[Point, list[float]]:
+    """Tokens a second that each run's model scores of the test split, one number a round."""
+    actions: dict[Point, Callable[[], object]] = {}
+    counted: dict[Point, int] = {}
+    for point, path in runs.items():
+        run = load_run(path)
+        context = run.recipe.model.context
+        sequences = max(1, TOKENS // context)
+        corpus = Corpus.open(run.recipe.data.dir or "", "test")
+        tokens_BT = Batches(corpus, context, sequences, 1).micro_batch(1, 0, sequences)[0].to(run.device)
+        counted[point] = tokens_BT.numel()
+        actions[point] = partial(score, run.model, tokens_BT)
+    times = in_turn(actions, ROUNDS, choose_device(), say)
+    return {point: [counted[point] / seconds for seconds in timing.seconds] for point, timing in times.items()}

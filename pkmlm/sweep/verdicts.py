@@ -1,0 +1,97 @@
+"""Whether the orderings that a paper states are in what was measured."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from statistics import fmean
+from typing import Any
+
+from scipy.stats import spearmanr  # type: ignore[import-untyped]
+
+from pkmlm.sweep.grid import Claim, Grid, Point
+from pkmlm.sweep.measures import MEASURES
+
+Values = Callable[[str, Point], tuple[float, ...]]  # of a measure at a point: one a seed
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How far a claim holds, or how a measure's order agrees with the paper's.
+
+    Attributes:
+        pairs: comparisons that could be made; held: of which the means have the claimed order; clear: of which every
+            seed of one is beyond every seed of the other.
+        correlation: Spearman's rank correlation with the paper, over points; None for claims.
+    """
+
+    text: str
+    pairs: int = 0
+    held: int = 0
+    clear: int = 0
+    correlation: float | None = None
+
+    def row(self) -> list[Any]:
+        if self.correlation is not None:
+            return [self.text, f"{self.correlation:+.2f}", None]
+        return [self.text, *(f"{part} of {self.pairs}" if self.pairs else None for part in (self.held, self.clear))]
+
+    def as_json(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+def claim_verdicts(grid: Grid, values: Values) -> list[Verdict]:
+    """A verdict for each claim of the grid."""
+    return [verdict(grid, claim, values) for claim in grid.claims]
+
+
+def verdict(grid: Grid, claim: Claim, values: Values) -> Verdict:
+    """Compare all pairs of points that the claim speaks of and that were measured."""
+    found = [(values(claim.measure, less), values(claim.measure, more)) for less, more in pairs_of(grid, claim)]
+    measured = [(less, more) for less, more in found if less and more]
+    held = sum(fmean(less) < fmean(more) for less, more in measured)
+    clear = sum(max(less) < min(more) for less, more in measured)
+    return Verdict(claim.text, len(measured), held, clear)
+
+
+def pairs_of(grid: Grid, claim: Claim) -> Iterator[tuple[Point, Point]]:
+    """The pairs (less, greater) that a claim orders: alike in all axes that it does not name."""
+    points = [place(grid, point) for point in grid.points()]
+    allowed = [p for p in points if all(p[axis] in names for axis, names in claim.at.items())]
+    along = claim.rising or claim.falling
+    if along:
+        for rest in dict.fromkeys(tuple(sorted((a, v) for a, v in p.items() if a != along)) for p in allowed):
+            row = [p for p in allowed if set(rest) <= set(p.items())]
+            for first, second in pairwise(row):
+                yield named(*((first, second) if claim.rising else (second, first)))
+        return
+    for more in allowed:
+        for less in allowed:
+            wanted = claim.greater.items() <= more.items() and claim.less.items() <= less.items()
+            named_axes = claim.greater.keys() | claim.less.keys()
+            if wanted and all(more[axis] == less[axis] for axis in grid.axes if axis not in named_axes):
+                yield named(less, more)
+
+
+def place(grid: Grid, point: Point) -> dict[str, str]:
+    return dict(zip(grid.axes, point, strict=True))
+
+
+def named(less: dict[str, str], more: dict[str, str]) -> tuple[Point, Point]:
+    return tuple(less.values()), tuple(more.values())
+
+
+def rank_correlations(grid: Grid, values: Values) -> list[Verdict]:
+    """Spearman's correlation of measured means with the paper's numbers, for each measure that has three or more."""
+    found = []
+    for measure in grid.measure:
+        both = [
+            (fmean(measured), paper)
+            for point in grid.points()
+            if (measured := values(measure, point)) and (paper := grid.paper_value(measure, point)) is not None
+        ]
+        varied = all(any(a != b for a, b in combinations(column, 2)) for column in zip(*both, strict=True))
+        if len(both) >= 3 and varied:
+            correlation = float(spearmanr(*zip(*both, strict=True)).statistic)
+            text = f"{MEASURES[measure].heading}: rank correlation with the paper, {len(both)} points"
+            found.append(Verdict(text, correlation=correlation))
+    return found

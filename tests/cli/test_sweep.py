@@ -1,0 +1,95 @@
+"""`pkmlm sweep`: grids of tiny models, trained and measured for real."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import pkmlm
+
+GRID = """title: Two memories
+base: product-key.yaml
+axes:
+  slots: {none: {model.memory.kind: none}, 64: {model.memory.num_keys: 8}, 256: {model.memory.num_keys: 16}}
+without: [{slots: 64}]
+tune: {values: [3e-3, 1e30]}
+measure: [perplexity, usage, speed, dense]
+paper: {perplexity: [23.0, 22.0, 21.0]}
+claims: [{text: the memory helps, measure: perplexity, greater: {slots: none}, less: {slots: 256}}]
+figures: [{x: slots, y: perplexity}]
+"""
+
+
+@pytest.fixture
+def grid(tmp_path, write_recipe) -> Path:
+    write_recipe(tmp_path, "product-key")
+    path = tmp_path / "grid.yaml"
+    path.write_text(GRID)
+    return path
+
+
+def test_a_sweep_trains_measures_and_tells(grid, tmp_path):
+    """One value of the rate diverges: it is a result, not a failure; the second call only tells again."""
+    folder = tmp_path / "swept"
+    done = pkmlm("sweep", grid, "-o", folder, "--jobs", 2, "-s", "train.steps=12")
+    results = json.loads((folder / "results.json").read_text())
+    assert {cell["status"] for cell in results["cells"] if cell["tuned"] == "1e30"} == {"diverged"}
+    for point in results["points"]:
+        (name,) = [c["name"] for c in results["cells"] if c["point"] == point["point"] and c["tuned"] == "3e-3"]
+        kept = json.loads(next((folder / "cells" / name / "eval").glob("test-step-12.json")).read_text())
+        assert point["measured"]["perplexity"]["mean"] == kept["perplexity"]["token_ppl"]
+        assert point["measured"]["speed"]["mean"] > 0
+        assert point["tuned"] == "3e-3"
+        assert (point["measured"]["usage"] is None) == (point["point"]["slots"] == "none")
+    assert [point["paper"]["perplexity"] for point in results["points"]] == [23.0, 21.0]
+    assert (folder / "perplexity-by-slots.png").read_bytes().startswith(b"\x89PNG")
+    assert "diverged" in (folder / "table.md").read_text()
+    assert "4/4" in done.stderr
+    times = {path: path.stat().st_mtime_ns for path in (folder / "cells").rglob("*.safetensors")}
+    again = pkmlm("sweep", grid, "-o", folder, "-s", "train.steps=12", "-q")
+    assert again.stdout == done.stdout, "timed once, told twice"
+    assert times == {path: path.stat().st_mtime_ns for path in (folder / "cells").rglob("*.safetensors")}
+    assert pkmlm("sweep", grid, "-o", folder, "-s", "train.steps=12", "--table").stdout.startswith("Two memories")
+    changed = pkmlm("sweep", grid, "-o", folder, "-s", "train.steps=12", "-s", "model.dim=16", "-q", "--jobs", 2, code=1)
+    assert "was started with another recipe" in json.dumps(json.loads((folder / "results.json").read_text())["cells"])
+    assert "failed" in changed.stdout
+
+
+def test_a_stopped_sweep_goes_on(grid, tmp_path):
+    folder = tmp_path / "swept"
+    text = GRID.replace("tune: {values: [3e-3, 1e30]}\n", "").replace(", usage, speed, dense]", "]")
+    grid.write_text(text)
+    command = [sys.executable, "-m", "pkmlm", "sweep", str(grid), "-o", str(folder), "-s", "train.steps=3000"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sweep:
+        deadline = time.monotonic() + 60
+        log = folder / "cells" / "none_seed-1" / "metrics.jsonl"
+        while not (log.exists() and log.stat().st_size) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        sweep.send_signal(signal.SIGTERM)
+        _, said = sweep.communicate(timeout=60)
+    assert sweep.returncode == 75, said
+    assert "the same command goes on" in said
+    run = json.loads((folder / "cells" / "none_seed-1" / "run.json").read_text())
+    assert run["status"] == "stopped", "the cell saved a checkpoint"
+    assert not (folder / "cells" / "256_seed-1").exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(run["pid"], 0) if "pid" in run else os.kill(sweep.pid, 0)
+
+
+def test_a_dry_run_lists_the_cells_and_writes_nothing(grid, tmp_path):
+    done = pkmlm("sweep", grid, "--dry-run")
+    assert done.stdout.startswith("Two memories: 4 runs")
+    assert not (tmp_path / "cells").exists()
+    assert "-o" in pkmlm("sweep", grid, code=2).stderr
+
+
+def test_a_broken_grid_is_refused_before_anything_is_trained(grid, tmp_path):
+    grid.write_text(GRID.replace("num_keys: 16", "num_keys: 0"))
+    assert "slots 256: " in pkmlm("sweep", grid, "-o", tmp_path / "swept", code=2).stderr
+    assert not (tmp_path / "swept").exists()
+    assert "cannot read" in pkmlm("sweep", tmp_path / "no.yaml", "-o", tmp_path / "swept", code=2).stderr

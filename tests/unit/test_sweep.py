@@ -1,0 +1,241 @@
+"""Grids: what is read from a file, which cells it has, and what is concluded from their numbers."""
+
+from pathlib import Path
+
+import pytest
+
+from pkmlm.errors import UserError
+from pkmlm.recipe.load import load_recipe
+from pkmlm.sweep.cells import Cells
+from pkmlm.sweep.grid import Grid, read_grid, scales_of
+from pkmlm.sweep.plots import picture
+from pkmlm.sweep.results import Results
+from pkmlm.sweep.runner import Outcome
+from pkmlm.sweep.verdicts import claim_verdicts, pairs_of, rank_correlations
+from tests.conftest import ROOT
+
+BASE = """name: base
+model:
+  dim: 32
+  layers: 2
+  heads: 2
+  context: 16
+  vocab_size: 100
+  memory: {kind: product-key, layers: 2, num_keys: 8, topk: 4, key_dim: 16}
+train: {batch_tokens: 64, micro_batch: 4}
+"""
+GRID = """title: Size and norm
+base: base.yaml
+seeds: [1, 2]
+set: {model.dim: 16}
+axes:
+  slots:
+    none: {model.memory.kind: none}
+    64: {model.memory.num_keys: 8}
+    256: {model.memory.num_keys: 16}
+  norm:
+    no: {model: {memory: {query_norm: none}}}
+    yes: {model.memory.query_norm: batch, model.memory.layers: [1, 2]}
+without: [{slots: none, norm: yes}]
+tune: {values: [1e-3, 2e-3, 4e-3]}
+measure: [perplexity, usage, dense]
+paper:
+  perplexity: {none: [23.0], 64: [22.0, 21.0], 256: {no: 20.5, yes: 19.5}}
+claims:
+  - {text: norm helps, measure: perplexity, greater: {norm: no}, less: {norm: yes}}
+  - {text: size helps, measure: perplexity, falling: slots}
+  - {text: used, measure: usage, rising: slots, at: {norm: yes, slots: [64, 256]}}
+figures: [{x: slots, y: perplexity, line: norm}, {x: usage, y: perplexity}]
+scales:
+  small: {seeds: [1], only: {slots: [none, 64]}, set: {model.layers: 1, model.memory.layers: 1}}
+  large: {axes: {slots: {256: {model.memory.heads: 2}}}}
+"""
+P = ("none", "no"), ("64", "no"), ("64", "yes"), ("256", "no"), ("256", "yes")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "base.yaml").write_text(BASE)
+    (tmp_path / "grid.yaml").write_text(GRID)
+    return tmp_path
+
+
+def grid_of(folder: Path, text: str = GRID, scale: str | None = "large") -> Grid:
+    (folder / "grid.yaml").write_text(text)
+    return read_grid(folder / "grid.yaml", scale)
+
+
+def test_points_are_the_product_without_what_is_left_out(folder):
+    assert grid_of(folder).points() == list(P)
+    assert grid_of(folder, scale="small").points() == list(P[:3])
+    assert grid_of(folder, scale=None).seeds == (1,), "the first scale is the one that is taken"
+    assert scales_of(folder / "grid.yaml") == ["small", "large"]
+
+
+def test_every_cell_is_its_recipe(folder):
+    cells = Cells(grid_of(folder), folder / "base.yaml", ["train.steps=7"])
+    assert len(cells) == 5 * 3 + 5
+    cell = cells.first[("256", "yes"), "2e-3"]
+    memory = cell.recipe.model.memory
+    assert (memory.num_keys, memory.heads, memory.query_norm, memory.layers) == (16, 2, "batch", ("1", "2"))
+    assert (cell.recipe.model.dim, cell.recipe.optim.lr, cell.recipe.train.steps) == (16, 2e-3, 7)
+    others = cells.others(cell)
+    assert [(other.seed, other.tuned, other.recipe.train.seed) for other in others] == [(2, "2e-3", 2)]
+    assert load_recipe(folder / "base.yaml", cell.overrides) == cell.recipe
+    assert cell.name == "256_yes_2e-3_seed-1"
+
+
+def test_the_papers_numbers_are_found_in_lists_and_mappings(folder):
+    grid = grid_of(folder)
+    assert [grid.paper_value("perplexity", point) for point in P] == [23.0, 22.0, 21.0, 20.5, 19.5]
+    assert grid.paper_value("usage", P[0]) is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("measure: [perplexity,", "measure: [perplexty,", "measure: found perplexty (expected a measure: perplexity"),
+        ("norm: no}, less", "norms: no}, less", "claims: found norms (expected an axis: slots, norm)"),
+        ("less: {norm: yes}", "less: {norm: maybe}", "claims: found maybe (expected a value of norm: no, yes)"),
+        ("falling: slots}", "falling: size}", "claims: found size (expected an axis"),
+        ("falling: slots}", "falling: slots, rising: slots}", "claims: expected greater: and less:"),
+        ("y: perplexity, line", "y: kl, line", "figures: found kl (expected a measure of this grid"),
+        ("x: slots", "x: slot", "figures: found slot (expected an axis or a measure"),
+        ("line: norm", "line: nor", "figures: found nor (expected an axis"),
+        ("none, norm: yes", "none, norm: ye", "without: found ye (expected a value of norm"),
+        ("base: base.yaml", "bas: base.yaml", "unknown key bas (did you mean base?)"),
+        ("base: base.yaml\n", "", "base is missing or empty"),
+        ("seeds: [1, 2]", "seeds: [one]", "grid.yaml:3:"),
+        ("seeds: [1, 2]", "seeds: []", "seeds is missing or empty"),
+        ("no: {model: {", "no: {mode: {", "slots none, norm no: -s mode.memory.query_norm=none: unknown key mode"),
+        ("num_keys: 8}", "num_keys: -8}", "slots 64, norm no: "),
+        ("    none: {model.memory.kind: none}", "    none: [3]", "expected recipe keys"),
+        ("  norm:\n", "  norm: 3\n  more:\n", "axes.norm: found 3 (expected a mapping)"),
+        ("usage, rising", "usge, rising", "claims: found usge (expected a measure of this grid"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(folder, before, after, said):
+    assert before in GRID
+    with pytest.raises(UserError) as error:
+        Cells(grid_of(folder, GRID.replace(before, after, 1)), folder / "base.yaml")
+    assert said in error.value.message
+    assert "\n" not in error.value.message
+
+
+def test_an_unknown_scale_names_those_that_there_are(folder):
+    with pytest.raises(UserError, match="no scale huge \\(has small or large\\)"):
+        grid_of(folder, scale="huge")
+
+
+def test_two_values_with_one_name_are_refused(folder):
+    text = GRID.replace(
+        "    256: {model", "    64!: {model.memory.heads: 1}\n    64?: {model.memory.heads: 1}\n    256: {model"
+    )
+    with pytest.raises(UserError, match="two cells of the grid have the name 64-_no_1e-3_seed-1"):
+        Cells(grid_of(folder, text, "large"), folder / "base.yaml")
+
+
+def numbers(table: dict[tuple[str, tuple[str, str]], tuple[float, ...]]):
+    return lambda measure, point: table.get((measure, point), ())
+
+
+def test_claims_are_held_against_means_and_against_every_seed(folder):
+    grid = grid_of(folder)
+    measured = {
+        ("perplexity", P[0]): (30.0, 30.2),
+        ("perplexity", P[1]): (29.0, 29.2),
+        ("perplexity", P[2]): (28.0, 29.1),  # lower than P[1] on average, not for every seed
+        ("perplexity", P[3]): (29.5, 29.6),  # higher than P[1]
+        ("usage", P[2]): (0.5,),
+        ("usage", P[4]): (0.4,),
+    }
+    norm, size, used = claim_verdicts(grid, numbers(measured))
+    assert (norm.pairs, norm.held, norm.clear) == (1, 1, 0), "256 slots with norm were not measured"
+    assert (size.pairs, size.held, size.clear) == (2, 1, 1)
+    assert (used.pairs, used.held) == (1, 0)
+
+
+def test_a_claim_along_an_axis_compares_neighbours_with_all_else_equal(folder):
+    grid = grid_of(folder)
+    assert list(pairs_of(grid, grid.claims[1])) == [(P[1], P[0]), (P[3], P[1]), (P[4], P[2])]
+    assert list(pairs_of(grid, grid.claims[0])) == [(P[2], P[1]), (P[4], P[3])]
+
+
+def test_rank_correlation_with_the_paper(folder):
+    grid = grid_of(folder)
+    opposite = {("perplexity", point): (value,) for point, value in zip(P, (1.0, 2.0, 3.0, 4.0, 5.0), strict=True)}
+    (verdict,) = rank_correlations(grid, numbers(opposite))
+    assert verdict.correlation == pytest.approx(-1.0)
+    (verdict,) = rank_correlations(grid, numbers({**opposite, ("perplexity", P[0]): (3.5,)}))
+    # ranks 3 1 2 4 5 against 5 4 3 2 1: 1 - 6 (4 + 9 + 1 + 4 + 16) / (5 * 24)
+    assert verdict.correlation == pytest.approx(1 - 6 * 34 / 120)
+    assert not rank_correlations(grid, numbers(dict(list(opposite.items())[:2]))), (
+        "two points have no order to speak of"
+    )
+
+
+def test_other_seeds_count_at_the_best_tuned_value_only(folder):
+    cells = Cells(grid_of(folder), folder / "base.yaml")
+    results = Results(cells.grid, cells, {point: {"dense": 2_000_000} for point in P})
+    tuning = cells.tuning(P[2])
+    for cell, loss, ppl in zip(tuning, (5.0, 4.0, 4.5), (150.0, 50.0, 80.0), strict=True):
+        results.add(Outcome(cell, "measured", {"valid_loss": loss, "test_token_ppl": ppl}))
+    (other,) = cells.others(tuning[1])
+    results.add(Outcome(other, "measured", {"valid_loss": 4.1, "test_token_ppl": 60.0}))
+    spread = results.spread("perplexity", P[2])
+    assert spread is not None
+    assert (spread.values, spread.mean, spread.half) == ((50.0, 60.0), 55.0, 5.0)
+    table, tried, _ = results.tables()
+    row = next(row for row in table.rows if tuple(row[:2]) == P[2])
+    assert row == ["64", "yes", "2e-3", 2, "55.00 +-5.00", 21.0, None, "2.00"]
+    assert next(row for row in tried.rows if tuple(row[:2]) == P[2])[2:] == [5.0, 4.0, 4.5]
+    made = results.as_json("grid", "large", "base.yaml", {"device": "cpu", "torch": "2"})
+    point = next(point for point in made["points"] if tuple(point["point"].values()) == P[2])
+    assert point["measured"]["perplexity"] == {"mean": 55.0, "values": [50.0, 60.0]}
+    assert point["tuned"] == "2e-3"
+    assert point["paper"]["perplexity"] == 21.0
+
+
+def test_a_diverged_rate_is_never_the_best(folder):
+    cells = Cells(grid_of(folder), folder / "base.yaml")
+    results = Results(cells.grid, cells, {point: {} for point in P})
+    first, second, third = cells.tuning(P[0])
+    results.add(Outcome(first, "measured", {"valid_loss": 5.0}))
+    results.add(Outcome(second, "diverged", {}, "training diverged"))
+    results.add(Outcome(third, "measured", {"valid_loss": 4.9}))
+    assert results.chosen(P[0])[0].cell == third
+    assert results.tables()[1].rows[0][2:] == [5.0, "diverged", 4.9]
+
+
+def test_a_figure_has_a_panel_for_the_paper_and_a_line_for_each_value(folder):
+    cells = Cells(grid_of(folder), folder / "base.yaml")
+    results = Results(cells.grid, cells, {point: {} for point in P})
+    by_slots, by_usage = cells.grid.figures
+    assert picture(results, by_slots) is None, "nothing measured, nothing drawn"
+    for point in P:
+        usage = [] if point[0] == "none" else [{"layer": 2, "name": "memory", "mass": {"usage": 0.5, "kl": 1.0}}]
+        facts = {"valid_loss": 1.0, "test_token_ppl": 20.0, "usage": usage}
+        results.add(Outcome(cells.tuning(point)[0], "measured", facts))
+    canvas = picture(results, by_slots)
+    assert canvas is not None
+    measured, paper = canvas.axes
+    assert [text.get_text() for text in measured.get_legend().get_texts()] == ["norm: no", "norm: yes"]
+    assert [tick.get_text() for tick in paper.get_xticklabels()] == ["none", "64", "256"]
+    against = picture(results, by_usage)
+    assert against is not None
+    assert len(against.axes[0].texts) == 4, "the point without a memory has no usage"
+
+
+GRIDS = sorted((ROOT / "recipes").glob("*/grids/*.yaml"))
+
+
+@pytest.mark.parametrize("path", GRIDS, ids=lambda path: f"{path.parts[-3]}-{path.stem}")
+def test_the_papers_grids_are_possible_at_every_scale(path):
+    for scale in scales_of(path) or [None]:
+        grid = read_grid(path, scale)
+        cells = Cells(grid, path.parent / grid.base)
+        assert len(cells) >= len(grid.points())
+        for measure in grid.paper:
+            assert any(grid.paper_value(measure, point) is not None for point in grid.points()), (path, measure)
+        for claim in grid.claims:
+            assert list(pairs_of(grid, claim)), (path, scale, claim.text)
