@@ -1,6 +1,7 @@
 """`pkmlm sweep`: every run of a grid, and its table beside the paper's."""
 
 import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
@@ -9,11 +10,14 @@ from pkmlm.cli.options import quiet_option, set_option
 from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from rich.progress import TaskID
 
     from pkmlm.recipe.schema import Recipe
     from pkmlm.report.tables import Table
-    from pkmlm.sweep.cells import Cells
+    from pkmlm.sweep.cells import Cell, Cells
     from pkmlm.sweep.grid import Grid
     from pkmlm.sweep.results import Results
 
@@ -48,8 +52,8 @@ def command(
 
     \b
     Examples:
-      pkmlm sweep recipes/pkm/table-2.yaml -o sweeps/table-2 -s data.dir=data/novels
-      pkmlm sweep recipes/pkm/table-2.yaml --scale paper --dry-run
+      pkmlm sweep recipes/pkm/grids/table-2.yaml -o sweeps/size -s data.dir=data/mine
+      pkmlm sweep recipes/pkm/grids/table-2.yaml --scale paper --dry-run
       pkmlm sweep my-grid.yaml -o sweeps/mine --jobs 4 --device 0,1,2,3
       pkmlm sweep my-grid.yaml -o sweeps/mine --table
     """
@@ -149,25 +153,56 @@ def run_all(
     from pkmlm.sweep.runner import Outcome, Runner
 
     grid, cells, total = results.grid, results.cells, len(results.cells)
+    runs = folder / "cells"
     if all(MEASURES[name].source == "cost" for name in grid.measure):
         return 0
-    make_folder(folder / "cells")
+    make_folder(runs)
+    with stop_on_signals() as stop, cell_progress(runs, quiet) as (say, tick):
 
-    def done(outcome: Outcome) -> None:
-        results.add(outcome)
-        if not quiet and outcome.status != "stopped":
-            click.echo(printable(progress_line(outcome, len(results.outcomes), total, grid.measure)), err=True)
+        def done(outcome: Outcome) -> None:
+            results.add(outcome)
+            if outcome.status != "stopped":
+                say(progress_line(outcome, len(results.outcomes), total, grid.measure))
 
-    with stop_on_signals() as stop:
-        if not quiet:
-            click.echo(f"{total} runs in {printable(str(folder))}, {jobs} at a time", err=True)
-        Runner(cells.base, folder / "cells", grid.measure, jobs, devices, task_data, stop).run(cells, done)
+        say(f"{total} runs in {folder}, {jobs} at a time")
+        Runner(cells.base, runs, grid.measure, jobs, devices, task_data, stop).run(cells, done, tick)
         if stop.exit_code is not None:
             click.echo("stopped on request; the same command goes on", err=True)
             return stop.exit_code
     if "speed" in grid.measure and results.speeds.keys() != {p for p in grid.points() if results.chosen(p)}:
         time_models(results, folder, quiet)
     return int(any(outcome.status == "failed" for outcome in results.outcomes.values()))
+
+
+@contextmanager
+def cell_progress(
+    folder: "Path", quiet: bool
+) -> "Iterator[tuple[Callable[[str], None], Callable[[list[Cell]], None]]]":
+    """Yield a function that prints a line and one that is told which cells run: on a terminal each has a bar."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from pkmlm.sweep.runner import steps_taken
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+    with Progress(*columns, console=console, disable=quiet or not console.is_terminal, transient=True) as progress:
+        bars: dict[str, TaskID] = {}
+
+        def tick(running: "list[Cell]") -> None:
+            for name in bars.keys() - {cell.name for cell in running}:
+                progress.remove_task(bars.pop(name))
+            for cell in running:
+                if cell.name not in bars:
+                    bars[cell.name] = progress.add_task(escape(cell.name), total=cell.recipe.train.steps)
+                progress.update(bars[cell.name], completed=steps_taken(cell, folder))
+
+        def say(text: str) -> None:
+            if not quiet:
+                console.print(printable(text), markup=False)
+
+        yield say, tick
 
 
 def time_models(results: "Results", folder: "Path", quiet: bool) -> None:

@@ -2,6 +2,7 @@
 them does (a full memory, a divergence) harms no other, and all of it goes on where it was stopped.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -69,15 +70,17 @@ class Runner:
         self.sources = {MEASURES[name].source for name in measures}
         self.tasks = [name for name in TASKS if name in measures] or list(TASKS)
         self.free_devices = list(devices)
+        self.running: list[Cell] = []
         self.children: list[subprocess.Popen[str]] = []
         self.asked: set[int] = set()  # processes that have been asked to stop
         self.lock = Lock()
 
-    def run(self, cells: Cells, done: Callable[[Outcome], None]) -> None:
+    def run(self, cells: Cells, done: Callable[[Outcome], None], tick: Callable[[list[Cell]], None]) -> None:
         """Run all cells: of every point the first seed at each tuned value, then the other seeds at the best of them.
 
         Args:
             done: is told of every cell that has ended, in this thread.
+            tick: is told some times a second which cells are running.
         """
         waiting: set[Future[Outcome]] = set()
         outcomes: dict[tuple[str, ...], list[Outcome]] = {}
@@ -86,6 +89,7 @@ class Runner:
                 waiting.add(pool.submit(self._run_cell, cell))
             while waiting:
                 ended, waiting = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
+                tick(list(self.running))
                 if self.stop:
                     self._stop_children()
                 for outcome in (future.result() for future in ended):
@@ -98,6 +102,13 @@ class Runner:
                         waiting |= {pool.submit(self._run_cell, cell) for cell in others}
 
     def _run_cell(self, cell: Cell) -> Outcome:
+        self.running.append(cell)
+        try:
+            return self._measured(cell)
+        finally:
+            self.running.remove(cell)
+
+    def _measured(self, cell: Cell) -> Outcome:
         run = RunDirectory(self.folder / cell.name)
         for command in self._commands(cell, run):
             if self.stop:
@@ -177,3 +188,14 @@ def finished(cell: Cell, folder: Path) -> Outcome | None:
     if not (run.path / "done").exists() or run.recipe() != cell.recipe:
         return None
     return Outcome(cell, "measured", facts_of(cell.name, run))
+
+
+def steps_taken(cell: Cell, folder: Path) -> int:
+    """How many steps a running cell has logged, from the end of its log; 0 where that cannot be told."""
+    try:
+        with open(RunDirectory(folder / cell.name).metrics_file, "rb") as file:
+            file.seek(-min(file.seek(0, os.SEEK_END), 1000), os.SEEK_END)
+            last = file.read().splitlines()[-1]
+        return int(json.loads(last)["step"])
+    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        return 0
