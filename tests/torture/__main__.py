@@ -59,6 +59,7 @@ def parts(ground: Ground) -> Iterator[Part]:
     yield Part("training on a full disk", numbered(disks.fill_training, ground, range(4096, TRAINING_DISK, 8192)))
     yield Part("tokenizing on a full disk", numbered(disks.fill_tokenizing, ground, range(4096, TOKENIZING_DISK, 4096)))
     yield Part("SIGTERM while training", numbered(stops.stop_training, ground, range(100)))
+    yield Part("SIGTERM while training the demo's model", numbered(stops.stop_demo, ground, range(100)))
     yield Part("SIGKILL while tokenizing", numbered(kills.kill_tokenizing, ground, range(200)))
     yield Part("SIGKILL while training", numbered(kills.kill_training, ground, range(500)))
     yield from failures(ground, "train")
