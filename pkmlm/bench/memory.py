@@ -171,9 +171,11 @@ def time_memory(
 def check_room(shape: Shape, names: Sequence[str], device: torch.device) -> None:
     """Refuse a table that would drive the machine out of memory.
 
-    Values, two moments and a copy while they are filled; with dense gradients that, and what Adam makes on the way.
+    Values, two moments and a copy while they are filled; with dense gradients that, and what Adam makes on the way. Each
+    layer has a query map and sub-keys of its own, with gradients and moments.
     """
     needed = (6 if {"plain-adam", "plain-fused"} & {*names} else 4) * shape.table_bytes
+    needed += len(names) * 4 * shape.heads * shape.key_dim * (shape.dim + shape.num_keys) * WIDTH
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     if needed > free:
         raise UserError(
