@@ -1,5 +1,6 @@
 """Grids: what is read from a file, which cells it has, and what is concluded from their numbers."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -239,3 +240,13 @@ def test_the_papers_grids_are_possible_at_every_scale(path):
             assert any(grid.paper_value(measure, point) is not None for point in grid.points()), (path, measure)
         for claim in grid.claims:
             assert list(pairs_of(grid, claim)), (path, scale, claim.text)
+
+
+@pytest.mark.parametrize("path", GRIDS, ids=lambda path: f"{path.parts[-3]}-{path.stem}")
+def test_every_grid_has_a_make_target(path):
+    target = f"{path.parts[-3]}-{path.stem}"
+    command = ["make", "-n", target, "SCALE=gpu", "TOKENS=some/tokens", "CORPUS=some"]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout
+    (line,) = [line for line in told.splitlines() if "pkmlm sweep" in line]
+    assert f"sweep {path.relative_to(ROOT)} -o sweeps/{target}" in line
+    assert target == "memoryformer-figure-1" or "--scale gpu" in line
