@@ -55,10 +55,12 @@ def command(
     """
     from pkmlm.evaluate.generate import Sampling, generate, stream_text
     from pkmlm.evaluate.load import load_run
+    from pkmlm.recipe.check import require_softmax
 
     if not temperature < float("inf"):
         raise UserError(f"--temperature {temperature} is not a number to divide by (expected 0 or more)")
     run = load_run(run_path, step)
+    require_softmax(run.recipe.model, run_path, "generate")
     if prompt is None:
         prompt = "" if sys.stdin.isatty() else sys.stdin.read()
     ids = [run.tokenizer.eos, *run.tokenizer.encode(prompt)]

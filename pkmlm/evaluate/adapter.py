@@ -16,6 +16,7 @@ from pkmlm.evaluate.generate import Sampling, generate, stream_text
 from pkmlm.evaluate.likelihood import Window, continuation_windows, plant, score_trees
 from pkmlm.evaluate.load import LoadedRun, load_run
 from pkmlm.evaluate.perplexity import BATCH, score_windows, windows
+from pkmlm.recipe.check import require_softmax
 from pkmlm.runtime.distributed import world
 
 TOKENS = {"cpu": 2048, "cuda": 1 << 15}  # of a forward, where the batch size is not given
@@ -111,7 +112,9 @@ class PkmLM(TemplateLM):
             new = continuation_windows(before, continuation, self.max_length)
             owners += [index] * len(new)
             found += new
-        trees = sorted(plant(found, 2 * self.max_length), key=lambda tree: (-len(tree.tokens), tree.windows[0]))
+        # Trees need a mask, which softmax attention alone takes.
+        most = 2 * self.max_length if self.run.recipe.model.attention == "softmax" else 0
+        trees = sorted(plant(found, most), key=lambda tree: (-len(tree.tokens), tree.windows[0]))
         plan = batches(trees, lambda tree: self._rows(len(tree.tokens)))
         scored_N2 = torch.zeros(len(found), 2, dtype=torch.float64)
         for window, score in self._run(plan, partial(score_trees, self.run.model), lambda tree: len(tree.tokens)):
@@ -185,6 +188,7 @@ class PkmLM(TemplateLM):
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Continue each context until one of its `until` strings (left out) or `max_gen_toks` tokens."""
+        require_softmax(self.run.recipe.model, self.run.name, "generate")
         results = []
         for request in requests:
             results.append(self._generate(*request.args))

@@ -51,6 +51,7 @@ def config_of(recipe: Recipe, rows: int, tokenizer: "Tokenizer", origin: Origin,
     """
     layers = [f"{layer}+" if beside else str(layer) for layer, beside in memory_layers(recipe.model).items()]
     model = replace(recipe.model, vocab_size=rows, memory=replace(recipe.model.memory, layers=tuple(layers)))
+    shape = {key: value for key, value in asdict(model).items() if key != "attention_options"}  # softmax has none
     rest = {key: value for key, value in asdict(recipe).items() if key != "model"}
     return {
         "architectures": ["PkmlmForCausalLM"],
@@ -62,7 +63,7 @@ def config_of(recipe: Recipe, rows: int, tokenizer: "Tokenizer", origin: Origin,
         "model_type": MODEL_TYPE,
         "dtype": DTYPE_NAMES[dtype],
         **special_ids(tokenizer),
-        **asdict(model),
+        **shape,
         "trained": {**origin._asdict(), "recipe": rest},
     }
 

@@ -26,6 +26,7 @@ from pkmlm.export.config import (
     tokenizer_config,
 )
 from pkmlm.model.transformer import Transformer, build_model
+from pkmlm.recipe.check import require_softmax
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runtime.device import DTYPES
 from pkmlm.runtime.files import read_json, sha256_of, write_json, write_text, writing, writing_folder
@@ -86,9 +87,11 @@ def write_export(
         shard_bytes: larger weights are cut into files of at most so many bytes (a larger tensor has its own).
 
     Raises:
-        UserError: `path` is not free; a weight does not fit the dtype, or the disk refused (exit code 1).
+        UserError: `path` is not free; the attention is no softmax; a weight does not fit the dtype, or the disk refused
+            (exit code 1).
     """
     check_free(path, force)
+    require_softmax(recipe.model, origin.run, "be exported")
     rows = model.embedding.num_embeddings
     with writing_folder(path, replace=force) as folder:
         read = write_weights(folder, model, dtype, shard_bytes)

@@ -1,4 +1,4 @@
-"""Causal self-attention, its positions and its cache.
+"""Causal self-attention, its positions and its cache; what may take the place of the softmax has files of its own.
 
 B: sequences; T: new positions; S: all positions so far; D: model width; h: heads; e: width of a head.
 """
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from pkmlm.model.linear_attention import CosFormer, Performer
+from pkmlm.model.linformer import Linformer
 from pkmlm.recipe.schema import Model
 
 ROTARY_BASE = 10_000.0
@@ -64,8 +66,21 @@ def rotate(x_BhTe: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat([a * cos_Tw - b * sin_Tw, b * cos_Tw + a * sin_Tw, rest], -1)
 
 
+def efficient_attention(model: Model) -> nn.Module | None:
+    """What maps q, k and v (B, h, T, e) to the weighted values of positions up to the own; None for the softmax."""
+    options = model.attention_options
+    match model.attention:
+        case "linformer":
+            return Linformer(options.block, options.rank, model.dropout)
+        case "cosformer":
+            return CosFormer(model.context)
+        case "performer":
+            return Performer(model.dim // model.heads, options.features)
+    return None
+
+
 class Attention(nn.Module):
-    """Multi-head causal attention.
+    """Multi-head causal attention. With anything but a softmax it reads whole sequences alone: no cache, no layout.
 
     Args:
         qkv: maps (B, T, D) to (B, T, 3D): a linear map, or one hash layer for all three (MemoryFormer).
@@ -77,6 +92,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.dropout, self.index = model.heads, model.dropout, index
         self.qkv, self.out = qkv, out
+        self.efficient = efficient_attention(model)
 
     def forward(
         self,
@@ -90,13 +106,25 @@ class Attention(nn.Module):
         q_BhTe, k_BhTe, v_BhTe = split.permute(2, 0, 3, 1, 4)
         if cos_sin is not None:
             q_BhTe, k_BhTe = rotate(q_BhTe, cos_sin), rotate(k_BhTe, cos_sin)
+        if self.efficient is None:
+            mixed_BhTe = self._softmax(q_BhTe, k_BhTe, v_BhTe, cache, layout)
+        elif cache is None and layout is None:
+            mixed_BhTe = self.efficient(q_BhTe, k_BhTe, v_BhTe)
+        else:
+            raise ValueError("only softmax attention reads a cache or a layout")
+        y_BTD = mixed_BhTe.transpose(1, 2).reshape(batch, new, dim)
+        return y_BTD if self.out is None else self.out(y_BTD)
+
+    def _softmax(
+        self, q_BhTe: Tensor, k_BhTe: Tensor, v_BhTe: Tensor, cache: Cache | None, layout: Layout | None
+    ) -> Tensor:
         if cache is not None:
             k_BhTe, v_BhTe = cache.extend(self.index, k_BhTe, v_BhTe)
-        total = k_BhTe.shape[2]
+        new, total = q_BhTe.shape[2], k_BhTe.shape[2]
         mask = None if layout is None else layout.mask_BTT[:, None]
         if 1 < new < total:  # a piece that continues a cache: no fast causal path for it
-            mask = torch.ones(new, total, dtype=torch.bool, device=x_BTD.device).tril(total - new)
-        mixed_BhTe = scaled_dot_product_attention(
+            mask = torch.ones(new, total, dtype=torch.bool, device=q_BhTe.device).tril(total - new)
+        return scaled_dot_product_attention(
             q_BhTe,
             k_BhTe,
             v_BhTe,
@@ -104,5 +132,3 @@ class Attention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=mask is None and new == total and new > 1,
         )
-        y_BTD = mixed_BhTe.transpose(1, 2).reshape(batch, new, dim)
-        return y_BTD if self.out is None else self.out(y_BTD)

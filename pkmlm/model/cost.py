@@ -1,15 +1,15 @@
 """What a recipe costs: parameters, operations, bytes read and memory, by arithmetic (no torch, no model).
 
 Operations are multiply-adds, each counted once, of a forward over one sequence of s = model.context tokens.
-Counted are the products with weights, keys, values and table rows, and attention's scores and weighted sums
-(2 s^2 d, not halved for
-causality: as MemoryFormer counts). Left out, all small beside these: norms, activations, softmax, the top-k
-and the sums of candidate scores, biases, residual sums, the embedding look-up.
+Counted are the products with weights, keys, values and table rows, and attention's own (`attention_flops`). Left out,
+all small beside these: norms, activations, softmax, the top-k and the sums of candidate scores, biases, residual sums,
+the embedding look-up.
 """
 
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pkmlm.model.attention_cost import attention_flops, attention_parameters, attention_saved
 from pkmlm.recipe.check import memory_layers
 from pkmlm.recipe.schema import Model, Recipe
 
@@ -163,23 +163,25 @@ def block_cost(model: Model, layer: int, beside: dict[int, bool]) -> Block:
     # One norm before all that follows attention.
     parts[1] = replace(parts[1], dense=parts[1].dense + 2 * d, saved=parts[1].saved + 2 * d)
     paper = None
-    if layer not in beside and (hashed or model.ffn_dim in (None, 4 * d)):
+    if layer not in beside and model.attention == "softmax" and (hashed or model.ffn_dim in (None, 4 * d)):
         paper = 6 * s * d * d // model.hash.bits if hashed else 12 * s * d * d
-    return Block(layer, tuple(parts), 2 * s * s * d, paper)
+    return Block(layer, tuple(parts), attention_flops(model), paper)
 
 
 def attention(model: Model) -> Part:
     """Norm, one map to q, k and v, and the output map."""
     d, bias = model.dim, 4 * model.dim if model.bias else 0
-    return Part("attention", 2 * d + 4 * d * d + bias, model.context * 4 * d * d, saved=6 * d + rotation(model))
+    dense = 2 * d + 4 * d * d + bias + attention_parameters(model)
+    saved = 6 * d + rotation(model) + attention_saved(model)
+    return Part("attention", dense, model.context * 4 * d * d, saved=saved)
 
 
 def hashed_attention(model: Model) -> Part:
     """Norm, and one Memory Layer to q, k and v that share a hash; no output map."""
     tables, d = model.dim // model.hash.bits, model.dim
     layer = hash_layer_cost(model.hash.bits, tables, 3 * d, model.context)
-    saved = 7 * d + 3 * tables + rotation(model)
-    return Part("qkv", 2 * d, layer.flops, tables=layer.entries, reads=tables, width=3 * d, saved=saved)
+    dense, saved = 2 * d + attention_parameters(model), 7 * d + 3 * tables + rotation(model) + attention_saved(model)
+    return Part("qkv", dense, layer.flops, tables=layer.entries, reads=tables, width=3 * d, saved=saved)
 
 
 def rotation(model: Model) -> int:

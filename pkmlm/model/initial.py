@@ -26,7 +26,11 @@ class Constant(NamedTuple):
     value: float
 
 
-Initial = Normal | Uniform | Constant
+class OrthogonalRows(NamedTuple):
+    """Rows in orthogonal blocks, each row by itself distributed as N(0, I)."""
+
+
+Initial = Normal | Uniform | Constant | OrthogonalRows
 
 LINEAR_STD = 0.02  # GPT-2's
 
@@ -62,3 +66,16 @@ def initialise(model: nn.Module, seed: int) -> None:
                 case Uniform(bound):
                     random = generator(seed, "initial", f"{path}.{name}")
                     tensor.copy_(torch.empty(tensor.shape).uniform_(-bound, bound, generator=random))
+                case OrthogonalRows():
+                    random = generator(seed, "initial", f"{path}.{name}")
+                    tensor.copy_(orthogonal_rows(len(tensor), tensor.shape[1], random))
+
+
+def orthogonal_rows(rows: int, width: int, random: torch.Generator) -> torch.Tensor:
+    """Rows (fp64) of uniform direction, orthogonal within each block of `width`, as long as rows of N(0, 1) entries
+    (Choromanski et al. 2021, sec. 2.4)."""
+    blocks = -(-rows // width)
+    q_bww, r_bww = torch.linalg.qr(torch.randn(blocks, width, width, dtype=torch.float64, generator=random))
+    q_bww = q_bww * r_bww.diagonal(dim1=-2, dim2=-1).sign()[:, None]  # without it the factorisation prefers some
+    lengths_r1 = torch.randn(rows, width, dtype=torch.float64, generator=random).norm(dim=1, keepdim=True)
+    return q_bww.transpose(1, 2).flatten(0, 1)[:rows] * lengths_r1

@@ -81,7 +81,7 @@ def check_recipe(recipe: Recipe, places: Mapping[str, str] | None = None) -> Rec
             "letters, digits, and . _ + - as in a file name, at most 100",
         )
     check_sizes(check, recipe.model)
-    check_attention(check, recipe.model)
+    check_attention(check, recipe)
     check_batch(check, recipe)
     check_schedules(check, recipe)
     if recipe.model.projections == "hash":
@@ -130,6 +130,8 @@ def check_sizes(check: Check, model: Model) -> None:
         sizes["model.memory.num_keys"] = memory.num_keys**2 * model.dim
         key_rows = memory.num_keys if memory.kind == "product-key" else memory.num_keys**2
         sizes["model.memory.key_dim"] = memory.heads * memory.key_dim * max(key_rows, model.dim)
+    if model.attention == "performer":
+        sizes["model.attention_options.features"] = model.layers * model.attention_options.features * model.dim
     if model.projections == "hash":
         widest = 2 ** (model.hash.bits + model.hash.extra_bits)
         sizes["model.hash.bits"] = model.layers * tables * widest * model.dim
@@ -144,10 +146,15 @@ def check_sizes(check: Check, model: Model) -> None:
             )
 
 
-def check_attention(check: Check, model: Model) -> None:
+def check_attention(check: Check, recipe: Recipe) -> None:
+    model = recipe.model
     if model.dim % model.heads:
         near = nearest_divisors(model.dim, model.heads)
         check.fail("model.heads", f"{model.heads} heads do not divide model.dim {model.dim}", near, "model.dim")
+    if model.attention == "linformer":
+        check_linformer(check, model)
+    if model.attention != "softmax" and recipe.eval.sample is not None:
+        check.fail("eval.sample", f"{model.attention} attention cannot generate", "null", "model.attention")
     if model.positions == "rotary":
         width, turned = model.dim // model.heads, rotary_width(model)
         pairs = model.rotary_fraction * width / 2
@@ -163,6 +170,27 @@ def check_attention(check: Check, model: Model) -> None:
                 "model.dim",
                 "model.positions",
             )
+
+
+def check_linformer(check: Check, model: Model) -> None:
+    """There are earlier blocks to project, and projecting makes them no larger."""
+    block, rank, keys = model.attention_options.block, model.attention_options.rank, "model.attention_options"
+    if block >= model.context:
+        message = f"a block of {block} leaves no earlier one in a context of {model.context} (model.context)"
+        check.fail(f"{keys}.block", message, f"less than {model.context}", "model.context", "model.attention")
+    if rank > block:
+        message = f"{rank} rows for a block of {block} tokens ({keys}.block)"
+        check.fail(f"{keys}.rank", message, f"at most {block}", f"{keys}.block", "model.attention")
+
+
+def require_softmax(model: Model, place: str, task: str) -> None:
+    """Refuse a model whose attention cannot do what was asked for: `task`, such as "generate".
+
+    Raises:
+        UserError: its attention is no softmax; `place` says whose.
+    """
+    if model.attention != "softmax":
+        raise UserError(f"{place}: {model.attention} attention cannot {task} (expected model.attention: softmax)")
 
 
 def rotary_width(model: Model) -> int:

@@ -52,6 +52,13 @@ class Hash:
 
 
 @dataclass(frozen=True)
+class AttentionOptions:
+    features: int = key(256, "performer: random features a head")
+    block: int = key(64, "linformer: tokens of a block, within which attention is exact")
+    rank: int = key(16, "linformer: rows that stand for the keys and values of an earlier block")
+
+
+@dataclass(frozen=True)
 class Model:
     vocab_size: int | None = key(None, "rows of the embedding; null: the tokenizer's size")
     dim: int = key(512, "width of the residual stream")
@@ -60,7 +67,10 @@ class Model:
     context: int = key(512, "tokens a sequence")
     positions: Literal["learned", "rotary"] = key("learned", "position information")
     rotary_fraction: float = key(1.0, "share of each attention head that rotates (Pythia: 0.25)")
-    attention: Literal["softmax"] = key("softmax", "kind of attention")
+    attention: Literal["softmax", "linformer", "cosformer", "performer"] = key(
+        "softmax", "kind of attention; only softmax can generate and be exported"
+    )
+    attention_options: AttentionOptions = key(AttentionOptions, "sizes of the other kinds of attention")
     projections: Literal["dense", "hash"] = key("dense", "hash: q, k, v and the FFN become MemoryFormer's hash tables")
     residual: Literal["sequential", "parallel"] = key("sequential", "parallel: attention and FFN read the same input")
     ffn_dim: int | None = key(None, "inner width of the FFN; null: 4 * dim")

@@ -4,13 +4,17 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from pkmlm.kernels import ops
+from pkmlm.model import linear_attention
+from pkmlm.model.attention_cost import CHUNK, attention_flops
 from pkmlm.model.cost import SCORES, Cost, cost_of, hash_layer_cost
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.check import check_recipe
 from pkmlm.recipe.load import load_recipe
-from pkmlm.recipe.schema import Hash, Memory, Model, Recipe, Train
+from pkmlm.recipe.schema import AttentionOptions, Hash, Memory, Model, Recipe, Train
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 GIGA, MEGA = 1e9, 1e6
@@ -78,9 +82,79 @@ def test_figure_1_of_memoryformer() -> None:
     assert round(ratio[0] / ratio[1], 3) == 0.196
 
 
-def test_pythia_has_exactly_its_parameters() -> None:
-    names = ("70m", "160m", "410m")
-    assert [preset(f"pythia/{name}.yaml").dense for name in names] == [70_426_624, 162_322_944, 405_334_016]
+# MemoryFormer table 2, one block of Pythia-410M in G: as built here, and as printed.
+TABLE_2 = {"linformer": (27.38, 26.1), "cosformer": (26.70, 30.0), "performer": (28.57, 26.7)}
+
+
+@pytest.mark.parametrize("attention", TABLE_2)
+def test_table_2_of_memoryformer(attention: str) -> None:
+    block = preset(f"memoryformer/attention-{attention}.yaml").as_json()["block"][0]
+    assert round(block["flops_without_attention"] / GIGA, 2) == 25.77
+    assert round(block["flops"] / GIGA, 2) == TABLE_2[attention][0]
+    assert block["paper"] is None
+
+
+def test_table_2_by_the_definitions_of_its_papers() -> None:
+    """What the docstring of `attention_flops` says of the printed numbers; half of the last digit either way."""
+    s, d, e = 2048, 1024, 64
+    whole = {name: [printed - 0.05, printed + 0.05] for name, (_, printed) in TABLE_2.items()}
+    left = {name: [total * GIGA - 12 * s * d * d for total in totals] for name, totals in whole.items()}
+    assert [round(part / GIGA, 2) for pair in left.values() for part in pair] == [0.28, 0.38, 4.18, 4.28, 0.88, 0.98]
+    for name, sizes in (("linformer", range(34, 46)), ("performer", range(105, 117))):
+        low, high = left[name]
+        assert [size for size in range(1, 999) if low <= 4 * s * size * d <= high] == list(sizes)
+    totals = [12 * s * d * d + part for part in (4 * s * 256 * d, 4 * s * e * d, 2 * s * d * d)]
+    assert [round(total / GIGA, 2) for total in totals] == [27.92, 26.31, 30.06]
+
+
+# Pythia's published counts: all parameters, and those beside the two embeddings, of 50,304 rows each: the 50,277 tokens
+# of the GPT-NeoX tokenizer, padded to a multiple of 128.
+PYTHIA = {
+    "70m": (70_426_624, 18_915_328),
+    "160m": (162_322_944, 85_056_000),
+    "410m": (405_334_016, 302_311_424),
+}
+
+
+@pytest.mark.parametrize("name", PYTHIA)
+def test_pythia_has_exactly_its_parameters(name: str) -> None:
+    recipe = load_recipe(RECIPES / f"pythia/{name}.yaml")
+    assert recipe.model.vocab_size == 50_304 == -(-50_277 // 128) * 128
+    cost = cost_of(recipe, 50_304)
+    assert (cost.dense, cost.dense - 2 * 50_304 * recipe.model.dim) == PYTHIA[name]
+    assert cost.memory == 0
+
+
+# Layers, width and memories of PKM table 1, with dense parameters and those of the values.
+PKM = {
+    (12, 1024, 0): (213_121_024, 0),
+    (12, 1024, 1): (207_879_168, 268_435_456),
+    (16, 1024, 0): (263_505_920, 0),
+    (16, 1024, 2): (253_022_208, 536_870_912),
+    (24, 1024, 0): (364_275_712, 0),
+    (24, 1024, 1): (359_033_856, 268_435_456),
+    (12, 1600, 0): (465_712_000, 0),
+    (12, 1600, 1): (449_555_520, 419_430_400),
+    (16, 1600, 0): (588_675_200, 0),
+    (16, 1600, 1): (572_518_720, 419_430_400),
+    (24, 1600, 0): (834_601_600, 0),
+    (24, 1600, 1): (818_445_120, 419_430_400),
+}
+
+
+@pytest.mark.parametrize(("layers", "dim", "memories"), PKM)
+def test_pkm_models_by_hand(layers: int, dim: int, memories: int) -> None:
+    attention = 4 * (dim * dim + dim)  # q, k, v and the output, with biases
+    ffn = dim * 4 * dim + 4 * dim + 4 * dim * dim + dim
+    norms = 2 * 2 * dim  # two a block, each a weight and a bias
+    queries = dim * 4 * 512 + 4 * 512 + 2 * 4 * 512  # 4 heads of 512: a map with its bias, and a batch norm
+    keys = 4 * 2 * 512 * 256  # for each head two sets of 512 sub-keys of half a query
+    blocks = layers * (attention + norms) + (layers - memories) * ffn + memories * (queries + keys)
+    dense = 60_000 * dim + 512 * dim + blocks + 2 * dim  # tied embeddings, positions, blocks, the last norm
+    assert (dense, memories * 512 * 512 * dim) == PKM[layers, dim, memories]
+    name = f"pkm/{layers}-layers{'-1600' if dim == 1600 else ''}.yaml"
+    cost = preset(name, *([] if memories else ["model.memory.kind=none"]))
+    assert (cost.dense, cost.memory) == PKM[layers, dim, memories]
 
 
 def models() -> list[Recipe]:
@@ -99,6 +173,8 @@ def models() -> list[Recipe]:
             context=16,
             positions="rotary" if number % 3 else "learned",
             projections=projections,
+            attention=("softmax", "linformer", "cosformer", "performer")[number % 4],
+            attention_options=AttentionOptions(features=7, block=5, rank=2),
             ffn_dim=48 if number % 5 == 0 else None,
             bias=odd,
             tie_embeddings=number % 4 < 2,
@@ -148,6 +224,23 @@ def test_an_untied_model_reads_one_row_of_its_embedding() -> None:
     assert cost.read_per_token == cost.dense - 9 * 16 - 29 * 16
 
 
+@pytest.mark.parametrize("context", [8, 64, 100, 192])
+@pytest.mark.parametrize("attention", ["softmax", "linformer", "cosformer", "performer"])
+def test_attention_costs_what_its_products_do(attention: str, context: int) -> None:
+    """As torch counts the operations of the modules that are built; those of a fused softmax on no device alone."""
+    device = "meta" if attention in ("softmax", "linformer") else "cpu"
+    options = AttentionOptions(features=24, block=7, rank=3)
+    model = Model(dim=32, layers=1, heads=4, context=context, attention=attention, attention_options=options)
+    built = build_model(Recipe(model=model), 50, device).blocks[0].attention.eval()
+    with torch.no_grad(), FlopCounterMode(display=False) as counted:
+        built(torch.randn(1, context, 32, device=device), None, None)
+    assert counted.get_total_flops() / 2 == 4 * context * 32 * 32 + attention_flops(model)
+
+
+def test_chunks_are_those_of_linear_attention() -> None:
+    assert CHUNK == linear_attention.CHUNK
+
+
 def test_the_search_holds_as_many_scores_as_the_kernels_do() -> None:
     assert SCORES == ops.SCORES
 
@@ -169,8 +262,6 @@ def test_memory_to_train_by_hand() -> None:
 
 def saved_bytes(recipe: Recipe, vocab_size: int) -> int:
     """What autograd keeps of one micro-batch's forward, parameters and the loss left out."""
-    import torch
-
     model = build_model(recipe, vocab_size)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.Tensor] = {}
@@ -195,11 +286,12 @@ def saved_bytes(recipe: Recipe, vocab_size: int) -> int:
         {"positions": "rotary", "rotary_fraction": 0.25},
         {"memory": Memory(kind="product-key", layers=("1", "2"), num_keys=32, key_dim=64)},
         {"memory": Memory(kind="flat-key", layers=("1", "2"), num_keys=8, key_dim=64)},
+        *({"attention": kind, "context": 256} for kind in ("linformer", "cosformer", "performer")),
     ],
-    ids=["dense", "hash", "rotary", "product-key", "flat-key"],
+    ids=["dense", "hash", "rotary", "product-key", "flat-key", "linformer", "cosformer", "performer"],
 )
 def test_the_estimate_of_activations_is_near_what_autograd_keeps(changes: dict[str, object]) -> None:
     model = Model(**{"dim": 128, "layers": 2, "heads": 4, "context": 64, **changes})
-    recipe = Recipe(model=model, train=Train(batch_tokens=256, micro_batch=4, precision="fp32"))
+    recipe = Recipe(model=model, train=Train(batch_tokens=4 * model.context, micro_batch=4, precision="fp32"))
     estimate = cost_of(recipe, vocab_size=64).training["activations"]
     assert estimate == pytest.approx(saved_bytes(recipe, 64), rel=0.1)

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from pkmlm import export
 from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.errors import UserError
 from pkmlm.evaluate.generate import Sampling, generate
 from pkmlm.export.config import Origin
 from pkmlm.export.configuration_pkmlm import PkmlmConfig
@@ -22,11 +23,17 @@ from pkmlm.export.modeling_pkmlm import PkmlmForCausalLM, PkmlmModel, visible
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.check import check_recipe
 from pkmlm.recipe.load import flatten
-from pkmlm.recipe.schema import Hash, Memory, Model, Recipe, Train
+from pkmlm.recipe.schema import AttentionOptions, Hash, Memory, Model, Recipe, Train
 
 CPU = torch.device("cpu")
-# What is drawn for each key of `model` that is not a choice of words or yes and no.
+REFUSED = {("model.attention", kind) for kind in ("linformer", "cosformer", "performer")}
+# What is drawn for each key of `model` that is not a choice of words or yes and no, or not all of whose choices are
+# exported.
 DRAWN: dict[str, list[Any]] = {
+    "attention": ["softmax"],
+    "attention_options.features": [256],
+    "attention_options.block": [64],
+    "attention_options.rank": [16],
     "vocab_size": [600, 607],
     "dim": [24],
     "layers": [3],
@@ -57,7 +64,8 @@ def drawn(kind: Any, random_: random.Random, prefix: str = "") -> Any:
         if is_dataclass(hint):
             values[field.name] = drawn(hint, random_, f"{name}.")
             continue
-        choices = get_args(hint) if get_origin(hint) is Literal else [True, False] if hint is bool else DRAWN[name]
+        choices = get_args(hint) if get_origin(hint) is Literal else [True, False] if hint is bool else []
+        choices = DRAWN.get(name) or choices
         values[field.name] = random_.choice(choices)
     return kind(**values)
 
@@ -117,7 +125,16 @@ def test_logits_of_random_recipes(tmp_path, tokenizer):
     for kind, prefix in ((Model, "model."), (Memory, "model.memory."), (Hash, "model.hash.")):
         for name, hint in get_type_hints(kind).items():
             every = get_args(hint) if get_origin(hint) is Literal else [True, False] if hint is bool else []
-            assert {(prefix + name, choice) for choice in every} <= {*seen, NO_MEMORY}
+            assert {(prefix + name, choice) for choice in every} <= {*seen, NO_MEMORY, *REFUSED}
+
+
+@pytest.mark.parametrize("attention", [kind for _, kind in sorted(REFUSED)])
+def test_other_attention_than_softmax_is_not_exported(attention, tmp_path, tokenizer):
+    recipe = recipe_of(replace(MODEL, attention=attention, attention_options=AttentionOptions(block=8, rank=2)))
+    with pytest.raises(UserError, match=f"tiny: {attention} attention cannot be exported") as caught:
+        exported(tmp_path / "export", build_model(recipe, 600), recipe, tokenizer)
+    assert caught.value.exit_code == 2
+    assert not list(tmp_path.iterdir())
 
 
 MEMORY = Memory(kind="product-key", layers=("2",), num_keys=8, heads=2, topk=4, key_dim=8)
@@ -306,6 +323,8 @@ def test_rows_that_are_no_pieces_are_never_generated(tmp_path, tokenizer):
 def test_the_defaults_are_those_of_recipes():
     ours, theirs = Model(), PkmlmConfig()
     for field in fields(Model):
+        if field.name == "attention_options":  # of attention that no export has
+            continue
         mine, its = getattr(ours, field.name), getattr(theirs, field.name)
         if is_dataclass(mine):
             mine = {name.name: getattr(mine, name.name) for name in fields(mine)}

@@ -8,7 +8,7 @@ import torch
 from pkmlm.model.attention import Cache
 from pkmlm.model.initial import initialise
 from pkmlm.model.transformer import build_model
-from pkmlm.recipe.schema import Hash, Memory, Model, Recipe, Train
+from pkmlm.recipe.schema import AttentionOptions, Hash, Memory, Model, Recipe, Train
 
 MODEL = Model(dim=16, layers=3, heads=2, context=12, hash=Hash(bits=4))
 MEMORY = Memory(kind="product-key", layers=("2",), num_keys=8, heads=2, topk=4, key_dim=8)
@@ -21,15 +21,21 @@ KINDS = {
     "hash": replace(MODEL, projections="hash"),
     "hash with a memory": replace(MODEL, projections="hash", memory=MEMORY),
 }
+OPTIONS = AttentionOptions(features=6, block=4, rank=2)
+EFFICIENT = {
+    "linformer": replace(MODEL, attention="linformer", attention_options=OPTIONS),
+    "cosformer": replace(KINDS["rotary"], attention="cosformer"),
+    "performer": replace(KINDS["hash with a memory"], attention="performer", attention_options=OPTIONS),
+}
 
 
 def recipe_of(model: Model, seed: int = 1) -> Recipe:
     return Recipe(model=model, train=Train(batch_tokens=model.context * 4, micro_batch=2, seed=seed))
 
 
-@pytest.fixture(params=KINDS, ids=lambda name: name.replace(" ", "-"))
+@pytest.fixture(params=[*KINDS, *EFFICIENT], ids=lambda name: name.replace(" ", "-"))
 def recipe(request) -> Recipe:
-    return recipe_of(KINDS[request.param])
+    return recipe_of((KINDS | EFFICIENT)[request.param])
 
 
 def test_a_model_from_the_meta_device_holds_the_same_numbers(recipe):
@@ -68,8 +74,9 @@ def test_no_output_depends_on_a_later_token(recipe):
     assert not torch.allclose(before[:, 7], after[:, 7])
 
 
-def test_the_cache_gives_what_one_forward_gives(recipe):
-    model = build_model(recipe, 50).eval().double()
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cache_gives_what_one_forward_gives(kind):
+    model = build_model(recipe_of(KINDS[kind]), 50).eval().double()
     tokens = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(0))
     whole, cache = model(tokens), Cache()
     pieces = [model(tokens[:, start:stop], cache) for start, stop in [(0, 5), (5, 6), (6, 9), (9, 12)]]

@@ -210,6 +210,26 @@ def test_a_rotary_width_is_even_and_whole(recipe_file: Path) -> None:
     assert rotary_width(check_recipe(Recipe(model=third)).model) == 2
 
 
+def test_attention_has_sizes_that_can_be(recipe_file: Path) -> None:
+    linformer, options = "model.attention=linformer", "model.attention_options"
+    load_recipe(recipe_file, [linformer, f"{options}.block=127", f"{options}.rank=127"])
+    load_recipe(recipe_file, [f"{options}.block=128", f"{options}.rank=999"])  # softmax: unused
+    message = error_of(recipe_file, linformer, f"{options}.block=128").message
+    assert message.startswith(f"-s {options}.block=128: {options}.block: a block of 128 leaves no earlier one")
+    assert message.endswith("(expected less than 128)")
+    message = error_of(recipe_file, linformer, "model.context=64").message  # the block is a default
+    assert message.startswith(f"-s model.context=64: {options}.block: a block of 64 leaves no earlier one")
+    message = error_of(recipe_file, linformer, f"{options}.rank=65").message
+    assert message.endswith(f"65 rows for a block of 64 tokens ({options}.block) (expected at most 64)")
+    message = error_of(recipe_file, "model.attention=performer", f"{options}.features=2000000000").message
+    assert f"{options}.features: asks for 3.1e+12" in message
+    assert "features: found 0 (expected 1 or more)" in error_of(recipe_file, f"{options}.features=0").message
+    message = error_of(recipe_file, "model.attention=cosformer", "eval.sample=It").message
+    assert message == "-s eval.sample=It: eval.sample: cosformer attention cannot generate (expected null)"
+    expected = "found linear (expected softmax, linformer, cosformer or performer)"
+    assert expected in error_of(recipe_file, "model.attention=linear").message
+
+
 def test_kind_none_turns_a_recipe_dense(recipe_file: Path) -> None:
     recipe = load_recipe(recipe_file, ["model.memory.kind=none", "model.layers=2", "model.memory.topk=999"])
     assert memory_layers(recipe.model) == {}

@@ -1,0 +1,132 @@
+"""Causal attention in time linear in the length: weights that are products of features (cosFormer, Performer).
+
+The output of position i is sum_j w_ij v_j / sum_j w_ij over j <= i, with w_ij = <f(q_i), g(k_j)> >= 0: a running sum of
+g(k_j) v_j^T takes the place of the weights.
+
+B: sequences; T: positions; h: heads; e: width of a head; M: features; n: chunks; c: positions of a chunk.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad, relu
+
+from pkmlm.model.initial import Initial, OrthogonalRows
+from pkmlm.model.memory.query import at_least_fp32
+
+CHUNK = 64  # positions whose weights are computed one by one; earlier chunks are read through their sum
+EPSILON = 1e-6
+
+
+def causal_linear_attention(q_BhTM: Tensor, k_BhTM: Tensor, scale_BhT: Tensor, v_BhTe: Tensor) -> Tensor:
+    """sum_j w_ij v_j / max(sum_j w_ij, 1e-6) over j <= i, with w_ij = exp(s_j - m_i) <q_i, k_j>; (B, h, T, e).
+
+    Within a chunk the weights are written out; what earlier chunks hold is carried as one (M, e + 1) sum a chunk.
+
+    Args:
+        q_BhTM, k_BhTM: features, none negative, in fp32 or wider.
+        scale_BhT: s, the logarithms of the keys' sizes. m_i, the largest until i, keeps all exponents at 0 or below; no
+            output depends on later positions, not even by rounding.
+    """
+    length = v_BhTe.shape[2]
+    size = min(CHUNK, length)
+    chunks = -(-length // size)
+    v_BhTv = torch.cat([v_BhTe, torch.ones_like(v_BhTe[..., :1])], -1)  # the sum of the weights is one more column
+    if chunks * size > length:
+        spare = chunks * size - length
+        q_BhTM, k_BhTM, v_BhTv = (pad(x, (0, 0, 0, spare)) for x in (q_BhTM, k_BhTM, v_BhTv))
+        scale_BhT = pad(scale_BhT, (0, spare))
+    largest_BhT = scale_BhT.detach().cummax(-1).values
+    q_BhncM, k_BhncM, v_Bhncv, scale_Bhnc, largest_Bhnc = (
+        x.unflatten(2, (chunks, size)) for x in (q_BhTM, k_BhTM, v_BhTv, scale_BhT, largest_BhT)
+    )
+    later_cc = torch.ones(size, size, dtype=torch.bool, device=q_BhTM.device).triu(1)
+    sizes_Bhncc = (scale_Bhnc[..., None, :] - largest_Bhnc[..., None]).masked_fill(later_cc, -math.inf).exp()
+    sums_Bhncv = (q_BhncM @ k_BhncM.transpose(-1, -2) * sizes_Bhncc) @ v_Bhncv
+    if chunks > 1:
+        before_BhnMv, end_Bhn = sums_of_earlier(k_BhncM, scale_Bhnc, v_Bhncv, largest_Bhnc)
+        fall_Bhnc = (end_Bhn[..., None] - largest_Bhnc[:, :, 1:]).exp()
+        earlier_Bhncv = (q_BhncM[:, :, 1:] @ before_BhnMv) * fall_Bhnc[..., None]
+        sums_Bhncv = torch.cat([sums_Bhncv[:, :, :1], sums_Bhncv[:, :, 1:] + earlier_Bhncv], 2)
+    out_Bhnce = sums_Bhncv[..., :-1] / sums_Bhncv[..., -1:].clamp_min(EPSILON)
+    return out_Bhnce.flatten(2, 3)[:, :, :length]
+
+
+def sums_of_earlier(
+    k_BhncM: Tensor, scale_Bhnc: Tensor, v_Bhncv: Tensor, largest_Bhnc: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What stands before each chunk but the first: sum_j exp(s_j - m) k_j v_j^T, and m (the largest s_j)."""
+    end_Bhn = largest_Bhnc[:, :, :-1, -1]
+    sizes_Bhnc = (scale_Bhnc[:, :, :-1] - end_Bhn[..., None]).exp()
+    own_BhnMv = (k_BhncM[:, :, :-1] * sizes_Bhnc[..., None]).transpose(-1, -2) @ v_Bhncv[:, :, :-1]
+    fall_Bhn = (end_Bhn[..., :-1] - end_Bhn[..., 1:]).exp()
+    sums = [own_BhnMv[:, :, 0]]
+    for own_BhMv, fall_Bh in zip(own_BhnMv.unbind(2)[1:], fall_Bhn.unbind(2), strict=True):
+        sums.append(sums[-1] * fall_Bh[..., None, None] + own_BhMv)
+    return torch.stack(sums, 2), end_Bhn
+
+
+class CosFormer(nn.Module):
+    """w_ij = <relu(q_i), relu(k_j)> cos(pi/2 (i - j) / M), M the context (Qin et al. 2022).
+
+    The cosine of a difference is a sum of two products, so that features are relu(x) times the cosine and relu(x) times
+    the sine of the own position: 2e of them. M is fixed: the length at hand would tell how much follows. Rotary
+    positions rotate before the ReLU, so that no weight is negative; weights then depend on more than the distance.
+    """
+
+    def __init__(self, context: int):
+        super().__init__()
+        self.context = context
+
+    def forward(self, q_BhTe: Tensor, k_BhTe: Tensor, v_BhTe: Tensor) -> Tensor:
+        """(B, h, T, e), in the dtype of the values; in fp32 inside, whatever the autocast."""
+        with torch.autocast(q_BhTe.device.type, enabled=False):
+            q_BhTM, k_BhTM = self._features(at_least_fp32(q_BhTe)), self._features(at_least_fp32(k_BhTe))
+            unscaled_BhT = k_BhTM.new_zeros(k_BhTM.shape[:-1])
+            return causal_linear_attention(q_BhTM, k_BhTM, unscaled_BhT, at_least_fp32(v_BhTe)).to(v_BhTe.dtype)
+
+    def _features(self, x_BhTe: Tensor) -> Tensor:
+        place_T = torch.arange(x_BhTe.shape[2], device=x_BhTe.device, dtype=x_BhTe.dtype)
+        angle_T1 = (math.pi / 2 / self.context * place_T)[:, None]
+        size_BhTe = relu(x_BhTe)
+        return torch.cat([size_BhTe * angle_T1.cos(), size_BhTe * angle_T1.sin()], -1)
+
+
+class Performer(nn.Module):
+    """w_ij ~ exp(<q_i, k_j> / sqrt(e)) by positive orthogonal random features, FAVOR+ (Choromanski et al. 2021).
+
+    The M features of x / e^(1/4) are exp(<w_m, x> - |x|^2 / 2) / sqrt(M): over the draws of the w_m their products have
+    the mean of the softmax's weights. As in the authors' code 1e-6 is added to features; here to those of each vector
+    over its own largest, there over the largest of the sequence, which would let later tokens in. Queries and keys that
+    rotary positions have rotated go in as they are: what is estimated is then softmax attention with rotary positions.
+
+    The directions are drawn once from the seed, are the same for all heads of a layer, and are saved with the weights;
+    they are not drawn again in training, as the authors' may be.
+
+    Attributes:
+        directions_Me: w, in blocks of e orthogonal rows, each as long as one of N(0, I).
+    """
+
+    def __init__(self, width: int, features: int):
+        super().__init__()
+        self.register_buffer("directions_Me", torch.empty(features, width))
+
+    directions_Me: Tensor
+
+    def initial(self) -> dict[str, Initial]:
+        return {"directions_Me": OrthogonalRows()}
+
+    def forward(self, q_BhTe: Tensor, k_BhTe: Tensor, v_BhTe: Tensor) -> Tensor:
+        """(B, h, T, e), in the dtype of the values; in fp32 inside, whatever the autocast."""
+        with torch.autocast(q_BhTe.device.type, enabled=False):
+            q_BhTM, _ = self._features(at_least_fp32(q_BhTe))
+            k_BhTM, size_BhT = self._features(at_least_fp32(k_BhTe))
+            return causal_linear_attention(q_BhTM, k_BhTM, size_BhT, at_least_fp32(v_BhTe)).to(v_BhTe.dtype)
+
+    def _features(self, x_BhTe: Tensor) -> tuple[Tensor, Tensor]:
+        """Features over the largest of their vector, and the logarithm of that."""
+        x_BhTe = x_BhTe * x_BhTe.shape[-1] ** -0.25
+        log_BhTM = x_BhTe @ self.directions_Me.T - x_BhTe.square().sum(-1, keepdim=True) / 2
+        largest_BhT1 = log_BhTM.amax(-1, keepdim=True)
+        return (log_BhTM - largest_BhT1).exp() + EPSILON, largest_BhT1[..., 0]
