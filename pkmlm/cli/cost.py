@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pkmlm.cli.cost_ranks import byte_size, ranks_report
 from pkmlm.cli.options import json_option, set_option
 from pkmlm.errors import UserError
 
@@ -41,6 +42,15 @@ MEGA, GIGA = 10**6, 10**9
     show_default=True,
     help="Tokens of the sequence, for --hash-layer.",
 )
+@click.option(
+    "--world", type=click.IntRange(1, 1 << 16), metavar="W", help="Also what each of W ranks needs and sends."
+)
+@click.option(
+    "--device-memory",
+    metavar="SIZE",
+    callback=byte_size,
+    help="With --world: memory of a device, as 80GB; says the largest memory that fits.",
+)
 @json_option
 def command(
     recipe: str | None,
@@ -49,31 +59,39 @@ def command(
     entry_bytes: str,
     hash_layer: tuple[int, int, int] | None,
     tokens: int,
+    world: int | None,
+    device_memory: int | None,
     as_json: bool,
 ) -> None:
     """Parameters, operations, bytes and memory of RECIPE's model, without building it.
 
     A multiply-add is counted once, over one sequence of model.context tokens. "built" sums the layers;
     "paper" is the block formula of MemoryFormer, for the blocks that it describes. Training memory is an
-    estimate: fp32 weights, gradients and Adam moments, and one micro-batch of activations.
+    estimate: fp32 weights, gradients and Adam moments, and one micro-batch of activations. --world counts what
+    each rank holds and sends in a step, for every parallel.memory that is possible.
 
     \b
     Examples:
       pkmlm cost recipes/memoryformer/tiny.yaml
       pkmlm cost recipes/demo.yaml --vocab-size 4096 --json
       pkmlm cost recipes/pkm/16-layers.yaml -s model.memory.num_keys=1024
+      pkmlm cost recipes/pkm/16-layers.yaml --world 8 --device-memory 80GB
       pkmlm cost --hash-layer 8 64 512
     """
     import json
 
     if (recipe is None) == (hash_layer is None):
         raise click.UsageError("Give either a RECIPE or --hash-layer BITS TABLES WIDTH.")
+    if world is None and device_memory is not None:
+        raise click.UsageError("--device-memory goes with --world (1 for one device).")
+    if world is not None and hash_layer is not None:
+        raise click.UsageError("--world is for a RECIPE.")
     width = int(entry_bytes)
     if hash_layer is not None:
         result, text = one_layer(hash_layer, tokens, width)
     else:
         assert recipe is not None
-        result, text = whole_model(recipe, overrides, vocab_size, width)
+        result, text = whole_model(recipe, overrides, vocab_size, width, world, device_memory)
     click.echo(json.dumps(result, indent=2) if as_json else text)
 
 
@@ -97,7 +115,12 @@ def one_layer(shape: tuple[int, int, int], tokens: int, entry_bytes: int) -> tup
 
 
 def whole_model(
-    file: str, overrides: tuple[str, ...], vocab_size: int | None, entry_bytes: int
+    file: str,
+    overrides: tuple[str, ...],
+    vocab_size: int | None,
+    entry_bytes: int,
+    world: int | None,
+    device_memory: int | None,
 ) -> tuple[dict[str, object], str]:
     """A recipe's cost as JSON and as text."""
     from pkmlm.model.cost import cost_of
@@ -107,7 +130,11 @@ def whole_model(
     rows = vocabulary(recipe, vocab_size)
     cost = cost_of(recipe, rows, entry_bytes)
     tables = [layer_table(recipe, cost), total_table(cost, rows), training_table(recipe, cost)]
-    return cost.as_json(), "\n".join(table.render() for table in tables).rstrip()
+    result = cost.as_json()
+    if world is not None:
+        result["world"], more = ranks_report(recipe, cost, rows, world, device_memory)
+        tables += more
+    return result, "\n".join(table.render() for table in tables).rstrip()
 
 
 def vocabulary(recipe: "Recipe", asked: int | None) -> int:

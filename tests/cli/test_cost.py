@@ -108,3 +108,36 @@ def test_help_has_examples_and_fits_a_terminal(tmp_path: Path) -> None:
     done = pkmlm("cost", "--help", folder=tmp_path)
     assert "Examples:\n    pkmlm cost recipes/memoryformer/tiny.yaml" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_several_ranks_side_by_side(tmp_path: Path) -> None:
+    arguments = ["cost", ROOT / "recipes/pkm/16-layers.yaml", "--vocab-size", "32000", "--world", "8"]
+    done = pkmlm(*arguments, "--device-memory", "80GB", folder=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    for title in ("Memory of each of 8 ranks", "Sent by each in a step", "Largest memory that fits, with 80 GB"):
+        rows = done.stdout.partition(title)[2].split("\n\n")[1].splitlines()[2:]
+        assert [row.split()[0] for row in rows] == ["1", "2", "4", "8"]
+    plain = json.loads(pkmlm(*arguments[:4], "--json", folder=tmp_path).stdout)
+    cost = json.loads(pkmlm(*arguments, "--device-memory", "80 GB", "--json", folder=tmp_path).stdout)
+    world = cost.pop("world")
+    assert cost == plain
+    assert [each["memory"] for each in world["divisions"]] == [1, 2, 4, 8]
+    for each in world["divisions"]:
+        assert each["largest"]["slots"] == each["largest"]["num_keys"] ** 2
+        for sizes in (each["training_bytes"], each["sent_bytes_per_step"]):
+            assert sizes.pop("total") == sum(sizes.values())
+
+
+def test_impossible_worlds_are_refused(tmp_path: Path) -> None:
+    recipe = ROOT / "recipes/pkm/16-layers.yaml"
+    for arguments, message in (
+        ([recipe, "--vocab-size", "9", "--world", "3"], "error: "),
+        ([recipe, "--device-memory", "80GB"], "--device-memory goes with --world"),
+        ([recipe, "--world", "2", "--device-memory", "80XB"], "expected bytes, as 80GB or 79.1GiB"),
+        ([recipe, "--world", "2", "--device-memory", "0"], "expected bytes, as 80GB or 79.1GiB"),
+        (["--hash-layer", "8", "64", "512", "--world", "2"], "--world is for a RECIPE"),
+    ):
+        done = pkmlm("cost", *arguments, folder=tmp_path)
+        assert done.returncode == 2
+        assert message in " ".join(done.stderr.split()), done.stderr

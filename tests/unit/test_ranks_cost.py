@@ -1,0 +1,112 @@
+"""What several ranks need and send: formulas by hand, and what the engine's own rule says."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pkmlm.model.cost import cost_of
+from pkmlm.model.ranks_cost import bytes_held, bytes_sent, divisions, exchange_bytes, most_keys, rank_cost
+from pkmlm.recipe.load import load_recipe
+from pkmlm.recipe.schema import Hash, Memory, Model, Recipe, Train
+
+KEYS = Memory(kind="product-key", layers=("2",), num_keys=1024, heads=4, topk=32, key_dim=128, query_norm="layer")
+# A memory of 2^20 slots, 512 wide; 8,192 tokens a step; 4 * 32 reads of a token.
+MILLION = Recipe(model=Model(dim=512, layers=2, heads=8, memory=KEYS), train=Train(batch_tokens=8192, micro_batch=4))
+HASHED = Recipe(
+    model=Model(dim=64, layers=1, heads=4, context=64, projections="hash", hash=Hash(bits=8, extra_bits=2)),
+    train=Train(batch_tokens=512, micro_batch=1),
+)
+
+
+def test_a_million_slots_of_512_by_hand():
+    cost = cost_of(MILLION, 1000)
+    alone, halves = (bytes_sent(MILLION, cost, 2, memory) for memory in (1, 2))
+    assert alone == {
+        "dense": 4 * cost.dense,
+        "reads": 0,
+        "gradients": 4096 * (128 * 8 + 512 * 4),  # one other rank; slots and weights of reads, gradients of outputs
+        "statistics": 0,
+    }
+    # 4,096 tokens: slots, weights and their gradients; outputs and their gradients, half of which stay.
+    assert halves["reads"] == 4096 * (128 * 12 + 2 * 256 * 4)
+    assert halves["gradients"] == 0
+    dense_values = 2**20 * 512 * 4
+    assert halves["reads"] < 0.05 * dense_values
+    assert alone["gradients"] < 0.05 * dense_values
+
+
+def test_small_tables_are_summed_and_large_ones_told_read_by_read():
+    assert exchange_bytes(100, 8, rows=10, width=4, ranks=4) == (3 * 100 * (64 + 16), 2 * 3 * 10 * 17 // 4)
+    cost = cost_of(HASHED, 100)
+    sent = bytes_sent(HASHED, cost, 4, 1)
+    # qkv: 8 tables of 256 rows, 192 wide, 8 reads; ffn1: 80 wide; ffn2: 8 tables of 1,024 rows, 64 wide; 128 tokens
+    reads = [3 * 128 * (8 * 8 + 4 * width) for width in (192, 80, 64)]
+    rows = [2 * 3 * 8 * size * (4 * width + 1) // 4 for size, width in ((256, 192), (256, 80), (1024, 64))]
+    assert sent["gradients"] == sum(map(min, zip(reads, rows, strict=True)))
+    few = replace(HASHED, train=Train(batch_tokens=64 * 512, micro_batch=1))
+    assert bytes_sent(few, cost_of(few, 100), 4, 1)["gradients"] == sum(rows)
+
+
+def test_the_rule_is_that_of_the_engine():
+    exchange = pytest.importorskip("pkmlm.train.exchange")
+    draw = random.Random(0)
+    for _ in range(200):
+        tokens, reads, rows, width, ranks = (draw.randrange(1, 10 ** draw.randrange(1, 5)) for _ in range(5))
+        expected = exchange.exchange_bytes(tokens, reads, rows, width, 4, ranks=ranks)
+        assert exchange_bytes(tokens, reads, rows, width, 4, ranks=ranks) == expected
+
+
+def test_batch_statistics_grow_with_forwards_not_with_tokens():
+    batch = replace(MILLION, model=replace(MILLION.model, memory=replace(KEYS, query_norm="batch")))
+    cost = cost_of(batch, 1000)
+    features = 4 * 128
+    assert bytes_sent(batch, cost, 2, 1)["statistics"] == 2 * (2 * features * 4 + 2 * features * 4)  # two forwards
+
+
+def test_memory_is_divided_and_reads_are_held_by_all():
+    cost = cost_of(MILLION, 1000)
+    assert bytes_held(MILLION, cost, 1) == cost.training
+    halves = bytes_held(MILLION, cost, 2)
+    values = 2**20 * 512
+    assert cost.training["weights"] - halves["weights"] == 4 * values // 2
+    assert cost.training["moments"] - halves["moments"] == 8 * values // 2
+    assert cost.training["gradients"] - halves["gradients"] == 8192 * 256 * 4
+    assert halves["activations"] - cost.training["activations"] == 4 * 512 * 128 * 12
+
+
+def test_every_division_that_is_possible():
+    assert divisions(cost_of(MILLION, 1000), 12) == [1, 2, 4]
+    assert divisions(cost_of(HASHED, 100), 32) == [1, 2, 4, 8, 16]  # 192, 80 and 64 columns
+    dense = Recipe(model=Model(dim=64, layers=1, heads=4))
+    assert divisions(cost_of(dense, 100), 8) == [1]
+
+
+@pytest.mark.parametrize("memory", [1, 4])
+@pytest.mark.parametrize("limit", [10**9, 40 * 10**9])
+def test_the_largest_memory_fits_and_the_next_does_not(memory, limit):
+    num_keys = most_keys(MILLION, 1000, 4, memory, limit)
+
+    def needed(keys):
+        recipe = replace(MILLION, model=replace(MILLION.model, memory=replace(KEYS, num_keys=keys)))
+        return rank_cost(recipe, cost_of(recipe, 1000), 4, memory).bytes
+
+    assert needed(num_keys) <= limit < needed(num_keys + 1)
+
+
+def test_no_memory_fits_or_there_is_none():
+    assert most_keys(MILLION, 1000, 1, 1, 10**6) == 0
+    assert most_keys(HASHED, 100, 1, 1, 10**9) is None
+    assert most_keys(MILLION, 1000, 8, 8, 10**18) == 46340  # slots are told in 31 bits
+
+
+def test_a_recipe_in_half_precision_sends_half_of_its_outputs():
+    half = replace(MILLION, train=replace(MILLION.train, precision="bf16"))
+    full, less = (bytes_sent(recipe, cost_of(recipe, 1000), 2, 2)["reads"] for recipe in (MILLION, half))
+    assert full - less == 4096 * 2 * 256 * 2
+
+
+def test_the_papers_recipe_loads():
+    recipe = load_recipe(Path(__file__).parents[2] / "recipes/pkm/16-layers.yaml", ())
+    assert divisions(cost_of(recipe, 1000), 8) == [1, 2, 4, 8]
