@@ -148,13 +148,12 @@ def run_all(
     """Run the cells and time their models; the exit code: 0, 1 where a cell failed, or what a signal stands for."""
     from pkmlm.runtime.files import make_folder
     from pkmlm.runtime.signals import stop_on_signals
-    from pkmlm.sweep.measures import MEASURES
     from pkmlm.sweep.results import progress_line
     from pkmlm.sweep.runner import Outcome, Runner
 
     grid, cells, total = results.grid, results.cells, len(results.cells)
     runs = folder / "cells"
-    if all(MEASURES[name].source == "cost" for name in grid.measure):
+    if not results.trains:
         return 0
     make_folder(runs)
     with stop_on_signals() as stop, cell_progress(runs, quiet) as (say, tick):
@@ -241,4 +240,4 @@ def publish(results: "Results", folder: "Path", grid_file: "Path", scale: str | 
     drawn = draw(results, folder)
     sys.stdout.write("\n".join(table.render() for table in tables))
     if drawn:
-        click.echo(f"{len(drawn)} plots in {printable(str(folder))}", err=True)
+        click.echo(f"{len(drawn)} plot{'s' if len(drawn) > 1 else ''} in {printable(str(folder))}", err=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
+from typing import Literal
 
 from pkmlm.errors import UserError
 from pkmlm.recipe.load import alternatives, bind, bind_scalar, merge, wrong
@@ -47,13 +48,13 @@ class Figure:
         x: an axis, or a measure (then every point of the grid is a point of the plot).
         y: a measure.
         line: the axis whose values have a line each; null: one line.
-        log: a logarithmic x axis.
+        log: which of the two axes is logarithmic (x only where it is a measure).
     """
 
     x: str = ""
     y: str = ""
     line: str | None = None
-    log: bool = False
+    log: tuple[Literal["x", "y"], ...] = ()
 
 
 @dataclass(frozen=True)

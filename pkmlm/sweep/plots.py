@@ -46,7 +46,8 @@ def picture(results: Results, figure: Figure) -> Canvas | None:
     canvas = Canvas(figsize=(12, 7), dpi=100, layout="constrained")
     canvas.suptitle(label(grid.title) if len(grid.title) <= 40 else grid.title.replace("$", r"\$"))
     for axes, (title, value) in zip(canvas.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        axes.set_title(title, fontsize=11)
+        if len(panels) > 1:
+            axes.set_title(title, fontsize=11)
         panel(axes, grid, figure, value)
     return canvas
 
@@ -68,7 +69,7 @@ def panel(axes: Axes, grid: Grid, figure: Figure, value: Value) -> None:
         if figure.x not in grid.axes:
             style["linestyle"] = "-" if figure.line else "none"
         where = [position(grid, figure, p, value) for p in points]
-        axes.errorbar(where, means, yerr=bars, **style, label=None if name is None else f"{figure.line}: {name}")
+        axes.errorbar(where, means, yerr=bars, **style, label=name)
         if figure.x not in grid.axes:
             for at, mean, p in zip(where, means, points, strict=True):
                 axes.annotate(" ".join(p), (at, mean), xytext=(6, 6), textcoords="offset points", fontsize=8)
@@ -78,12 +79,14 @@ def panel(axes: Axes, grid: Grid, figure: Figure, value: Value) -> None:
         axes.set_xlabel(figure.x)
     else:
         axes.set_xlabel(MEASURES[figure.x].label)
-        if figure.log:
+        if "x" in figure.log:
             axes.set_xscale("log")
+    if "y" in figure.log:
+        axes.set_yscale("log")
     axes.set_ylabel(MEASURES[figure.y].label)
     axes.grid(alpha=0.3)
     if figure.line:
-        axes.legend(fontsize=9)
+        axes.legend(title=figure.line, fontsize=9)
 
 
 def position(grid: Grid, figure: Figure, point: Point, value: Value) -> float:

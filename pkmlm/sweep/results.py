@@ -48,6 +48,11 @@ class Results:
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     speeds: dict[Point, list[float]] = field(default_factory=dict)
 
+    @property
+    def trains(self) -> bool:
+        """Whether runs are needed, not arithmetic alone."""
+        return any(MEASURES[name].source != "cost" for name in self.grid.measure)
+
     def add(self, outcome: Outcome) -> None:
         self.outcomes[outcome.cell.name] = outcome
 
@@ -122,14 +127,17 @@ class Results:
         verdicts = self.verdicts()
         if verdicts:
             columns = [Column("Claim or measure"), Column("holds", "right"), Column("beyond the seeds", "right")]
-            found.append(Table("What holds", columns, [verdict.row() for verdict in verdicts]))
+            columns_shown = 3 if self.trains else 2
+            rows = [verdict.row()[:columns_shown] for verdict in verdicts]
+            found.append(Table("What holds", columns[:columns_shown], rows))
         return found
 
     def _points(self) -> Table:
         columns = [Column(axis) for axis in self.grid.axes]
         if self.grid.tune:
             columns.append(Column(self.grid.tune.key.rpartition(".")[2], "right"))
-        columns.append(Column("seeds", "right"))
+        if self.trains:
+            columns.append(Column("seeds", "right"))
         for measure in self.grid.measure:
             columns.append(Column(MEASURES[measure].heading, "right"))
             if measure in self.grid.paper:
@@ -141,7 +149,8 @@ class Results:
         row: list[Any] = list(point)
         if self.grid.tune:
             row.append(chosen[0].cell.tuned if chosen else None)
-        row.append(len(chosen) or None)
+        if self.trains:
+            row.append(len(chosen) or None)
         for measure in self.grid.measure:
             row.append(shown(self.spread(measure, point), MEASURES[measure].format))
             if measure in self.grid.paper:

@@ -220,7 +220,7 @@ def test_a_figure_has_a_panel_for_the_paper_and_a_line_for_each_value(folder):
     canvas = picture(results, by_slots)
     assert canvas is not None
     measured, paper = canvas.axes
-    assert [text.get_text() for text in measured.get_legend().get_texts()] == ["norm: no", "norm: yes"]
+    assert [text.get_text() for text in measured.get_legend().get_texts()] == ["no", "yes"]
     assert [tick.get_text() for tick in paper.get_xticklabels()] == ["none", "64", "256"]
     against = picture(results, by_usage)
     assert against is not None
