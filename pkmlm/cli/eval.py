@@ -1,6 +1,9 @@
 """`pkmlm eval`: how well a trained model predicts text."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,6 +22,7 @@ from pkmlm.errors import UserError, printable
 if TYPE_CHECKING:
     from pkmlm.evaluate.load import LoadedRun
     from pkmlm.evaluate.perplexity import Documents
+    from pkmlm.runtime.distributed import World
 
 NO_TASKS: dict[str, Any] = {"tasks": {}, "average_acc": None}
 
@@ -82,7 +86,8 @@ def command(
 
     Perplexity is that of lm-evaluation-harness for rolling tasks: documents never share context, words are split by
     white space, bytes are those of UTF-8. With --tasks it is computed only if --split or --text asks for it. Results
-    are also written to RUN/eval/. RUN may be an exported folder too: nothing is written into it.
+    are also written to RUN/eval/. RUN may be an exported folder too: nothing is written into it. Under torchrun,
+    processes share the work; the numbers are those of one.
 
     \b
     Examples:
@@ -91,8 +96,8 @@ def command(
       pkmlm eval runs/demo --step best --json
       pkmlm eval runs/demo --tasks piqa,arc_easy --task-data tasks
       pkmlm eval runs/demo --tasks memoryformer --log-samples samples.jsonl
+      torchrun --nproc-per-node 4 -m pkmlm eval runs/demo
     """
-    from pkmlm.evaluate.load import load_run
     from pkmlm.runtime.distributed import joined
 
     asked = Asked(**options)
@@ -101,27 +106,36 @@ def command(
     measured = asked.tasks is None or split is not None or text is not None
     if stride is not None and not measured:
         raise UserError("--stride goes with a perplexity", "with --tasks, also give --split or --text")
-    with joined() as world:
-        try:
-            prepared = None if asked.tasks is None else prepare(asked)
-            run = load_run(run_path, step)
-            zero_shot = NO_TASKS if prepared is None else score_tasks(run, prepared, asked, world, quiet)
-        except UserError as error:
-            if world.rank > 0:  # rank 0 tells the same
-                raise click.exceptions.Exit(error.exit_code) from None
-            raise
+    with joined() as world, told_once(world):
+        prepared = None if asked.tasks is None else prepare(asked)
+        refuse_shared_input(text, world)
+        run = load_same(run_path, step, world)
+        zero_shot = NO_TASKS if prepared is None else score_tasks(run, prepared, asked, world, quiet)
+        record: dict[str, Any] = {"run": run.name, "step": run.step, "stride": None, "perplexity": None, **zero_shot}
+        if measured:
+            record["stride"] = stride or run.model.context
+            record["perplexity"] = perplexity(run, split, text, separator, field, stride, quiet, world)
     if world.rank > 0:
         return
-    record: dict[str, Any] = {"run": run.name, "step": run.step, "stride": None, "perplexity": None, **zero_shot}
-    if measured:
-        record["stride"] = stride or run.model.context
-        record["perplexity"] = perplexity(run, split, text, separator, field, stride, quiet)
     print_result(record, as_json)
     warn_of_cuts(record)
     try:
         store(run, record, text is not None, stride)
     except UserError as error:  # another's run, say: the result is no worse for it
         click.echo(f"warning: not kept in the run: {printable(error.message)}", err=True)
+
+
+@contextmanager
+def told_once(world: "World") -> Iterator[None]:
+    """Let a mistake of the user's, which all ranks meet alike, be told by rank 0 alone; a rank's failure is its own."""
+    try:
+        yield
+    except UserError as error:
+        if world.rank == 0:
+            raise
+        if error.exit_code != 1:
+            raise click.exceptions.Exit(error.exit_code) from None
+        raise UserError(f"rank {world.rank}: {error.message}", error.hint, error.exit_code) from None
 
 
 def refuse_contradictions(split: str | None, text: str | None, separator: str | None) -> None:
@@ -132,6 +146,22 @@ def refuse_contradictions(split: str | None, text: str | None, separator: str | 
         raise UserError("--separator goes with --text (a split's documents are separated already)")
 
 
+def refuse_shared_input(text: str | None, world: "World | None") -> None:
+    if text == "-" and world and world.size > 1:
+        raise UserError("--text -: several processes cannot read one standard input", "name a file")
+
+
+def load_same(path: str | Path, step: str, world: "World | None") -> "LoadedRun":
+    """Load a run in all processes, from the same checkpoint, also where one appears meanwhile."""
+    from pkmlm.evaluate.load import load_run
+
+    run = load_run(path, step)
+    if world is None:
+        return run
+    newest = max(world.gathered(run.step))
+    return run if run.step == newest else load_run(path, str(newest))
+
+
 def perplexity(
     run: "LoadedRun",
     split: str | None,
@@ -140,14 +170,15 @@ def perplexity(
     field: str,
     stride: int | None,
     quiet: bool,
+    world: "World",
 ) -> dict[str, Any]:
     """The perplexity of the documents that --split or --text names."""
     from pkmlm.cli.progress import token_progress
     from pkmlm.evaluate.perplexity import score
 
     documents = documents_for(run, split, text, separator, field)
-    with token_progress("scoring", documents.tokens, quiet) as advance:
-        result = score(run.model, documents, run.tokenizer.eos, stride=stride, advance=advance)
+    with token_progress("scoring", documents.tokens, quiet or world.rank > 0) as advance:
+        result = score(run.model, documents, run.tokenizer.eos, stride=stride, advance=advance, world=world)
     assert result is not None
     return result.as_dict()
 

@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -52,19 +52,19 @@ def launch(processes: int, run: str | None) -> int:
 
     if 0 < torch.cuda.device_count() < processes:
         raise UserError(f"--nproc {processes}: this machine has {torch.cuda.device_count()} GPUs")
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=processes,
-        run_id=f"pkmlm-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        logs_specs=DefaultLogsSpecs(),
-        signals_to_handle="SIGHUP,SIGQUIT",  # the others are passed on here, and waited for without a limit
-    )
-    with environment_of(processes), signals_passed_on() as passed, quiet_logs():
+    with threads_shared(processes), quiet_logs(), TemporaryDirectory() as logs, signals_passed_on() as passed:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=processes,
+            run_id=f"pkmlm-{os.getpid()}",
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(logs),
+            signals_to_handle="SIGHUP,SIGQUIT",  # the others are passed on here, and waited for without a limit
+        )
         try:
             elastic_launch(config, sys.executable)("-m", "pkmlm", *sys.argv[1:])
             return 0
@@ -74,18 +74,17 @@ def launch(processes: int, run: str | None) -> int:
 
 
 @contextmanager
-def environment_of(processes: int) -> Iterator[None]:
-    """What the processes find in their environment: their share of the cores, and this package."""
-    before = dict(os.environ)
+def threads_shared(processes: int) -> Iterator[None]:
+    """Give each process its share of the cores, unless the environment says how many threads it has."""
+    if "OMP_NUM_THREADS" in os.environ:
+        yield
+        return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
-    package = str(Path(__file__).resolve().parents[2])
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    os.environ["OMP_NUM_THREADS"] = str(max(1, cores // processes))
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ.update(before)
+        del os.environ["OMP_NUM_THREADS"]
 
 
 @contextmanager
@@ -99,10 +98,12 @@ def signals_passed_on() -> Iterator[list[int]]:
 
     def send(number: int, frame: FrameType | None) -> None:
         passed.append(number)
-        for child in psutil.Process().children():
-            with suppress(psutil.NoSuchProcess, PermissionError):
-                if os.getsid(child.pid) == child.pid:
-                    child.send_signal(number)
+        ranks = [child for child in psutil.Process().children() if leads_session(child.pid)]
+        for rank in ranks:
+            with suppress(psutil.NoSuchProcess):
+                rank.send_signal(number)
+        if not ranks:  # none has been started so far
+            raise SystemExit(128 + number)
 
     before = {number: signal.signal(number, send) for number in PASSED_ON}
     try:
@@ -110,6 +111,12 @@ def signals_passed_on() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def leads_session(process: int) -> bool:
+    with suppress(ProcessLookupError):
+        return os.getsid(process) == process
+    return False
 
 
 @contextmanager

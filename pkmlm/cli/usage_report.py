@@ -1,12 +1,15 @@
 """`pkmlm usage-report`: how evenly a trained model reads its memories."""
 
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from pkmlm.cli.eval import refuse_contradictions
+from pkmlm.cli.eval import load_same, refuse_contradictions, refuse_shared_input, told_once
 from pkmlm.cli.options import field_option, force_option, format_option, quiet_option, separator_option
 from pkmlm.errors import UserError, printable
 
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
     from pkmlm.report.slots import Holding
     from pkmlm.report.tables import Format
     from pkmlm.report.usage import MemoryUsage
+    from pkmlm.runtime.distributed import World
     from pkmlm.runtime.rundir import RunDirectory
 
 
@@ -54,7 +58,8 @@ def command(
 
     Usage is the share of slots read at all; KL is the distance from uniform reading, in nats; both stand
     beside what as many random reads would give. Reads are weighed by their weight (mass) and counted (count).
-    Results are kept in RUN/usage/, so that the same report comes without a pass over the text the next time.
+    Results are kept in RUN/usage/, so that the same report comes without a pass over the text the next time. Under
+    torchrun, processes share the pass (not that of --html); the numbers are those of one.
 
     \b
     Examples:
@@ -63,19 +68,25 @@ def command(
       pkmlm usage-report runs/demo --text my.txt --format json | jq
       pkmlm usage-report runs/demo --step 200,400 --html memory.html
       pkmlm usage-report runs/demo --split train --export background.npz
+      torchrun --nproc-per-node 4 -m pkmlm usage-report runs/demo
     """
     from pkmlm.report.compare import open_runs
     from pkmlm.report.usage_tables import flat_table, usage_tables
 
     refuse_contradictions(split, text, separator)
     text_of = TextChoice(split or "test", text, separator, field)
-    runs, steps = open_runs(run_paths, run_or_export), list(dict.fromkeys(step.split(",")))
-    if export is not None and len(runs) * len(steps) > 1:
-        raise UserError("--export takes one run at one step", "write a file for each")
-    folder, page = free_folder(plots, force), free_file("--html", html, force)
-    background = free_file("--export", export, force)
-    each = [(f"{name}@{s}" if len(steps) > 1 else name, run, s) for name, run in runs.items() for s in steps]
-    reports = [report_on(label, run, text_of, s, quiet, looked_into=html is not None) for label, run, s in each]
+    with launched() as world:
+        runs, steps = open_runs(run_paths, run_or_export), list(dict.fromkeys(step.split(",")))
+        if export is not None and len(runs) * len(steps) > 1:
+            raise UserError("--export takes one run at one step", "write a file for each")
+        folder, page = free_folder(plots, force), free_file("--html", html, force)
+        background = free_file("--export", export, force)
+        refuse_shared_input(text, world)
+        each = [(f"{name}@{s}" if len(steps) > 1 else name, run, s) for name, run in runs.items() for s in steps]
+        pages = page is not None
+        reports = [report_on(label, run, text_of, s, quiet, world, looked_into=pages) for label, run, s in each]
+    if world and world.rank > 0:
+        return
     entries = [report.entry for report in reports]
     if format == "json":
         click.echo(json.dumps({"runs": entries}, indent=2, allow_nan=False))
@@ -96,6 +107,18 @@ def command(
         from pkmlm.report.background import export_usage
 
         export_usage(background, entries[0], checkpoint_of(each[0][1], entries[0]["step"]), reports[0].memories)
+
+
+@contextmanager
+def launched() -> "Iterator[World | None]":
+    """The processes of a launcher; None without one: a report that is kept needs no torch."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        yield None
+        return
+    from pkmlm.runtime.distributed import joined
+
+    with joined() as world, told_once(world):
+        yield world
 
 
 def write_page(path: Path, reports: "list[Report]", metrics: list[list[dict[str, Any]]]) -> None:
@@ -166,23 +189,41 @@ class Report(NamedTuple):
 
 
 def report_on(
-    label: str, run: "RunDirectory", choice: TextChoice, step: str, quiet: bool, *, looked_into: bool = False
+    label: str,
+    run: "RunDirectory",
+    choice: TextChoice,
+    step: str,
+    quiet: bool,
+    world: "World | None",
+    *,
+    looked_into: bool = False,
 ) -> Report:
-    """One run's report: as kept in RUN/usage/, or measured (always, if it is to be looked into) and kept there."""
+    """One run's report: as kept in RUN/usage/, or measured (always, if it is to be looked into) and kept there. All
+    processes call it; the report of all but rank 0 is of no use.
+    """
     from pkmlm.export.config import is_export
     from pkmlm.report.usage_files import load_usage, save_usage
 
+    other_rank = world is not None and world.rank > 0
+    quiet = quiet or other_rank
+    if looked_into:  # the strongest readers are not merged
+        if other_rank:
+            return Report({}, [], [])
+        world = None
     if is_export(run.path):  # a product: nothing is written into it
-        report = measure(run, choice, step, quiet, looked_into)
+        report = measure(run, choice, step, quiet, looked_into, world)
         return report._replace(entry={**report.entry, "run": label})
     number = run.resolve(step)
+    number = world.told(number) if world else number
     source = source_of(run, number, choice)
     name = choice.split if choice.text is None else f"text-{Path(choice.text).name[:100]}"
     stem = run.path / "usage" / f"{name}-step-{number}"
-    found = None if looked_into else load_usage(stem, source)
-    if found is not None:
-        return Report({**found[0], "run": label}, found[1], [])
-    report = measure(run, choice, str(number), quiet, looked_into)
+    found = None if looked_into or other_rank else load_usage(stem, source)
+    if world.told(found is not None) if world else found is not None:
+        return Report({**found[0], "run": label}, found[1], []) if found else Report({}, [], [])
+    report = measure(run, choice, str(number), quiet, looked_into, world)
+    if other_rank:
+        return report
     try:
         save_usage(stem, {**report.entry, "source": source}, report.memories)
     except UserError as error:  # another's run, say: the report is no worse for it
@@ -214,22 +255,23 @@ def source_of(run: "RunDirectory", step: int, choice: TextChoice) -> dict[str, s
     return source | {"tokens": read_index(Path(folder)).sha256}
 
 
-def measure(run: "RunDirectory", choice: TextChoice, step: str, quiet: bool, looked_into: bool) -> Report:
+def measure(
+    run: "RunDirectory", choice: TextChoice, step: str, quiet: bool, looked_into: bool, world: "World | None"
+) -> Report:
     """Pass over the text and count; to look into slots, note who reads them as well."""
     from pkmlm.cli.eval import documents_for
     from pkmlm.cli.progress import token_progress
-    from pkmlm.evaluate.load import load_run
     from pkmlm.evaluate.slots import hold, index_slots
     from pkmlm.evaluate.usage import measure_usage
 
-    loaded = load_run(run.path, step)
+    loaded = load_same(run.path, step, world)
     documents = documents_for(loaded, *choice)
     strongest = None
     with token_progress(f"reading {printable(run.name)}", documents.tokens, quiet) as advance:
         if looked_into:
             memories, strongest = index_slots(loaded, documents, advance)
         else:
-            memories = measure_usage(loaded, documents, advance)
+            memories = measure_usage(loaded, documents, advance, world)
     found = [memory.as_json() for memory in memories]
     entry = {"run": run.name, "step": loaded.step, "split": documents.name, "memories": found}
     holdings = [] if strongest is None else hold(loaded, memories, strongest, documents_for(loaded, *choice))

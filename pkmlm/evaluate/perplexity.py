@@ -22,6 +22,7 @@ from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
 from pkmlm.evaluate.likelihood import Window, score_targets
 from pkmlm.model.transformer import Transformer
+from pkmlm.runtime.distributed import World
 
 BATCH = 16  # windows a forward
 
@@ -141,6 +142,7 @@ def score(
     batch: int = BATCH,
     watch: Callable[[Tensor], None] | None = None,
     advance: Callable[[int], bool] | None = None,
+    world: World | None = None,
 ) -> Perplexity | None:
     """Score documents with a model in evaluation mode; in the model's own precision, sums in float64.
 
@@ -150,6 +152,8 @@ def score(
         batch: windows a forward.
         watch: called before each forward with the positions that are scored, a bool tensor (B * T,).
         advance: called after each forward with the tokens scored so far; False ends the pass.
+        world: processes that take turns at the batches, each with the whole model and all documents; each of them gets
+            the result, which is that of one process. None: this one alone.
 
     Returns:
         None if `advance` ended it.
@@ -157,17 +161,21 @@ def score(
     Raises:
         UserError: stride outside 1 ... context; a score that is not finite (exit code 1).
     """
-    stride = stride or model.context
+    stride, world = stride or model.context, world or World()
     if not 1 <= stride <= model.context:
         raise UserError(f"--stride {stride} is not possible (expected 1 to the model's context, {model.context})")
-    total, tokens = 0.0, 0
+    tokens = 0
+    sums: list[float] = []  # of batches: adding them up in their order gives the same bits in any world
     stream = (window for ids in documents.ids for window in windows(ids, prefix, model.context, stride))
     while group := list(itertools.islice(stream, batch)):
-        scored = score_windows(model, group, watch)
-        total += sum(float(nll.sum()) for nll in scored)
-        tokens += sum(map(len, scored))
+        tokens += sum(len(window.targets) for window in group)
+        if len(sums) % world.size != world.rank:
+            sums.append(0.0)
+            continue
+        sums.append(sum(float(nll.sum()) for nll in score_windows(model, group, watch)))
         if advance is not None and not advance(tokens):
             return None
+    total = sum(world.sum(torch.tensor(sums, dtype=torch.float64)).tolist())
     if not math.isfinite(total):
         raise UserError(f"the model's scores on {documents.name} are not finite", exit_code=1)
     if tokens == 0:

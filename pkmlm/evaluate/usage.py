@@ -15,6 +15,7 @@ from pkmlm.evaluate.load import LoadedRun
 from pkmlm.evaluate.perplexity import Documents, score
 from pkmlm.model.memory.usage_tap import UsageTap, usage_taps
 from pkmlm.report.usage import MemoryUsage
+from pkmlm.runtime.distributed import World
 
 # Comparisons of slots held at a time when heads are compared: what a core's cache holds.
 COMPARISONS = 1 << 18
@@ -71,9 +72,9 @@ class UsageCounters(WatchedReads):
         self._memories = [_Counter(tap, device) for tap in usage_taps(model)]
         super().__init__([(memory.tap, memory.add) for memory in self._memories])
 
-    def memories(self) -> list[MemoryUsage]:
-        """What has been counted, one entry a memory, in the model's order."""
-        return [memory.result() for memory in self._memories]
+    def memories(self, world: World | None = None) -> list[MemoryUsage]:
+        """What has been counted, in all processes of a world together, one entry a memory, in the model's order."""
+        return [memory.result(world or World()) for memory in self._memories]
 
 
 class _Counter:
@@ -114,30 +115,35 @@ class _Counter:
                     self.common_HH[g, h] += common
                     self.common_HH[h, g] += common
 
-    def result(self) -> MemoryUsage:
+    def result(self, world: World) -> MemoryUsage:
         tap = self.tap
         where = f"the {tap.name} of layer {tap.layer}"
-        if not bool(self.masses.isfinite().all()):
+        tokens = int(world.sum(torch.tensor(self.tokens)))
+        counts, masses, common_HH = (world.sum(x.cpu().clone()) for x in (self.counts, self.masses, self.common_HH))
+        if not bool(masses.isfinite().all()):
             raise UserError(f"{where} reads with weights that are not finite", "use an earlier checkpoint: --step N")
         return MemoryUsage(
             tap.layer,
             tap.name,
             tap.kind,
-            self.tokens,
-            self.counts.view(tap.heads, -1).cpu().numpy().copy(),
-            self.masses.view(tap.heads, -1).cpu().numpy().copy(),
-            self.common_HH.cpu().numpy().copy() if self.shared else None,
+            tokens,
+            counts.view(tap.heads, -1).numpy(),
+            masses.view(tap.heads, -1).numpy(),
+            common_HH.numpy() if self.shared else None,
         )
 
 
 def measure_usage(
-    run: LoadedRun, documents: Documents, advance: Callable[[int], bool] | None = None
+    run: LoadedRun,
+    documents: Documents,
+    advance: Callable[[int], bool] | None = None,
+    world: World | None = None,
 ) -> list[MemoryUsage]:
     """What a run's memories read at the scored positions of documents, each position once.
 
     Args:
-        advance: see `score`.
+        advance, world: see `score`.
     """
     with UsageCounters(run.model) as counters:
-        score(run.model, documents, run.tokenizer.eos, watch=counters.only, advance=advance)
-    return counters.memories()
+        score(run.model, documents, run.tokenizer.eos, watch=counters.only, advance=advance, world=world)
+    return counters.memories(world)

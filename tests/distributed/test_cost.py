@@ -1,0 +1,17 @@
+"""What `pkmlm cost --world` says is what ranks send."""
+
+import pytest
+
+CASES = [
+    *[("layer", *case) for case in [(4, 1, 2), (4, 2, 1), (4, 4, 2), (2, 2, 4)]],
+    *[("batch", *case) for case in [(4, 1, 1), (4, 2, 2), (2, 2, 2)]],
+    *[("hash", *case) for case in [(4, 1, 2), (4, 4, 1), (2, 1, 4)]],
+]
+
+
+def test_bytes_sent_are_those_that_were_counted(ranks):
+    for rank in ranks.run(4, "beside_the_cost", cases=CASES):
+        for case, line in zip(CASES, rank.stdout.splitlines(), strict=True):
+            counted, said = map(float, line.split())
+            assert said == pytest.approx(counted, abs=200), case  # the loss, norms and flags are left out
+            assert said > 5000

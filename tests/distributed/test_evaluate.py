@@ -1,0 +1,92 @@
+"""Measures taken by several processes are those of one, and are told once."""
+
+import json
+import shutil
+
+import pytest
+
+from tests.conftest import pkmlm
+
+
+@pytest.fixture(scope="module")
+def run(trained, tmp_path_factory):
+    return shutil.copytree(trained("product-key"), tmp_path_factory.mktemp("evaluate") / "run")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_perplexity(ranks, run, size):
+    for options in ([], ["--stride", 7], ["--split", "valid"]):
+        first, *others = ranks.pkmlm(size, "eval", run, *options, "--json")
+        kept = {path.name: path.read_text() for path in (run / "eval").iterdir()}
+        alone = pkmlm("eval", run, *options, "--json")
+        found, expected = (json.loads(done.stdout)["perplexity"] for done in (first, alone))
+        assert found == {**expected, **{key: pytest.approx(expected[key], rel=1e-6) for key in PPL}}
+        assert {(other.stdout, other.stderr) for other in others} == {("", "")}
+        assert kept.keys() == {path.name for path in (run / "eval").iterdir()}
+
+
+PPL = ("nll", "token_ppl", "word_ppl", "byte_ppl", "bits_per_byte")
+
+
+def test_a_text_of_fewer_batches_than_processes(ranks, run, tmp_path):
+    (tmp_path / "short.txt").write_text("It was a dark night.")
+    first, *_ = ranks.pkmlm(3, "eval", run, "--text", tmp_path / "short.txt")
+    assert first.stdout == pkmlm("eval", run, "--text", tmp_path / "short.txt").stdout
+
+
+@pytest.mark.parametrize("kind", ["product-key", "hash"])
+def test_usage(ranks, trained, tmp_path, kind):
+    run = shutil.copytree(trained(kind), tmp_path / kind)
+
+    def report(size, *options):
+        shutil.rmtree(run / "usage", ignore_errors=True)
+        arguments = ["usage-report", run, *options, "--format", "json"]
+        if size == 1:
+            return json.loads(pkmlm(*arguments).stdout)
+        first, *others = ranks.pkmlm(size, *arguments)
+        assert {(other.stdout, other.stderr) for other in others} == {("", "")}
+        return json.loads(first.stdout)
+
+    assert rounded(report(2)) == rounded(report(1))
+    assert rounded(report(2, "--split", "valid", "--step", "20,30")) == rounded(
+        report(1, "--split", "valid", "--step", "20,30")
+    )
+
+
+def rounded(value):
+    """JSON with numbers to 9 digits: masses are summed in another order."""
+    if isinstance(value, dict):
+        return {key: rounded(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [rounded(part) for part in value]
+    return float(f"{value:.9g}") if isinstance(value, float) else value
+
+
+def test_a_kept_report_is_read_by_all_and_a_page_is_written_by_one(ranks, run, tmp_path):
+    shutil.rmtree(run / "usage", ignore_errors=True)
+    measured = ranks.pkmlm(2, "usage-report", run)[0].stdout
+    (kept,) = (run / "usage").glob("test-step-*.json")
+    written = kept.stat().st_mtime_ns
+    assert ranks.pkmlm(2, "usage-report", run)[0].stdout == measured
+    assert kept.stat().st_mtime_ns == written
+    page = tmp_path / "memory.html"
+    assert ranks.pkmlm(2, "usage-report", run, "--html", page)[0].stdout == measured
+    assert page.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["eval", "--split", "nosuch"], "has no split 'nosuch'"),
+        (["eval", "--step", "7"], "has no checkpoint at step 7"),
+        (["eval", "--text", "-"], "several processes cannot read one standard input"),
+        (["usage-report", "--step", "7"], "has no checkpoint at step 7"),
+        (["usage-report", "--text", "nosuch.txt"], "--text nosuch.txt is not a file"),
+    ],
+)
+def test_a_mistake_is_told_once(ranks, run, arguments, message):
+    command, *options = arguments
+    first, second = ranks.pkmlm(2, command, run, *options, code=2)
+    assert first.stderr.startswith("error: ")
+    assert message in first.stderr
+    assert (first.stdout, second.stdout, second.stderr) == ("", "", "")

@@ -1,0 +1,128 @@
+"""`pkmlm train --nproc 2`, and `bin/pkmlm-slurm` with torchrun: real launchers, stopped and killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from tests.conftest import ROOT, pkmlm
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def recipe(write_recipe, tmp_path_factory):
+    return write_recipe(tmp_path_factory.mktemp("launch"), "product-key")
+
+
+class Launched:
+    """A launcher that trains in two processes, in the background; its messages are in a file beside the run."""
+
+    def __init__(self, recipe, run, *options, script=None):
+        self.run, self.said, self.ranks = run, run.parent / "said.txt", []
+        words = [str(recipe), "-o", str(run), *map(str, options)]
+        alone = [sys.executable, "-m", "pkmlm", "train", *words, "--nproc", "2"]
+        # A shell that runs the tests in the background ignores SIGINT, which a child would inherit.
+        heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+        with open(self.said, "w") as said:
+            self.process = subprocess.Popen(
+                alone if script is None else [ROOT / "bin" / "pkmlm-slurm", *words],
+                env=ENVIRONMENT | (script or {}),
+                stdout=said,
+                stderr=said,
+                preexec_fn=heed,
+            )
+
+    def until_step(self, step):
+        """Wait for it; then `ranks` are the training processes, by rank."""
+        until = time.monotonic() + 60
+        while f'"step": {step},' not in self.metrics() and time.monotonic() < until:
+            assert self.process.poll() is None, self.said.read_text()
+            time.sleep(0.02)
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        by_rank = {child.environ()["RANK"]: child for child in children if "RANK" in child.environ()}
+        self.ranks = [by_rank[rank] for rank in sorted(by_rank)]
+        assert len(self.ranks) == 2
+        return self
+
+    def metrics(self):
+        path = self.run / "metrics.jsonl"
+        return path.read_text() if path.exists() else ""
+
+    def end(self, seconds=40):
+        """The exit code, all processes having ended, and the last facts of run.json."""
+        code = self.process.wait(seconds)
+        assert not [rank for rank in self.ranks if rank.is_running()]
+        facts = json.loads((self.run / "run.json").read_text()) if (self.run / "run.json").exists() else {}
+        return code, facts
+
+
+ENDLESS = ("-s", "train.steps=100000", "-s", "eval.every=100000", "-s", "log.every=1")
+
+
+def test_a_killed_rank_ends_all_and_ctrl_c_saves_first(recipe, tmp_path):
+    often = ("-s", "checkpoint.every=5")
+    running = Launched(recipe, tmp_path / "run", *ENDLESS, *often).until_step(8)
+    began = time.monotonic()
+    running.ranks[1].kill()
+    code, facts = running.end(30)
+    assert time.monotonic() - began < 30
+    assert code == 1
+    assert (facts["status"], facts["exit_code"], facts["rank"]) == ("killed (SIGKILL)", 1, 1)
+    said = running.said.read_text()
+    assert "error: rank 1 was killed (SIGKILL), and the others were ended\nhint: " in said
+    assert "Traceback" not in said
+    again = Launched(recipe, tmp_path / "run", *ENDLESS, *often, "--resume", "must").until_step(facts["step"] + 20)
+    again.process.send_signal(signal.SIGINT)
+    code, later = again.end()
+    assert (code, later["exit_code"], later["status"], later["rank"], later["ranks"]) == (130, 130, "stopped", None, 2)
+    assert (tmp_path / "run" / "latest").read_text() == f"step-{later['step']:08d}\n"
+    said = again.said.read_text()
+    assert f"resuming at step {facts['step']} in" in said
+    assert "Traceback" not in said
+    assert "Warning" not in said
+
+
+def test_the_slurm_script_requeues_what_torchrun_has_trained(recipe, tmp_path):
+    commands = {
+        "srun": """while [ "${1#--}" != "$1" ]; do shift; done; exec "$@" """,
+        "scontrol": """[ "$1" = show ] && echo 127.0.0.1 || echo "scontrol $*" """,
+    }
+    for name, text in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "node1", "SLURM_GPUS_ON_NODE": "2"}
+    slurm |= {"PYTHON": sys.executable, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    running = Launched(recipe, tmp_path / "run", *ENDLESS, script=slurm).until_step(2)
+    (torchrun,) = psutil.Process(running.process.pid).children()
+    torchrun.send_signal(signal.SIGTERM)
+    code, facts = running.end()
+    assert (code, facts["exit_code"], facts["status"]) == (75, 75, "stopped")
+    assert f"scontrol requeue {os.getpid()}\n" in running.said.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["-s", "train.micro_batch=8"], "do not fall into micro-batches of 8 on each of 2 processes"),
+        (["-s", "data.dir=nosuch"], "nosuch holds no tokens"),
+        (["--nproc", "0"], "0 is not in the range"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_started(recipe, tmp_path, monkeypatch, options, message):
+    monkeypatch.setattr("pkmlm.cli.train.launch", None)
+    error = pkmlm("train", recipe, "-o", tmp_path / "run", "--nproc", 2, *options, code=2).stderr
+    assert message in error
+    assert error.lower().count("error: ") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_launcher_has_started_another_number(recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    error = pkmlm("train", recipe, "-o", tmp_path / "run", "--nproc", 2, code=2).stderr
+    assert "error: --nproc 2 within a launcher that has started 3 processes" in error
