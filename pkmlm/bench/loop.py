@@ -61,7 +61,7 @@ def loop_cost(
             model = build_model(recipe, recipe.model.vocab_size or corpus.vocab_size, device)
             begun = note_forwards(model)
             loop(model, batches, recipe, precision)
-            timed[name].append((begun[-recipe.micro_batches] - begun[recipe.micro_batches]) / steps)
+            timed[name].append((begun[-recipe.micro_batches()] - begun[recipe.micro_batches()]) / steps)
     return LoopCost(timed["loop"][1:], timed["bare"][1:], recipe.train.batch_tokens)
 
 
@@ -93,12 +93,12 @@ def bare_loop(model: Transformer, batches: Batches, recipe: Recipe, precision: s
     optimizers = [group.optimizer for group in parameter_groups(model, recipe)]
     model.train()
     for step in range(1, recipe.train.steps + 1):
-        for index in range(recipe.micro_batches):
+        for index in range(recipe.micro_batches()):
             batch = batches.micro_batch(step, index, recipe.train.micro_batch)
             tokens_BT, targets_BT = (part.to(device) for part in batch)
             with autocast(device, precision):
                 logits_BTV = model(tokens_BT)
-            loss = cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten()) / recipe.micro_batches
+            loss = cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten()) / recipe.micro_batches()
             loss.backward()
         for optimizer in optimizers:
             optimizer.step()

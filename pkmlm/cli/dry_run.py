@@ -9,16 +9,18 @@ if TYPE_CHECKING:
     from pkmlm.data.corpus import Corpus
     from pkmlm.data.tokenizer import Tokenizer
     from pkmlm.recipe.schema import Recipe
+    from pkmlm.runtime.distributed import World
 
 
-def report(recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokenizer") -> int:
-    """Print the plan, then take the first step in memory and print how long it took."""
+def report(recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokenizer", world: "World") -> int:
+    """Print the plan, then take the first step in memory and print how long it took; rank 0 prints."""
     import psutil
 
     from pkmlm.cli.train import starting_model
     from pkmlm.data.batches import Batches
     from pkmlm.model.cost import cost_of
     from pkmlm.runtime.device import choose_device, choose_precision
+    from pkmlm.runtime.distributed import ranks_of
     from pkmlm.train.optim import parameter_groups
     from pkmlm.train.step import Stepper
 
@@ -31,23 +33,27 @@ def report(recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokenizer") -> int:
     sizes = f"{total:,.0f} MiB to train: " + ", ".join(
         f"{name} {size / 2**20:,.0f} MiB" for name, size in cost.training.items()
     )
+    several = f" on each of {world.size} processes" if world.size > 1 else ""
     lines = [
         f"recipe       {recipe.name}",
         f"device       {device}, {precision} ({reason})",
         f"parameters   {cost.dense:,} dense, {cost.memory:,} in memory, {cost.read_per_token:,} read for a token",
-        f"batch        {recipe.sequences} sequences of {recipe.model.context} tokens, in {recipe.micro_batches} "
-        f"forwards of {train.micro_batch}",
+        f"batch        {recipe.sequences} sequences of {recipe.model.context} tokens, in "
+        f"{recipe.micro_batches(world.size)} forwards of {train.micro_batch}{several}",
         f"training     {train.steps:,} steps, {train.steps * train.batch_tokens:,} tokens, "
         f"{epochs:.2f} epochs of {corpus.tokens:,}",
         f"memory       {sizes}",
     ]
-    click.echo("\n".join(lines))
-    model = starting_model(recipe, tokenizer, device, fresh=True)
+    if world.rank == 0:
+        click.echo("\n".join(lines))
+    ranks = ranks_of(world, recipe.parallel.memory)
+    model = starting_model(recipe, tokenizer, device, ranks, fresh=True)
     batches = Batches(corpus, recipe.model.context, recipe.sequences, train.seed)
-    stepper = Stepper(model, parameter_groups(model, recipe), batches, recipe, precision)
+    stepper = Stepper(model, parameter_groups(model, recipe), batches, recipe, precision, ranks)
     began = time.monotonic()
     result = stepper.take(1)
     seconds = time.monotonic() - began
     resident = psutil.Process().memory_info().rss / 2**20
-    click.echo(f"first step   loss {result.loss:.3f}, {seconds:.2f} s (with warm-up), {resident:,.0f} MiB resident")
+    if world.rank == 0:
+        click.echo(f"first step   loss {result.loss:.3f}, {seconds:.2f} s (with warm-up), {resident:,.0f} MiB resident")
     return 0

@@ -1,11 +1,13 @@
 """`pkmlm train`: from a recipe and tokens to a run directory."""
 
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from pkmlm.cli.launch import launch, launches
 from pkmlm.cli.options import quiet_option, set_option
 from pkmlm.errors import UserError
 
@@ -18,12 +20,14 @@ if TYPE_CHECKING:
     from pkmlm.data.tokenizer import Tokenizer
     from pkmlm.model.transformer import Transformer
     from pkmlm.recipe.schema import Recipe
+    from pkmlm.runtime.distributed import Ranks, World
+    from pkmlm.runtime.log import RunLog
     from pkmlm.runtime.rundir import RunDirectory
     from pkmlm.runtime.signals import StopRequest
     from pkmlm.train.loop import Outcome
 
-# What may change when a run goes on: how long it trains and what is measured, kept and shown.
-FREE_KEYS = ("name", "data.dir", "train.steps", "eval.", "checkpoint.", "log.")
+# What may change when a run goes on: how long it trains, on how many ranks, and what is measured, kept and shown.
+FREE_KEYS = ("name", "data.dir", "train.steps", "train.micro_batch", "eval.", "checkpoint.", "log.", "parallel.")
 
 
 @click.command()
@@ -43,6 +47,7 @@ FREE_KEYS = ("name", "data.dir", "train.steps", "eval.", "checkpoint.", "log.")
     is_flag=True,
     help="Check every byte of the tokens first, not each block when it is first read.",
 )
+@click.option("--nproc", type=click.IntRange(1, 1024), metavar="N", help="Train in N processes on this machine.")
 @quiet_option
 def command(
     recipe_file: str,
@@ -51,20 +56,48 @@ def command(
     resume: str,
     dry_run: bool,
     verify: bool,
+    nproc: int | None,
     quiet: bool,
 ) -> int:
     """Train the model of RECIPE on tokens that `pkmlm tokenize` wrote.
 
-    The same command again goes on where the run stopped; Ctrl-C and SIGTERM save a checkpoint first.
+    The same command again goes on where the run stopped; Ctrl-C and SIGTERM save a checkpoint first. Several
+    processes, by --nproc or torchrun, share each batch; on several machines, see the README.
 
     \b
     Examples:
       pkmlm train recipes/demo.yaml -o runs/demo
       pkmlm train my.yaml -o runs/a -s data.dir=data/mine -s train.steps=2000
       pkmlm train my.yaml --dry-run
+      pkmlm train my.yaml -o runs/b --nproc 4 -s parallel.memory=2
+      torchrun --nproc-per-node 4 -m pkmlm train my.yaml -o runs/b
     """
+    alone, several = int(os.environ.get("WORLD_SIZE", "1")) == 1, launches(nproc)
+    # What is wrong shows before torch comes, and before other processes are started.
+    opened = open_all(recipe_file, overrides, nproc or 1, verify and not several) if alone else None
+    if not output and not dry_run:
+        raise UserError("Missing option '-o': the run directory to write", "add -o RUN, or --dry-run")
+    if several:
+        return launch(nproc or 1, output)
+    from pkmlm.runtime.distributed import joined
+
+    with joined() as world:
+        with world.together():
+            opened = opened or open_all(recipe_file, overrides, world.size, verify and world.rank == 0)
+        if dry_run:
+            from pkmlm.cli.dry_run import report
+
+            return report(*opened, world)
+        return train_in(str(output), *opened, resume, quiet, world)
+
+
+def open_all(
+    recipe_file: str, overrides: tuple[str, ...], ranks: int, verify: bool
+) -> "tuple[Recipe, Corpus, Tokenizer]":
+    """The recipe, and the tokens and the tokenizer that it names; they fit together, and so many processes."""
     from pkmlm.data.corpus import Corpus, open_tokenizer
     from pkmlm.recipe.load import load_recipe
+    from pkmlm.recipe.ranks import check_ranks
 
     recipe = load_recipe(recipe_file, overrides)
     if recipe.data.dir is None:
@@ -79,51 +112,69 @@ def command(
             f"model.vocab_size: {recipe.model.vocab_size} (expected at least the tokenizer's {tokenizer.size})",
             "leave it null, or tokenize with a smaller --vocab-size",
         )
-    if dry_run:
-        from pkmlm.cli.dry_run import report
-
-        return report(recipe, corpus, tokenizer)
-    if not output:
-        raise UserError("Missing option '-o': the run directory to write", "add -o RUN, or --dry-run")
-    return train_in(output, recipe, corpus, tokenizer, resume, quiet)
+    check_ranks(recipe, ranks)
+    return recipe, corpus, tokenizer
 
 
-def train_in(output: str, recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokenizer", resume: str, quiet: bool) -> int:
-    """Train in the run directory `output`, and note in its run.json how it ended."""
+def train_in(
+    output: str,
+    recipe: "Recipe",
+    corpus: "Corpus",
+    tokenizer: "Tokenizer",
+    resume: str,
+    quiet: bool,
+    world: "World",
+) -> int:
+    """Train in the run directory `output`, and note in its run.json how it ended; rank 0 alone writes there."""
     from pkmlm.runtime.device import choose_device, choose_precision
     from pkmlm.runtime.files import write_text
     from pkmlm.runtime.rundir import RunDirectory
     from pkmlm.runtime.signals import stop_on_signals
     from pkmlm.train.checkpoint import fall_back
 
-    run = RunDirectory(output)
-    if resume == "must" and not run.steps():
-        raise UserError(f"--resume must: run {output} has no checkpoint to resume", "use --resume auto to start it")
-    if resume == "never" and run.steps():
-        raise UserError(
-            f"--resume never: run {output} has checkpoints already", "choose another -o, or delete that folder"
-        )
+    run, lead, damage, complete = RunDirectory(output), world.rank == 0, [], False
     device = choose_device()
-    precision, reason = choose_precision(recipe.train.precision, device)
-    with run.locked():
-        if run.steps():
-            refuse_changes(run, recipe, corpus, tokenizer)
-        if ended_already(run, recipe):
-            more = "eval.patience" if run.facts().get("status") == "patience" else "train.steps"
-            click.echo(f"run {output} is complete already at step {run.steps()[-1]}; more {more} would train it longer")
+    with ExitStack() as held, stop_on_signals(world.largest) as stop:
+        with world.together():
+            precision, reason = choose_precision(recipe.train.precision, device)
+            if lead:
+                refuse_resume(run, resume)
+                held.enter_context(run.locked())
+                if run.steps():
+                    refuse_changes(run, recipe, corpus, tokenizer)
+                complete = ended_already(run, recipe)
+        if world.told(complete):
+            if lead:
+                more = "eval.patience" if run.facts().get("status") == "patience" else "train.steps"
+                step = run.steps()[-1]
+                click.echo(f"run {output} is complete already at step {step}; more {more} would train it longer")
             return 0
-        with stop_on_signals() as stop:
-            damage = fall_back(run)
-            begin(run, recipe, corpus, tokenizer)
-            run.note(**circumstances(recipe, tokenizer, device, precision, reason), status="running", exit_code=None)
-            with noting_failure(run, recipe, tokenizer):
-                outcome = run_loop(
-                    run, recipe, corpus, tokenizer, device, precision, f"{precision}: {reason}", damage, stop, quiet
-                )
-            run.note(status=outcome.status, exit_code=outcome.exit_code, step=outcome.step)
-            if outcome.exit_code == 0:  # last of all: nothing is left to do where it stands
+        with world.together():
+            if lead:
+                damage = fall_back(run)
+                begin(run, recipe, corpus, tokenizer)
+                facts = circumstances(recipe, tokenizer, device, precision, reason)
+                run.note(**facts, ranks=world.size, status="running", exit_code=None, rank=None)
+        with noting_failure(run, recipe, tokenizer) if lead else nullcontext():
+            outcome = run_loop(
+                run, recipe, corpus, tokenizer, device, precision, f"{precision}: {reason}", damage, stop, quiet, world
+            )
+        with world.together():
+            if lead:
+                run.note(status=outcome.status, exit_code=outcome.exit_code, step=outcome.step)
+            if lead and outcome.exit_code == 0:  # last of all: nothing is left to do where it stands
                 write_text(run.path / "done", f"{outcome.status} at step {outcome.step}\n")
     return outcome.exit_code
+
+
+def refuse_resume(run: "RunDirectory", resume: str) -> None:
+    """Refuse a run that is not as --resume says."""
+    if resume == "must" and not run.steps():
+        raise UserError(f"--resume must: run {run.path} has no checkpoint to resume", "use --resume auto to start it")
+    if resume == "never" and run.steps():
+        raise UserError(
+            f"--resume never: run {run.path} has checkpoints already", "choose another -o, or delete that folder"
+        )
 
 
 @contextmanager
@@ -142,6 +193,9 @@ def noting_failure(run: "RunDirectory", recipe: "Recipe", tokenizer: "Tokenizer"
         raise
     except KeyboardInterrupt:  # a second signal: the user does not want to wait for a checkpoint
         note("interrupted", 130)
+        raise
+    except SystemExit as error:  # another rank has told why
+        note("failed", int(error.code or 0))
         raise
     except BaseException as error:
         note("failed", 1)
@@ -232,31 +286,41 @@ def run_loop(
     damage: list[str],
     stop: "StopRequest",
     quiet: bool,
+    world: "World",
 ) -> "Outcome":
     """Build the model and train it; `damage` is what to warn of first."""
     from pkmlm.data.batches import Batches
     from pkmlm.evaluate.validation import validation
-    from pkmlm.runtime.log import TrainingLog
+    from pkmlm.runtime.distributed import ranks_of
+    from pkmlm.runtime.log import TrainingLog, Unheard
     from pkmlm.train.health import Health
     from pkmlm.train.loop import train
 
-    judge = Health.of(run.metrics()).warnings
-    with TrainingLog(run.path, recipe.name, recipe.train.steps, recipe.log, quiet=quiet, judge=judge) as log:
-        steps = run.steps()
+    ranks = ranks_of(world, recipe.parallel.memory)
+    log: RunLog = Unheard()
+    with ExitStack() as opened:
+        with world.together():
+            if world.rank == 0:
+                judge = Health.of(run.metrics()).warnings
+                heard = TrainingLog(run.path, recipe.name, recipe.train.steps, recipe.log, quiet=quiet, judge=judge)
+                log = opened.enter_context(heard)
+        steps = world.told(run.steps())
         for text in damage:
             log.warn(steps[-1], text)
         doing = f"resuming at step {steps[-1]}" if steps else "training"
-        log.say(f"{doing} in {run.path} on {device}, {precision_line}")
-        if steps:
-            check_shapes(run.checkpoint(steps[-1]), recipe, tokenizer)
-        model = starting_model(recipe, tokenizer, device, fresh=not steps)
+        several = f" and {world.size - 1} more" if world.size > 1 else ""
+        log.say(f"{doing} in {run.path} on {device}{several}, {precision_line}")
+        with world.together():
+            if steps:
+                check_shapes(run.checkpoint(steps[-1]), recipe, tokenizer)
+            model = starting_model(recipe, tokenizer, device, ranks, fresh=not steps)
         batches = Batches(corpus, recipe.model.context, recipe.sequences, recipe.train.seed)
         validate = None
         if "valid" in corpus.splits:
-            validate = validation(recipe, model, tokenizer, precision, log.say)
+            validate = validation(recipe, model, tokenizer, precision, log.say, ranks)
         else:
             log.say(f"{recipe.data.dir} has no valid split: there will be no validation and no best checkpoint")
-        outcome = train(run, recipe, model, batches, precision, validate, log, stop)
+        outcome = train(run, recipe, model, batches, precision, validate, log, stop, ranks)
     return outcome
 
 
@@ -268,11 +332,13 @@ def check_shapes(path: "Path", recipe: "Recipe", tokenizer: "Tokenizer") -> None
     check_weights(path, build_model(recipe, recipe.model.vocab_size or tokenizer.size, "meta"))
 
 
-def starting_model(recipe: "Recipe", tokenizer: "Tokenizer", device: "torch.device", *, fresh: bool) -> "Transformer":
+def starting_model(
+    recipe: "Recipe", tokenizer: "Tokenizer", device: "torch.device", ranks: "Ranks", *, fresh: bool
+) -> "Transformer":
     """The model with its initial weights: drawn from the seed, or those of `train.init_from`."""
     from pkmlm.model.transformer import build_model
 
-    model = build_model(recipe, recipe.model.vocab_size or tokenizer.size, device)
+    model = build_model(recipe, recipe.model.vocab_size or tokenizer.size, device, ranks)
     if fresh and recipe.train.init_from is not None:
         from pkmlm.runtime.files import sha256_of
         from pkmlm.runtime.rundir import RunDirectory

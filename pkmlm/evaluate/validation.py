@@ -12,20 +12,33 @@ from pkmlm.evaluate.usage import UsageCounters
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runtime.device import autocast
+from pkmlm.runtime.distributed import Ranks
 from pkmlm.runtime.signals import StopRequest
 
 SAMPLE_TOKENS = 48
 
 
 def validation(
-    recipe: Recipe, model: Transformer, tokenizer: Tokenizer, precision: str, say: Callable[[str], None]
+    recipe: Recipe,
+    model: Transformer,
+    tokenizer: Tokenizer,
+    precision: str,
+    say: Callable[[str], None],
+    ranks: Ranks | None = None,
 ) -> Callable[[StopRequest], dict[str, Any] | None]:
     """The function that measures `model` on the valid split, as `pkmlm eval --split valid` would (but in the precision
     of training). It returns the numbers of a "valid" event, or None where a stop request cut it short.
+
+    Ranks that train together all call it, and get the same: each group that divides the tables takes its turn at the
+    batches, and none stops before the end.
     """
+    world = (ranks or Ranks()).data
+    alone = (ranks or Ranks()).world.size == 1
     device = next(model.parameters()).device
 
     def validate(stop: StopRequest) -> dict[str, Any] | None:
+        if not alone and stop:
+            return None
         model.eval()
         documents = documents_of_split(recipe.data.dir or "", "valid", tokenizer, recipe.eval.tokens)
         with UsageCounters(model) as counters, autocast(device, precision):
@@ -35,7 +48,8 @@ def validation(
                 tokenizer.eos,
                 batch=recipe.train.micro_batch,
                 watch=counters.only,
-                advance=lambda tokens: not stop,
+                advance=(lambda tokens: not stop) if alone else None,
+                world=world,
             )
         if result is None:
             return None
@@ -46,7 +60,7 @@ def validation(
             "token_ppl": result.token_ppl,
             "word_ppl": result.word_ppl,
             "bits_per_byte": result.bits_per_byte,
-            "usage": [memory.brief() for memory in counters.memories()],
+            "usage": [memory.brief() for memory in counters.memories(world)],
         }
 
     return validate

@@ -9,6 +9,8 @@ from torch import Tensor
 from pkmlm.kernels import backend
 from pkmlm.kernels.segments import Segments
 
+Reads = tuple[Tensor, Tensor, Tensor]  # of a backward pass: output gradients (N, D), slots (N, r), weights (N, r)
+
 
 class RowGradient:
     """The gradient of a table, between the backward passes of a step and its update.
@@ -17,6 +19,9 @@ class RowGradient:
     the gradient of the output. Kept are slots, weights and x: never a row for each row of the table, nor one for each
     read. More backward passes (accumulation) add more reads. Whoever updates the table sums each row's reads on the
     way: `pkmlm.train.row_adam`.
+
+    Attributes:
+        reads: of each backward pass.
     """
 
     def __init__(self, rows: int):
@@ -25,24 +30,28 @@ class RowGradient:
 
     def clear(self) -> None:
         """Forget all reads."""
-        self._reads: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.reads: list[Reads] = []
         self._joined: tuple[Tensor, Segments] | None = None
         self.scale = 1.0
 
     def __bool__(self) -> bool:
         """Whether there has been a backward pass."""
-        return bool(self._reads)
+        return bool(self.reads)
 
     def add(self, x_ND: Tensor, slots_Nr: Tensor, weights_Nr: Tensor) -> None:
         """Add the reads of a backward pass."""
-        self._reads.append((x_ND.detach(), slots_Nr, weights_Nr.detach()))
+        self.reads.append((x_ND.detach(), slots_Nr, weights_Nr.detach()))
         self._joined = None
+
+    def replace(self, reads: list[Reads]) -> None:
+        """Take other reads in place of those so far: those of all ranks, say."""
+        self.reads, self._joined = reads, None
 
     def joined(self) -> tuple[Tensor, Segments]:
         """Output gradients of all passes (N, D), and the reads sorted by row."""
         if self._joined is None:
-            x_ND, slots_Nr, weights_Nr = (torch.cat(parts) for parts in zip(*self._reads, strict=True))
-            self._reads = [(x_ND, slots_Nr, weights_Nr)]
+            x_ND, slots_Nr, weights_Nr = (torch.cat(parts) for parts in zip(*self.reads, strict=True))
+            self.reads = [(x_ND, slots_Nr, weights_Nr)]
             self._joined = x_ND, backend.of(x_ND).sort_reads(slots_Nr, weights_Nr, self.rows)
         return self._joined
 

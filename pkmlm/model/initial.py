@@ -9,13 +9,17 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pkmlm.runtime.seeds import generator
 
 
 class Normal(NamedTuple):
+    """N(0, std^2); or, of such a matrix of `width` columns, those from `first` on (as many as the tensor has)."""
+
     std: float
+    width: int | None = None
+    first: int = 0
 
 
 class Uniform(NamedTuple):
@@ -33,6 +37,7 @@ class OrthogonalRows(NamedTuple):
 Initial = Normal | Uniform | Constant | OrthogonalRows
 
 LINEAR_STD = 0.02  # GPT-2's
+BLOCK = 1 << 16  # rows drawn at a time, a multiple of 16: torch draws normal numbers by sixteen
 
 
 def stated_by(module: nn.Module) -> dict[str, Initial]:
@@ -60,9 +65,9 @@ def initialise(model: nn.Module, seed: int) -> None:
             match stated[name]:
                 case Constant(value):
                     tensor.fill_(value)
-                case Normal(std):
+                case Normal(std, width, first):
                     random = generator(seed, "initial", f"{path}.{name}")
-                    tensor.copy_(torch.empty(tensor.shape, dtype=torch.float32).normal_(0, std, generator=random))
+                    draw_columns(tensor, std, width, first, random)
                 case Uniform(bound):
                     random = generator(seed, "initial", f"{path}.{name}")
                     tensor.copy_(torch.empty(tensor.shape).uniform_(-bound, bound, generator=random))
@@ -79,3 +84,16 @@ def orthogonal_rows(rows: int, width: int, random: torch.Generator) -> torch.Ten
     q_bww = q_bww * r_bww.diagonal(dim1=-2, dim2=-1).sign()[:, None]  # without it the factorisation prefers some
     lengths_r1 = torch.randn(rows, width, dtype=torch.float64, generator=random).norm(dim=1, keepdim=True)
     return q_bww.transpose(1, 2).flatten(0, 1)[:rows] * lengths_r1
+
+
+def draw_columns(tensor: Tensor, std: float, width: int | None, first: int, random: torch.Generator) -> None:
+    """Fill a tensor with N(0, std^2), drawn in fp32, or with columns of such a matrix: see `Normal`.
+
+    A matrix is drawn by blocks of rows, which gives the numbers of drawing it whole.
+    """
+    by_blocks = tensor.ndim == 2 and (width or tensor.shape[1]) >= 16
+    blocks = tensor.split(BLOCK) if by_blocks else [tensor]
+    for block in blocks:
+        shape = block.shape if width is None else (len(block), width)
+        drawn = torch.empty(shape, dtype=torch.float32).normal_(0, std, generator=random)
+        block.copy_(drawn if width is None else drawn[:, first : first + block.shape[1]])

@@ -15,8 +15,11 @@ from pkmlm.model.initial import LINEAR_STD, Constant, Initial, Normal, initialis
 from pkmlm.model.memory.flat_key import FlatKeyMemory
 from pkmlm.model.memory.hash_table import HashLayer, MemoryBlock
 from pkmlm.model.memory.product_key import ProductKeyMemory
+from pkmlm.model.memory.query import QueryBatchNorm
+from pkmlm.model.memory.values import Values
 from pkmlm.recipe.check import memory_layers, rotary_width
 from pkmlm.recipe.schema import Model, Recipe
+from pkmlm.runtime.distributed import Ranks
 
 BATCH_NORM_MOMENTUM = 0.1  # of one optimizer step
 
@@ -131,13 +134,22 @@ class Transformer(nn.Module):
         return self.head(self.hidden(tokens_BT, cache))
 
 
-def build_model(recipe: Recipe, vocab_size: int, device: str | torch.device = "cpu") -> Transformer:
+def build_model(
+    recipe: Recipe, vocab_size: int, device: str | torch.device = "cpu", ranks: Ranks | None = None
+) -> Transformer:
     """The model of a recipe, initialised from its seed; on the meta device, only its shape.
 
     A model built on "meta" and then given storage (`to_empty`) and `initialise` holds the same numbers.
+
+    Args:
+        ranks: those that train it together; each holds its columns of the tables, and all the rest.
     """
     with torch.device("meta"):
-        model = Transformer(recipe.model, vocab_size, [_block(recipe, index) for index in range(recipe.model.layers)])
+        forwards = recipe.micro_batches(ranks.world.size if ranks else 1)
+        blocks = [_block(recipe, index, forwards) for index in range(recipe.model.layers)]
+        model = Transformer(recipe.model, vocab_size, blocks)
+        if ranks is not None:
+            work_together(model, ranks)
     if torch.device(device).type != "meta":
         try:
             model.to_empty(device=device)
@@ -149,7 +161,16 @@ def build_model(recipe: Recipe, vocab_size: int, device: str | torch.device = "c
     return model
 
 
-def _block(recipe: Recipe, index: int) -> Block:
+def work_together(model: Transformer, ranks: Ranks) -> None:
+    """Divide the tables of a model without storage, and let its batch norms see the tokens of all ranks."""
+    for module in model.modules():
+        if isinstance(module, Values):
+            module.divide(ranks.memory)
+        elif isinstance(module, QueryBatchNorm):
+            module.ranks = ranks.world
+
+
+def _block(recipe: Recipe, index: int, forwards: int) -> Block:
     model, layer = recipe.model, index + 1
     share = (2 * model.layers) ** -0.5
     hashed = model.projections == "hash"
@@ -159,7 +180,7 @@ def _block(recipe: Recipe, index: int) -> Block:
         parts["ffn"] = MemoryBlock(model.dim, model.hash, layer, share) if hashed else FFN(model, share)
     if layer in memories:
         kind = ProductKeyMemory if model.memory.kind == "product-key" else FlatKeyMemory
-        momentum = 1 - (1 - BATCH_NORM_MOMENTUM) ** (1 / recipe.micro_batches)
+        momentum = 1 - (1 - BATCH_NORM_MOMENTUM) ** (1 / forwards)
         parts["memory"] = kind(model.dim, model.memory, layer, momentum)
     if hashed:
         qkv: nn.Module = HashLayer(model.dim, 3 * model.dim, model.hash.bits, model.hash, layer, "qkv")

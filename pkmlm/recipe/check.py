@@ -90,7 +90,26 @@ def check_recipe(recipe: Recipe, places: Mapping[str, str] | None = None) -> Rec
             check.fail("train.compile", "hash tables leave nothing dense to compile", "false", "model.projections")
     if recipe.model.memory.kind != "none":
         check_memory(check, recipe.model)
+    check_division(check, recipe)
     return recipe
+
+
+def check_division(check: Check, recipe: Recipe) -> None:
+    """Every table falls into whole columns."""
+    parts, model = recipe.parallel.memory, recipe.model
+    widths = {model.dim} if model.memory.kind != "none" else set()
+    if model.projections == "hash":
+        widths |= {model.dim, (model.hash.bits + model.hash.extra_bits) * (model.dim // model.hash.bits)}
+    if parts > 1 and not widths:
+        check.fail("parallel.memory", f"{parts} ranks, but the model has no table to divide", "1", "model.memory.kind")
+    common = math.gcd(*widths)
+    if widths and common % parts:
+        check.fail(
+            "parallel.memory",
+            f"{parts} ranks cannot divide tables of {' and '.join(map(str, sorted(widths)))} columns",
+            nearest_divisors(common, parts),
+            "model.dim",
+        )
 
 
 def check_ranges(check: Check, section: Any, prefix: str) -> None:

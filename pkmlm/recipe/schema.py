@@ -152,8 +152,8 @@ class Log:
 
 @dataclass(frozen=True)
 class Parallel:
-    memory: Literal[1] = key(1, "ranks that share one value table; this version trains in one process")
-    shard: Literal[False] = key(False, "shard dense parameters over ranks; this version trains in one process")
+    memory: int = key(1, "ranks that divide each table of values or buckets by columns; it divides the ranks")
+    shard: Literal[False] = key(False, "divide the dense parameters too; not in this version")
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,6 @@ class Recipe:
         """Sequences of a global batch."""
         return self.train.batch_tokens // self.model.context
 
-    @property
-    def micro_batches(self) -> int:
-        """Forwards of an optimizer step."""
-        return self.sequences // self.train.micro_batch
+    def micro_batches(self, ranks: int = 1) -> int:
+        """Forwards of an optimizer step, on each of so many ranks."""
+        return self.sequences // (self.train.micro_batch * ranks)

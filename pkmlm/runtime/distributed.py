@@ -1,27 +1,192 @@
-"""The processes that work together, where a launcher such as torchrun has started several."""
+"""The processes that work together, where a launcher such as torchrun has started several.
 
+W: ranks; N: rows of one rank's tensor.
+"""
+
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from pkmlm.errors import UserError
+
+TIMEOUT = "PKMLM_TIMEOUT"  # seconds that a rank waits for another; the environment may set it
+PATIENCE = 1800.0
+# torch 2.13 has new names for these, and warns of the old ones.
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass
+class Tally:
+    """What this process has sent to others, and where it is.
+
+    Attributes:
+        sent: bytes, as the usual ring and pairwise algorithms send them.
+        step: the training step that it is in, for errors; 0: none.
+    """
+
+    sent: float = 0.0
+    step: int = 0
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among those that work together; alone, rank 0 of 1."""
+    """Processes that work together, and this one's rank among them; alone, rank 0 of 1.
+
+    Each method is called by all of them, in the same order, with tensors of the same shapes and dtypes. Sums are taken
+    in the same order on all ranks, so that all have the same bits. An error of the network, a rank that has died or one
+    that does not answer in time is a UserError (exit code 1) that names this rank and its step.
+    """
 
     rank: int = 0
     size: int = 1
+    group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
+    tally: Tally = field(default_factory=Tally, compare=False, repr=False)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum of a CPU tensor over all ranks, on all ranks; each must call it."""
+        """The sum over all ranks, in place."""
         if self.size > 1:
-            dist.all_reduce(tensor)
+            with self._sending(2 * (self.size - 1) / self.size * tensor.nbytes):
+                dist.all_reduce(tensor, group=self.group)
         return tensor
+
+    def any(self, flags: Tensor) -> Tensor:
+        """Which flags (bool) some rank has set."""
+        if self.size == 1:
+            return flags
+        with self._sending(2 * (self.size - 1) / self.size * flags.nbytes):
+            dist.all_reduce(found := flags.to(torch.uint8), dist.ReduceOp.MAX, self.group)
+        return found.bool()
+
+    def largest(self, number: int) -> int:
+        """The largest of the ranks' numbers."""
+        if self.size == 1:
+            return number
+        with self._sending(8):
+            dist.all_reduce(found := torch.tensor(number), dist.ReduceOp.MAX, self.group)
+        return int(found)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All ranks' rows, by rank: (W * N, ...)."""
+        if self.size == 1:
+            return x
+        out = x.new_empty(self.size * len(x), *x.shape[1:])
+        with self._sending((self.size - 1) * x.nbytes):
+            ALL_GATHER(out, x.contiguous(), self.group)
+        return out
+
+    def scatter_sum(self, x: Tensor) -> Tensor:
+        """Of the ranks' sum of x (W * N, ...), this rank's N rows: the transpose of `gather`."""
+        if self.size == 1:
+            return x
+        out = x.new_empty(len(x) // self.size, *x.shape[1:])
+        with self._sending((self.size - 1) / self.size * x.nbytes):
+            REDUCE_SCATTER(out, x.contiguous(), group=self.group)
+        return out
+
+    def exchange(self, x: Tensor) -> Tensor:
+        """The j-th of W equal parts of x goes to rank j; the parts received, by rank. It is its own inverse."""
+        if self.size == 1:
+            return x
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        with self._sending((self.size - 1) / self.size * x.nbytes):
+            dist.all_to_all_single(out, x.contiguous(), group=self.group)
+        return out
+
+    def gathered(self, value: Any) -> list[Any]:
+        """What each rank gives, by rank: anything that JSON can say."""
+        if self.size == 1:
+            return [value]
+        text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+        padded = torch.full((1, self.largest(len(text))), ord(" "), dtype=torch.uint8)
+        padded[0, : len(text)] = text
+        return [json.loads(bytes(row.tolist())) for row in self.gather(padded)]
+
+    def told(self, value: Any) -> Any:
+        """What rank 0 gives."""
+        return self.gathered(value if self.rank == 0 else None)[0]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A block that ends well on all ranks or on none; where one rank alone can fail, others must not wait for it
+        in a collective of the block.
+
+        Raises:
+            UserError: that of the first rank whose block raised one, there.
+            SystemExit: with its exit code, on the other ranks: the error is told once.
+        """
+        failure = None
+        try:
+            yield
+        except UserError as error:
+            if self.size == 1:
+                raise
+            failure = error
+        codes = self.gathered(failure.exit_code if failure else 0) if self.size > 1 else []
+        first = next((rank for rank, code in enumerate(codes) if code), None)
+        if first is None:
+            return
+        if first != self.rank or failure is None:
+            raise SystemExit(codes[first])
+        where = f"rank {first}: " if first else ""
+        raise UserError(where + failure.message, failure.hint, failure.exit_code) from failure
+
+    def same(self, error: UserError) -> UserError | SystemExit:
+        """What to raise for an error that all ranks meet alike: rank 0 tells it, the others end with its exit code."""
+        return error if self.rank == 0 else SystemExit(error.exit_code)
+
+    @contextmanager
+    def _sending(self, size: float) -> Iterator[None]:
+        try:
+            with torch.no_grad():
+                yield
+        except RuntimeError as error:
+            at = f", step {self.tally.step}" if self.tally.step else ""
+            reason = str(error).strip().partition("\n")[0]
+            raise UserError(
+                f"rank {dist.get_rank()}{at}: another rank has ended, or not answered for {patience():g} s ({reason})",
+                f"the first rank to end says why; {TIMEOUT}=SECONDS in the environment sets how long to wait",
+                exit_code=1,
+            ) from error
+        self.tally.sent += size
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How the processes of a training run share its work; alone, each is a world of one.
+
+    Attributes:
+        world: all of them; each takes its own sequences.
+        memory: the neighbours among whom each table of rows is divided, by columns.
+        data: those that hold the same columns as this one, one of each such group.
+    """
+
+    world: World = field(default_factory=World)
+    memory: World = field(default_factory=World)
+    data: World = field(default_factory=World)
+
+
+def ranks_of(world: World, memory: int = 1) -> Ranks:
+    """The ranks of a run whose tables are divided among `memory` ranks (a divisor of the world's size)."""
+    if world.size == 1:
+        return Ranks(world)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    mesh = init_device_mesh(device, (world.size // memory, memory), mesh_dim_names=("data", "memory"))
+    return Ranks(world, _part(mesh, "memory", world.tally), _part(mesh, "data", world.tally))
+
+
+def _part(mesh: DeviceMesh, name: str, tally: Tally) -> World:
+    group = mesh.get_group(name)
+    return World(dist.get_rank(group), dist.get_world_size(group), group, tally)
 
 
 def world() -> World:
@@ -29,19 +194,45 @@ def world() -> World:
     return World(dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else World()
 
 
+def patience() -> float:
+    """Seconds that a rank waits for the others.
+
+    Raises:
+        UserError: the environment's is no such number.
+    """
+    text = os.environ.get(TIMEOUT, str(PATIENCE))
+    try:
+        seconds = float(text)
+        timedelta(seconds=seconds)
+    except (ValueError, OverflowError):
+        seconds = 0.0
+    if not seconds > 0:
+        raise UserError(f"{TIMEOUT}: found {text[:40]!r} (expected seconds, more than 0)")
+    return seconds
+
+
 @contextmanager
 def joined() -> Iterator[World]:
-    """Join the processes of the launcher (over gloo, on the CPU) and leave them at the end; on GPUs, take this rank's.
+    """Join the processes of the launcher and leave them at the end; on GPUs, take this rank's.
 
-    Results that are small meet in main memory, so one backend does for every device.
+    Tensors on GPUs go over NCCL, those in main memory over gloo.
+
+    Raises:
+        UserError: the launcher's environment is not whole (exit code 2), or the others could not be met (1).
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1:
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield World()
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    dist.init_process_group("gloo")
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=patience()))
+    except ValueError as error:
+        raise UserError(f"WORLD_SIZE is set, but not all that goes with it: {error}", "start with torchrun") from None
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"rank {os.environ.get('RANK')} could not meet the others: {reason}", exit_code=1) from None
     try:
         yield world()
     finally:

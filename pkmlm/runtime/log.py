@@ -126,6 +126,23 @@ class TrainingLog:
         return sinks
 
 
+class Unheard:
+    """The log of a rank other than 0, whose steps and events are those that rank 0 tells."""
+
+    def event(self, event: str, step: int, **numbers: Any) -> None: ...
+
+    def sync(self) -> None: ...
+
+    def say(self, text: str, *, on_screen: bool = True) -> None: ...
+
+    def warn(self, step: int, text: str) -> None: ...
+
+    def progressed(self, step: int, loss: float, tokens_per_second: float, extra: str) -> None: ...
+
+
+RunLog = TrainingLog | Unheard
+
+
 class Sink(Protocol):
     """Another place for the numbers of events."""
 

@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -11,27 +11,37 @@ EXIT_CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
 
 
 class StopRequest:
-    """Whether a signal asked to stop, and which exit code it stands for (None: nobody asked)."""
+    """Whether a signal asked to stop, and which exit code it stands for (None: nobody asked).
 
-    def __init__(self) -> None:
+    Args:
+        agree: the largest of what it is called with on all ranks. One rank is asked, and all stop at the same place:
+            whether to stop is therefore asked by all of them together.
+    """
+
+    def __init__(self, agree: Callable[[int], int] = int) -> None:
         self.exit_code: int | None = None
         self.asked_at = 0.0
+        self.agree = agree
+
+    def agreed(self) -> int | None:
+        """The exit code for all ranks, if any of them was asked to stop."""
+        return self.agree(self.exit_code or 0) or None
 
     def __bool__(self) -> bool:
-        return self.exit_code is not None
+        return self.agreed() is not None
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[StopRequest]:
+def stop_on_signals(agree: Callable[[int], int] = int) -> Iterator[StopRequest]:
     """Note SIGTERM and SIGINT instead of dying; a signal more than a second later ends the process at once
     (KeyboardInterrupt).
 
-    The handlers that stood before are put back at the end.
+    The handlers that stood before are put back at the end. `agree`: see `StopRequest`.
     """
-    request = StopRequest()
+    request = StopRequest(agree)
 
     def note(number: int, frame: FrameType | None) -> None:
-        if not request:
+        if request.exit_code is None:
             request.exit_code = EXIT_CODES[signal.Signals(number)]
             request.asked_at = time.monotonic()
         elif time.monotonic() - request.asked_at > SAME_REQUEST:

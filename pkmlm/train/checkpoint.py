@@ -1,23 +1,27 @@
 """Checkpoints: everything that a run needs to go on to the bit, written whole or not at all.
 
 A checkpoint is a folder: weights.safetensors (parameters and buffers by path), optimizer.safetensors (each parameter's
-state as "path|key"), state.json (step, scaler), and manifest.json with the size and sha256 of each. There is no
-random state to save: a step's random numbers follow from the seed and its number.
+state as "path|key"), state.json (step, scaler), and manifest.json with the size and sha256 of each. Where P ranks
+divide the tables of a run, each writes its columns, and their moments, into files of its own
+(weights-1-of-P.safetensors ...), and the first writes the rest; any number of ranks reads what any other has written.
+There is no random state to save: a step's random numbers follow from the seed, its number and the rank.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pkmlm.errors import UserError
+from pkmlm.model.memory.values import Values
+from pkmlm.runtime.distributed import Ranks
 from pkmlm.runtime.files import (
+    TEMPORARY,
     disk_errors,
     json_text,
     read_json,
@@ -29,9 +33,9 @@ from pkmlm.runtime.files import (
 )
 from pkmlm.runtime.rundir import RunDirectory
 from pkmlm.train.optim import Group
+from pkmlm.train.tensor_files import Tables, copy_tensors, part_name, tensors_of
 
 VERSION = 1
-DTYPES = {torch.float32: "F32", torch.int64: "I64"}  # what a checkpoint holds, as its files say it
 FILES = ("weights.safetensors", "optimizer.safetensors", "state.json")
 MANIFEST = "manifest.json"
 
@@ -55,25 +59,78 @@ class Progress:
     seconds: float = 0.0
 
 
-def save(run: RunDirectory, model: nn.Module, groups: list[Group], progress: Progress) -> None:
-    """Write the checkpoint of `progress.step`, read it back, and point `latest` at it.
+def save(
+    run: RunDirectory, model: nn.Module, groups: list[Group], progress: Progress, ranks: Ranks | None = None
+) -> None:
+    """Write the checkpoint of `progress.step`, read it back, and point `latest` at it; all ranks together.
 
     Raises:
         UserError: (exit code 1) a weight is not finite, or the disk refused; earlier checkpoints are untouched.
     """
-    path = run.checkpoint(progress.step)
+    path, ranks = run.checkpoint(progress.step), ranks or Ranks()
+    world, lead = ranks.world, ranks.world.rank == 0
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    bad = [name for name, tensor in weights.items() if not torch.isfinite(tensor).all()]
-    if bad:
-        raise UserError(f"step {progress.step} is not saved: {bad[0]} is not finite", exit_code=1)
-    with writing_folder(path) as folder:
-        write_tensors(folder / FILES[0], weights)
-        write_tensors(folder / FILES[1], optimizer_state(groups))
-        write_json(folder / FILES[2], asdict(progress))
-        files = {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)} for name in FILES}
-        write_json(folder / MANIFEST, {"version": VERSION, "step": progress.step, "files": files})
-    verify(path)
-    run.point("latest", progress.step)
+    with world.together():
+        bad = [name for name, tensor in weights.items() if not torch.isfinite(tensor).all()]
+        if bad:
+            raise UserError(f"step {progress.step} is not saved: {bad[0]} is not finite", exit_code=1)
+    with ExitStack() as stack:
+        folder = path.with_name(f"{TEMPORARY}{path.name}")
+        with world.together():
+            if lead:
+                stack.enter_context(writing_folder(path))
+        with world.together():
+            contents = {FILES[0]: (weights, tables_of(model)), FILES[1]: (optimizer_state(groups), state_tables(model))}
+            own = write_share(folder, contents, ranks)
+            if lead:
+                write_json(folder / FILES[2], asdict(progress))
+                own[FILES[2]] = entry_of(folder / FILES[2])
+        files = {name: entry for share in world.gathered(own) for name, entry in share.items()}
+        with world.together():
+            if lead:
+                files = {name: files[name] for name in file_names(ranks.memory.size)}
+                write_json(folder / MANIFEST, {"version": VERSION, "step": progress.step, "files": files})
+                stack.close()
+                verify(path)
+                run.point("latest", progress.step)
+
+
+def file_names(parts: int) -> tuple[str, ...]:
+    """The files of a checkpoint whose tables are in so many parts, but for its manifest."""
+    divided = [part_name(name, part, parts) for part in range(parts) for name in FILES[:2]]
+    return (*FILES, *(divided if parts > 1 else []))
+
+
+def write_share(folder: Path, contents: dict[str, tuple[dict[str, Tensor], Tables]], ranks: Ranks) -> dict[str, Any]:
+    """Write what this rank has to write, and return the manifest's entries for it: the first rank what all hold, the
+    first ranks that hold different columns these."""
+    parts, entries = ranks.memory.size, {}
+    for name, (tensors, tables) in contents.items():
+        divided = tables if parts > 1 else {}
+        shares = {name: {key: tensor for key, tensor in tensors.items() if key not in divided}}
+        if ranks.world.rank > 0:
+            shares = {}
+        if divided and ranks.data.rank == 0:
+            shares[part_name(name, ranks.memory.rank, parts)] = {key: tensors[key] for key in divided}
+        for file, share in shares.items():
+            write_tensors(folder / file, share)
+            entries[file] = entry_of(folder / file)
+    return entries
+
+
+def entry_of(path: Path) -> dict[str, Any]:
+    """What the manifest says of a file."""
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+
+
+def tables_of(model: nn.Module) -> Tables:
+    """The tables among a model's tensors, and the ranks that hold their columns."""
+    return {f"{path}.weight_KD": module.ranks for path, module in model.named_modules() if isinstance(module, Values)}
+
+
+def state_tables(model: nn.Module) -> Tables:
+    """The tables among the tensors of the optimizers of a model."""
+    return {f"{name}|{key}": ranks for name, ranks in tables_of(model).items() for key in ("exp_avg", "exp_avg_sq")}
 
 
 def prune(run: RunDirectory, keep: int) -> None:
@@ -119,10 +176,9 @@ def verify(path: Path) -> None:
         problem = "it is not as it was written"
     if problem:
         raise UserError(f"{path / MANIFEST} is damaged: {problem}", hint, exit_code=1)
-    for strange in sorted(set(path.glob("[!.]*")) - {path / name for name in (*FILES, MANIFEST)}):
+    for strange in sorted(set(path.glob("[!.]*")) - {path / name for name in (*manifest["files"], MANIFEST)}):
         raise UserError(f"{strange} is not a part of the checkpoint", hint, exit_code=1)
-    for name in FILES:
-        expected = manifest["files"][name]
+    for name, expected in manifest["files"].items():
         file = path / name
         if not file.is_file():
             raise UserError(f"{file} is missing", hint, exit_code=1)
@@ -140,7 +196,7 @@ def contradiction(manifest: Any, name: str) -> str:
     if type(manifest["step"]) is not int or name != f"step-{manifest['step']:08d}":
         return f"it is that of step {str(manifest['step'])[:20]}"
     files = manifest["files"]
-    if not isinstance(files, dict) or files.keys() != set(FILES):
+    if not isinstance(files, dict) or files.keys() != set(file_names(max(1, (len(files) - len(FILES)) // 2))):
         return f"its files are {str(files)[:60]}"
     for file, entry in files.items():
         known = isinstance(entry, dict) and entry.keys() == {"bytes", "sha256"}
@@ -173,12 +229,12 @@ def fall_back(run: RunDirectory) -> list[str]:
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
-    """Fill a model from a verified checkpoint folder.
+    """Fill a model, or this rank's columns of its tables, from a verified checkpoint folder.
 
     Raises:
         UserError: names, shapes or dtypes are not those of the model.
     """
-    copy_tensors(path / FILES[0], dict(model.state_dict()))
+    copy_tensors(path / FILES[0], dict(model.state_dict()), tables_of(model))
 
 
 def check_weights(path: Path, model: nn.Module) -> None:
@@ -188,7 +244,7 @@ def check_weights(path: Path, model: nn.Module) -> None:
     Raises:
         UserError: as `load_weights`.
     """
-    with tensors_of(path / FILES[0], dict(model.state_dict())):
+    with tensors_of(path / FILES[0], dict(model.state_dict()), tables_of(model)):
         pass
 
 
@@ -201,7 +257,7 @@ def load(path: Path, model: nn.Module, groups: list[Group]) -> Progress:
         for name, parameter in group.parameters.items():
             state = group.optimizer.state[parameter] = empty_state(group.optimizer, parameter)
             expected.update({f"{name}|{key}": tensor for key, tensor in state.items()})
-    copy_tensors(path / FILES[1], expected)
+    copy_tensors(path / FILES[1], expected, state_tables(model))
     return progress_of(read_json(path / FILES[2], "the checkpoint's state", exit_code=1), path / FILES[2])
 
 
@@ -227,38 +283,3 @@ def empty_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> di
     fused = any(group.get("fused") for group in optimizer.param_groups)
     step = torch.zeros((), device=parameter.device) if fused else torch.zeros((), dtype=torch.int64)
     return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-
-
-@torch.no_grad()
-def copy_tensors(path: Path, expected: dict[str, Tensor]) -> None:
-    """Copy a safetensors file into tensors of the same names, shapes and dtypes, one at a time.
-
-    Raises:
-        UserError: the file is damaged or holds other tensors; then nothing has been copied.
-    """
-    with tensors_of(path, expected) as file:
-        for name, tensor in expected.items():
-            tensor.copy_(file.get_tensor(name))
-
-
-@contextmanager
-def tensors_of(path: Path, expected: dict[str, Tensor]) -> Iterator[Any]:
-    """Open a safetensors file that holds tensors of these names, shapes and dtypes, and no others; see `copy_tensors`
-    for what is raised.
-    """
-    try:
-        with safe_open(path, framework="pt") as file:
-            found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            for name in sorted(expected.keys() ^ found.keys()):
-                where = "is not in the model" if name in found else "is missing"
-                hint = "the recipe and the weights do not belong together"
-                raise UserError(f"{path}: tensor {name[:100]} {where}", hint)
-            for name, tensor in expected.items():
-                shape, dtype = found[name].get_shape(), found[name].get_dtype()
-                if list(tensor.shape) != shape:
-                    raise UserError(f"{path}: tensor {name} has shape {shape} (expected {list(tensor.shape)})")
-                if DTYPES.get(tensor.dtype) != dtype:
-                    raise UserError(f"{path}: tensor {name} is {dtype} (expected {DTYPES.get(tensor.dtype)})")
-            yield file
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"cannot read {path}: {error}", exit_code=1) from None

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from pkmlm.data.batches import permute
+from pkmlm.model.memory.columns import side_by_side
 from pkmlm.model.memory.hash_table import HashLayer
 from pkmlm.model.memory.key_memory import KeyMemory
 from pkmlm.recipe.schema import Recipe
+from pkmlm.runtime.distributed import World
 from pkmlm.runtime.files import make_folder, writing
-from pkmlm.runtime.log import TrainingLog
+from pkmlm.runtime.log import RunLog
 from pkmlm.runtime.seeds import derived_seed
 
 SAMPLE = 2048  # values of a memory whose way is measured
@@ -32,21 +34,25 @@ class Drift:
     Args:
         folder: RUN/usage.
         step: of the model's weights.
+        world: the ranks that train the model, all of which call each method; rank 0 writes.
     """
 
-    def __init__(self, folder: Path, recipe: Recipe, model: nn.Module, step: int):
+    def __init__(self, folder: Path, recipe: Recipe, model: nn.Module, step: int, world: World | None = None):
+        self.world = world or World()
         self.folder, self.every, self.last = folder, recipe.eval.every, recipe.train.steps
         modules = [module for module in model.modules() if isinstance(module, KeyMemory | HashLayer)]
-        self.memories = [_Memory(module, derived_seed(recipe.train.seed, "drift")) for module in modules]
+        self.memories = [_Memory(module, derived_seed(recipe.train.seed, "drift"), self.world) for module in modules]
         self.began = self.since = step
         self._go_on(step)
 
-    def record(self, step: int, log: TrainingLog) -> None:
+    def record(self, step: int, log: RunLog) -> None:
         """After a step: record it, if that is due."""
         ends = step == self.last and (step - self.since) * 2 >= self.every  # else too few steps to call a slot dead
         if not self.memories or step == self.since or not (ends or (self.every > 0 and step % self.every == 0)):
             return
         first = self.since == self.began
+        for memory in self.memories:
+            memory.meet()
         found = [memory.record(self.since, step, first) for memory in self.memories]
         arrays = {name: array for number, memory in enumerate(self.memories) for name, array in memory.arrays(number)}
         log.event("drift", step, since=self.since, began=self.began, memories=[numbers for numbers, _ in found])
@@ -60,14 +66,18 @@ class Drift:
         """With a checkpoint between two records: keep what a run that goes on from it needs."""
         if not self.memories or step == self.since:
             return
+        for memory in self.memories:
+            memory.meet()
         arrays = {name: array for number, memory in enumerate(self.memories) for name, array in memory.arrays(number)}
         before = {f"{number}-before_SD": memory.before_SD.cpu().numpy() for number, memory in enumerate(self.memories)}
         self._write(step, {**arrays, **before})
 
     def _write(self, step: int, arrays: dict[str, Any]) -> None:
-        make_folder(self.folder)
-        with writing(self.file(step)) as file:
-            np.savez_compressed(file, steps=np.array([self.began, self.since, step]), **arrays)
+        with self.world.together():
+            if self.world.rank == 0:
+                make_folder(self.folder)
+                with writing(self.file(step)) as file:
+                    np.savez_compressed(file, steps=np.array([self.began, self.since, step]), **arrays)
 
     def file(self, step: int) -> Path:
         return self.folder / f"drift-step-{step}.npz"
@@ -90,9 +100,9 @@ class Drift:
 class _Memory:
     """What is noted of one memory: slots read since the last record, and the step of the last record that read each."""
 
-    def __init__(self, module: KeyMemory | HashLayer, seed: int):
-        self.tap, self.table_KD = module.tap, module.values.weight_KD
-        slots, device = self.tap.slots, self.table_KD.device
+    def __init__(self, module: KeyMemory | HashLayer, seed: int, world: World):
+        self.tap, self.values, self.world = module.tap, module.values, world
+        slots, device = self.tap.slots, self.values.weight_KD.device
         self.read_K = torch.zeros(slots, dtype=torch.bool, device=device)
         self.last_K = torch.zeros(slots, dtype=torch.int64, device=device)
         sample = np.sort(permute(np.arange(min(SAMPLE, slots)), slots, seed))
@@ -104,8 +114,13 @@ class _Memory:
         if tap.training:
             self.read_K.index_fill_(0, output[0].flatten(), True)
 
+    def meet(self) -> None:
+        """Note what other ranks have read, too."""
+        self.read_K = self.world.any(self.read_K)
+
     def _values(self) -> Tensor:
-        return self.table_KD.detach()[self.sample_S].float()
+        own_Sd = self.values.weight_KD.detach()[self.sample_S].float()
+        return side_by_side(self.values.ranks.gather(own_Sd), self.values.ranks.size)
 
     def record(self, since: int, step: int, first: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         """Numbers of the event, and how far each sampled value moved (2-norm, (S,)) with its norm before.

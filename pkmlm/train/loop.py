@@ -13,7 +13,8 @@ from pkmlm.errors import UserError
 from pkmlm.model.memory.usage_tap import UsageTap, usage_taps
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.schema import Recipe
-from pkmlm.runtime.log import TrainingLog
+from pkmlm.runtime.distributed import Ranks, World
+from pkmlm.runtime.log import RunLog
 from pkmlm.runtime.rundir import RunDirectory
 from pkmlm.runtime.signals import StopRequest
 from pkmlm.train import checkpoint
@@ -47,10 +48,14 @@ def train(
     batches: Batches,
     precision: str,
     validate: Validate | None,
-    log: TrainingLog,
+    log: RunLog,
     stop: StopRequest,
+    ranks: Ranks | None = None,
 ) -> Outcome:
     """Train `model` in `run` from its latest checkpoint, or from the start, to the recipe's last step.
+
+    Ranks that train together all call it; rank 0 alone writes, but for the parts of checkpoints. What the loop decides
+    follows from what all know: step numbers, the loss of rank 0's validation, and a stop request that all agree on.
 
     Args:
         validate: measures the model; returns the numbers of a "valid" event, "loss" (nats a token) among them, or None
@@ -60,10 +65,11 @@ def train(
         UserError: training diverged (exit code 3), or a checkpoint could not be written or read (1).
     """
     groups = parameter_groups(model, recipe)
-    stepper = Stepper(model, groups, batches, recipe, precision)
+    stepper = Stepper(model, groups, batches, recipe, precision, ranks)
     progress = restore(run, stepper)
-    reads = [RecentReads(tap) for tap in usage_taps(model) if tap.name == "memory"]
-    drift = Drift(run.path / "usage", recipe, model, progress.step)
+    world = stepper.ranks.world
+    reads = [RecentReads(tap, world) for tap in usage_taps(model) if tap.name == "memory"]
+    drift = Drift(run.path / "usage", recipe, model, progress.step, world)
     history = History.of(run.metrics())
 
     def unvalidated() -> bool:
@@ -85,7 +91,7 @@ def train(
             drift.record(progress.step, log)
         if validate is not None and unvalidated():
             measure(run, stepper, progress, history, validate, log, stop, drift)
-        stopping = stop.exit_code
+        stopping = stop.agreed()
         if stopping is not None or due(recipe.checkpoint.every, progress.step):
             save(run, stepper, progress, log, drift)
         if stopping is not None and (progress.step < recipe.train.steps or unvalidated()):
@@ -130,14 +136,17 @@ class History:
 
 def restore(run: RunDirectory, stepper: Stepper) -> Progress:
     """Go back to the latest checkpoint, if there is one."""
-    steps = run.steps()
+    world = stepper.ranks.world
+    steps = world.told(run.steps())
     if not steps:
         return Progress()
-    progress = checkpoint.load(run.checkpoint(steps[-1]), stepper.model, stepper.groups)
-    best = History.of(run.metrics()).best_step
-    run.point("latest", steps[-1])  # a kill may have come between the checkpoint and its pointer
-    if best in steps:
-        run.point("best", best)
+    with world.together():
+        progress = checkpoint.load(run.checkpoint(steps[-1]), stepper.model, stepper.groups)
+        if world.rank == 0:
+            best = History.of(run.metrics()).best_step
+            run.point("latest", steps[-1])  # a kill may have come between the checkpoint and its pointer
+            if best is not None and best in steps:
+                run.point("best", best)
     stepper.skips = progress.skips
     if progress.scaler and stepper.scaler.is_enabled():
         if progress.scaler.keys() != stepper.scaler.state_dict().keys():
@@ -146,19 +155,28 @@ def restore(run: RunDirectory, stepper: Stepper) -> Progress:
     return progress
 
 
-def save(run: RunDirectory, stepper: Stepper, progress: Progress, log: TrainingLog, drift: Drift) -> None:
+def save(run: RunDirectory, stepper: Stepper, progress: Progress, log: RunLog, drift: Drift) -> None:
     """Save a checkpoint of this step, unless there is one: a step has one state."""
-    if run.checkpoint(progress.step).exists():
+    world = stepper.ranks.world
+    if world.told(run.checkpoint(progress.step).exists()):
         return
-    log.sync()
     drift.keep(progress.step)
     progress.skips, progress.scaler = stepper.skips, stepper.scaler.state_dict()
-    checkpoint.save(run, stepper.model, stepper.groups, progress)
-    checkpoint.prune(run, stepper.recipe.checkpoint.keep)
+    with world.together():
+        log.sync()
+    checkpoint.save(run, stepper.model, stepper.groups, progress, stepper.ranks)
+    prune(run, stepper)
     log.event("save", progress.step)
 
 
-def take_step(stepper: Stepper, progress: Progress, log: TrainingLog, reads: "list[RecentReads]") -> None:
+def prune(run: RunDirectory, stepper: Stepper) -> None:
+    """Delete checkpoints that need not be kept."""
+    with stepper.ranks.world.together():
+        if stepper.ranks.world.rank == 0:
+            checkpoint.prune(run, stepper.recipe.checkpoint.keep)
+
+
+def take_step(stepper: Stepper, progress: Progress, log: RunLog, reads: "list[RecentReads]") -> None:
     """Take the next step and record it: one "train" event, and the line that people see."""
     began = time.monotonic()
     result = stepper.take(progress.step + 1)
@@ -190,12 +208,15 @@ def measure(
     progress: Progress,
     history: History,
     validate: Validate,
-    log: TrainingLog,
+    log: RunLog,
     stop: StopRequest,
     drift: Drift,
 ) -> None:
     """Validate, record it, and keep the best; a validation that a stop request cuts short is made up for on resume."""
-    numbers = validate(stop)
+    world = stepper.ranks.world
+    with world.together():
+        numbers = validate(stop)
+    numbers = world.told(numbers)
     if numbers is None:
         return
     log.event("valid", progress.step, **numbers)
@@ -204,8 +225,10 @@ def measure(
     log.say(f"step {progress.step}  validation {numbers['loss']:.4f} nats/token  ({'best so far' if better else mark})")
     if better:
         save(run, stepper, progress, log, drift)
-        run.point("best", progress.step)
-        checkpoint.prune(run, stepper.recipe.checkpoint.keep)  # the one that was best
+        with world.together():
+            if world.rank == 0:
+                run.point("best", progress.step)
+        prune(run, stepper)  # the one that was best
 
 
 def finite_or_none(value: float) -> float | None:
@@ -222,11 +245,12 @@ class RecentReads:
 
     Args:
         tap: of the memory to watch.
+        ranks: those whose tokens count together.
         window: training forwards in a window; the share shown is that of the last whole window.
     """
 
-    def __init__(self, tap: UsageTap, window: int = 100):
-        self.tap, self.window = tap, window
+    def __init__(self, tap: UsageTap, ranks: World, window: int = 100):
+        self.tap, self.ranks, self.window = tap, ranks, window
         self.read_K: Tensor | None = None
         self.forwards = 0
         self.share: float | None = None
@@ -240,7 +264,7 @@ class RecentReads:
         self.read_K[output[0].flatten()] = True
         self.forwards += 1
         if self.forwards == self.window:
-            self.share = float(self.read_K.float().mean())
+            self.share = float(self.ranks.any(self.read_K).float().mean())
             self.read_K.zero_()
             self.forwards = 0
 

@@ -11,8 +11,10 @@ from pkmlm.errors import UserError
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runtime.device import autocast
+from pkmlm.runtime.distributed import Ranks
 from pkmlm.runtime.seeds import derived_seed
 from pkmlm.train.dense_parts import compile_dense_parts
+from pkmlm.train.exchange import exchange_gradients
 from pkmlm.train.optim import Group
 
 SCALE_FLOOR = 1.0
@@ -40,9 +42,18 @@ class Stepper:
     Args:
         model, groups, batches: what is trained, how, and on what.
         precision: "fp32", "bf16" or "fp16"; weights, gradients and moments are fp32 in each.
+        ranks: those that take each step together; None: this process alone.
     """
 
-    def __init__(self, model: Transformer, groups: list[Group], batches: Batches, recipe: Recipe, precision: str):
+    def __init__(
+        self,
+        model: Transformer,
+        groups: list[Group],
+        batches: Batches,
+        recipe: Recipe,
+        precision: str,
+        ranks: Ranks | None = None,
+    ):
         self.model, self.groups, self.batches, self.recipe, self.precision = (
             model,
             groups,
@@ -50,6 +61,7 @@ class Stepper:
             recipe,
             precision,
         )
+        self.ranks = ranks or Ranks()
         self.device = next(model.parameters()).device
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
         self.skips = 0  # in a row
@@ -57,24 +69,28 @@ class Stepper:
             compile_dense_parts(model)
 
     def take(self, step: int) -> StepResult:
-        """Take step `step` (from 1): everything random in it follows from the recipe's seed and this number.
+        """Take step `step` (from 1): everything random in it follows from the recipe's seed, this number and the rank.
 
         Raises:
             UserError: (exit code 3) the loss or a gradient is not finite and no smaller loss scale can mend it; the
                 parameters are those of the step before.
         """
-        torch.manual_seed(derived_seed(self.recipe.train.seed, "dropout", step))
+        world = self.ranks.world
+        world.tally.step = step
+        of_this_rank = (step, world.rank) if world.rank else (step,)
+        torch.manual_seed(derived_seed(self.recipe.train.seed, "dropout", *of_this_rank))
         self.model.train()
         before = [buffer.clone() for buffer in self.model.buffers()] if self.scaler.is_enabled() else []
         loss = self._gradients(step)
+        exchange_gradients(self.groups, self.ranks)
         norms = [self._unscaled_norm(group) for group in self.groups]
-        loss_value, *norm_values = torch.stack([loss, *(norm.to(loss.dtype) for norm in norms)]).tolist()
+        loss_value, *norm_values = self._for_all(loss, norms).tolist()
         named = dict(zip((group.name for group in self.groups), norm_values, strict=True))
         finite = all(abs(value) < float("inf") for value in (loss_value, *norm_values))
         if finite:
             self._update(step, named)
         elif self.precision != "fp16":
-            raise diverged(step, loss_value, named)
+            raise world.same(diverged(step, loss_value, named))
         else:  # a skipped step leaves no trace
             for buffer, value in zip(self.model.buffers(), before, strict=True):
                 buffer.copy_(value)
@@ -84,11 +100,14 @@ class Stepper:
         return StepResult(loss_value, named, skipped=not finite)
 
     def _gradients(self, step: int) -> Tensor:
-        """Accumulate the gradient of the mean over the global batch; return that mean, 0-d, detached."""
-        count, scored = self.recipe.micro_batches, self.batches.scored(step)
+        """Accumulate the gradient of the mean over the global batch; return that mean, 0-d, detached. Both are this
+        rank's share: a sum over its tokens.
+        """
+        world = self.ranks.world
+        count, scored = self.recipe.micro_batches(world.size), self.batches.scored(step)
         total = torch.zeros((), device=self.device)
         for index in range(count):
-            batch = self.batches.micro_batch(step, index, self.recipe.train.micro_batch)
+            batch = self.batches.micro_batch(step, index, self.recipe.train.micro_batch, world.rank, world.size)
             tokens_BT, targets_BT = (part.to(self.device, non_blocking=True) for part in batch)
             with autocast(self.device, self.precision):
                 logits_BTV = self.model(tokens_BT)
@@ -101,6 +120,21 @@ class Stepper:
         if self.scaler.is_enabled():
             group.unscale(self.scaler)
         return group.gradient_norm()
+
+    def _for_all(self, loss: Tensor, norms: list[Tensor]) -> Tensor:
+        """Loss and gradient norms of the global batch: the same numbers on all ranks, and so the same verdict.
+
+        Each gradient counts once: what all ranks hold on the first, columns of tables on the ranks that divide them.
+        """
+        if self.ranks.world.size == 1:
+            return torch.stack([loss, *(norm.to(loss.dtype) for norm in norms)])
+        shares = [loss.double()]
+        for group, norm in zip(self.groups, norms, strict=True):
+            counts = self.ranks.data.rank == 0 if group.tables else self.ranks.world.rank == 0
+            square = norm.to(loss.device, torch.float64).square()
+            shares.append(square if counts else torch.zeros_like(square))
+        total = self.ranks.world.sum(torch.stack(shares))
+        return torch.cat([total[:1], total[1:].sqrt()])
 
     def _update(self, step: int, norms: dict[str, float]) -> None:
         for group in self.groups:
@@ -118,9 +152,8 @@ class Stepper:
             return
         scale = self.scaler.get_scale()
         if scale <= SCALE_FLOOR or self.skips >= MOST_SKIPS:
-            raise diverged(
-                step, loss, norms, f" after {self.skips} skipped steps in a row, at a loss scale of {scale:g}"
-            )
+            after = f" after {self.skips} skipped steps in a row, at a loss scale of {scale:g}"
+            raise self.ranks.world.same(diverged(step, loss, norms, after))
         lower = max(SCALE_FLOOR, scale * self.scaler.get_backoff_factor())
         self.scaler.update(new_scale=lower)
         self.scaler.load_state_dict({**self.scaler.state_dict(), "_growth_tracker": 0})

@@ -59,7 +59,7 @@ def test_slots_die_wake_and_stay_unread(watched, tmp_path: Path) -> None:
 def test_moved_is_the_distance_of_sampled_values(watched, tmp_path: Path) -> None:
     recipe, model, read = watched
     log, drift = Events(), Drift(tmp_path / "usage", recipe, model, 0)
-    table = drift.memories[0].table_KD
+    table = drift.memories[0].values.weight_KD
     before = table.detach().clone()
     read(drift, *range(256))
     with torch.no_grad():

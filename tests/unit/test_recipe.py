@@ -130,7 +130,7 @@ def test_numbers_are_read_by_the_type_of_their_key(recipe_file: Path) -> None:
             "model: {memory: {kind: product_key}}",
             "found product_key (expected none, product-key or flat-key)",
         ),
-        ("parallel: {memory: 2}", "parallel.memory: found 2 (expected 1)"),
+        ("parallel: {memory: 2}", "parallel.memory: 2 ranks, but the model has no table to divide (expected 1)"),
         ("parallel: {shard: true}", "parallel.shard: found true (expected false)"),
         ("base: nowhere.yaml", ":1:1: base: no such recipe: "),
         ("base: bad.yaml", ":1:1: base: "),

@@ -1,6 +1,6 @@
 """The rows that a memory reads: values of a key memory, or the tables of a hash layer.
 
-N: tokens; r: reads of a token; K: rows; D: width.
+N: tokens; r: reads of a token; K: rows; D: width (of this rank's columns, where ranks divide them).
 """
 
 from typing import Any, Literal
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from pkmlm.kernels import ops
 from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.model.initial import Initial, Normal
+from pkmlm.model.memory.columns import gathered_reads, returned, side_by_side
+from pkmlm.runtime.distributed import World
 
 HALF_ON = ("cuda",)  # the CPU's kernels read fp32
 
@@ -27,6 +29,7 @@ class Values(nn.Module):
         gradient: where backward passes leave the table's gradient, once an optimizer that takes it so has said where
             (row Adam); until then it is a dense tensor in `weight_KD.grad`, as any parameter's.
         copy_KD: the table in half precision, for forwards under autocast on a GPU; None until there was one.
+        ranks: those that divide the table's columns among them, in their order.
     """
 
     def __init__(self, rows: int, width: int, *, std: float, group: Literal["values", "tables"]):
@@ -36,12 +39,31 @@ class Values(nn.Module):
         self.gradient: RowGradient | None = None
         self.copy_KD: Tensor | None = None
         self._copied = -1
+        self.ranks = World()
+
+    def divide(self, ranks: World) -> None:
+        """Hold only this rank's columns, before the table has storage; the width is a multiple of the ranks."""
+        rows, width = self.weight_KD.shape
+        self.weight_KD = nn.Parameter(self.weight_KD.new_empty(rows, width // ranks.size))
+        self.ranks = ranks
 
     def initial(self) -> dict[str, Initial]:
-        return {"weight_KD": Normal(self.std)}
+        width = self.weight_KD.shape[1]
+        return {"weight_KD": Normal(self.std, self.ranks.size * width, self.ranks.rank * width)}
 
     def forward(self, slots_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
-        """The weighted sum of the rows `slots_Nr` (int64); (N, D) in the dtype of the rows that are read."""
+        """The weighted sum of the rows `slots_Nr` (int64): all columns, in the dtype of the rows that are read.
+
+        Where ranks divide the columns, all of them call it. In training each has tokens of its own, equally many: each
+        rank sums its columns for the tokens of all. In evaluation all have the same tokens.
+        """
+        if self.ranks.size == 1:
+            return self._columns(slots_Nr, weights_Nr)
+        if self.training:
+            return returned(self._columns(*gathered_reads(slots_Nr, weights_Nr, self.ranks)), self.ranks)
+        return side_by_side(self.ranks.gather(self._columns(slots_Nr, weights_Nr)), self.ranks.size)
+
+    def _columns(self, slots_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
         return ops.weighted_row_sum(self.weight_KD, slots_Nr, weights_Nr, self.gradient, self._half())
 
     def _half(self) -> Tensor | None:

@@ -1,0 +1,88 @@
+"""What the ranks of a run tell each other of a step's gradient.
+
+N: a rank's tokens; r: reads of a token; K: rows of a table; D: its columns on this rank; U: rows that were read.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from pkmlm.kernels.row_gradient import RowGradient
+from pkmlm.runtime.distributed import Ranks, World
+from pkmlm.train.optim import Group
+
+BUCKET = 1 << 23  # numbers that are summed in one call
+
+
+def exchange_gradients(groups: list[Group], ranks: Ranks) -> None:
+    """Make every rank's gradients those of the global batch (or this rank's columns of them).
+
+    After the last micro-batch, in portions that never change. DistributedDataParallel would overlap this with the
+    backward pass, but regroups its portions after its first step, and with them the order in which three or more ranks
+    are summed: a resumed run would then differ in bits from one that was not stopped.
+    """
+    if ranks.world.size == 1:
+        return
+    for group in groups:
+        sum_gradients([p.grad for p in group.parameters.values() if p.grad is not None], ranks.world)
+        for table in group.tables:
+            exchange_reads(table, ranks.data)
+
+
+def sum_gradients(grads: list[Tensor], ranks: World) -> None:
+    """Sum tensors of one dtype over all ranks, in place."""
+    for portion in portions(grads):
+        total = ranks.sum(torch.cat([grad.flatten() for grad in portion]))
+        for grad, part in zip(portion, total.split([grad.numel() for grad in portion]), strict=True):
+            grad.copy_(part.view_as(grad))
+
+
+def portions(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors in order, in lists that end where they reach BUCKET numbers."""
+    portion: list[Tensor] = []
+    for tensor in tensors:
+        portion.append(tensor)
+        if sum(each.numel() for each in portion) >= BUCKET:
+            yield portion
+            portion = []
+    if portion:
+        yield portion
+
+
+def exchange_reads(table: RowGradient, ranks: World) -> None:
+    """Make a table's gradient that of the reads of all ranks.
+
+    The reads themselves travel where that is less, and stand then in the order in which one process would have made
+    them; else the sums of rows, of which those that no rank has read are left out again.
+    """
+    if ranks.size == 1 or not table:
+        return
+    tokens, (x_ND, slots_Nr, _) = sum(len(x) for x, _, _ in table.reads), table.reads[0]
+    reads, rows = exchange_bytes(
+        tokens, slots_Nr.shape[1], table.rows, x_ND.shape[1], x_ND.element_size(), ranks=ranks.size
+    )
+    if reads <= rows:
+        table.replace(
+            [(ranks.gather(x), ranks.gather(slots.int()).long(), ranks.gather(w)) for x, slots, w in table.reads]
+        )
+        return
+    read_K = torch.zeros(table.rows, dtype=torch.bool, device=slots_Nr.device)
+    for _, slots, _ in table.reads:
+        read_K[slots.flatten()] = True
+    sums_KD, rows_U = ranks.sum(table.dense()), ranks.any(read_K).nonzero()[:, 0]
+    table.replace([(sums_KD[rows_U], rows_U[:, None], sums_KD.new_ones(len(rows_U), 1))])
+
+
+def exchange_bytes(tokens: int, reads: int, rows: int, width: int, number: int = 4, *, ranks: int) -> tuple[int, int]:
+    """Bytes that each of `ranks` ranks sends in a step for one table: if reads travel, and if sums of rows do.
+
+    Args:
+        tokens: of one rank in a step (of its group of ranks, where these divide the columns).
+        reads: of a token.
+        rows, width: of the table; the columns of one rank.
+        number: bytes of a number of the output's gradient.
+    """
+    by_reads = (ranks - 1) * tokens * (8 * reads + number * width)
+    by_rows = 2 * (ranks - 1) * rows * (4 * width + 1) // ranks
+    return by_reads, by_rows

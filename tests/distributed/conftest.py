@@ -1,0 +1,13 @@
+"""A server of ranks for each file of tests."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.distributed.ranks import Ranks
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with Ranks(tmp_path_factory.mktemp("ranks")) as server:
+        yield server

@@ -1,0 +1,276 @@
+"""What ranks do in tests: functions whose names and arguments the tests give."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pkmlm.cli import main
+from pkmlm.data.batches import Batches
+from pkmlm.errors import UserError
+from pkmlm.evaluate import validation  # noqa: F401 (loaded once, for all children)
+from pkmlm.kernels.row_gradient import RowGradient
+from pkmlm.model.cost import cost_of
+from pkmlm.model.initial import initialise
+from pkmlm.model.memory.query import QueryBatchNorm
+from pkmlm.model.memory.values import Values
+from pkmlm.model.ranks_cost import bytes_sent as bytes_sent_by_cost
+from pkmlm.model.transformer import Transformer, build_model
+from pkmlm.recipe.schema import Hash, Memory, Model, Optim, Parallel, Recipe, Train, ValuesOptim
+from pkmlm.runtime.distributed import Ranks, World, joined
+from pkmlm.train import checkpoint
+from pkmlm.train.exchange import exchange_reads
+from pkmlm.train.optim import parameter_groups
+from pkmlm.train.step import Stepper, StepResult
+from tests.golden.test_curves import Stream
+
+SMALL = {"dim": 16, "layers": 2, "heads": 2, "context": 16}
+KEYS = {"kind": "product-key", "layers": ("2",), "num_keys": 8, "heads": 2, "topk": 4, "key_dim": 8}
+MODELS = {
+    "layer": Model(**SMALL, memory=Memory(**KEYS, query_norm="layer")),
+    "batch": Model(**SMALL, memory=Memory(**KEYS, query_norm="batch", query="mlp")),
+    "hash": Model(**{**SMALL, "layers": 1}, projections="hash", hash=Hash(bits=4), positions="rotary"),
+}
+
+
+def warm() -> None:
+    """Load what a child would load, with one thread."""
+    stepper_of(recipe_of("layer"), None).take(1)
+
+
+def command(words: list[str]) -> None:
+    """A command line."""
+    sys.argv = ["pkmlm", *words]
+    main()
+
+
+def command_with(words: list[str], environment: dict[str, str]) -> None:
+    """A command line in another environment."""
+    os.environ.update(environment)
+    command(words)
+
+
+def ranks_among(world: World, size: int, memory: int) -> Ranks:
+    """As `ranks_of` for a run of `size` ranks: the world is several such runs side by side."""
+
+    def part(chosen: list[list[int]]) -> World:
+        groups = [dist.new_group(members) for members in chosen]
+        ((members, group),) = [(m, g) for m, g in zip(chosen, groups, strict=True) if world.rank in m]
+        return World(members.index(world.rank), len(members), group, world.tally)
+
+    starts = range(0, world.size, size)
+    columns = [list(range(first, first + memory)) for first in range(0, world.size, memory)]
+    same = [list(range(first + m, first + size, memory)) for first in starts for m in range(memory)]
+    return Ranks(part([list(range(first, first + size)) for first in starts]), part(columns), part(same))
+
+
+def recipe_of(kind: str, memory: int = 1, micro_batch: int = 1, **train: Any) -> Recipe:
+    optim = Optim(lr=3e-3, schedule="cosine", warmup_steps=4, weight_decay=0.1, values=ValuesOptim(lr=4e-3))
+    return Recipe(
+        model=MODELS[kind],
+        optim=optim,
+        train=Train(**{"steps": 50, "batch_tokens": 128, "micro_batch": micro_batch, **train}),
+        parallel=Parallel(memory=memory),
+    )
+
+
+def stepper_of(recipe: Recipe, ranks: Ranks | None, precision: str = "fp32") -> Stepper:
+    model = build_model(recipe, 40, ranks=ranks)
+    batches = Batches(Stream(), recipe.model.context, recipe.sequences, recipe.train.seed)
+    return Stepper(model, parameter_groups(model, recipe), batches, recipe, precision, ranks)
+
+
+def whole_weights(model: Transformer) -> dict[str, np.ndarray]:
+    """All weights and buffers; tables with the columns of all ranks that divide them."""
+    found = {}
+    for path, module in model.named_modules():
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if isinstance(module, Values):
+                parts = module.ranks.gather(tensor.detach()).chunk(module.ranks.size)
+                found[f"{path}.{name}"] = torch.cat(parts, 1).numpy()
+            else:
+                found[f"{path}.{name}"] = tensor.detach().numpy()
+    return found
+
+
+def curves(folder: str, cases: list[list[Any]], steps: int) -> None:
+    """Train each case (kind, ranks, memory, micro_batch) and write losses, norms and weights into folder/NAME.npz."""
+    with joined() as world:
+        for kind, size, memory, micro_batch in cases:
+            ranks = ranks_among(world, size, memory)
+            stepper = stepper_of(recipe_of(kind, memory, micro_batch), ranks)
+            seen: list[Tensor] = []
+            stepper.model.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0]))
+            taken = [stepper.take(step) for step in range(1, steps + 1)]
+            order = torch.cat([ranks.world.gather(tokens_BT) for tokens_BT in seen])
+            weights = whole_weights(stepper.model)
+            if world.rank == 0:
+                save(Path(folder) / f"{kind}-{size}-{memory}-{micro_batch}.npz", taken, order, weights)
+
+
+def save(path: Path, taken: list[StepResult], order: Tensor, weights: dict[str, np.ndarray]) -> None:
+    norms = np.array([list(result.norms.values()) for result in taken])
+    np.savez(path, losses=[result.loss for result in taken], norms=norms, order=order.numpy(), **weights)
+
+
+def random_reads(rank: int, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """What one rank reads in a test: slots (5, 4), weights (5, 4), and the gradient of its output (5, 12)."""
+    random = torch.Generator().manual_seed(rank)
+    slots = torch.randint(rows, (5, 4), generator=random)
+    return slots, torch.rand(5, 4, generator=random, dtype=dtype), torch.randn(5, 12, generator=random, dtype=dtype)
+
+
+def table_of(rows: int, dtype: torch.dtype, ranks: World | None = None) -> Values:
+    with torch.device("meta"):
+        table = Values(rows, 12, std=1.0, group="values")
+    if ranks is not None:
+        table.divide(ranks)
+    table.to_empty(device="cpu")
+    initialise(table, 1)
+    table.gradient = RowGradient(rows)
+    return table.to(dtype)
+
+
+def divided_tables(rows: int, double: bool) -> None:
+    """Two groups of two ranks: forward and gradients are those of one table that all four ranks' tokens read."""
+    dtype = torch.float64 if double else torch.float32
+    with joined() as world:
+        ranks = ranks_among(world, 4, 2)
+        table, whole = table_of(rows, dtype, ranks.memory), table_of(rows, dtype)
+        own = slice(ranks.memory.rank * 6, ranks.memory.rank * 6 + 6)
+        assert torch.equal(table.weight_KD, whole.weight_KD[:, own])
+        for backward in range(2):
+            slots, weights, grad = random_reads(world.rank + 4 * backward, rows, dtype)
+            divided, alone = weights.clone().requires_grad_(), weights.clone().requires_grad_()
+            out, expected = table(slots, divided), whole(slots, alone)
+            torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
+            out.backward(grad)
+            expected.backward(grad)
+            torch.testing.assert_close(divided.grad, alone.grad, rtol=1e-6, atol=1e-6)
+        whole.gradient.clear()
+        for number in range(8):
+            slots, weights, grad = random_reads(number, rows, dtype)
+            whole(slots, weights).backward(grad)
+        exchange_reads(table.gradient, ranks.data)
+        torch.testing.assert_close(table.gradient.dense(), whole.gradient.dense()[:, own], rtol=1e-6, atol=1e-6)
+        squares = ranks.memory.sum(table.gradient.norm().square())
+        torch.testing.assert_close(squares.sqrt(), whole.gradient.norm(), rtol=1e-6, atol=0)
+        assert torch.equal(table.gradient.joined()[1].rows_U, whole.gradient.joined()[1].rows_U)
+        slots, weights, _ = random_reads(9, rows, dtype)  # the same on all ranks
+        torch.testing.assert_close(table.eval()(slots, weights), whole(slots, weights), rtol=1e-6, atol=1e-6)
+
+
+def batch_norm_over_ranks() -> None:
+    """Statistics, outputs and gradients are torch's for the tokens of all ranks together."""
+    random = torch.Generator().manual_seed(1)
+    x_WNF, grad_WNF = (torch.randn(4, 6, 7, generator=random) for _ in range(2))
+    x_WNF = x_WNF * torch.tensor([1, 2, 3, 4.0])[:, None, None] + 100  # a difference of squares would lose four digits
+    with joined() as world:
+        ours, torchs = QueryBatchNorm(7), nn.BatchNorm1d(7).double()
+        initialise(ours, 1)
+        ours.ranks = world
+        with torch.no_grad():
+            for norm in (ours, torchs):
+                norm.weight.copy_(torch.arange(7) - 3.0)
+                norm.bias.fill_(0.5)
+        for _ in range(2):
+            x, every = x_WNF[world.rank].clone().requires_grad_(), x_WNF.double().flatten(0, 1).requires_grad_()
+            out, expected = ours(x), torchs(every)
+            torch.testing.assert_close(out.double(), expected.view(4, 6, 7)[world.rank], rtol=1e-4, atol=1e-4)
+            out.backward(grad_WNF[world.rank])
+            expected.backward(grad_WNF.double().flatten(0, 1))
+            torch.testing.assert_close(x.grad.double(), every.grad.view(4, 6, 7)[world.rank], rtol=1e-4, atol=1e-5)
+        for name in ("weight", "bias"):
+            total = world.sum(getattr(ours, name).grad)
+            torch.testing.assert_close(total.double(), getattr(torchs, name).grad, rtol=1e-4, atol=1e-4)
+        for name in ("running_mean", "running_var"):
+            torch.testing.assert_close(getattr(ours, name).double(), getattr(torchs, name), rtol=1e-5, atol=0)
+            same = world.gather(getattr(ours, name)[None])
+            assert (same == same[0]).all()
+        assert ours.forwards == 2
+
+
+def bytes_sent(memory: int) -> None:
+    """8,192 tokens of 128 reads from 2^20 slots of 512, by two ranks; then what a rank has sent, on standard output."""
+    with joined() as world:
+        ranks = ranks_among(world, 2, memory)
+        with torch.device("meta"):
+            table = Values(1 << 20, 512, std=1.0, group="values")
+        table.divide(ranks.memory)
+        table.weight_KD = nn.Parameter(torch.zeros(table.weight_KD.shape))
+        table.gradient = RowGradient(1 << 20)
+        slots = (
+            torch.arange(4096 * 128).view(4096, 128) % 1000
+        )  # few rows, for speed: what is sent does not depend on it
+        table(slots, torch.ones(4096, 128, requires_grad=True)).sum().backward()
+        exchange_reads(table.gradient, ranks.data)
+        assert len(table.gradient.joined()[0]) == 8192
+        print(world.tally.sent)
+
+
+def beside_the_cost(cases: list[list[Any]]) -> None:
+    """For each case (kind, ranks, memory, micro_batch): what a rank sends in a step, and what `pkmlm cost` says."""
+    with joined() as world:
+        for kind, size, memory, micro_batch in cases:
+            recipe = recipe_of(kind, memory, micro_batch)
+            stepper = stepper_of(recipe, ranks_among(world, size, memory))
+            before = world.tally.sent
+            stepper.take(1)
+            said = bytes_sent_by_cost(recipe, cost_of(recipe, 40), size, memory)
+            print(world.tally.sent - before, sum(said.values()))
+
+
+def overflow_on_one_rank() -> None:
+    """fp16, two groups of two ranks: rank 1 overflows in the second step, and nobody moves."""
+    with joined() as world:
+        stepper = stepper_of(recipe_of("batch", 2), ranks_among(world, 4, 2), "fp16")
+        assert not stepper.take(1).skipped
+        before = {name: tensor.clone() for name, tensor in stepper.model.state_dict().items()}
+        scale = stepper.scaler.get_scale()
+        if world.rank == 1:
+            hook = stepper.model.norm.weight.register_hook(lambda grad: grad * float("inf"))
+        result = stepper.take(2)
+        if world.rank == 1:
+            hook.remove()
+        assert result.skipped
+        for name, tensor in stepper.model.state_dict().items():
+            assert torch.equal(tensor, before[name]), name
+        assert stepper.scaler.get_scale() == scale / 2
+        for step in (3, 4):
+            assert not stepper.take(step).skipped
+        assert not torch.equal(stepper.model.norm.weight, before["norm.weight"])
+        for tensor in whole_weights(stepper.model).values():
+            every = world.gather(torch.from_numpy(tensor)[None])
+            assert (every == every[0]).all()
+
+
+def divergence_on_one_rank() -> None:
+    """fp32: rank 1's gradient is not a number, and all end before the update."""
+    with joined() as world:
+        stepper = stepper_of(recipe_of("layer", 2), ranks_among(world, 2, 2))
+        before = {name: tensor.clone() for name, tensor in stepper.model.state_dict().items()}
+        if world.rank == 1:
+            stepper.model.norm.weight.register_hook(lambda grad: grad * float("nan"))
+        try:
+            stepper.take(1)
+        except UserError as error:
+            print(error.message)
+            raise SystemExit(error.exit_code) from None
+        finally:
+            assert all(torch.equal(tensor, before[name]) for name, tensor in stepper.model.state_dict().items())
+
+
+def failing_rank(words: list[str]) -> None:
+    """A command line, on whose rank 1 the disk takes no tensors."""
+
+    def refused(path: Path, *_: Any) -> None:
+        raise UserError(f"cannot write {path}: No space left on device", exit_code=1)
+
+    if os.environ["RANK"] == "1":
+        checkpoint.write_tensors = refused
+    command(words)

@@ -1,0 +1,31 @@
+"""What ranks send each other, and what they make of it."""
+
+import pytest
+
+
+@pytest.mark.parametrize("rows", [37, 5], ids=["reads travel", "rows travel"])
+@pytest.mark.parametrize("double", [False, True])
+def test_a_divided_table_is_one_table(ranks, rows, double):
+    ranks.run(4, "divided_tables", rows=rows, double=double)
+
+
+def test_batch_norm_sees_the_tokens_of_all_ranks(ranks):
+    ranks.run(4, "batch_norm_over_ranks")
+
+
+@pytest.mark.parametrize("memory", [1, 2])
+def test_a_step_sends_a_small_part_of_a_dense_gradient(ranks, memory):
+    dense = 2 * (2 - 1) / 2 * (1 << 20) * 512 * 4  # a ring all-reduce of the values' gradient
+    sent = [float(rank.stdout) for rank in ranks.run(2, "bytes_sent", memory=memory)]
+    assert sent[0] == sent[1]
+    assert 0.001 < sent[0] / dense < 0.05
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks):
+    ranks.run(4, "overflow_on_one_rank")
+
+
+def test_divergence_on_one_rank_ends_all_and_is_told_once(ranks):
+    first, second = ranks.run(2, "divergence_on_one_rank", code=3)
+    assert first.stdout.startswith("training diverged at step 1: loss 3")
+    assert second.stdout == ""

@@ -1,0 +1,232 @@
+"""`pkmlm train` on several ranks: its run directory, and how it goes on, stops and fails."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from pkmlm.runtime.rundir import RunDirectory
+from tests.conftest import pkmlm
+from tests.distributed.ranks import Ended, Ranks
+
+STEPS = ["-s", "train.steps=8", "-s", "checkpoint.every=4", "-s", "checkpoint.keep=5", "-s", "eval.every=4"]
+
+
+def losses(run: Path, event: str = "train") -> list[float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if line["event"] == event]
+
+
+def of(size: int, memory: int = 1) -> list[str]:
+    """What fits the recipe to so many ranks: two forwards of four sequences on all of them together."""
+    return [
+        "-s",
+        "model.memory.query_norm=layer",
+        "-s",
+        f"train.micro_batch={4 // size}",
+        "-s",
+        f"parallel.memory={memory}",
+    ]
+
+
+def told(ended: list[Ended]) -> str:
+    """What all ranks say on standard error."""
+    return "".join(rank.stderr for rank in ended)
+
+
+def wait_for(run: Path, step: int) -> None:
+    until = time.monotonic() + 60
+    while not (run / "metrics.jsonl").exists() or len(losses(run)) < step:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory, write_recipe) -> Path:
+    return write_recipe(tmp_path_factory.mktemp("recipe"), "product-key")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, recipe) -> Path:
+    """A run of one process."""
+    run = tmp_path_factory.mktemp("alone") / "run"
+    pkmlm("train", recipe, "-o", run, "-q", *STEPS, *of(1))
+    return run
+
+
+@pytest.fixture(scope="module")
+def divided(tmp_path_factory, recipe, ranks: Ranks) -> Path:
+    """The same run by two ranks that divide its tables."""
+    run = tmp_path_factory.mktemp("divided") / "run"
+    ranks.pkmlm(2, "train", recipe, "-o", run, *STEPS, *of(2, 2))
+    return run
+
+
+def half(run: Path, folder: Path) -> Path:
+    """A copy of a run that ends with its first checkpoint."""
+    shutil.copytree(run, folder / "run")
+    shutil.rmtree(folder / "run/checkpoints/step-00000008")
+    (folder / "run/done").unlink()
+    return folder / "run"
+
+
+def test_ranks_train_as_one_process_and_rank_0_alone_writes(alone, divided):
+    assert losses(divided) == pytest.approx(losses(alone), rel=1e-5)
+    assert losses(divided, "valid") == pytest.approx(losses(alone, "valid"), rel=1e-5)
+    assert [line["event"] for line in RunDirectory(divided).metrics()] == [
+        line["event"] for line in RunDirectory(alone).metrics()
+    ]
+    names = {path.name for path in (divided / "checkpoints/step-00000008").iterdir()}
+    parts = {f"{kind}-{part}-of-2.safetensors" for kind in ("weights", "optimizer") for part in (1, 2)}
+    assert names == parts | {"weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json"}
+    facts = json.loads((divided / "run.json").read_text())
+    assert (facts["status"], facts["exit_code"], facts["step"], facts["ranks"]) == ("finished", 0, 8, 2)
+    assert (divided / "done").exists()
+    drift = [
+        [line["memories"] for line in RunDirectory(run).metrics() if line["event"] == "drift"]
+        for run in (alone, divided)
+    ]
+    assert drift[0][0][0]["read"] == drift[1][0][0]["read"]
+    assert drift[0][0][0]["moved"] == pytest.approx(drift[1][0][0]["moved"], rel=1e-3)
+
+
+@pytest.mark.parametrize(("size", "memory"), [(1, 1), (4, 4)])
+def test_any_ranks_go_on_with_what_others_have_saved(divided, alone, recipe, ranks, tmp_path, size, memory):
+    run = half(divided, tmp_path)
+    ranks.pkmlm(size, "train", recipe, "-o", run, *STEPS, *of(size, memory))
+    assert losses(run)[4:] == pytest.approx(losses(divided)[4:], rel=1e-5)
+    assert losses(run)[:4] == losses(divided)[:4]
+    assert "resuming at step 4" in (run / "train.log").read_text()
+
+
+def test_ranks_go_on_with_what_one_process_has_saved(alone, recipe, ranks, tmp_path):
+    run = half(alone, tmp_path)
+    ranks.pkmlm(2, "train", recipe, "-o", run, *STEPS, *of(2, 2))
+    assert losses(run) == pytest.approx(losses(alone), rel=1e-5)
+
+
+def test_the_same_ranks_go_on_to_the_bit(divided, recipe, ranks, tmp_path):
+    run = half(divided, tmp_path)
+    ranks.pkmlm(2, "train", recipe, "-o", run, *STEPS, *of(2, 2))
+    assert losses(run) == losses(divided)
+    for path in (divided / "checkpoints/step-00000008").iterdir():
+        if path.name not in ("state.json", "manifest.json"):  # which tell the seconds
+            assert path.read_bytes() == (run / "checkpoints/step-00000008" / path.name).read_bytes(), path
+
+
+def test_divided_checkpoints_are_read_by_every_command(divided, alone, tmp_path, recipe):
+    shutil.copytree(divided, tmp_path / "run")
+    found = [json.loads(pkmlm("eval", run, "--json", "-q").stdout)["perplexity"] for run in (tmp_path / "run", alone)]
+    assert found[0]["nll"] == pytest.approx(found[1]["nll"], rel=1e-5)
+    usage = [json.loads(pkmlm("usage-report", run, "--format", "json").stdout) for run in (tmp_path / "run", alone)]
+    one, two = (each["runs"][0]["memories"][0]["mass"]["usage"] for each in usage)
+    assert one == pytest.approx(two, rel=0.02)
+    pkmlm("export", tmp_path / "run", "-o", tmp_path / "export")
+    exported = json.loads(pkmlm("eval", tmp_path / "export", "--json", "-q", "--split", "test").stdout)["perplexity"]
+    assert exported["nll"] == pytest.approx(found[0]["nll"], rel=1e-6)
+    init = [*of(1), "-s", f"train.init_from={divided}", "-s", "train.steps=1"]
+    pkmlm("train", recipe, "-o", tmp_path / "more", "-q", *init)
+    assert losses(tmp_path / "more")[0] < losses(alone)[0] - 0.1
+
+
+def test_a_damaged_part_is_named_and_set_aside(divided, recipe, ranks, tmp_path):
+    shutil.copytree(divided, tmp_path / "run")
+    (tmp_path / "run/done").unlink()
+    part = tmp_path / "run/checkpoints/step-00000008/weights-2-of-2.safetensors"
+    data = bytearray(part.read_bytes())
+    data[-1] ^= 1
+    part.write_bytes(data)
+    said = told(ranks.pkmlm(2, "train", recipe, "-o", tmp_path / "run", *STEPS, *of(2, 2)))
+    assert said.count("weights-2-of-2.safetensors: sha256") == 1
+    assert losses(tmp_path / "run") == losses(divided)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(recipe, ranks, tmp_path, number, code):
+    run = tmp_path / "run"
+    ranks.start(2, "command", words=["train", str(recipe), "-o", str(run), *of(2, 2), "-s", "train.steps=100000"])
+    wait_for(run, 3)
+    os.kill(ranks.pids[1], number)
+    ended = ranks.end()
+    assert [rank.code for rank in ended] == [code, code]
+    facts = json.loads((run / "run.json").read_text())
+    assert (facts["status"], facts["exit_code"]) == ("stopped", code)
+    assert RunDirectory(run).steps()[-1] == facts["step"] == len(losses(run))
+    assert told(ended).count("stopped on request") == 1
+
+
+def test_a_killed_rank_ends_the_others_which_say_where_they_were(recipe, ranks, tmp_path):
+    run = tmp_path / "run"
+    ranks.start(2, "command", words=["train", str(recipe), "-o", str(run), *of(2, 2), "-s", "train.steps=100000"])
+    wait_for(run, 3)
+    os.kill(ranks.pids[1], signal.SIGKILL)
+    began = time.monotonic()
+    ended = ranks.end()
+    assert time.monotonic() - began < 20
+    assert [rank.code for rank in ended] == [1, -signal.SIGKILL]
+    assert "error: rank 0, step " in ended[0].stderr
+    assert "another rank has ended" in ended[0].stderr
+    assert json.loads((run / "run.json").read_text())["status"] == "failed"
+
+
+def test_a_rank_that_does_not_answer_is_waited_for_so_long(recipe, ranks, tmp_path):
+    run = tmp_path / "run"
+    words = ["train", str(recipe), "-o", str(run), *of(2, 2), "-s", "train.steps=100000"]
+    ranks.start(2, "command_with", words=words, environment={"PKMLM_TIMEOUT": "2"})
+    wait_for(run, 3)
+    os.kill(ranks.pids[1], signal.SIGSTOP)
+    time.sleep(3)
+    until = time.monotonic() + 20
+    while "not answered for 2 s" not in ranks.said(0)[1]:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    os.kill(ranks.pids[1], signal.SIGKILL)
+    assert [rank.code for rank in ranks.end()] == [1, -signal.SIGKILL]
+
+
+def test_a_part_that_cannot_be_written_leaves_nothing(recipe, ranks, tmp_path):
+    run = tmp_path / "run"
+    words = ["train", str(recipe), "-o", str(run), *of(2, 2), "-s", "train.steps=2"]
+    ended = ranks.run(2, "failing_rank", code=1, words=words)
+    assert told(ended).count("error: ") == 1
+    assert "error: rank 1: cannot write " in ended[1].stderr
+    assert not list((run / "checkpoints").iterdir())
+    assert json.loads((run / "run.json").read_text())["exit_code"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["-s", "train.micro_batch=8"],
+            "micro-batches of 8 on each of 2 processes (expected a train.batch_tokens of 512, ",
+        ),
+        (["-s", "parallel.memory=4"], "parallel.memory: 2 processes do not fall into groups of 4 (expected 2)"),
+        (["-s", "data.dir=nowhere"], "nowhere"),
+        (["--resume", "must"], "--resume must"),
+    ],
+)
+def test_what_is_wrong_at_the_start_is_told_once(recipe, ranks, tmp_path, words, message):
+    said = told(ranks.pkmlm(2, "train", recipe, "-o", tmp_path / "run", *words, code=2))
+    assert said.count("error: ") == 1
+    assert message in said
+    assert not list(tmp_path.iterdir()) or not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_a_run_in_use_is_refused_once(recipe, ranks, tmp_path):
+    with RunDirectory(tmp_path / "run").locked():
+        said = told(ranks.pkmlm(2, "train", recipe, "-o", tmp_path / "run", *of(2), code=1))
+    assert said.count("error: ") == 1
+    assert "is in use by process" in said
+
+
+def test_a_finished_run_and_a_dry_run_are_told_once(divided, recipe, ranks, tmp_path):
+    ended = ranks.pkmlm(2, "train", recipe, "-o", divided, *STEPS, *of(2, 2))
+    assert [rank.stdout.count("is complete already at step 8") for rank in ended] == [1, 0]
+    ended = ranks.pkmlm(2, "train", recipe, "--dry-run", *of(2, 2))
+    assert [rank.stdout.count("first step") for rank in ended] == [1, 0]
+    assert "in 2 forwards of 2 on each of 2 processes" in ended[0].stdout
