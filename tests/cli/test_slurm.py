@@ -95,7 +95,7 @@ def test_a_run_that_was_killed_is_not_requeued(job, tmp_path):
 def test_what_is_started(job, tmp_path):
     job("my recipe.yaml", "-o", "run", "-s", "name=a b", torchrun=0, SLURM_RESTART_COUNT="2")
     words = (tmp_path / "words").read_text().splitlines()
-    assert words[:2] == ["--nodes=2", "--ntasks-per-node=1"]
+    assert words[:4] == ["--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=32", "--cpu-bind=none"]
     launcher = [sys.executable, "-m", "torch.distributed.run"]
     at = words.index(sys.executable)
     assert words[at : at + 3] == launcher
