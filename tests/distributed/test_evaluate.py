@@ -52,6 +52,18 @@ def test_usage(ranks, trained, tmp_path, kind):
     )
 
 
+@pytest.mark.parametrize("arguments", [["eval", "--split", "valid"], ["usage-report", "--split", "valid"]])
+def test_the_work_is_shared(ranks, run, arguments):
+    name, *options = arguments
+    taken = []
+    for size in (1, 3):
+        shutil.rmtree(run / "usage", ignore_errors=True)
+        ended = ranks.run(size, "command_counted", words=[name, str(run), *options])
+        taken.append([int(rank.stderr.rpartition("forwards: ")[2]) for rank in ended])
+    assert sum(taken[1]) == taken[0][0] > 6
+    assert max(taken[1]) <= min(taken[1]) + 1
+
+
 def rounded(value):
     """JSON with numbers to 9 digits: masses are summed in another order."""
     if isinstance(value, dict):

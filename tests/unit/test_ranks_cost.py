@@ -1,6 +1,5 @@
-"""What several ranks need and send: formulas by hand, and what the engine's own rule says."""
+"""What several ranks need and send: formulas by hand. (What the engine sends: tests/distributed/test_cost.py.)"""
 
-import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,15 +46,6 @@ def test_small_tables_are_summed_and_large_ones_told_read_by_read():
     assert sent["gradients"] == sum(map(min, zip(reads, rows, strict=True)))
     few = replace(HASHED, train=Train(batch_tokens=64 * 512, micro_batch=1))
     assert bytes_sent(few, cost_of(few, 100), 4, 1)["gradients"] == sum(rows)
-
-
-def test_the_rule_is_that_of_the_engine():
-    exchange = pytest.importorskip("pkmlm.train.exchange")
-    draw = random.Random(0)
-    for _ in range(200):
-        tokens, reads, rows, width, ranks = (draw.randrange(1, 10 ** draw.randrange(1, 5)) for _ in range(5))
-        expected = exchange.exchange_bytes(tokens, reads, rows, width, 4, ranks=ranks)
-        assert exchange_bytes(tokens, reads, rows, width, 4, ranks=ranks) == expected
 
 
 def test_batch_statistics_grow_with_forwards_not_with_tokens():
