@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from pkmlm.train.loop import Outcome
 
 # What may change when a run goes on: how long it trains, on how many ranks, and what is measured, kept and shown.
-FREE_KEYS = ("name", "data.dir", "train.steps", "train.micro_batch", "eval.", "checkpoint.", "log.", "parallel.")
+FREE_KEYS = ("name", "data.dir", "train.steps", "train.micro_batch", "train.recompute", "eval.", "checkpoint.", "log.")
+FREE_KEYS += ("parallel.",)
 
 
 @click.command()
@@ -137,6 +138,8 @@ def train_in(
     with ExitStack() as held, stop_on_signals(world.largest) as stop:
         with world.together():
             precision, reason = choose_precision(recipe.train.precision, device)
+            if precision == "fp16" and recipe.parallel.shard:
+                raise UserError("parallel.shard: found fp16 (expected bf16 or fp32)", "add -s train.precision=fp32")
             if lead:
                 refuse_resume(run, resume)
                 held.enter_context(run.locked())
@@ -155,7 +158,7 @@ def train_in(
                 begin(run, recipe, corpus, tokenizer)
                 facts = circumstances(recipe, tokenizer, device, precision, reason)
                 run.note(**facts, ranks=world.size, status="running", exit_code=None, rank=None)
-        with noting_failure(run, recipe, tokenizer) if lead else nullcontext():
+        with noting_failure(run, recipe, tokenizer, lead):
             outcome = run_loop(
                 run, recipe, corpus, tokenizer, device, precision, f"{precision}: {reason}", damage, stop, quiet, world
             )
@@ -178,11 +181,14 @@ def refuse_resume(run: "RunDirectory", resume: str) -> None:
 
 
 @contextmanager
-def noting_failure(run: "RunDirectory", recipe: "Recipe", tokenizer: "Tokenizer") -> Iterator[None]:
-    """Note a failure and the step of the last checkpoint in run.json; where memory ran out, say what to lower."""
+def noting_failure(run: "RunDirectory", recipe: "Recipe", tokenizer: "Tokenizer", lead: bool) -> Iterator[None]:
+    """Note a failure and the step of the last checkpoint in run.json, by rank 0; where memory ran out, say what to
+    lower."""
     from pkmlm.train.shortage import is_shortage, out_of_memory
 
     def note(status: str, exit_code: int) -> None:
+        if not lead:
+            return
         with suppress(UserError):  # no room for that either: the failure itself is what must be told
             run.note(status=status, exit_code=exit_code, step=max(run.steps(), default=0))
 

@@ -24,6 +24,7 @@ LEAST = {
     "optim.tables.warmup_steps": 0,
     "train.seed": 0,
     "eval.every": 0,
+    "eval.recalibrate": 0,
     "checkpoint.keep": 2,
 }
 MOST = {"model.layers": 10_000, "model.hash.bits": 16, "model.hash.extra_bits": 15, "train.seed": 2**63 - 1}

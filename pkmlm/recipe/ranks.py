@@ -15,6 +15,8 @@ def check_ranks(recipe: Recipe, ranks: int) -> None:
         Check({}).fail(
             "parallel.memory", f"{ranks} processes do not fall into groups of {parts}", nearest_divisors(ranks, parts)
         )
+    if recipe.parallel.shard and recipe.train.compile:
+        Check({}).fail("parallel.shard", "found true with train.compile", "one of the two")
     if sequences % (portion * ranks):
         unit = portion * ranks * recipe.model.context
         expected = f"a train.batch_tokens of {nearest_multiples(recipe.train.batch_tokens, unit)}"

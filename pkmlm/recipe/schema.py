@@ -125,6 +125,7 @@ class Train:
     micro_batch: int = key(16, "sequences a rank takes in one forward")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = key("auto", "arithmetic of the forward; weights stay fp32")
     compile: bool = key(False, "compile attention and FFNs with torch.compile; needs a C++ compiler on a CPU")
+    recompute: bool = key(False, "keep no activations within blocks: less memory, about a third more time")
     seed: int = key(1, "seed of initial weights, data order and dropout")
     init_from: str | None = key(None, "start from the weights of another run (its best checkpoint)")
 
@@ -134,6 +135,9 @@ class Eval:
     every: int = key(500, "steps between validations; 0: only at the end")
     tokens: int | None = key(None, "validate on the first so many tokens of the split; null: on all")
     patience: int | None = key(None, "stop after so many validations without a better one; null: never")
+    recalibrate: int = key(
+        0, "forwards over training tokens that renew the query norm's running statistics before a validation; 0: none"
+    )
     sample: str | None = key(None, "continue this text after each validation and log it")
 
 
@@ -153,7 +157,7 @@ class Log:
 @dataclass(frozen=True)
 class Parallel:
     memory: int = key(1, "ranks that divide each table of values or buckets by columns; it divides the ranks")
-    shard: Literal[False] = key(False, "divide the dense parameters too; not in this version")
+    shard: bool = key(False, "divide dense parameters, their gradients and moments among all ranks (FSDP2)")
 
 
 @dataclass(frozen=True)

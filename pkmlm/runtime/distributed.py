@@ -106,10 +106,10 @@ class World:
         """What each rank gives, by rank: anything that JSON can say."""
         if self.size == 1:
             return [value]
-        text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         padded = torch.full((1, self.largest(len(text))), ord(" "), dtype=torch.uint8)
         padded[0, : len(text)] = text
-        return [json.loads(bytes(row.tolist())) for row in self.gather(padded)]
+        return [json.loads(row.numpy().tobytes()) for row in self.gather(padded)]
 
     def told(self, value: Any) -> Any:
         """What rank 0 gives."""
@@ -215,7 +215,7 @@ def patience() -> float:
 def joined() -> Iterator[World]:
     """Join the processes of the launcher and leave them at the end; on GPUs, take this rank's.
 
-    Tensors on GPUs go over NCCL, those in main memory over gloo.
+    Tensors on GPUs go over NCCL, those in main memory over gloo. An error of another rank than the first names it.
 
     Raises:
         UserError: the launcher's environment is not whole (exit code 2), or the others could not be met (1).
@@ -235,5 +235,10 @@ def joined() -> Iterator[World]:
         raise UserError(f"rank {os.environ.get('RANK')} could not meet the others: {reason}", exit_code=1) from None
     try:
         yield world()
+    except UserError as error:
+        own = f"rank {dist.get_rank()}"
+        if dist.get_rank() > 0 and not error.message.startswith(own):
+            error.message = f"{own}: {error.message}"
+        raise
     finally:
         dist.destroy_process_group()

@@ -33,6 +33,7 @@ from pkmlm.runtime.files import (
 )
 from pkmlm.runtime.rundir import RunDirectory
 from pkmlm.train.optim import Group
+from pkmlm.train.shard import assembled
 from pkmlm.train.tensor_files import Tables, copy_tensors, part_name, tensors_of
 
 VERSION = 1
@@ -69,7 +70,7 @@ def save(
     """
     path, ranks = run.checkpoint(progress.step), ranks or Ranks()
     world, lead = ranks.world, ranks.world.rank == 0
-    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    weights = {name: assembled(tensor, lead).contiguous() for name, tensor in model.state_dict().items()}
     with world.together():
         bad = [name for name, tensor in weights.items() if not torch.isfinite(tensor).all()]
         if bad:
@@ -79,8 +80,9 @@ def save(
         with world.together():
             if lead:
                 stack.enter_context(writing_folder(path))
+        state = optimizer_state(groups, lead)
+        contents = {FILES[0]: (weights, tables_of(model)), FILES[1]: (state, state_tables(model))}
         with world.together():
-            contents = {FILES[0]: (weights, tables_of(model)), FILES[1]: (optimizer_state(groups), state_tables(model))}
             own = write_share(folder, contents, ranks)
             if lead:
                 write_json(folder / FILES[2], asdict(progress))
@@ -150,10 +152,10 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     sync_file(path)  # the library makes files that only their owner can read
 
 
-def optimizer_state(groups: list[Group]) -> dict[str, Tensor]:
-    """Every optimizer's tensors by "path of the parameter|key"."""
+def optimizer_state(groups: list[Group], first: bool = True) -> dict[str, Tensor]:
+    """Every optimizer's tensors by "path of the parameter|key", on the first rank all of each (see `assembled`)."""
     return {
-        f"{name}|{key}": tensor.contiguous()
+        f"{name}|{key}": assembled(tensor, first).contiguous()
         for group in groups
         for name, parameter in group.parameters.items()
         for key, tensor in (group.optimizer.state[parameter] or empty_state(group.optimizer, parameter)).items()

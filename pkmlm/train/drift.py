@@ -44,6 +44,7 @@ class Drift:
         self.memories = [_Memory(module, derived_seed(recipe.train.seed, "drift"), self.world) for module in modules]
         self.began = self.since = step
         self._go_on(step)
+        self.began, self.since = self.world.told([self.began, self.since])
 
     def record(self, step: int, log: RunLog) -> None:
         """After a step: record it, if that is due."""

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from pkmlm.kernels.row_gradient import RowGradient
+from pkmlm.model.ranks_cost import exchange_bytes
 from pkmlm.runtime.distributed import Ranks, World
 from pkmlm.train.optim import Group
+from pkmlm.train.shard import held, is_shard
 
 BUCKET = 1 << 23  # numbers that are summed in one call
 
@@ -25,9 +27,20 @@ def exchange_gradients(groups: list[Group], ranks: Ranks) -> None:
     if ranks.world.size == 1:
         return
     for group in groups:
-        sum_gradients([p.grad for p in group.parameters.values() if p.grad is not None], ranks.world)
+        grads = [p.grad for p in group.parameters.values() if p.grad is not None]
+        sum_gradients([grad for grad in grads if not is_shard(grad)], ranks.world)
         for table in group.tables:
             exchange_reads(table, ranks.data)
+
+
+def own_square(group: Group, ranks: Ranks) -> Tensor:
+    """This rank's share of the squared norm of a group's gradient, 0-d, float64: what all ranks hold counts on the
+    first, a rank's shards and columns of tables on that rank (of the first of the groups that hold the same)."""
+    grads = [p.grad for p in group.parameters.values() if p.grad is not None]
+    norms = [torch.linalg.vector_norm(held(grad)) for grad in grads if is_shard(grad) or ranks.world.rank == 0]
+    norms += [table.norm() for table in group.tables if table and ranks.data.rank == 0]
+    device = next(iter(group.parameters.values())).device
+    return sum((norm.to(device, torch.float64).square() for norm in norms), torch.zeros((), device=device).double())
 
 
 def sum_gradients(grads: list[Tensor], ranks: World) -> None:
@@ -72,17 +85,3 @@ def exchange_reads(table: RowGradient, ranks: World) -> None:
         read_K[slots.flatten()] = True
     sums_KD, rows_U = ranks.sum(table.dense()), ranks.any(read_K).nonzero()[:, 0]
     table.replace([(sums_KD[rows_U], rows_U[:, None], sums_KD.new_ones(len(rows_U), 1))])
-
-
-def exchange_bytes(tokens: int, reads: int, rows: int, width: int, number: int = 4, *, ranks: int) -> tuple[int, int]:
-    """Bytes that each of `ranks` ranks sends in a step for one table: if reads travel, and if sums of rows do.
-
-    Args:
-        tokens: of one rank in a step (of its group of ranks, where these divide the columns).
-        reads: of a token.
-        rows, width: of the table; the columns of one rank.
-        number: bytes of a number of the output's gradient.
-    """
-    by_reads = (ranks - 1) * tokens * (8 * reads + number * width)
-    by_rows = 2 * (ranks - 1) * rows * (4 * width + 1) // ranks
-    return by_reads, by_rows

@@ -21,6 +21,8 @@ from pkmlm.train import checkpoint
 from pkmlm.train.checkpoint import Progress
 from pkmlm.train.drift import Drift
 from pkmlm.train.optim import parameter_groups
+from pkmlm.train.recalibrate import recalibrate
+from pkmlm.train.shard import shard_dense_parts
 from pkmlm.train.step import Stepper
 
 Validate = Callable[[StopRequest], dict[str, Any] | None]
@@ -64,13 +66,15 @@ def train(
     Raises:
         UserError: training diverged (exit code 3), or a checkpoint could not be written or read (1).
     """
+    if recipe.parallel.shard and ranks is not None and ranks.world.size > 1:
+        shard_dense_parts(model, ranks.world.size)
     groups = parameter_groups(model, recipe)
     stepper = Stepper(model, groups, batches, recipe, precision, ranks)
     progress = restore(run, stepper)
     world = stepper.ranks.world
     reads = [RecentReads(tap, world) for tap in usage_taps(model) if tap.name == "memory"]
     drift = Drift(run.path / "usage", recipe, model, progress.step, world)
-    history = History.of(run.metrics())
+    history = History.of(world.told([line for line in run.metrics() if line["event"] == "valid"]))
 
     def unvalidated() -> bool:
         at_end = progress.step == recipe.train.steps
@@ -214,6 +218,7 @@ def measure(
 ) -> None:
     """Validate, record it, and keep the best; a validation that a stop request cuts short is made up for on resume."""
     world = stepper.ranks.world
+    recalibrate(stepper, progress.step)
     with world.together():
         numbers = validate(stop)
     numbers = world.told(numbers)

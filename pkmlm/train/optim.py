@@ -12,6 +12,7 @@ from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.model.memory.values import Values
 from pkmlm.recipe.schema import Recipe, TablesOptim, ValuesOptim
 from pkmlm.train.row_adam import RowAdam
+from pkmlm.train.shard import is_shard
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,10 @@ def dense_group(parameters: dict[str, nn.Parameter], recipe: Recipe) -> Group:
     """All but values and tables: AdamW, with decay on matrices alone (not on biases, norms or sub-keys)."""
     optim = recipe.optim
     decayed = [p for name, p in parameters.items() if p.ndim == 2]
-    others = [p for name, p in parameters.items() if p.ndim != 2]
-    split = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    others = [p for name, p in parameters.items() if p.ndim != 2 and not is_shard(p)]
+    shards = [p for name, p in parameters.items() if p.ndim != 2 and is_shard(p)]  # no fused step takes both
+    split = [{"params": decayed, "weight_decay": optim.weight_decay}]
+    split += [{"params": some, "weight_decay": 0.0} for some in (others, shards) if some]
     optimizer = torch.optim.AdamW(split, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
     rate = rate_of(recipe, optim.lr, optim.schedule, optim.warmup_steps)
     return Group("dense", parameters, [], optimizer, rate, optim.clip)

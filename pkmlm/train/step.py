@@ -14,8 +14,9 @@ from pkmlm.runtime.device import autocast
 from pkmlm.runtime.distributed import Ranks
 from pkmlm.runtime.seeds import derived_seed
 from pkmlm.train.dense_parts import compile_dense_parts
-from pkmlm.train.exchange import exchange_gradients
+from pkmlm.train.exchange import exchange_gradients, own_square
 from pkmlm.train.optim import Group
+from pkmlm.train.recompute import recompute_in_backward
 
 SCALE_FLOOR = 1.0
 MOST_SKIPS = 20
@@ -67,6 +68,8 @@ class Stepper:
         self.skips = 0  # in a row
         if recipe.train.compile:
             compile_dense_parts(model)
+        if recipe.train.recompute:
+            recompute_in_backward(model)
 
     def take(self, step: int) -> StepResult:
         """Take step `step` (from 1): everything random in it follows from the recipe's seed, this number and the rank.
@@ -83,8 +86,10 @@ class Stepper:
         before = [buffer.clone() for buffer in self.model.buffers()] if self.scaler.is_enabled() else []
         loss = self._gradients(step)
         exchange_gradients(self.groups, self.ranks)
-        norms = [self._unscaled_norm(group) for group in self.groups]
-        loss_value, *norm_values = self._for_all(loss, norms).tolist()
+        if self.scaler.is_enabled():
+            for group in self.groups:
+                group.unscale(self.scaler)
+        loss_value, *norm_values = self._loss_and_norms(loss).tolist()
         named = dict(zip((group.name for group in self.groups), norm_values, strict=True))
         finite = all(abs(value) < float("inf") for value in (loss_value, *norm_values))
         if finite:
@@ -116,23 +121,11 @@ class Stepper:
             total = total + loss.detach()
         return total
 
-    def _unscaled_norm(self, group: Group) -> Tensor:
-        if self.scaler.is_enabled():
-            group.unscale(self.scaler)
-        return group.gradient_norm()
-
-    def _for_all(self, loss: Tensor, norms: list[Tensor]) -> Tensor:
-        """Loss and gradient norms of the global batch: the same numbers on all ranks, and so the same verdict.
-
-        Each gradient counts once: what all ranks hold on the first, columns of tables on the ranks that divide them.
-        """
+    def _loss_and_norms(self, loss: Tensor) -> Tensor:
+        """Loss and gradient norms of the global batch: the same numbers on all ranks, and so the same verdict."""
         if self.ranks.world.size == 1:
-            return torch.stack([loss, *(norm.to(loss.dtype) for norm in norms)])
-        shares = [loss.double()]
-        for group, norm in zip(self.groups, norms, strict=True):
-            counts = self.ranks.data.rank == 0 if group.tables else self.ranks.world.rank == 0
-            square = norm.to(loss.device, torch.float64).square()
-            shares.append(square if counts else torch.zeros_like(square))
+            return torch.stack([loss, *(group.gradient_norm().to(loss.dtype) for group in self.groups)])
+        shares = [loss.double(), *(own_square(group, self.ranks) for group in self.groups)]
         total = self.ranks.world.sum(torch.stack(shares))
         return torch.cat([total[:1], total[1:].sqrt()])
 

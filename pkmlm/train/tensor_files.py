@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pkmlm.errors import UserError
 from pkmlm.runtime.distributed import World
+from pkmlm.train.shard import fill
 
 DTYPES = {torch.float32: "F32", torch.int64: "I64"}  # what a checkpoint holds, as its files say it
 Tables = dict[str, World]  # the ranks that hold the columns of each tensor that is a table
@@ -44,7 +45,7 @@ def copy_tensors(path: Path, expected: dict[str, Tensor], tables: Tables) -> Non
         for name, tensor in expected.items():
             ranks = tables.get(name)
             if ranks is None or (not parts and ranks.size == 1):
-                tensor.copy_(whole.get_tensor(name))
+                fill(tensor, whole.get_tensor(name))
                 continue
             for part, stored, held in pieces(tensor.shape[1], ranks, max(1, len(parts))):
                 file = parts[part] if parts else whole

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from pkmlm.runtime.distributed import Ranks, World, joined
 from pkmlm.train import checkpoint
 from pkmlm.train.exchange import exchange_reads
 from pkmlm.train.optim import parameter_groups
+from pkmlm.train.recalibrate import recalibrate
 from pkmlm.train.step import Stepper, StepResult
 from tests.golden.test_curves import Stream
 
@@ -53,6 +55,21 @@ def command_with(words: list[str], environment: dict[str, str]) -> None:
     """A command line in another environment."""
     os.environ.update(environment)
     command(words)
+
+
+def command_counted(words: list[str]) -> None:
+    """A command line, and on standard error how many forwards it took."""
+    counts, hidden = [], Transformer.hidden
+
+    def counted(*inputs: Any, **options: Any) -> Any:
+        counts.append(1)
+        return hidden(*inputs, **options)
+
+    Transformer.hidden = counted
+    try:
+        command(words)
+    finally:
+        print(f"forwards: {len(counts)}", file=sys.stderr)
 
 
 def ranks_among(world: World, size: int, memory: int) -> Ranks:
@@ -195,6 +212,27 @@ def batch_norm_over_ranks() -> None:
         assert ours.forwards == 2
 
 
+def recalibrated_and_recomputed() -> None:
+    """On two groups of two ranks that keep no activations: losses and renewed statistics are those of one process."""
+    with joined() as world:
+        several, one = recipe_of("batch", 2, recompute=True), recipe_of("batch", 1, 4)
+        steppers = [
+            stepper_of(replace(recipe, eval=replace(recipe.eval, recalibrate=3)), ranks)
+            for recipe, ranks in ((several, ranks_among(world, 4, 2)), (one, None))
+        ]
+        losses = []
+        for stepper in steppers:
+            losses.append([stepper.take(step).loss for step in (1, 2)])
+            recalibrate(stepper, 2)
+            losses[-1].append(stepper.take(3).loss)
+        assert np.allclose(*losses, rtol=1e-5, atol=0)
+        buffers = [dict(stepper.model.named_buffers()) for stepper in steppers]
+        assert len(buffers[0]) == 3
+        for name in [name for name in buffers[0] if "running_mean" not in name]:  # which follows an idle bias
+            tensor = buffers[0][name]
+            torch.testing.assert_close(tensor, buffers[1][name], rtol=1e-4, atol=1e-5, msg=name)
+
+
 def bytes_sent(memory: int) -> None:
     """8,192 tokens of 128 reads from 2^20 slots of 512, by two ranks; then what a rank has sent, on standard output."""
     with joined() as world:
@@ -230,6 +268,8 @@ def overflow_on_one_rank() -> None:
     with joined() as world:
         stepper = stepper_of(recipe_of("batch", 2), ranks_among(world, 4, 2), "fp16")
         assert not stepper.take(1).skipped
+        seeds = world.gather(torch.tensor([torch.initial_seed()]))
+        assert len(set(seeds.tolist())) == 4  # of dropout
         before = {name: tensor.clone() for name, tensor in stepper.model.state_dict().items()}
         scale = stepper.scaler.get_scale()
         if world.rank == 1:

@@ -13,6 +13,10 @@ def test_batch_norm_sees_the_tokens_of_all_ranks(ranks):
     ranks.run(4, "batch_norm_over_ranks")
 
 
+def test_recalibration_and_recomputation_on_ranks(ranks):
+    ranks.run(4, "recalibrated_and_recomputed")
+
+
 @pytest.mark.parametrize("memory", [1, 2])
 def test_a_step_sends_a_small_part_of_a_dense_gradient(ranks, memory):
     dense = 2 * (2 - 1) / 2 * (1 << 20) * 512 * 4  # a ring all-reduce of the values' gradient

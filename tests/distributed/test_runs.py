@@ -7,7 +7,9 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from pkmlm.runtime.rundir import RunDirectory
 from tests.conftest import pkmlm
@@ -19,6 +21,12 @@ STEPS = ["-s", "train.steps=8", "-s", "checkpoint.every=4", "-s", "checkpoint.ke
 def losses(run: Path, event: str = "train") -> list[float]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if line["event"] == event]
+
+
+def tensors(run: Path, step: int) -> dict[str, np.ndarray]:
+    """What both kinds of file of a checkpoint hold for all ranks together."""
+    folder = run / f"checkpoints/step-{step:08d}"
+    return {**load_file(folder / "weights.safetensors"), **load_file(folder / "optimizer.safetensors")}
 
 
 def of(size: int, memory: int = 1) -> list[str]:
@@ -116,6 +124,21 @@ def test_the_same_ranks_go_on_to_the_bit(divided, recipe, ranks, tmp_path):
     for path in (divided / "checkpoints/step-00000008").iterdir():
         if path.name not in ("state.json", "manifest.json"):  # which tell the seconds
             assert path.read_bytes() == (run / "checkpoints/step-00000008" / path.name).read_bytes(), path
+
+
+def test_dense_parameters_may_be_divided_too(divided, alone, recipe, ranks, tmp_path):
+    """From the start, with activations computed twice; and then, from the middle, in another layout to the bit."""
+    shard = ["-s", "parallel.shard=true", "-s", "train.recompute=true"]
+    ranks.pkmlm(2, "train", recipe, "-o", tmp_path / "sharded", *STEPS, *of(2, 2), *shard)
+    assert losses(tmp_path / "sharded") == pytest.approx(losses(alone), rel=1e-5)
+    assert losses(tmp_path / "sharded", "valid") == pytest.approx(losses(alone, "valid"), rel=1e-5)
+    run = half(tmp_path / "sharded", tmp_path)
+    ranks.pkmlm(2, "train", recipe, "-o", run, *STEPS, *of(2, 2), *shard, "-s", "eval.recalibrate=2")
+    assert losses(run) == losses(tmp_path / "sharded")
+    found = [tensors(each, 8) for each in (run, divided)]
+    assert found[0].keys() == found[1].keys()
+    for name, tensor in found[0].items():
+        assert np.allclose(tensor, found[1][name], atol=1e-4), name
 
 
 def test_divided_checkpoints_are_read_by_every_command(divided, alone, tmp_path, recipe):

@@ -131,7 +131,6 @@ def test_numbers_are_read_by_the_type_of_their_key(recipe_file: Path) -> None:
             "found product_key (expected none, product-key or flat-key)",
         ),
         ("parallel: {memory: 2}", "parallel.memory: 2 ranks, but the model has no table to divide (expected 1)"),
-        ("parallel: {shard: true}", "parallel.shard: found true (expected false)"),
         ("base: nowhere.yaml", ":1:1: base: no such recipe: "),
         ("base: bad.yaml", ":1:1: base: "),
         ("base: [a]", ":1:1: base: found a list of 1 (expected one file name)"),

@@ -14,6 +14,7 @@ from pkmlm.model.transformer import build_model
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Recipe
 from pkmlm.train.optim import parameter_groups
+from pkmlm.train.recalibrate import recalibrate
 from pkmlm.train.step import MOST_SKIPS, Stepper
 
 
@@ -140,3 +141,46 @@ def test_gradients_are_clipped_group_by_group(recipe):
     assert norms["dense"] > 1e-4
     assert seen["dense"] == pytest.approx(1e-4, rel=1e-3)
     assert seen["values"] == pytest.approx(norms["values"])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("kind", ["product-key", "hash"])
+def test_recomputing_activations_changes_no_bit_and_counts_no_forward_twice(tmp_path, write_recipe, kind, precision):
+    recipe = load_recipe(write_recipe(tmp_path, kind), ["model.dropout=0.1"])
+    results = []
+    for recompute in (False, True):
+        stepper = stepper_of(replace(recipe, train=replace(recipe.train, recompute=recompute)), precision)
+        forwards = []
+        stepper.model.blocks[1].norm.register_forward_hook(lambda *_, forwards=forwards: forwards.append(1))
+        results.append(([stepper.take(step).loss for step in (1, 2)], weights(stepper), len(forwards)))
+    (losses, plain, once), (same, again, twice) = results
+    assert losses == same
+    assert twice == 2 * once
+    for name, tensor in plain.items():
+        assert torch.equal(tensor, again[name]), name
+
+
+def test_recalibration_takes_the_statistics_of_the_last_weights(recipe):
+    stepper = stepper_of(replace(recipe, eval=replace(recipe.eval, recalibrate=3)))
+    twin = stepper_of(recipe)
+    for each in (stepper, twin):
+        for step in (1, 2, 3):
+            each.take(step)
+    norm, queries = stepper.model.blocks[1].parts["memory"].query.norm, []
+    norm.register_forward_hook(lambda _, inputs, out: queries.append(inputs[0]))
+    before = weights(stepper)
+    recalibrate(stepper, 3)
+    assert len(queries) == 3
+    torch.testing.assert_close(norm.running_mean, torch.stack([q.mean(0) for q in queries]).mean(0))
+    torch.testing.assert_close(norm.running_var, torch.stack([q.var(0) for q in queries]).mean(0))
+    changed = {name for name, tensor in weights(stepper).items() if not torch.equal(tensor, before[name])}
+    assert {name.rpartition(".")[2] for name in changed} == {"running_mean", "running_var"}
+    statistics = norm.running_mean.clone()
+    recalibrate(stepper, 3)
+    torch.testing.assert_close(norm.running_mean, statistics, rtol=0, atol=0)
+    assert stepper.take(4).loss == twin.take(4).loss
+    recalibrate(twin, 4)
+    assert weights(twin).keys() == before.keys()
+    unchanged = twin.model.blocks[1].parts["memory"].query.norm
+    assert unchanged.forwards == 8
+    assert unchanged.momentum == norm.momentum

@@ -31,12 +31,17 @@ class QueryBatchNorm(nn.Module):
     Args:
         features: entries normalised one by one.
         momentum: weight of one forward in the running statistics.
+
+    Attributes:
+        counts: whether forwards in training change the running statistics.
+        ranks: those whose tokens are normalised together.
     """
 
     def __init__(self, features: int, momentum: float = 0.1, eps: float = 1e-5):
         super().__init__()
         self.momentum, self.eps = momentum, eps
         self.ranks = World()
+        self.counts = True
         self.weight = nn.Parameter(torch.empty(features))
         self.bias = nn.Parameter(torch.empty(features))
         self.running_mean: Tensor
@@ -57,18 +62,22 @@ class QueryBatchNorm(nn.Module):
         }
 
     def forward(self, x_NF: Tensor) -> Tensor:
-        if self.training:
+        counted = self.training and self.counts
+        if counted:
             self.forwards += 1
         if self.training and self.ranks.size > 1:
             return self._over_ranks(x_NF)
-        running = self.running_mean, self.running_var
+        running = [self.running_mean, self.running_var]
+        if self.training and not self.counts:
+            running = [statistic.clone() for statistic in running]
         return batch_norm(x_NF, *running, self.weight, self.bias, self.training, self.momentum, self.eps)
 
     def _over_ranks(self, x_NF: Tensor) -> Tensor:
         mean_F, var_F = moments(x_NF.detach(), self.ranks)
         tokens = len(x_NF) * self.ranks.size
-        self.running_mean.lerp_(mean_F, self.momentum)
-        self.running_var.lerp_(var_F * (tokens / (tokens - 1)), self.momentum)
+        if self.counts:
+            self.running_mean.lerp_(mean_F, self.momentum)
+            self.running_var.lerp_(var_F * (tokens / (tokens - 1)), self.momentum)
         scale_F = (var_F + self.eps).rsqrt()
         out_NF: Tensor = _BatchNorm.apply(x_NF, self.weight, self.bias, mean_F, scale_F, self.ranks)
         return out_NF

@@ -1,0 +1,40 @@
+"""Running statistics of batch norms, taken anew with the weights as they are.
+
+During training the running statistics follow weights that move; before a measurement they can be those of the last.
+"""
+
+import torch
+
+from pkmlm.model.memory.query import QueryBatchNorm
+from pkmlm.model.memory.values import Values
+from pkmlm.runtime.device import autocast
+from pkmlm.train.step import Stepper
+
+
+@torch.no_grad()
+def recalibrate(stepper: Stepper, step: int) -> None:
+    """Set the running statistics of the query's batch norms to means over `eval.recalibrate` forwards (0: leave them).
+
+    The forwards are those of the steps that end with `step`, without dropout; all ranks take theirs together. Nothing
+    else changes: training goes on as it would have, and the same step gives the same statistics.
+    """
+    forwards, ranks = stepper.recipe.eval.recalibrate, stepper.ranks.world
+    norms = [module for module in stepper.model.modules() if isinstance(module, QueryBatchNorm)]
+    if not forwards or not norms:
+        return
+    before = [(norm.momentum, norm.forwards.clone()) for norm in norms]
+    stepper.model.eval()
+    for module in stepper.model.modules():
+        if isinstance(module, QueryBatchNorm | Values):  # whose ranks have tokens of their own
+            module.train()
+    count, size = stepper.recipe.micro_batches(ranks.size), stepper.recipe.train.micro_batch
+    first = max(1, step + 1 - -(-forwards // count))
+    for number in range(forwards):
+        for norm in norms:
+            norm.momentum = 1 / (number + 1)
+        batch = stepper.batches.micro_batch(first + number // count, number % count, size, ranks.rank, ranks.size)
+        with autocast(stepper.device, stepper.precision):
+            stepper.model.hidden(batch.tokens_BT.to(stepper.device))
+    for norm, (momentum, counted) in zip(norms, before, strict=True):
+        norm.momentum = momentum
+        norm.forwards.copy_(counted)

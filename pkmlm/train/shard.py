@@ -1,0 +1,69 @@
+"""`parallel.shard`: the dense parameters, their gradients and moments divided among all ranks (torch's FSDP2).
+
+Where nothing is divided, its modules are not imported: that takes half as long as torch itself.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from pkmlm.model.memory.key_memory import KeyMemory
+from pkmlm.model.memory.values import Values
+from pkmlm.model.transformer import Transformer
+
+
+def shard_dense_parts(model: Transformer, ranks: int) -> None:
+    """Divide a model's dense parameters among all ranks, which then fetch each block's when they need it.
+
+    Tables have columns of their own on each rank. Sub-keys stay whole, too: they are small, and the CPU's kernels hold
+    on to their storage. Gradients are sums over ranks.
+    """
+    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+
+    mesh = init_device_mesh(next(model.parameters()).device.type, (ranks,))
+    whole = {p for module in model.modules() if isinstance(module, Values | KeyMemory) for p in own(module)}
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, ignored_params=whole)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    for name in ("hidden", "head"):  # evaluation calls these, not forward
+        register_fsdp_forward_method(model, name)
+
+
+def own(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a module itself."""
+    return list(module.parameters(recurse=False))
+
+
+def is_shard(tensor: Any) -> bool:
+    """Whether this rank holds a part of the tensor (a DTensor)."""
+    return hasattr(tensor, "to_local")
+
+
+def held(tensor: Any) -> Tensor:
+    """The part that this rank holds, or all of it."""
+    part: Tensor = tensor.to_local() if is_shard(tensor) else tensor
+    return part
+
+
+def assembled(tensor: Any, first: bool) -> Tensor:
+    """All of a tensor, whose parts all ranks give: on the first rank, in main memory; others keep their part."""
+    if not is_shard(tensor):
+        return tensor  # type: ignore[no-any-return]
+    whole: Tensor = tensor.full_tensor()
+    return whole.cpu() if first else held(tensor)
+
+
+@torch.no_grad()
+def fill(tensor: Any, value: Tensor) -> None:
+    """Copy a whole tensor into one, or the part of it that this rank holds."""
+    if is_shard(tensor):
+        from torch.distributed.tensor import distribute_tensor
+
+        value = value.to(tensor.device)
+        value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    tensor.copy_(value)

@@ -1,0 +1,109 @@
+"""What does not need other processes: the recipe of several ranks, initial columns, what travels, one rank alone."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pkmlm.errors import UserError
+from pkmlm.model import initial
+from pkmlm.model.ranks_cost import exchange_bytes
+from pkmlm.recipe.check import check_recipe
+from pkmlm.recipe.ranks import check_ranks
+from pkmlm.recipe.schema import Hash, Memory, Model, Parallel, Recipe, Train
+from pkmlm.runtime import distributed
+from pkmlm.runtime.distributed import World, joined, patience
+from pkmlm.train import exchange
+from pkmlm.train.exchange import portions
+
+MEMORY = Memory(kind="product-key", layers=("2",))
+RECIPE = Recipe(model=Model(dim=24, heads=2, context=10, memory=MEMORY), train=Train(batch_tokens=120, micro_batch=2))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "memory", "expected"),
+    [
+        (4, 1, "(expected a train.batch_tokens of 80 or 160, or a micro-batch of 1 or 3)"),
+        (5, 1, "(expected a train.batch_tokens of 100 or 200)"),
+        (3, 2, "parallel.memory: 3 processes do not fall into groups of 2 (expected 1 or 3)"),
+    ],
+)
+def test_ranks_that_do_not_fit_are_refused_with_the_nearest_that_do(ranks, memory, expected):
+    recipe = replace(RECIPE, parallel=Parallel(memory=memory))
+    with pytest.raises(UserError, match=re.escape(expected)):
+        check_ranks(recipe, ranks)
+    for fitting in (1, 2, 3, 6):
+        check_ranks(RECIPE, fitting)
+        assert RECIPE.micro_batches(fitting) * fitting * 2 == 12
+
+
+@pytest.mark.parametrize(
+    ("model", "memory", "expected"),
+    [
+        (RECIPE.model, 5, "5 ranks cannot divide tables of 24 columns (expected 4 or 6)"),
+        (
+            replace(RECIPE.model, memory=Memory(), projections="hash"),
+            4,
+            "tables of 24 and 30 columns (expected 3 or 6)",
+        ),
+        (replace(RECIPE.model, memory=Memory()), 2, "2 ranks, but the model has no table to divide (expected 1)"),
+    ],
+)
+def test_tables_fall_into_whole_columns(model, memory, expected):
+    with pytest.raises(UserError, match=re.escape(expected)):
+        check_recipe(replace(RECIPE, model=replace(model, hash=Hash(bits=8)), parallel=Parallel(memory=memory)))
+    check_recipe(replace(RECIPE, model=RECIPE.model, parallel=Parallel(memory=6)))
+
+
+@pytest.mark.parametrize("rows", [16, 100, 161])
+@pytest.mark.parametrize("width", [17, 32])
+def test_blocks_and_columns_of_a_matrix_are_those_of_the_whole(monkeypatch, rows, width):
+    whole = torch.empty(rows, width).normal_(0, 0.5, generator=torch.Generator().manual_seed(3))
+    monkeypatch.setattr(initial, "BLOCK", 32)
+    for first, columns in ((0, width), (3, 9)):
+        drawn = torch.empty(rows, columns)
+        initial.draw_columns(drawn, 0.5, width, first, torch.Generator().manual_seed(3))
+        assert torch.equal(drawn, whole[:, first : first + columns])
+    drawn = torch.empty(rows, width)
+    initial.draw_columns(drawn, 0.5, None, 0, torch.Generator().manual_seed(3))
+    assert torch.equal(drawn, whole)
+
+
+def test_reads_travel_where_they_are_fewer_bytes_than_rows():
+    few = exchange_bytes(4096, 128, 1 << 20, 512, ranks=2)
+    assert few == (4096 * (128 * 8 + 512 * 4), (1 << 20) * (512 * 4 + 1))
+    reads, rows = exchange_bytes(65536, 64, 1 << 14, 1536, ranks=8)
+    assert reads > rows
+
+
+def test_portions_end_where_they_are_full(monkeypatch):
+    monkeypatch.setattr(exchange, "BUCKET", 10)
+    tensors = [torch.zeros(size) for size in (3, 8, 12, 1, 2)]
+    assert [[len(tensor) for tensor in portion] for portion in portions(tensors)] == [[3, 8], [12], [1, 2]]
+
+
+def test_one_process_needs_nobody(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with joined() as world, world.together():
+        x = torch.arange(3.0)
+        assert world == World()
+        for same in (world.sum(x), world.gather(x), world.scatter_sum(x), world.exchange(x)):
+            assert same is x
+        assert (world.largest(7), world.told({"a": 1}), world.gathered(2)) == (7, {"a": 1}, [2])
+    assert world.tally.sent == 0
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "soon", "nan", "1e300"])
+def test_a_time_to_wait_is_a_number_of_seconds(monkeypatch, text):
+    monkeypatch.setenv(distributed.TIMEOUT, text)
+    with pytest.raises(UserError, match="expected seconds, more than 0"):
+        patience()
+
+
+def test_half_of_a_launchers_environment_is_an_error(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UserError, match="WORLD_SIZE is set, but not all that goes with it"), joined():
+        pass
