@@ -54,6 +54,8 @@ def summary(recipe: "Recipe") -> str:
 
     model, memory = recipe.model, recipe.model.memory
     parts = [f"{recipe.name}, {model.layers} layers of {model.dim}"]
+    if model.attention != "softmax":
+        parts.append(f"{model.attention} attention")
     if model.projections == "hash":
         parts.append(f"hash tables of {model.hash.bits} bits")
     if memory.kind != "none":

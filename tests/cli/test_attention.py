@@ -75,8 +75,9 @@ def test_what_needs_a_cache_or_an_export_is_refused(run, tmp_path):
     assert f"{attention} attention cannot be timed" in done.stderr
 
 
-def test_cost_counts_the_kind(run):
+def test_cost_and_check_know_the_kind(run):
     attention, recipe, _ = run
+    assert f" of 32, {attention} attention, " in pkmlm("recipe", "check", recipe, *arguments(attention)).stdout
     blocks = []
     for kind in ("softmax", attention):
         sized = ["-s", "model.vocab_size=100", *arguments(kind)]

@@ -256,6 +256,7 @@ def test_more_than_the_context_is_refused(pair):
 @torch.no_grad()
 def test_what_transformers_saves_again_is_read(pair, tokenizer, tmp_path):
     ours, theirs, _ = pair
+    assert not hasattr(theirs.config, "attention_options")  # of attention that no export has
     theirs.save_pretrained(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(tokenizer.model_bytes)
     assert torch.equal(PkmlmForCausalLM.from_pretrained(tmp_path)(IDS_BT).logits, theirs(IDS_BT).logits)
