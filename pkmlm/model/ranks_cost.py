@@ -47,14 +47,26 @@ def table_parts(cost: Cost) -> list[Part]:
 
 def rank_cost(recipe: Recipe, cost: Cost, ranks: int, memory: int) -> RankCost:
     """The cost of one of `ranks` ranks of which `memory` divide each table."""
-    return RankCost(memory, bytes_held(recipe, cost, memory), bytes_sent(recipe, cost, ranks, memory))
+    return RankCost(memory, bytes_held(recipe, cost, ranks, memory), bytes_sent(recipe, cost, ranks, memory))
 
 
-def bytes_held(recipe: Recipe, cost: Cost, memory: int) -> dict[str, int]:
+def shardable(recipe: Recipe, cost: Cost) -> tuple[int, int]:
+    """The dense parameters that `parallel.shard` divides among all ranks: those of blocks, and the others. Keys of
+    memories stay whole.
+    """
+    memory = recipe.model.memory
+    rows = memory.num_keys if memory.kind == "product-key" else memory.num_keys**2
+    layers = sum(part.name == "memory" for part in table_parts(cost))
+    blocks = sum(block.dense for block in cost.blocks)
+    return blocks - layers * memory.heads * memory.key_dim * rows, cost.dense - blocks
+
+
+def bytes_held(recipe: Recipe, cost: Cost, ranks: int, memory: int) -> dict[str, int]:
     """`Cost.training` for a rank that holds one of `memory` parts of the tables' columns.
 
     Each rank keeps the reads of the global batch, and of the gradient of their outputs its own columns; in a forward it
-    also holds the slots and weights that it reads for the others.
+    also holds the slots and weights that it reads for the others. With `parallel.shard` it holds its part of the dense
+    parameters, and whole ones of two blocks and of what is outside of blocks.
     """
     away = cost.memory - cost.memory // memory
     columns = sum(part.width - part.width // memory for part in table_parts(cost))
@@ -64,13 +76,20 @@ def bytes_held(recipe: Recipe, cost: Cost, memory: int) -> dict[str, int]:
     held["moments"] -= 8 * away
     held["gradients"] -= 4 * recipe.train.batch_tokens * columns
     held["activations"] += recipe.train.micro_batch * recipe.model.context * (memory - 1) * reads * 12
+    if recipe.parallel.shard:
+        inside, outside = shardable(recipe, cost)
+        others = inside + outside - (inside + outside) // ranks
+        held["weights"] += 4 * (outside + 2 * max(block.dense for block in cost.blocks)) - 4 * others
+        held["gradients"] -= 4 * others
+        held["moments"] -= 8 * others
     return held
 
 
 def bytes_sent(recipe: Recipe, cost: Cost, ranks: int, memory: int) -> dict[str, int]:
     """Bytes that each rank sends in a step, as the usual ring and pairwise algorithms send them.
 
-    dense: 2 (W - 1) / W of the dense gradients, in fp32: an all-reduce.
+    dense: 2 (W - 1) / W of the dense gradients, in fp32: an all-reduce. With `parallel.shard`, in each forward and
+    backward, (W - 1) / W of the parameters of blocks twice, of the others once, and of all gradients once.
     reads: slots and weights to the M - 1 others that hold columns, outputs back, and both gradients the other way:
     t (12 r (M - 1) + 2 D (M - 1) / M numbers).
     gradients: of tables, among the G ranks of the same columns: (G - 1) M t (8 r + D / M numbers) where the reads
@@ -86,8 +105,10 @@ def bytes_sent(recipe: Recipe, cost: Cost, ranks: int, memory: int) -> dict[str,
         reads += tokens * (memory - 1) * (12 * part.reads + 2 * part.width * number // memory)
         rows = (part.values + part.tables) // part.width
         gradients += min(exchange_bytes(memory * tokens, part.reads, rows, part.width // memory, number, ranks=groups))
+    inside, outside = shardable(recipe, cost) if recipe.parallel.shard else (0, 0)
+    fetched = recipe.micro_batches(ranks) * (3 * inside + 2 * outside)
     return {
-        "dense": 2 * (ranks - 1) * 4 * cost.dense // ranks,
+        "dense": 4 * (ranks - 1) * (2 * (cost.dense - inside - outside) + fetched) // ranks,
         "reads": reads,
         "gradients": gradients,
         "statistics": statistics_bytes(recipe, cost, ranks),

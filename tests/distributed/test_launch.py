@@ -97,7 +97,7 @@ def test_the_slurm_script_requeues_what_torchrun_has_trained(recipe, tmp_path):
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "node1", "SLURM_GPUS_ON_NODE": "2"}
-    slurm |= {"PYTHON": sys.executable, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    slurm |= {"PYTHON": sys.executable, "PATH": f"{tmp_path}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
     running = Launched(recipe, tmp_path / "run", *ENDLESS, script=slurm).until_step(2)
     (torchrun,) = psutil.Process(running.process.pid).children()
     torchrun.send_signal(signal.SIGTERM)

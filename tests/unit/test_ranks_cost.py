@@ -8,7 +8,7 @@ import pytest
 from pkmlm.model.cost import cost_of
 from pkmlm.model.ranks_cost import bytes_held, bytes_sent, divisions, exchange_bytes, most_keys, rank_cost
 from pkmlm.recipe.load import load_recipe
-from pkmlm.recipe.schema import Hash, Memory, Model, Recipe, Train
+from pkmlm.recipe.schema import Hash, Memory, Model, Parallel, Recipe, Train
 
 KEYS = Memory(kind="product-key", layers=("2",), num_keys=1024, heads=4, topk=32, key_dim=128, query_norm="layer")
 # A memory of 2^20 slots, 512 wide; 8,192 tokens a step; 4 * 32 reads of a token.
@@ -57,13 +57,29 @@ def test_batch_statistics_grow_with_forwards_not_with_tokens():
 
 def test_memory_is_divided_and_reads_are_held_by_all():
     cost = cost_of(MILLION, 1000)
-    assert bytes_held(MILLION, cost, 1) == cost.training
-    halves = bytes_held(MILLION, cost, 2)
+    assert bytes_held(MILLION, cost, 2, 1) == cost.training
+    halves = bytes_held(MILLION, cost, 2, 2)
     values = 2**20 * 512
     assert cost.training["weights"] - halves["weights"] == 4 * values // 2
     assert cost.training["moments"] - halves["moments"] == 8 * values // 2
     assert cost.training["gradients"] - halves["gradients"] == 8192 * 256 * 4
     assert halves["activations"] - cost.training["activations"] == 4 * 512 * 128 * 12
+
+
+def test_dense_parameters_are_divided_too():
+    shard = replace(MILLION, parallel=Parallel(shard=True))
+    cost = cost_of(shard, 1000)
+    keys, blocks = 4 * 128 * 1024, sum(block.dense for block in cost.blocks)
+    inside, outside = blocks - keys, 1000 * 512 + 512 * 512 + 2 * 512  # outside: embedding, positions, last norm
+    assert cost.dense == blocks + outside
+    whole, parts = (bytes_held(recipe, cost, 4, 2) for recipe in (MILLION, shard))
+    away = inside + outside - (inside + outside) // 4
+    assert whole["moments"] - parts["moments"] == 8 * away
+    assert whole["gradients"] - parts["gradients"] == 4 * away
+    largest = max(block.dense for block in cost.blocks)
+    assert whole["weights"] - parts["weights"] == 4 * away - 4 * (outside + 2 * largest)
+    sent = bytes_sent(shard, cost, 2, 1)  # two forwards
+    assert sent["dense"] == 2 * (3 * inside + 2 * outside) * 4 // 2 + 2 * keys * 4 // 2
 
 
 def test_every_division_that_is_possible():
