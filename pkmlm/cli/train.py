@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from pkmlm.train.loop import Outcome
 
 # What may change when a run goes on: how long it trains, on how many ranks, and what is measured, kept and shown.
-FREE_KEYS = ("name", "data.dir", "train.steps", "train.micro_batch", "train.recompute", "eval.", "checkpoint.", "log.")
-FREE_KEYS += ("parallel.",)
+FREE_KEYS = (
+    *("name", "data.dir", "train.steps", "train.micro_batch", "train.recompute"),
+    *("eval.", "checkpoint.", "log.", "parallel."),
+)
 
 
 @click.command()

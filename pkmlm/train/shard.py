@@ -53,7 +53,7 @@ def held(tensor: Any) -> Tensor:
 def assembled(tensor: Any, first: bool) -> Tensor:
     """All of a tensor, whose parts all ranks give: on the first rank, in main memory; others keep their part."""
     if not is_shard(tensor):
-        return tensor  # type: ignore[no-any-return]
+        return tensor
     whole: Tensor = tensor.full_tensor()
     return whole.cpu() if first else held(tensor)
 

@@ -115,7 +115,7 @@ def whole_weights(model: Transformer) -> dict[str, np.ndarray]:
     return found
 
 
-def curves(folder: str, cases: list[list[Any]], steps: int) -> None:
+def curves(folder: str, cases: list[list[Any]], steps: dict[str, int]) -> None:
     """Train each case (kind, ranks, memory, micro_batch) and write losses, norms and weights into folder/NAME.npz."""
     with joined() as world:
         for kind, size, memory, micro_batch in cases:
@@ -123,7 +123,7 @@ def curves(folder: str, cases: list[list[Any]], steps: int) -> None:
             stepper = stepper_of(recipe_of(kind, memory, micro_batch), ranks)
             seen: list[Tensor] = []
             stepper.model.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0]))
-            taken = [stepper.take(step) for step in range(1, steps + 1)]
+            taken = [stepper.take(step) for step in range(1, steps[kind] + 1)]
             order = torch.cat([ranks.world.gather(tokens_BT) for tokens_BT in seen])
             weights = whole_weights(stepper.model)
             if world.rank == 0:
@@ -153,7 +153,7 @@ def table_of(rows: int, dtype: torch.dtype, ranks: World | None = None) -> Value
     return table.to(dtype)
 
 
-def divided_tables(rows: int, double: bool) -> None:
+def divided_tables(rows: int, reads_travel: bool, double: bool) -> None:
     """Two groups of two ranks: forward and gradients are those of one table that all four ranks' tokens read."""
     dtype = torch.float64 if double else torch.float32
     with joined() as world:
@@ -174,6 +174,7 @@ def divided_tables(rows: int, double: bool) -> None:
             slots, weights, grad = random_reads(number, rows, dtype)
             whole(slots, weights).backward(grad)
         exchange_reads(table.gradient, ranks.data)
+        assert (len(table.gradient.joined()[0]) == 40) is reads_travel
         torch.testing.assert_close(table.gradient.dense(), whole.gradient.dense()[:, own], rtol=1e-6, atol=1e-6)
         squares = ranks.memory.sum(table.gradient.norm().square())
         torch.testing.assert_close(squares.sqrt(), whole.gradient.norm(), rtol=1e-6, atol=0)
@@ -252,10 +253,11 @@ def bytes_sent(memory: int) -> None:
 
 
 def beside_the_cost(cases: list[list[Any]]) -> None:
-    """For each case (kind, ranks, memory, micro_batch): what a rank sends in a step, and what `pkmlm cost` says."""
+    """For each case (kind, ranks, memory, micro_batch, recompute): what a rank sends in a step, and what `pkmlm cost`
+    says it does."""
     with joined() as world:
-        for kind, size, memory, micro_batch in cases:
-            recipe = recipe_of(kind, memory, micro_batch)
+        for kind, size, memory, micro_batch, recompute in cases:
+            recipe = recipe_of(kind, memory, micro_batch, recompute=recompute)
             stepper = stepper_of(recipe, ranks_among(world, size, memory))
             before = world.tally.sent
             stepper.take(1)

@@ -67,10 +67,10 @@ class QueryBatchNorm(nn.Module):
             self.forwards += 1
         if self.training and self.ranks.size > 1:
             return self._over_ranks(x_NF)
-        running = [self.running_mean, self.running_var]
+        mean_F, var_F = self.running_mean, self.running_var
         if self.training and not self.counts:
-            running = [statistic.clone() for statistic in running]
-        return batch_norm(x_NF, *running, self.weight, self.bias, self.training, self.momentum, self.eps)
+            mean_F, var_F = mean_F.clone(), var_F.clone()
+        return batch_norm(x_NF, mean_F, var_F, self.weight, self.bias, self.training, self.momentum, self.eps)
 
     def _over_ranks(self, x_NF: Tensor) -> Tensor:
         mean_F, var_F = moments(x_NF.detach(), self.ranks)
