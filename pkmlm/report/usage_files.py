@@ -4,7 +4,6 @@
 `test-step-500.npz` holds the counts and masses of every head and slot.
 """
 
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 
 from pkmlm.errors import UserError
 from pkmlm.report.usage import MemoryUsage
+from pkmlm.runtime.arrays import read_arrays
 from pkmlm.runtime.files import make_folder, read_json, write_json, writing
 
 ARRAYS = ("counts_HK", "masses_HK", "common_HH")
@@ -32,13 +32,15 @@ def load_usage(stem: Path, source: dict[str, Any]) -> tuple[dict[str, Any], list
         entry = read_json(stem.with_name(f"{stem.name}.json"), "the usage report")
         if entry["source"] != source:
             return None
-        with np.load(stem.with_name(f"{stem.name}.npz"), allow_pickle=False) as arrays:
-            memories = [_memory(number, facts, arrays) for number, facts in enumerate(entry["memories"])]
-    except (OSError, KeyError, TypeError, ValueError, zipfile.BadZipFile, UserError):
+        arrays = read_arrays(stem.with_name(f"{stem.name}.npz"))
+        memories = [_memory(number, facts, arrays) for number, facts in enumerate(entry["memories"])]
+        agree = [memory.as_json() for memory in memories] == entry["memories"]
+        agree = agree and type(entry["step"]) is int and isinstance(entry["split"], str)
+    except (ArithmeticError, LookupError, TypeError, ValueError, UserError):
         return None
-    return entry, memories
+    return (entry, memories) if agree else None
 
 
-def _memory(number: int, facts: dict[str, Any], arrays: Any) -> MemoryUsage:
+def _memory(number: int, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> MemoryUsage:
     found = {name: arrays[f"{number}-{name}"] for name in ARRAYS if f"{number}-{name}" in arrays}
     return MemoryUsage(**{k: facts[k] for k in ("layer", "name", "kind", "tokens")}, **{"common_HH": None, **found})

@@ -3,7 +3,6 @@
 N: tokens; H: heads; k: slots a head reads; K: slots; S: slots sampled; D: width of a value.
 """
 
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from pkmlm.data.batches import permute
+from pkmlm.errors import UserError
 from pkmlm.model.memory.columns import side_by_side
 from pkmlm.model.memory.hash_table import HashLayer
 from pkmlm.model.memory.key_memory import KeyMemory
 from pkmlm.recipe.schema import Recipe
+from pkmlm.runtime.arrays import read_arrays
 from pkmlm.runtime.distributed import World
 from pkmlm.runtime.files import make_folder, writing
 from pkmlm.runtime.log import RunLog
@@ -29,7 +30,7 @@ class Drift:
     """Records a "drift" event in metrics.jsonl every `eval.every` steps and at the end, and RUN/usage/drift-step-N.npz.
 
     Reads of all slots are noted; the values of SAMPLE slots, drawn from the recipe's seed, are compared with those of
-    the record before. A run that goes on reads the file of its checkpoint; without one, recording begins there.
+    the record before. A run that goes on reads the file of its checkpoint; without a whole one, recording begins there.
 
     Args:
         folder: RUN/usage.
@@ -85,11 +86,14 @@ class Drift:
 
     def _go_on(self, step: int) -> None:
         try:
-            with np.load(self.file(step), allow_pickle=False) as arrays:
-                held = [memory.held(number, arrays) for number, memory in enumerate(self.memories)]
-                self.began, self.since, _ = arrays["steps"].tolist()
-        except (OSError, KeyError, ValueError, zipfile.BadZipFile):
+            arrays = read_arrays(self.file(step))
+            held = [memory.held(number, arrays) for number, memory in enumerate(self.memories)]
+            began, since, at = (int(number) for number in arrays["steps"])
+        except (UserError, KeyError, ValueError, TypeError, OverflowError):
             return
+        if not 0 <= began <= since <= at == step:
+            return
+        self.began, self.since = began, since
         for memory, (read_K, last_K, before_SD) in zip(self.memories, held, strict=True):
             device = memory.read_K.device
             if before_SD is not None:  # a checkpoint between two records
@@ -157,14 +161,18 @@ class _Memory:
     def arrays(self, number: int) -> list[tuple[str, Any]]:
         return [(f"{number}-{name}", getattr(self, name).cpu().numpy()) for name in READ]
 
-    def held(self, number: int, arrays: Any) -> tuple[Any, Any, Any]:
+    def held(self, number: int, arrays: dict[str, np.ndarray]) -> tuple[Any, Any, Any]:
         """Arrays of an earlier process.
 
         Raises:
-            ValueError: they belong to another memory.
+            ValueError, KeyError: they belong to another memory.
         """
         read_K, last_K, sample_S = (arrays[f"{number}-{name}"] for name in READ)
-        if not np.array_equal(sample_S, self.sample_S.cpu().numpy()):
+        before_SD = arrays.get(f"{number}-before_SD")
+        kept = [(read_K, self.read_K), (last_K, self.last_K), (before_SD, self.before_SD)]
+        alike = all(
+            found is None or (found.shape, found.dtype) == (own.shape, own.cpu().numpy().dtype) for found, own in kept
+        )
+        if not alike or not np.array_equal(sample_S, self.sample_S.cpu().numpy()):
             raise ValueError("another memory's")
-        name = f"{number}-before_SD"
-        return read_K, last_K, arrays.get(name)
+        return read_K, last_K, before_SD

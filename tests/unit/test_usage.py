@@ -1,5 +1,6 @@
 """Usage: the numbers against hand and brute force, the counters against plain Python."""
 
+import json
 import math
 from collections import Counter
 from fractions import Fraction
@@ -243,7 +244,8 @@ def test_files_give_back_what_was_counted(tmp_path: Path) -> None:
         MemoryUsage(2, "memory", "product-key", 3, np.arange(8).reshape(2, 4), np.ones((2, 4)) / 3, common),
         MemoryUsage(1, "qkv", "hash", 3, np.arange(8).reshape(2, 4), np.ones((2, 4)), None),
     ]
-    entry = {"run": "r", "memories": [memory.as_json() for memory in memories], "source": {"checkpoint": "a"}}
+    entry = {"run": "r", "step": 5, "split": "test", "source": {"checkpoint": "a"}}
+    entry["memories"] = [memory.as_json() for memory in memories]
     stem = tmp_path / "usage" / "test-step-5"
     assert load_usage(stem, entry["source"]) is None
     save_usage(stem, entry, memories)
@@ -255,6 +257,18 @@ def test_files_give_back_what_was_counted(tmp_path: Path) -> None:
         assert (kept.counts_HK == memory.counts_HK).all()
         assert kept.counts_HK.dtype == np.int64
     assert load_usage(stem, {"checkpoint": "b"}) is None, "measured on another checkpoint"
-    arrays = stem.with_name("test-step-5.npz")
-    arrays.write_bytes(arrays.read_bytes()[:-30])
-    assert load_usage(stem, {"checkpoint": "a"}) is None, "damaged"
+    arrays, record = stem.with_name("test-step-5.npz"), stem.with_name("test-step-5.json")
+    for text in ("[]", "{}", '{"source": {"checkpoint": "a"}}', json.dumps(entry | {"memories": 5})):
+        record.write_text(text)
+        assert load_usage(stem, {"checkpoint": "a"}) is None, text
+    twice = [entry["memories"][0] | {"reads": 1}, entry["memories"][1]]
+    record.write_text(json.dumps(entry | {"memories": twice}))
+    assert load_usage(stem, {"checkpoint": "a"}) is None, "numbers and counts do not agree"
+    record.write_text(json.dumps(entry))
+    assert load_usage(stem, {"checkpoint": "a"}) is not None
+    whole = arrays.read_bytes()
+    for content in (whole[:-30], b"", whole[:100] + b"\xff" * 40 + whole[140:]):
+        arrays.write_bytes(content)
+        assert load_usage(stem, {"checkpoint": "a"}) is None, "damaged"
+    np.savez(arrays, **{"0-counts_HK": np.array(["a"]), "0-masses_HK": np.zeros(0)})
+    assert load_usage(stem, {"checkpoint": "a"}) is None, "of another shape"
