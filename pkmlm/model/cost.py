@@ -275,7 +275,8 @@ def training_bytes(recipe: Recipe, dense: int, blocks: tuple[Block, ...], vocab_
     gradient of their shape: what an optimizer step keeps of their reads counts instead, for each read its slot and
     weight, twice while they are sorted, and for each token the gradient of the output.
     activations: what maps, norms, attention and memories keep of one micro-batch for the backward, without
-    dropout; 2 bytes a number in bf16 and fp16, otherwise 4 ("auto" too); SDPA is taken to keep no s^2 scores.
+    dropout (with `train.recompute`: each block's input, and one block whole); 2 bytes a number in bf16 and fp16,
+    otherwise 4 ("auto" too); SDPA is taken to keep no s^2 scores.
     logits: the head's output, its log-softmax and its gradient in fp32.
     search: the scores of keys that exist at a time, and their ordering, at 28 bytes a score.
     Left out: the allocator's slack, the framework itself and the data.
@@ -288,7 +289,8 @@ def training_bytes(recipe: Recipe, dense: int, blocks: tuple[Block, ...], vocab_
     rows = 2 * memory.num_keys if memory.kind == "product-key" else memory.num_keys**2
     search = min(SCORES, tokens * memory.heads * rows) * 28 if values else 0
     width = 2 if train.precision in ("bf16", "fp16") else 4
-    saved = sum(part.saved for block in blocks for part in block.parts) + 3 * model.dim
+    in_blocks = [sum(part.saved for part in block.parts) for block in blocks]
+    saved = 3 * model.dim + (len(blocks) * model.dim + max(in_blocks) if train.recompute else sum(in_blocks))
     return {
         "weights": 4 * (dense + values + tables),
         "gradients": 4 * dense + train.batch_tokens * kept,

@@ -91,7 +91,8 @@ def bytes_sent(recipe: Recipe, cost: Cost, ranks: int, memory: int) -> dict[str,
     dense: 2 (W - 1) / W of the dense gradients, in fp32: an all-reduce. With `parallel.shard`, in each forward and
     backward, (W - 1) / W of the parameters of blocks twice, of the others once, and of all gradients once.
     reads: slots and weights to the M - 1 others that hold columns, outputs back, and both gradients the other way:
-    t (12 r (M - 1) + 2 D (M - 1) / M numbers).
+    t (12 r (M - 1) + 2 D (M - 1) / M numbers). With `train.recompute`, the former two a second time, but
+    for the last outputs of a block.
     gradients: of tables, among the G ranks of the same columns: (G - 1) M t (8 r + D / M numbers) where the reads
     themselves travel, or 2 (G - 1) / G of the rows' sums in fp32 (and a flag each), whichever is less.
     statistics: of batch-normalised queries.
@@ -100,9 +101,13 @@ def bytes_sent(recipe: Recipe, cost: Cost, ranks: int, memory: int) -> dict[str,
     """
     tokens, groups = recipe.train.batch_tokens // ranks, ranks // memory
     number = 2 if recipe.train.precision in ("bf16", "fp16") else 4
+    # Recomputation ends where the last activation is had that a backward needs: before a block's last output.
+    again = [part for block in cost.blocks for part in block.parts[:-1]] if recipe.train.recompute else []
     reads = gradients = 0
     for part in table_parts(cost):
-        reads += tokens * (memory - 1) * (12 * part.reads + 2 * part.width * number // memory)
+        passes = 2 if part in again else 1
+        outputs = (1 + passes) * part.width * number // memory
+        reads += tokens * (memory - 1) * ((20 if recipe.train.recompute else 12) * part.reads + outputs)
         rows = (part.values + part.tables) // part.width
         gradients += min(exchange_bytes(memory * tokens, part.reads, rows, part.width // memory, number, ranks=groups))
     inside, outside = shardable(recipe, cost) if recipe.parallel.shard else (0, 0)
@@ -136,7 +141,8 @@ def statistics_bytes(recipe: Recipe, cost: Cost, ranks: int) -> int:
         return 0
     layers = sum(part.name == "memory" for part in table_parts(cost))
     features = 2 * 4 * memory.heads * memory.key_dim
-    each = (ranks - 1) * features + 2 * (ranks - 1) * features // ranks
+    passes = 2 if recipe.train.recompute else 1
+    each = passes * (ranks - 1) * features + 2 * (ranks - 1) * features // ranks
     return layers * recipe.micro_batches(ranks) * each
 
 

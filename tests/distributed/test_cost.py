@@ -3,9 +3,10 @@
 import pytest
 
 CASES = [
-    *[("layer", *case) for case in [(4, 1, 2), (4, 2, 1), (4, 4, 2), (2, 2, 4)]],
-    *[("batch", *case) for case in [(4, 1, 1), (4, 2, 2), (2, 2, 2)]],
-    *[("hash", *case) for case in [(4, 1, 2), (4, 4, 1), (2, 1, 4)]],
+    *[("layer", *case, False) for case in [(4, 1, 2), (4, 2, 1), (4, 4, 2), (2, 2, 4)]],
+    *[("batch", *case, False) for case in [(4, 1, 1), (4, 2, 2), (2, 2, 2)]],
+    *[("hash", *case, False) for case in [(4, 1, 2), (4, 4, 1), (2, 1, 4)]],
+    *[(kind, 4, 2, 2, True) for kind in ("layer", "batch", "hash")],  # forwards are taken twice
 ]
 
 

@@ -82,6 +82,14 @@ def test_dense_parameters_are_divided_too():
     assert sent["dense"] == 2 * (3 * inside + 2 * outside) * 4 // 2 + 2 * keys * 4 // 2
 
 
+def test_recomputation_keeps_the_inputs_of_blocks_and_one_block():
+    cost = cost_of(MILLION, 1000)
+    less = cost_of(replace(MILLION, train=replace(MILLION.train, recompute=True)), 1000)
+    tokens, saved = 4 * 512, [sum(part.saved for part in block.parts) for block in cost.blocks]
+    assert cost.training["activations"] == tokens * 4 * (3 * 512 + sum(saved))
+    assert less.training["activations"] == tokens * 4 * (3 * 512 + 2 * 512 + max(saved))
+
+
 def test_every_division_that_is_possible():
     assert divisions(cost_of(MILLION, 1000), 12) == [1, 2, 4]
     assert divisions(cost_of(HASHED, 100), 32) == [1, 2, 4, 8, 16]  # 192, 80 and 64 columns
