@@ -42,5 +42,9 @@ def test_every_command_of_the_readme():
 
 def test_make_targets_of_the_readme_exist():
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
-    for target in re.findall(r"make ([a-z]+)", README):
-        assert target in targets
+    targets += [f"{path.parts[-3]}-{path.stem}" for path in (ROOT / "recipes").glob("*/grids/*.yaml")]
+    shown = [word for line in re.findall(r"^make (.+)", README, re.M) for word in line.partition("#")[0].split()]
+    named = [word for word in shown if "=" not in word] + re.findall(r"`make ([a-z0-9-]+)`", README)
+    assert len(named) >= 8
+    for target in named:
+        assert target in targets, target
