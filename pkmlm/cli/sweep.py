@@ -52,7 +52,7 @@ def command(
 
     \b
     Examples:
-      pkmlm sweep recipes/pkm/grids/table-2.yaml -o sweeps/size -s data.dir=data/mine
+      pkmlm sweep recipes/pkm/grids/table-2.yaml -o sizes -s data.dir=data/my
       pkmlm sweep recipes/pkm/grids/table-2.yaml --scale paper --dry-run
       pkmlm sweep my-grid.yaml -o sweeps/mine --jobs 4 --device 0,1,2,3
       pkmlm sweep my-grid.yaml -o sweeps/mine --table
