@@ -5,6 +5,7 @@ Importing this file, and every `--help`, stays free of torch: the commands impor
 
 import errno
 import importlib
+import io
 import os
 import sys
 from typing import Any
@@ -12,7 +13,11 @@ from typing import Any
 import click
 
 from pkmlm import __version__
+from pkmlm.cli import streams
 from pkmlm.errors import UserError, printable
+
+# A file that is not there, or cannot be: the user has named another than was meant.
+WRONG_NAME = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL)
 
 COMMANDS = {
     # name: (module in pkmlm.cli, one line for the list of commands)
@@ -81,35 +86,40 @@ def main() -> None:
     # fifth faster; torch's idle OpenMP threads, spinning, would take a third of the time of our own kernels' threads.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    streams.prepare()
     try:
         code = cli.main(standalone_mode=False)
         sys.stdout.flush()  # a closed pipe shows here, not in the interpreter's shutdown
     except click.exceptions.Exit as stop:
         code = stop.exit_code
     except click.ClickException as error:
-        error.show()
+        error.show(told := io.StringIO())
+        sys.stderr.write("".join(c if c == "\n" else printable(c) for c in told.getvalue()))
         code = 2
     except UserError as error:
         code = report(error)
     except (KeyboardInterrupt, click.Abort):
         print("\ninterrupted", file=sys.stderr)
         code = 130
+    except MemoryError:
+        code = report(UserError("out of memory", exit_code=1))
     except OSError as error:
-        code = output_failed(error)
+        code = system_refused(error)
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def output_failed(error: OSError) -> int:
-    """What to do when standard output takes no more: `| head` has closed it, or the disk that it goes to is full."""
-    if error.filename is not None or error.errno not in (
-        errno.EPIPE,
-        errno.ENOSPC,
-        errno.EDQUOT,
-        errno.EFBIG,
-        errno.EIO,
-    ):
-        raise error
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left unwritten has nowhere to go
+def system_refused(error: OSError) -> int:
+    """Say what the system refused: to read a file (writes are told where they fail), or to take more of our output,
+    as `| head` does when it has enough.
+    """
+    if error.filename is not None:
+        code = 2 if error.errno in WRONG_NAME else 1
+        return report(UserError(f"cannot read {str(error.filename)[:300]}: {error.strerror}", exit_code=code))
+    if error.errno not in streams.ENDED:
+        if error.errno is None:
+            raise error
+        return report(UserError(f"the system refused: {error.strerror}", exit_code=1))
+    streams.silence_output()
     if error.errno == errno.EPIPE:
         return 0
     return report(UserError(f"cannot write to standard output: {error.strerror}", exit_code=1))

@@ -42,14 +42,14 @@ def command(run_path: str, output: str, step: str, dtype: str, force: bool) -> N
     from pkmlm.export.card import card_of
     from pkmlm.export.config import Origin
     from pkmlm.export.folder import check_free, write_export
-    from pkmlm.runtime.files import read_json
     from pkmlm.runtime.rundir import RunDirectory
+    from pkmlm.runtime.shapes import STATE, read_shaped
 
     folder = Path(output).absolute()
     check_free(folder, force)
     run = RunDirectory.existing(run_path)
     loaded = load_run(run.path, step, torch.device("cpu"))
-    state = read_json(run.checkpoint(loaded.step) / "state.json", "the checkpoint's state")
+    state = read_shaped(run.checkpoint(loaded.step) / "state.json", STATE, "the checkpoint's state")
     origin = Origin(loaded.name, loaded.step, state["tokens"])
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
     card = card_of(loaded.recipe, origin, parameters, dtype, scores_of(run, loaded.step))
@@ -62,7 +62,7 @@ def command(run_path: str, output: str, step: str, dtype: str, force: bool) -> N
 
 def scores_of(run: "RunDirectory", step: int) -> dict[str, dict[str, Any]]:
     """What is known of a step, by split: its validation in training, and what `pkmlm eval` found on the test split."""
-    from pkmlm.runtime.files import read_json
+    from pkmlm.runtime.shapes import RESULTS, read_shaped
 
     scores: dict[str, dict[str, Any]] = {}
     for line in run.metrics():
@@ -70,5 +70,5 @@ def scores_of(run: "RunDirectory", step: int) -> dict[str, dict[str, Any]]:
             scores["valid"] = line
     tested = run.path / "eval" / f"test-step-{step}.json"
     if tested.exists():
-        scores["test"] = read_json(tested, "the results")["perplexity"]
-    return scores
+        scores["test"] = read_shaped(tested, RESULTS, "the results").get("perplexity") or {}
+    return {split: found for split, found in scores.items() if found.get("token_ppl") and found.get("bits_per_byte")}

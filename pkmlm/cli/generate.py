@@ -53,6 +53,7 @@ def command(
       pkmlm generate runs/demo "It was a dark night, and"
       pkmlm generate runs/demo --temperature 0 -n 50 < beginning.txt
     """
+    from pkmlm.cli.streams import read_input
     from pkmlm.evaluate.generate import Sampling, generate, stream_text
     from pkmlm.evaluate.load import load_run
     from pkmlm.recipe.check import require_softmax
@@ -62,7 +63,9 @@ def command(
     run = load_run(run_path, step)
     require_softmax(run.recipe.model, run_path, "generate")
     if prompt is None:
-        prompt = "" if sys.stdin.isatty() else sys.stdin.read()
+        prompt = "" if sys.stdin.isatty() else read_input()
+    elif prompt != prompt.encode(errors="ignore").decode():
+        raise UserError("PROMPT is not in the encoding of the terminal", "give it on standard input, in UTF-8")
     ids = [run.tokenizer.eos, *run.tokenizer.encode(prompt)]
     sampling = Sampling(temperature, top_k, top_p, seed)
     write(prompt)

@@ -15,7 +15,7 @@ from pkmlm.errors import UserError
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import ProcessFailure
 
-PASSED_ON = (signal.SIGINT, signal.SIGTERM)
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 RANK_FOUND = "WORLD_SIZE"  # in the environment of a process that a launcher has started
 
 
@@ -39,8 +39,8 @@ def launches(processes: int | None) -> bool:
 def launch(processes: int, run: str | None) -> int:
     """Run this command line in so many processes, and return the exit code that they agree on.
 
-    Ctrl-C and SIGTERM go to all of them: they save a checkpoint and end. Where one is killed, the others are ended, and
-    the run's run.json says which it was.
+    Ctrl-C, SIGTERM and SIGHUP go to all of them: they save a checkpoint and end. Where one is killed, the others are
+    ended, and the run's run.json says which it was.
 
     Raises:
         UserError: a process was killed, or this machine has fewer GPUs (exit codes 1 and 2).
@@ -63,7 +63,7 @@ def launch(processes: int, run: str | None) -> int:
             local_addr="127.0.0.1",
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(logs),
-            signals_to_handle="SIGHUP,SIGQUIT",  # the others are passed on here, and waited for without a limit
+            signals_to_handle="SIGQUIT",  # the others are passed on here, and waited for without a limit
         )
         try:
             elastic_launch(config, sys.executable)("-m", "pkmlm", *sys.argv[1:])
@@ -89,8 +89,8 @@ def threads_shared(processes: int) -> Iterator[None]:
 
 @contextmanager
 def signals_passed_on() -> Iterator[list[int]]:
-    """Send SIGINT and SIGTERM on to all processes that were started, each of which leads a session of its own; yields
-    the list of those that came.
+    """Send SIGINT, SIGTERM and SIGHUP on to all processes that were started, each of which leads a session of its own;
+    yields the list of those that came.
     """
     import psutil
 
@@ -105,7 +105,8 @@ def signals_passed_on() -> Iterator[list[int]]:
         if not ranks:  # none has been started so far
             raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, send) for number in PASSED_ON}
+    heeded = [each for each in PASSED_ON if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
+    before = {number: signal.signal(number, send) for number in heeded}
     try:
         yield passed
     finally:

@@ -3,13 +3,13 @@
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from pkmlm.cli.launch import launch, launches
 from pkmlm.cli.options import quiet_option, set_option
-from pkmlm.errors import UserError
+from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -129,6 +129,7 @@ def train_in(
     world: "World",
 ) -> int:
     """Train in the run directory `output`, and note in its run.json how it ended; rank 0 alone writes there."""
+    from pkmlm.cli.circumstances import changes, circumstances, lost_metrics, with_earlier
     from pkmlm.runtime.device import choose_device, choose_precision
     from pkmlm.runtime.files import write_text
     from pkmlm.runtime.rundir import RunDirectory
@@ -144,22 +145,31 @@ def train_in(
                 raise UserError("parallel.shard: found fp16 (expected bf16 or fp32)", "add -s train.precision=fp32")
             if lead:
                 refuse_resume(run, resume)
+                run.refuse_foreign()
                 held.enter_context(run.locked())
                 if run.steps():
                     refuse_changes(run, recipe, corpus, tokenizer)
+                    damage = fall_back(run)
                 complete = ended_already(run, recipe)
         if world.told(complete):
             if lead:
                 more = "eval.patience" if run.facts().get("status") == "patience" else "train.steps"
                 step = run.steps()[-1]
-                click.echo(f"run {output} is complete already at step {step}; more {more} would train it longer")
+                click.echo(
+                    f"run {printable(output)} is complete already at step {step}; more {more} would train it longer"
+                )
             return 0
         with world.together():
             if lead:
-                damage = fall_back(run)
+                if recipe.train.init_from is not None and not run.steps():
+                    check_shapes(initial_checkpoint(recipe, tokenizer), recipe, tokenizer)
+                before = run.facts()
                 begin(run, recipe, corpus, tokenizer)
-                facts = circumstances(recipe, tokenizer, device, precision, reason)
-                run.note(**facts, ranks=world.size, status="running", exit_code=None, rank=None)
+                facts = circumstances(recipe, tokenizer, device, precision, reason, world.size)
+                if run.steps():
+                    damage += changes(before, facts) + lost_metrics(run)
+                    facts = with_earlier(before, facts, run.steps()[-1])
+                run.note(**facts, status="running", exit_code=None, rank=None)
         with noting_failure(run, recipe, tokenizer, lead):
             outcome = run_loop(
                 run, recipe, corpus, tokenizer, device, precision, f"{precision}: {reason}", damage, stop, quiet, world
@@ -168,6 +178,7 @@ def train_in(
             if lead:
                 run.note(status=outcome.status, exit_code=outcome.exit_code, step=outcome.step)
             if lead and outcome.exit_code == 0:  # last of all: nothing is left to do where it stands
+                run.refuse_replaced()
                 write_text(run.path / "done", f"{outcome.status} at step {outcome.step}\n")
     return outcome.exit_code
 
@@ -235,8 +246,9 @@ def refuse_changes(run: "RunDirectory", recipe: "Recipe", corpus: "Corpus", toke
 
 
 def ended_already(run: "RunDirectory", recipe: "Recipe") -> bool:
-    """Whether training has finished, or stopped for lack of patience, and this recipe asks for no more."""
-    if not (run.path / "done").exists() or not run.steps():
+    """Whether training has finished, or stopped for lack of patience, its last checkpoint is still there, and this
+    recipe asks for no more."""
+    if not run.steps() or run.done() != run.steps()[-1]:
         return False
     before = run.recipe()
     same = (before.train.steps, before.eval.patience) == (recipe.train.steps, recipe.eval.patience)
@@ -254,33 +266,6 @@ def begin(run: "RunDirectory", recipe: "Recipe", corpus: "Corpus", tokenizer: "T
     with writing(run.tokenizer_file) as file:
         file.write(tokenizer.model_bytes)
     run.note(data_sha256=corpus.sha256, tokenizer_sha256=tokenizer.sha256)
-
-
-def circumstances(
-    recipe: "Recipe", tokenizer: "Tokenizer", device: "torch.device", precision: str, reason: str
-) -> dict[str, Any]:
-    """What run.json says of how this process was started."""
-    import platform
-    import sys
-
-    import torch
-
-    from pkmlm import __version__
-    from pkmlm.model.cost import cost_of
-    from pkmlm.runtime.rundir import source_commit
-
-    cost = cost_of(recipe, recipe.model.vocab_size or tokenizer.size)
-    return {
-        "argv": sys.argv[1:],
-        "versions": {"pkmlm": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "commit": source_commit(),
-        "device": torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"cpu, {torch.get_num_threads()} threads",
-        "precision": precision,
-        "precision_reason": reason,
-        "parameters": cost.as_json()["parameters"],
-    }
 
 
 def run_loop(
@@ -348,17 +333,29 @@ def starting_model(
 
     model = build_model(recipe, recipe.model.vocab_size or tokenizer.size, device, ranks)
     if fresh and recipe.train.init_from is not None:
-        from pkmlm.runtime.files import sha256_of
-        from pkmlm.runtime.rundir import RunDirectory
-        from pkmlm.train import checkpoint
+        from pkmlm.train.checkpoint import load_weights
 
-        source = RunDirectory.existing(recipe.train.init_from)
-        if sha256_of(source.tokenizer_file) != tokenizer.sha256:
-            raise UserError(
-                f"train.init_from: run {source.path} has another tokenizer than {recipe.data.dir}",
-                f"tokenize again with --tokenizer {source.tokenizer_file}",
-            )
-        path = source.checkpoint(source.resolve("best" if source.best() is not None else "latest"))
-        checkpoint.verify(path)
-        checkpoint.load_weights(path, model)
+        load_weights(initial_checkpoint(recipe, tokenizer), model)
     return model
+
+
+def initial_checkpoint(recipe: "Recipe", tokenizer: "Tokenizer") -> "Path":
+    """The checkpoint of `train.init_from`: the best, else the latest.
+
+    Raises:
+        UserError: there is no such run, it has another tokenizer (exit code 2), or the checkpoint is damaged (1).
+    """
+    from pkmlm.runtime.files import sha256_of
+    from pkmlm.runtime.rundir import RunDirectory
+    from pkmlm.train.checkpoint import damage_of
+
+    source = RunDirectory.existing(str(recipe.train.init_from))
+    if sha256_of(source.tokenizer_file) != tokenizer.sha256:
+        raise UserError(
+            f"train.init_from: run {source.path} has another tokenizer than {recipe.data.dir}",
+            f"tokenize again with --tokenizer {source.tokenizer_file}",
+        )
+    path = source.checkpoint(source.resolve("best" if source.best() is not None else "latest"))
+    if problem := damage_of(path):
+        raise UserError(f"train.init_from: {problem}", "start from another run, or copy that one again", exit_code=1)
+    return path

@@ -140,7 +140,7 @@ def free_file(option: str, path: str | None, force: bool) -> Path | None:
     if path is None:
         return None
     file = Path(path)
-    if file.is_dir() or not file.parent.is_dir():
+    if (file.exists() and not file.is_file()) or not file.parent.is_dir():
         raise UserError(f"{option} {path}: no file can be written there (expected a name in a folder that exists)")
     if file.exists() and not force:
         raise UserError(f"{option} {path} exists already", "choose another name, or add --force to overwrite")

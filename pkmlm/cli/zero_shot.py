@@ -40,7 +40,7 @@ class Asked:
             return
         if self.log_samples is not None:
             path = Path(self.log_samples)
-            if path.is_dir() or not path.parent.is_dir():
+            if (path.exists() and not path.is_file()) or not path.parent.is_dir():
                 raise UserError(f"--log-samples {path}: not a file in a folder that exists")
             if path.exists() and not self.force:
                 raise UserError(f"--log-samples {path} exists already", "choose another name, or add --force")

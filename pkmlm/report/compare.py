@@ -10,8 +10,8 @@ from typing import Any
 from pkmlm.recipe.schema import Recipe
 from pkmlm.report.tables import Column, Table
 from pkmlm.report.usage_tables import NATS, NUMBER, SHARE, right
-from pkmlm.runtime.files import read_json
 from pkmlm.runtime.rundir import RunDirectory
+from pkmlm.runtime.shapes import RESULTS, STATE, USAGE, read_shaped
 
 Facts = dict[str, Any]
 
@@ -97,11 +97,11 @@ def newest_tasks(folder: Path) -> Facts:
 
 def results_of(folder: Path, names: str, holding: str) -> Iterator[tuple[int, Facts]]:
     """(step, results) of NAME-step-N.json, for names of a pattern, that hold the key: from the highest step down."""
-    name = re.compile(rf"(?:{names})-step-(\d+)\.json")
+    name = re.compile(rf"(?:{names})-step-([0-9]{{1,18}})\.json")
     steps = [(int(m[1]), file) for file in folder.glob("*.json") if (m := name.fullmatch(file.name))]
     for step, file in sorted(steps, key=lambda found: (-found[0], -found[1].stat().st_mtime_ns)):
-        results = read_json(file, "the results")
-        if isinstance(results, dict) and results.get(holding):
+        results = read_shaped(file, USAGE if holding == "memories" else RESULTS, "the results")
+        if results.get(holding):
             yield step, results
 
 
@@ -109,7 +109,7 @@ def trained_seconds(run: RunDirectory) -> float | None:
     """Seconds spent in training steps up to the latest checkpoint."""
     steps = run.steps()
     state = run.checkpoint(steps[-1]) / "state.json" if steps else None
-    return read_json(state, "the checkpoint's state").get("seconds") if state and state.exists() else None
+    return read_shaped(state, STATE, "the checkpoint's state")["seconds"] if state and state.exists() else None
 
 
 def compare_tables(runs: Sequence[Facts]) -> list[Table]:

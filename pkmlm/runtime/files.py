@@ -1,24 +1,31 @@
 """The one place where pkmlm writes files: every write is whole or absent, and survives a power cut.
 
 A file is written under a temporary name in its own folder, synced, and renamed; a folder likewise. Readers therefore
-see the old content or the new, never a part. Leftovers of a killed process have names that begin with `.tmp-`. Only
-logs grow in place, a line at a time.
+see the old content or the new, never a part; of two processes that write one name, the last one's is there, whole.
+Temporary names begin with `.tmp-` and are no other process's; a lock tells those of the living from the leftovers of a
+killed one, which the next write of the same name deletes. Only logs grow in place, a line at a time.
 """
 
 import ctypes
 import errno
+import fcntl
+import glob
 import hashlib
 import json
 import os
+import re
+import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from pkmlm.errors import UserError
 
 TEMPORARY = ".tmp-"
+OWN_NAME = re.compile(rf"{re.escape(TEMPORARY)}[0-9a-f]{{8}}-")
 
 
 @contextmanager
@@ -26,17 +33,19 @@ def writing(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
     """Open a file that appears under `path` only when the block ends well.
 
     Raises:
-        UserError: (exit code 1) the system refused a write: disk full, no permission, file too large.
+        UserError: (exit code 1) the system refused a write: disk full, no permission, file too large; or there is
+            something at `path` that is no file.
     """
-    temporary = path.with_name(f"{TEMPORARY}{path.name}")
     with disk_errors(path):
+        refuse_special(path)
+        remove_leftovers(path.parent, path.name)
+        temporary, file = new_file(path, mode)
         try:
-            text = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
-            with open(temporary, mode, **text) as file:  # type: ignore[call-overload]
+            with file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temporary, path)
+                os.replace(temporary, path)
             sync_folder(path.parent)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -45,19 +54,19 @@ def writing(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
 
 @contextmanager
 def writing_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to `path` when the block ends well.
+    """Yield a temporary folder that is renamed to `path` when the block ends well; of a link, the folder it names.
 
     The files in it must have been synced by their writers (`writing` does). An existing folder at `path` is an
     error, unless it is empty, or `replace` says that it goes once the new one is whole.
     """
-    temporary = path.with_name(f"{TEMPORARY}{path.name}")
-    old = path.with_name(f"{TEMPORARY}old-{path.name}")
     with disk_errors(path):
+        path = path.resolve() if path.is_symlink() else path
+        old = path.with_name(f"{TEMPORARY}old-{path.name}")
         if old.is_dir() and not path.exists():  # a kill came between the two renames of `exchange`
             os.rename(old, path)
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove_leftovers(path.parent, path.name)
+        temporary, descriptor = new_folder(path)
         try:
-            make_folder(temporary)
             yield temporary
             sync_folder(temporary)
             if replace and path.exists():
@@ -68,8 +77,76 @@ def writing_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
+        finally:
+            os.close(descriptor)
         shutil.rmtree(temporary, ignore_errors=True)  # what was at `path`
         shutil.rmtree(old, ignore_errors=True)
+
+
+def own_name(path: Path) -> Path:
+    """A temporary name beside `path` that no other process has."""
+    return path.with_name(f"{TEMPORARY}{secrets.token_hex(4)}-{path.name}")
+
+
+def new_file(path: Path, mode: str) -> tuple[Path, IO[Any]]:
+    """A new file under an `own_name`, held while it is open."""
+    text = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
+    while True:
+        temporary = own_name(path)
+        file = open(temporary, mode.replace("w", "x"), **text)  # type: ignore[call-overload]  # noqa: SIM115
+        hold(file.fileno())
+        if temporary.exists():  # else it was taken for a leftover before it was held
+            return temporary, file
+        file.close()
+
+
+def new_folder(path: Path) -> tuple[Path, int]:
+    """A new folder under an `own_name`, held while the descriptor is open."""
+    while True:
+        temporary = own_name(path)
+        try:
+            make_folder(temporary)
+            descriptor = os.open(temporary, os.O_RDONLY)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        hold(descriptor)
+        if temporary.exists():
+            return temporary, descriptor
+        os.close(descriptor)
+
+
+def hold(descriptor: int) -> None:
+    """Tell other processes that this one uses a file or folder, until it closes it or ends."""
+    with suppress(OSError):  # a file system without locks: nobody deletes what cannot be locked
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+def remove_leftovers(folder: Path, name: str | None = None) -> None:
+    """Delete what killed processes left half-written in a folder, of the file or folder `name` or of all."""
+    for place in folder.glob(f"{TEMPORARY}*{glob.escape(name or '')}"):
+        begins = OWN_NAME.match(place.name)
+        if begins and name in (None, place.name[begins.end() :]):
+            with suppress(OSError):  # a link, or one that cannot be deleted
+                remove_abandoned(place)
+
+
+def remove_abandoned(path: Path) -> None:
+    """Delete a file or folder that no process holds; one that cannot be locked is taken for held."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    finally:
+        os.close(descriptor)
+
+
+def refuse_special(path: Path) -> None:
+    """Refuse to write over a device, a pipe or a socket."""
+    with suppress(FileNotFoundError):
+        mode = path.lstat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode) or stat.S_ISDIR(mode)):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
 
 
 def exchange(new: Path, path: Path, aside: Path) -> None:
@@ -105,8 +182,7 @@ def rename_folder(path: Path, new: Path) -> None:
 def remove_folder(path: Path) -> None:
     """Delete a folder so that a kill leaves it whole, or nothing under its name."""
     with disk_errors(path):
-        gone = path.with_name(f"{TEMPORARY}gone-{path.name}")
-        shutil.rmtree(gone, ignore_errors=True)
+        gone = own_name(path)
         os.rename(path, gone)
         shutil.rmtree(gone)
 
@@ -120,7 +196,63 @@ def remove_file(path: Path) -> None:
 def appending(path: Path) -> IO[str]:
     """Open a log, to which lines are added in place: each goes to the system when it is written."""
     with disk_errors(path):
-        return open(path, "a", encoding="utf-8", newline="\n", buffering=1)
+        return open(path, "a", encoding="utf-8", newline="\n", buffering=1, opener=own_file)
+
+
+def own_file(path: str, flags: int) -> int:
+    """Open a file that changes in place (an `opener` of `open`), following no link to another's."""
+    return regular(path, flags | os.O_NOFOLLOW)
+
+
+def regular(path: str, flags: int) -> int:
+    """Open a regular file (an `opener` of `open`); others are refused, and a pipe is not waited for."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", path)
+    return descriptor
+
+
+def read_bytes(path: Path) -> bytes:
+    """The bytes of a regular file.
+
+    Raises:
+        OSError: it cannot be read, or it is none.
+    """
+    with open(path, "rb", opener=regular) as file:
+        return file.read()
+
+
+@contextmanager
+def locked(path: Path, what: str) -> Iterator[Callable[[], bool]]:
+    """Hold a lock file for this process; the kernel releases it however the process ends.
+
+    Yields:
+        whether it still keeps others out: not once somebody has deleted the file.
+
+    Raises:
+        UserError: (exit code 1) another process holds it; `what` names what is locked.
+    """
+    with disk_errors(path):
+        file = open(path, "a+b", buffering=0, opener=own_file)  # noqa: SIM115 (closing releases the lock)
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            holder = file.read(100).decode(errors="replace").strip() or "another process"
+            hint = "wait for it, stop it, or choose another -o"
+            raise UserError(f"{what} is in use by {holder}", hint, exit_code=1) from None
+        with disk_errors(path):
+            file.truncate(0)
+            file.write(f"process {os.getpid()}".encode())
+
+        def keeps() -> bool:
+            with suppress(OSError):
+                return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
+            return False
+
+        yield keeps
 
 
 @contextmanager
@@ -155,13 +287,18 @@ def read_json(path: Path, what: str, hint: str = "it is damaged: make it again",
         UserError: (with `exit_code`) the file is missing, unreadable, or not JSON.
     """
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(read_bytes(path), parse_constant=no_number)
     except FileNotFoundError:
         raise UserError(f"{what} is missing: {path}", hint, exit_code) from None
     except OSError as error:
         raise UserError(f"cannot read {what} {path}: {error.strerror}", exit_code=exit_code) from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{what} {path} is not valid JSON: {error}", hint, exit_code) from None
+
+
+def no_number(name: str) -> None:
+    """Refuse NaN and Infinity, which JSON has not (a `parse_constant` of `json.loads`)."""
+    raise ValueError(f"it holds {name}")
 
 
 def sync_file(path: Path) -> None:
@@ -191,15 +328,9 @@ def sha256_of(path: Path) -> str:
     """
     try:
         digest = hashlib.sha256()
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular) as file:
             while block := file.read(1 << 20):
                 digest.update(block)
         return digest.hexdigest()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}", exit_code=1) from None
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Delete what an earlier, killed process left half-written in a folder."""
-    for path in folder.glob(f"{TEMPORARY}*"):
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

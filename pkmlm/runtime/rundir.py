@@ -3,11 +3,9 @@
 Nothing here is ordered by time stamps: the step numbers in the names are the order.
 """
 
-import fcntl
 import json
-import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,10 @@ from pkmlm.errors import UserError
 from pkmlm.recipe.load import dump_recipe, load_recipe
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runtime.files import (
-    disk_errors,
+    locked,
     make_folder,
-    read_json,
+    read_bytes,
+    regular,
     remove_folder,
     remove_leftovers,
     rename_folder,
@@ -26,8 +25,14 @@ from pkmlm.runtime.files import (
     write_json,
     write_text,
 )
+from pkmlm.runtime.shapes import EVENT, FACTS, misfit, read_shaped
 
-CHECKPOINT = re.compile(r"step-(\d{8,})")
+CHECKPOINT = re.compile(r"step-([0-9]{8,18})")
+STEP = re.compile(r"[0-9]{1,18}")
+# What a run keeps in its folder, besides what is measured later.
+OWN = {"recipe.yaml", "metrics.jsonl", "train.log", "tokenizer.model", "checkpoints", "best", "latest", "done"}
+MARKS = {".lock", "run.json"}  # only a run has these
+CHOOSE = "choose another -o"
 
 
 class RunDirectory:
@@ -45,6 +50,7 @@ class RunDirectory:
         self.tokenizer_file = self.path / "tokenizer.model"
         self.checkpoints = self.path / "checkpoints"
         self.name = self.path.resolve().name
+        self.held: Callable[[], bool] = lambda: True
 
     @classmethod
     def existing(cls, path: str | Path) -> "RunDirectory":
@@ -68,6 +74,23 @@ class RunDirectory:
         """The resolved recipe that the run was started with."""
         return load_recipe(self.recipe_file)
 
+    def refuse_foreign(self) -> None:
+        """Refuse, before anything is written, a folder in which training would overwrite what is not a run's.
+
+        Raises:
+            UserError: there is no run at the path, but a file of a name that a run would write; or the name of the
+                folder is no text, so that other files could not name it.
+        """
+        try:
+            str(self.path.absolute()).encode()
+        except UnicodeEncodeError:
+            raise UserError(f"-o {self.path}: the name is not UTF-8", CHOOSE) from None
+        entries = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
+        if entries & MARKS:
+            return
+        for name in sorted(entries & OWN):
+            raise UserError(f"-o {self.path} is no run, but holds {name}, which training would overwrite", CHOOSE)
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the run for this process; the kernel releases it however the process ends.
@@ -76,21 +99,19 @@ class RunDirectory:
             UserError: another process holds it.
         """
         make_folder(self.path)
-        with disk_errors(self.path):
-            file = open(self.path / ".lock", "a+")  # noqa: SIM115 (closing releases the lock)
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                file.seek(0)
-                holder = file.read().strip() or "another process"
-                message = f"run {self.path} is in use by {holder}"
-                raise UserError(message, "wait for it, stop it, or choose another -o", exit_code=1) from None
-            with disk_errors(self.path):
-                file.truncate(0)
-                file.write(f"process {os.getpid()}")
-                file.flush()
+        with locked(self.path / ".lock", f"run {self.path}") as self.held:
+            self.refuse_replaced()
             yield
+
+    def refuse_replaced(self) -> None:
+        """Refuse to write where the run is another's by now: its folder was deleted, and maybe made anew, meanwhile.
+
+        Raises:
+            UserError: (exit code 1) it is.
+        """
+        if not self.held():
+            message = f"run {self.path} has been deleted or replaced since this process began: nothing more is written"
+            raise UserError(message, CHOOSE, exit_code=1)
 
     def steps(self) -> list[int]:
         """Steps with a committed checkpoint, ascending."""
@@ -120,18 +141,27 @@ class RunDirectory:
                     f"run {self.path} has no best checkpoint: never validated, or deleted", "use --step latest"
                 )
             return best
-        if not step.isdecimal() or int(step) not in steps:
+        if not STEP.fullmatch(step) or int(step) not in steps:
             have = ", ".join(map(str, steps))
-            raise UserError(f"run {self.path} has no checkpoint at step {step} (has {have})", "--step latest|best|N")
+            message = f"run {self.path} has no checkpoint at step {step[:40]} (has {have})"
+            raise UserError(message, "--step latest|best|N")
         return int(step)
 
     def best(self) -> int | None:
         """The step that the `best` pointer names, if its checkpoint is there."""
         try:
-            match = CHECKPOINT.fullmatch((self.path / "best").read_text().strip())
-        except OSError:
+            match = CHECKPOINT.fullmatch(read_bytes(self.path / "best").decode().strip())
+        except (OSError, UnicodeDecodeError):
             return None
         return int(match[1]) if match and int(match[1]) in self.steps() else None
+
+    def done(self) -> int | None:
+        """The step at which training has finished, or stopped for lack of patience, as the file `done` says it."""
+        try:
+            match = re.search(r" at step ([0-9]{1,18})\Z", read_bytes(self.path / "done").decode().rstrip())
+        except (OSError, UnicodeDecodeError):
+            return None
+        return int(match[1]) if match else None
 
     def set_aside(self, step: int) -> Path:
         """Rename a damaged checkpoint, so that it is in nobody's way and can still be looked at; return where it is."""
@@ -143,19 +173,19 @@ class RunDirectory:
 
     def point(self, name: str, step: int) -> None:
         """Let the pointer `name` ("best", "latest") name a checkpoint."""
+        self.refuse_replaced()
         write_text(self.path / name, f"step-{step:08d}\n")
 
     def facts(self) -> dict[str, Any]:
         """run.json; empty before the first write."""
         path = self.path / "run.json"
         hint = "delete it: it only records how the run was started and how it ended"
-        facts: dict[str, Any] = read_json(path, "the run's record", hint) if path.exists() else {}
-        if not isinstance(facts, dict):
-            raise UserError(f"the run's record {path} is no JSON object", hint)
+        facts: dict[str, Any] = read_shaped(path, FACTS, "the run's record", hint) if path.exists() else {}
         return facts
 
     def note(self, **facts: Any) -> None:
         """Set keys of run.json."""
+        self.refuse_replaced()
         write_json(self.path / "run.json", {**self.facts(), **facts})
 
     def check_tokenizer(self) -> None:
@@ -187,15 +217,16 @@ class RunDirectory:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a metrics.jsonl that are events; others are passed over."""
     if not path.exists():
         return
-    with open(path, encoding="utf-8", errors="replace") as file:
+    with open(path, encoding="utf-8", errors="replace", opener=regular) as file:
         for text in file:
             try:
                 line = json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
-            if isinstance(line, dict) and isinstance(line.get("event"), str) and type(line.get("step")) is int:
+            if not misfit(line, EVENT):
                 yield line
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 SAME_REQUEST = 1.0  # seconds: make and launchers pass on a signal that the process group has had already
-EXIT_CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
+EXIT_CODES = {signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGINT: 130}
 
 
 class StopRequest:
@@ -33,8 +33,8 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals(agree: Callable[[int], int] = int) -> Iterator[StopRequest]:
-    """Note SIGTERM and SIGINT instead of dying; a signal more than a second later ends the process at once
-    (KeyboardInterrupt).
+    """Note SIGTERM, SIGHUP (the terminal has gone) and SIGINT instead of dying; a signal more than a second later ends
+    the process at once (KeyboardInterrupt). Under nohup, SIGHUP stays ignored.
 
     The handlers that stood before are put back at the end. `agree`: see `StopRequest`.
     """
@@ -47,7 +47,8 @@ def stop_on_signals(agree: Callable[[int], int] = int) -> Iterator[StopRequest]:
         elif time.monotonic() - request.asked_at > SAME_REQUEST:
             raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, note) for number in EXIT_CODES}
+    heeded = [each for each in EXIT_CODES if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in heeded}
     try:
         yield request
     finally:

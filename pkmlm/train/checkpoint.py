@@ -7,6 +7,7 @@ divide the tables of a run, each writes its columns, and their moments, into fil
 There is no random state to save: a step's random numbers follow from the seed, its number and the rank.
 """
 
+import json
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,9 +22,9 @@ from pkmlm.errors import UserError
 from pkmlm.model.memory.values import Values
 from pkmlm.runtime.distributed import Ranks
 from pkmlm.runtime.files import (
-    TEMPORARY,
     disk_errors,
     json_text,
+    read_bytes,
     read_json,
     remove_folder,
     sha256_of,
@@ -76,10 +77,11 @@ def save(
         if bad:
             raise UserError(f"step {progress.step} is not saved: {bad[0]} is not finite", exit_code=1)
     with ExitStack() as stack:
-        folder = path.with_name(f"{TEMPORARY}{path.name}")
         with world.together():
             if lead:
-                stack.enter_context(writing_folder(path))
+                run.refuse_replaced()
+                folder = stack.enter_context(writing_folder(path))
+        folder = path.with_name(world.told(folder.name if lead else None))
         state = optimizer_state(groups, lead)
         contents = {FILES[0]: (weights, tables_of(model)), FILES[1]: (state, state_tables(model))}
         with world.together():
@@ -92,6 +94,7 @@ def save(
             if lead:
                 files = {name: files[name] for name in file_names(ranks.memory.size)}
                 write_json(folder / MANIFEST, {"version": VERSION, "step": progress.step, "files": files})
+                run.refuse_replaced()
                 stack.close()
                 verify(path)
                 run.point("latest", progress.step)
@@ -166,29 +169,47 @@ def verify(path: Path) -> None:
     """Check a checkpoint against its manifest, and its manifest against its name.
 
     Raises:
-        UserError: (exit code 1) a file is missing, has another size or other bytes, or is strange; (2) the checkpoint
-            is of another version.
+        UserError: (exit code 1) it is damaged or cannot be read; (2) it is of another version, or holds a strange file.
     """
-    hint = "the checkpoint is damaged: `pkmlm train` goes on from the one before it"
-    manifest = read_json(path / MANIFEST, "the checkpoint's manifest", hint, exit_code=1)
+    if problem := damage_of(path):
+        hint = "the checkpoint is damaged: `pkmlm train` goes on from the one before it"
+        raise UserError(problem, hint, exit_code=1)
+
+
+def damage_of(path: Path) -> str:
+    """What is damaged of a checkpoint: a file that is missing, or has another size or other bytes; or nothing.
+
+    Raises:
+        UserError: (exit code 1) it cannot be read, which proves nothing; (2) see `verify`.
+    """
+    try:
+        stored = read_bytes(path / MANIFEST)
+        manifest = json.loads(stored)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return f"the checkpoint's manifest is missing: {path / MANIFEST}"
+    except OSError as error:
+        raise UserError(f"cannot read {path / MANIFEST}: {error.strerror}", exit_code=1) from None
+    except (ValueError, RecursionError) as error:
+        return f"the checkpoint's manifest {path / MANIFEST} is not valid JSON: {error}"
     if isinstance(manifest, dict) and type(manifest.get("version")) is int and manifest["version"] != VERSION:
         raise UserError(f"{path / MANIFEST}: checkpoint version {manifest['version']} (this build reads {VERSION})")
     problem = contradiction(manifest, path.name)
-    if not problem and (path / MANIFEST).read_bytes() != json_text(manifest).encode():
+    if not problem and stored != json_text(manifest).encode():
         problem = "it is not as it was written"
     if problem:
-        raise UserError(f"{path / MANIFEST} is damaged: {problem}", hint, exit_code=1)
+        return f"{path / MANIFEST} is damaged: {problem}"
     for strange in sorted(set(path.glob("[!.]*")) - {path / name for name in (*manifest["files"], MANIFEST)}):
-        raise UserError(f"{strange} is not a part of the checkpoint", hint, exit_code=1)
+        raise UserError(f"{strange} is not a part of the checkpoint", "move it elsewhere")
     for name, expected in manifest["files"].items():
         file = path / name
         if not file.is_file():
-            raise UserError(f"{file} is missing", hint, exit_code=1)
+            return f"{file} is missing"
         if file.stat().st_size != expected["bytes"]:
-            raise UserError(f"{file}: {file.stat().st_size} bytes (expected {expected['bytes']})", hint, exit_code=1)
+            return f"{file}: {file.stat().st_size} bytes (expected {expected['bytes']})"
         found = sha256_of(file)
         if found != expected["sha256"]:
-            raise UserError(f"{file}: sha256 {found[:12]} (expected {expected['sha256'][:12]})", hint, exit_code=1)
+            return f"{file}: sha256 {found[:12]} (expected {expected['sha256'][:12]})"
+    return ""
 
 
 def contradiction(manifest: Any, name: str) -> str:
@@ -211,22 +232,19 @@ def fall_back(run: RunDirectory) -> list[str]:
     """Set the checkpoints aside that are damaged and newer than the newest whole one; return what to warn of.
 
     Raises:
-        UserError: none is whole (exit code 1), or one is of another version; nothing has been moved.
+        UserError: none is whole, or one cannot be read (exit code 1), or one is of another version or holds a strange
+            file (2); nothing has been moved.
     """
-    damage: dict[int, UserError] = {}
+    damage: dict[int, str] = {}
     for step in reversed(run.steps()):
-        try:
-            verify(run.checkpoint(step))
-        except UserError as error:
-            if error.exit_code != 1:
-                raise
-            damage[step] = error
-            continue
-        return [f"{error.message}; moved to {run.set_aside(bad)}" for bad, error in damage.items()]
+        problem = damage_of(run.checkpoint(step))
+        if not problem:
+            return [f"{problem}; moved to {run.set_aside(bad)}" for bad, problem in damage.items()]
+        damage[step] = problem
     if damage:
         first = next(iter(damage.values()))
         hint = "copy the run's folder again, or train it from the start under another -o"
-        raise UserError(f"no checkpoint of run {run.path} is whole: {first.message}", hint, exit_code=1)
+        raise UserError(f"no checkpoint of run {run.path} is whole: {first}", hint, exit_code=1)
     return []
 
 

@@ -162,6 +162,8 @@ def restore(run: RunDirectory, stepper: Stepper) -> Progress:
 def save(run: RunDirectory, stepper: Stepper, progress: Progress, log: RunLog, drift: Drift) -> None:
     """Save a checkpoint of this step, unless there is one: a step has one state."""
     world = stepper.ranks.world
+    with world.together():
+        run.refuse_replaced()
     if world.told(run.checkpoint(progress.step).exists()):
         return
     drift.keep(progress.step)

@@ -54,7 +54,7 @@ def fail_at(ground: Ground, what: str, how: str, at: int) -> tuple[bool, str]:
         lost += damaged_checkpoints(out)
     elif not whole(ground, out, what == "replace"):
         lost.append("half a folder")
-    if what != "train" and how != "crash" and ended.code and list(out.parent.glob(f".tmp-{out.name}")):
+    if what != "train" and how != "crash" and ended.code and list(out.parent.glob(f".tmp-*-{out.name}")):
         lost.append("leftovers")
     if what == "train" or not out.exists() or what == "replace":
         again = ground.forks.pkmlm(*words, code=None, **scale(what))

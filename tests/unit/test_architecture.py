@@ -85,7 +85,6 @@ CHANGES = {"replace", "rename", "renames", "link", "symlink", "unlink", "remove"
 CHANGES |= {"makedirs", "truncate", "ftruncate", "chmod"}
 METHODS = {"mkdir", "unlink", "rmdir", "touch", "write_text", "write_bytes", "symlink_to", "hardlink_to", "chmod"}
 WRITES = {
-    ("runtime/rundir.py", "open(self.path / '.lock', 'a+')"),  # holds nothing that could be lost
     ("train/checkpoint.py", "save_file(tensors, path, metadata)"),  # into a folder that is not there yet
 }
 

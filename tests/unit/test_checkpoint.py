@@ -97,8 +97,8 @@ def test_pruning_keeps_the_newest_and_the_best(run):
 
 
 def test_a_half_written_checkpoint_is_never_seen(run):
-    (run.checkpoints / ".tmp-step-00000040").mkdir()
-    (run.checkpoints / ".tmp-step-00000040" / "weights.safetensors").write_bytes(b"half")
+    (run.checkpoints / ".tmp-0a1b2c3d-step-00000040").mkdir()
+    (run.checkpoints / ".tmp-0a1b2c3d-step-00000040" / "weights.safetensors").write_bytes(b"half")
     assert run.steps() == [20, 30]
     run.clean()
     assert not list(run.checkpoints.glob(".tmp*"))

@@ -77,7 +77,7 @@ def test_what_power_loss_asks_for_is_done_in_order(ground):
     names = [(name, path.rstrip("/")) for _, name, path, *_ in lines]
     renamed = 0
     for place, (_, name, path, other) in enumerate(lines):
-        if name == "rename" and re.search(r"/\.tmp-step-\d+$", path):
+        if name == "rename" and re.search(r"/\.tmp-\w+-step-\d+$", path):
             renamed += 1
             begun = max(i for i in range(place) if names[i] == ("mkdir", path))
             made = {inner for kind, inner in names[begun:place] if kind in ("open", "tensors")}
@@ -88,15 +88,15 @@ def test_what_power_loss_asks_for_is_done_in_order(ground):
             assert len(made) == 4
             assert names[place - 1] == ("fsync", path)
             assert names[place + 1] == ("fsync", str(Path(other).parent))
-        elif name in ("replace", "rename") and "/.tmp-gone" not in other:
+        elif name in ("replace", "rename") and "/.tmp-" not in other:
             assert names[place - 1] == ("fsync", path)
             assert names[place + 1] == ("fsync", str(Path(other).parent))
     assert renamed >= 5
-    gone = next(i for i, line in enumerate(lines) if line[1] == "rename" and "/.tmp-gone" in line[3])
-    before = [i for i in range(gone) if names[i][0] == "rename" and "/.tmp-step" in names[i][1]]
+    gone = next(i for i, line in enumerate(lines) if line[1] == "rename" and "/.tmp-" in line[3])
+    before = [i for i in range(gone) if names[i][0] == "rename" and "/.tmp-" in names[i][1]]
     assert len(before) == 3  # two are kept
     synced = [i for i, (kind, path) in enumerate(names) if kind == "fsync" and path.endswith("metrics.jsonl")]
-    for place in (i for i, (kind, path) in enumerate(names) if kind == "mkdir" and "/.tmp-step" in path):
+    for place in (i for i, (kind, path) in enumerate(names) if kind == "mkdir" and re.search(r"/\.tmp-\w+-step", path)):
         written = max(i for i in range(place) if names[i][0] == "write" and names[i][1].endswith("metrics.jsonl"))
         assert any(written < i < place for i in synced)  # a checkpoint builds on events that are on the disk
 
@@ -279,10 +279,14 @@ def test_what_is_told_is_the_first_write_that_failed(ground):
 
 
 def test_a_full_disk_under_the_log_is_told_once(tmp_path):
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    told = pytest.raises(UserError, match=r"cannot write \S+metrics.jsonl: No space left on device")
-    with told, TrainingLog(tmp_path, "x", 4, Log(), quiet=True) as log:
-        log.event("train", 1, loss=1.0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    told = pytest.raises(UserError, match=r"cannot write \S+metrics.jsonl: File too large")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with told, TrainingLog(tmp_path, "x", 4, Log(), quiet=True) as log:
+            log.event("train", 1, loss=1.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_file_size_limit_is_a_full_disk(ground):

@@ -15,9 +15,10 @@ def send(number: int) -> None:
     time.sleep(0.01)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)])
 def test_a_signal_is_noted_and_the_handlers_come_back(number, code):
-    before = signal.getsignal(number)
+    before = signal.default_int_handler
+    found = signal.signal(number, before)  # SIGHUP is ignored where the tests run under nohup
     with stop_on_signals() as stop:
         assert not stop
         send(number)
@@ -25,7 +26,17 @@ def test_a_signal_is_noted_and_the_handlers_come_back(number, code):
         assert stop.exit_code == code
         send(signal.SIGTERM)  # passed on by a launcher: the same request
         assert stop.exit_code == code
-    assert signal.getsignal(number) is before
+    assert signal.signal(number, found) is before
+
+
+def test_a_hangup_that_is_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_on_signals() as stop:
+            send(signal.SIGHUP)
+            assert not stop
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_later_signal_ends_at_once(monkeypatch):

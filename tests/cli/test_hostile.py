@@ -1,0 +1,263 @@
+"""What is in a run's folder, or on the standard streams, is not as a command expects: one line, no traceback."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pkmlm.runtime.rundir import RunDirectory
+from tests.conftest import ROOT, pkmlm
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory, write_recipe):
+    """The recipe, and a run of it that has finished its 8 steps; copy it to write into it."""
+    folder = tmp_path_factory.mktemp("begun")
+    recipe = write_recipe(folder, "product-key")
+    given = ["-s", "train.steps=8", "-s", "checkpoint.every=4", "-s", "eval.every=4", "-q"]
+    pkmlm("train", recipe, "-o", folder / "run", *given)
+    return recipe, folder / "run", given
+
+
+@pytest.fixture
+def copy(begun, tmp_path):
+    return Path(shutil.copytree(begun[1], tmp_path / "run"))
+
+
+def on(begun, run, *arguments, code=0):
+    """Train on, in a copy."""
+    recipe, _, given = begun
+    return pkmlm("train", recipe, "-o", run, *given, *arguments, code=code)
+
+
+def test_training_overwrites_nothing_that_is_no_run_s(begun, tmp_path):
+    for name in ("recipe.yaml", "tokenizer.model", "metrics.jsonl", "checkpoints"):
+        folder = tmp_path / name.partition(".")[0]
+        folder.mkdir()
+        (folder / name).write_text("mine")
+        (folder / ".tmp-mine").write_text("mine")
+        said = on(begun, folder, code=2).stderr
+        assert f"is no run, but holds {name}, which training would overwrite" in said
+        assert sorted(os.listdir(folder)) == sorted([".tmp-mine", name])
+        assert (folder / name).read_text() == "mine"
+    folder = tmp_path / "with-notes"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    on(begun, folder, "-s", "train.steps=1")
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+def test_a_run_s_name_must_be_utf8(begun, tmp_path):
+    said = on(begun, os.fsencode(tmp_path).decode() + "/\udcff", code=2).stderr
+    assert re.match(r"error: -o \S+\\udcff: the name is not UTF-8\n", said)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("harm", ["damaged", "gone"])
+def test_a_finished_run_without_its_last_checkpoint_is_not_complete(begun, copy, harm):
+    assert "is complete already at step 8" in on(begun, copy).stdout
+    last = copy / "checkpoints/step-00000008"
+    if harm == "gone":
+        shutil.rmtree(last)
+    else:
+        (last / "weights.safetensors").write_bytes(b"")
+    said = on(begun, copy, "--resume", "must")
+    assert "complete" not in said.stdout
+    assert ("damaged-step-00000008" in said.stderr) == (harm == "damaged")
+    sound = begun[1] / "checkpoints/step-00000008"
+    for name in ("weights.safetensors", "optimizer.safetensors"):
+        assert (last / name).read_bytes() == (sound / name).read_bytes()
+    assert RunDirectory(copy).done() == 8
+
+
+def test_only_proven_damage_is_moved_aside(begun, copy):
+    manifest = copy / "checkpoints/step-00000008/manifest.json"
+    stored = manifest.read_text()
+    manifest.unlink()
+    os.mkfifo(manifest)  # cannot be read, like a file of another user
+    said = on(begun, copy, "-s", "train.steps=9", code=1).stderr
+    assert re.match(r"error: cannot read \S+manifest.json: it is no regular file\n", said)
+    manifest.unlink()
+    manifest.write_text(stored)
+    (manifest.parent / "notes.txt").touch()
+    said = on(begun, copy, "-s", "train.steps=9", code=2).stderr
+    assert re.match(r"error: \S+notes.txt is not a part of the checkpoint\nhint: move it elsewhere\n", said)
+    assert RunDirectory(copy).steps() == [4, 8]
+    (manifest.parent / "notes.txt").unlink()
+    on(begun, copy, "-s", "train.steps=9")
+
+
+def test_lost_metrics_and_other_circumstances_are_warned_of(begun, copy):
+    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join(lines[3:]))
+    facts = json.loads((copy / "run.json").read_text())
+    changed = {**facts, "device": "cpu, 64 threads", "versions": {**facts["versions"], "torch": "1.0"}}
+    (copy / "run.json").write_text(json.dumps(changed))
+    said = on(begun, copy, "-s", "train.steps=9").stderr
+    assert "warning: step 8: metrics.jsonl lacks 3 of 8 steps: " in said
+    told = (
+        r"warning: step 8: torch was 1.0 and is now \S+, device was cpu, 64 threads and is now cpu, \d+ threads: from"
+    )
+    assert re.search(told, said)
+    kept = json.loads((copy / "run.json").read_text())
+    assert kept["versions"] == facts["versions"]
+    assert [(each["until_step"], each["versions"]["torch"]) for each in kept["earlier"]] == [(8, "1.0")]
+    said = on(begun, copy, "-s", "train.steps=10").stderr
+    assert "is now" not in said
+    assert len(json.loads((copy / "run.json").read_text())["earlier"]) == 1
+
+
+def test_another_s_damaged_checkpoint_begins_no_run(begun, copy, tmp_path):
+    for path in copy.glob("checkpoints/*/weights.safetensors"):
+        path.write_bytes(b"")
+    said = on(begun, tmp_path / "new", "-s", f"train.init_from={copy}", code=1).stderr
+    assert re.match(r"error: train.init_from: \S+weights.safetensors: 0 bytes .*\nhint: start from another run", said)
+    assert not (tmp_path / "new/recipe.yaml").exists()
+
+
+@pytest.fixture(scope="module")
+def measured(begun, tmp_path_factory):
+    run = Path(shutil.copytree(begun[1], tmp_path_factory.mktemp("measured") / "run"))
+    pkmlm("eval", run, "-q")
+    pkmlm("usage-report", run, "-q")
+    return run
+
+
+def strange(run: Path, name: str, text: str | bytes) -> None:
+    (run / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("run.json", '{"status": NaN}', "it holds NaN"),
+        ("run.json", '{"parameters": [1]}', "parameters is '[1]'"),
+        ("run.json", "[]", "it is '[]'"),
+        ("run.json", '{"tokenizer_sha256": 5}', "tokenizer_sha256 is '5'"),
+        ("eval/test-step-8.json", '{"perplexity": 5}', "perplexity is '5'"),
+        ("eval/test-step-8.json", '{"perplexity": {"token_ppl": "x"}}', "perplexity.token_ppl is 'x'"),
+        ("eval/test-step-8.json", "[]", "it is '[]'"),
+        ("eval/x-step-8.json", '{"tasks": 5}', "tasks is '5'"),
+        ("eval/x-step-8.json", '{"tasks": {"piqa": {"acc": 1e999}}}', "tasks.piqa.acc is 'inf'"),
+        ("usage/test-step-8.json", '{"memories": 5}', "memories is '5'"),
+        ("usage/test-step-8.json", '{"memories": [{"layer": 1}]}', "memories[0] has no name"),
+        ("checkpoints/step-00000008/state.json", "{}", "it has no step"),
+    ],
+)
+def test_strange_json_in_a_run_is_told_in_one_line(measured, tmp_path, name, text, told):
+    run = Path(shutil.copytree(measured, tmp_path / "run"))
+    strange(run, name, text)
+    said = pkmlm("compare", run, code=2).stderr
+    assert re.match(rf"error: the \S.* \S+{re.escape(Path(name).name)} is not .*{re.escape(told)}\n", said), said
+
+
+@pytest.mark.parametrize("text", ['{"perplexity": 5}', "[]"])
+def test_strange_results_are_not_exported(measured, tmp_path, text):
+    run = Path(shutil.copytree(measured, tmp_path / "run"))
+    strange(run, "eval/test-step-8.json", text)
+    assert "test-step-8.json is not as it was written" in pkmlm("export", run, "-o", tmp_path / "o", code=2).stderr
+    assert not (tmp_path / "o").exists()
+    strange(run, "eval/test-step-8.json", "{}")
+    pkmlm("export", run, "-o", tmp_path / "o")
+
+
+def test_strange_events_and_pointers_are_passed_over(begun, copy):
+    events = [
+        *('{"event": "valid", "step": 4, "usage": 5}', '{"event": "valid", "step": 4, "usage": [5]}', "[" * 100_000),
+        *('{"event": "train", "step": 4, "tokens": "x"}', '{"event": "train", "step": 4, "loss": 1e999}'),
+    ]
+    before = RunDirectory(copy).metrics()
+    with open(copy / "metrics.jsonl", "a") as file:
+        file.write("\n".join(events) + "\n")
+    assert RunDirectory(copy).metrics() == before
+    (copy / "best").write_bytes(b"\xff")
+    pkmlm("compare", copy)
+    assert "has no best checkpoint" in pkmlm("eval", copy, "--step", "best", code=2).stderr
+    for step in ("9" * 5000, "\u0668"):
+        said = pkmlm("eval", copy, "--step", step, code=2).stderr
+        assert re.match(r"error: run \S+ has no checkpoint at step .{1,40} \(has 4, 8\)\n", said)
+    on(begun, copy, "-s", "train.steps=9")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "run.json"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_not_waited_for(copy, name, make):
+    (copy / name).unlink()
+    make(copy / name)
+    assert re.match(r"error: cannot read .*\n\Z", pkmlm("compare", copy, code=2).stderr)
+
+
+def test_names_that_no_file_can_have(begun, copy, tmp_path):
+    long = "x" * 300
+    for arguments in (
+        ("eval", long),
+        ("compare", long),
+        ("export", long, "-o", tmp_path / "o"),
+        ("export", copy, "-o", tmp_path / long),
+        ("eval", copy, "--text", long),
+        ("usage-report", copy, "--html", tmp_path / long),
+        ("train", begun[0], "-o", tmp_path / "t", "-s", f"data.dir={long}"),
+        ("train", begun[0], "-o", tmp_path / "t", "-s", f"train.init_from={long}"),
+        ("eval", copy / "run.json/x"),
+    ):
+        said = pkmlm(*arguments, code=2).stderr
+        assert re.fullmatch(r"error: .*\n(hint: .*\n)?", said), arguments
+
+
+@pytest.mark.parametrize("option", ["--html", "--export"])
+def test_devices_are_not_replaced(copy, tmp_path, option):
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path / "pipe", "/dev/null"):
+        assert "no file can be written there" in pkmlm("usage-report", copy, option, place, "--force", code=2).stderr
+    said = pkmlm("eval", copy, "--tasks", "piqa", "--log-samples", "/dev/null", "--force", code=2).stderr
+    assert "--log-samples /dev/null: not a file" in said
+    assert Path("/dev/null").is_char_device()
+
+
+def test_a_text_that_is_no_text(copy):
+    words = [sys.executable, "-m", "pkmlm", "generate", str(copy), "-n", "2"]
+    done = subprocess.run(words, cwd=ROOT, input=b"\xff\xfe", capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (2, b"error: standard input: not UTF-8 at byte 0\n")
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([*words, "caf\u00e9"], cwd=ROOT, env=ascii_only, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.startswith(rb"caf\xe9")
+    assert "PROMPT is not in the encoding" in pkmlm("generate", copy, "\udce9", code=2).stderr
+
+
+def test_standard_output_that_is_closed():
+    words = [sys.executable, "-m", "pkmlm", "recipe", "keys"]
+    done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *words], cwd=ROOT, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, b"error: cannot write to standard output: Bad file descriptor\n")
+
+
+def test_training_outlives_its_terminal_and_saves_when_it_hangs_up(begun, tmp_path):
+    """Standard error is closed after its first line, as by `2>&1 | head -1`; SIGHUP comes later."""
+    recipe, run = begun[0], tmp_path / "run"
+    words = [sys.executable, "-m", "pkmlm", "train", str(recipe), "-o", str(run), "-s", "train.steps=100000"]
+    heed = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # noqa: E731
+    training = subprocess.Popen(
+        [*words, "-s", "checkpoint.every=100000", "-s", "log.every=1"],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        preexec_fn=heed,
+    )
+    training.stderr.readline()
+    training.stderr.close()
+    until = time.monotonic() + 60
+    while len(RunDirectory(run).metrics()) < 20 and training.poll() is None and time.monotonic() < until:
+        time.sleep(0.05)
+    training.send_signal(signal.SIGHUP)
+    assert training.wait(60) == 75
+    facts = json.loads((run / "run.json").read_text())
+    assert (facts["status"], facts["exit_code"]) == ("stopped", 75)
+    assert RunDirectory(run).steps()[-1] == facts["step"]
+    assert facts["step"] >= 15
+    assert f"stopped on request at step {facts['step']}" in (run / "train.log").read_text()

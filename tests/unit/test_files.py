@@ -1,0 +1,212 @@
+"""Two writers of one name, links and strange files in the way, and what a killed process leaves."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pkmlm.errors import UserError
+from pkmlm.runtime.files import (
+    appending,
+    exchange,
+    make_folder,
+    read_json,
+    remove_leftovers,
+    sha256_of,
+    write_json,
+    write_text,
+    writing,
+    writing_folder,
+)
+from pkmlm.runtime.rundir import RunDirectory
+
+
+def leftovers(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob(".tmp-*"))
+
+
+def fill(folder: Path, text: str, names: str = "abcdefgh") -> None:
+    for name in names:
+        write_text(folder / name, text)
+
+
+def test_of_two_writers_of_a_folder_each_writes_a_whole_one(tmp_path):
+    out = tmp_path / "out"
+    with writing_folder(out) as first:
+        fill(first, "1", "ab")
+        with writing_folder(out) as second:
+            assert second != first
+            fill(second, "2", "ab")
+        assert [(out / name).read_text() for name in "ab"] == ["2", "2"]
+        assert (first / "a").read_text() == "1"  # not taken away
+        (out / "a").unlink()
+        (out / "b").unlink()
+        out.rmdir()
+    assert [(out / name).read_text() for name in "ab"] == ["1", "1"]
+    assert not leftovers(tmp_path)
+
+
+def test_two_who_replace_a_folder_leave_the_last_one_whole(tmp_path):
+    out = tmp_path / "out"
+    with writing_folder(out) as folder:
+        fill(folder, "old")
+    with writing_folder(out, replace=True) as first:
+        fill(first, "1", "abcd")
+        with writing_folder(out, replace=True) as second:
+            fill(second, "2")
+        fill(first, "1", "efgh")
+    assert {path.read_text() for path in out.iterdir()} == {"1"}
+    assert len(list(out.iterdir())) == 8
+    assert not leftovers(tmp_path)
+
+
+def test_a_folder_that_appeared_meanwhile_is_not_replaced_unasked(tmp_path):
+    appeared = tmp_path / "out"
+    told = pytest.raises(UserError, match=r"cannot write \S+: Directory not empty")
+    with told, writing_folder(tmp_path / "out"):
+        make_folder(appeared)
+        write_text(appeared / "theirs", "")
+    assert leftovers(tmp_path) == []
+    assert (tmp_path / "out/theirs").exists()
+
+
+def test_processes_that_write_one_file_do_not_disturb_each_other(tmp_path):
+    program = (
+        "import sys; from pathlib import Path; from pkmlm.runtime.files import write_text\n"
+        "for _ in range(150): write_text(Path('f'), sys.argv[1] * 100_000)"
+    )
+    running = [
+        subprocess.Popen([sys.executable, "-c", program, letter], cwd=tmp_path, stderr=subprocess.PIPE)
+        for letter in "ab"
+    ]
+    assert [one.communicate(timeout=60)[1] for one in running] == [b"", b""]
+    assert (tmp_path / "f").read_text() in ("a" * 100_000, "b" * 100_000)
+    assert leftovers(tmp_path) == []
+
+
+def test_only_leftovers_of_the_dead_are_deleted(tmp_path):
+    program = (
+        "import os; from pathlib import Path; from pkmlm.runtime.files import writing, writing_folder\n"
+        "with writing(Path('f')) as file, writing_folder(Path('d')) as folder:\n"
+        "    (folder / 'x').touch(); print(flush=True); input()"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    child.stdout.readline()
+    before = leftovers(tmp_path)
+    assert len(before) == 2
+    for name in (".tmp-mine", ".tmp-0a1b2c3d-other", ".tmp-0a1b2c3d-ff"):
+        (tmp_path / name).touch()
+    (tmp_path / ".tmp-0a1b2c3e-f").symlink_to(tmp_path / "victim")
+    write_text(tmp_path / "f", "mine")
+    with writing_folder(tmp_path / "d"):
+        pass
+    assert set(before) <= set(leftovers(tmp_path))
+    child.kill()
+    child.wait(10)
+    child.stdin.close()
+    child.stdout.close()
+    write_text(tmp_path / "f", "mine")
+    remove_leftovers(tmp_path, "d")
+    assert not set(before) & set(leftovers(tmp_path))
+    assert len(leftovers(tmp_path)) == 4  # other names, and a link, are nobody's to delete
+    remove_leftovers(tmp_path)
+    assert leftovers(tmp_path) == [".tmp-0a1b2c3e-f", ".tmp-mine"]
+
+
+def test_links_in_the_way_are_not_followed(tmp_path, monkeypatch):
+    victim = tmp_path / "victim"
+    victim.write_text("kept")
+    run = tmp_path / "run"
+    run.mkdir()
+    names = iter(["0a1b2c3d", "ffffffff"])
+    monkeypatch.setattr("secrets.token_hex", lambda size: next(names))
+    (run / ".tmp-0a1b2c3d-recipe.yaml").symlink_to(victim)
+    with pytest.raises(UserError, match="File exists"):
+        write_text(run / "recipe.yaml", "new")
+    (run / ".lock").symlink_to(victim)
+    with pytest.raises(UserError, match=r"cannot write \S+\.lock: "), RunDirectory(run).locked():
+        pass
+    (run / "metrics.jsonl").symlink_to(victim)
+    with pytest.raises(UserError, match=r"cannot write \S+metrics.jsonl: "):
+        appending(run / "metrics.jsonl")
+    assert victim.read_text() == "kept"
+    write_text(run / "metrics.jsonl", "new")  # a link is replaced, what it names is not touched
+    assert (victim.read_text(), (run / "metrics.jsonl").read_text()) == ("kept", "new")
+
+
+def test_a_folder_behind_a_link_is_replaced_where_it_is(tmp_path):
+    fill(tmp_path, "", "a")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with writing_folder(tmp_path / "link", replace=True) as folder:
+        fill(folder, "new", "x")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real/x").read_text() == "new"
+    assert not leftovers(tmp_path)
+
+
+def test_pipes_and_devices_are_neither_replaced_nor_waited_for(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for write in (lambda: write_text(pipe, "x"), lambda: appending(pipe)):
+        with pytest.raises(UserError, match=r"cannot write \S+pipe: ") as told:
+            write()
+        assert told.value.exit_code == 1
+    assert pipe.is_fifo()
+    assert not leftovers(tmp_path)
+    with pytest.raises(UserError, match=r"cannot read the notes \S+pipe: it is no regular file"):
+        read_json(pipe, "the notes")
+    with pytest.raises(UserError, match=r"cannot read \S+pipe: it is no regular file"):
+        sha256_of(pipe)
+    with pytest.raises(UserError, match=r"cannot write /dev/null"), writing(Path("/dev/null")):
+        pass
+
+
+def test_numbers_that_json_has_not_are_refused(tmp_path):
+    (tmp_path / "a.json").write_text('{"a": NaN}')
+    with pytest.raises(UserError, match=r"the notes \S+a.json is not valid JSON: it holds NaN"):
+        read_json(tmp_path / "a.json", "the notes")
+    write_json(tmp_path / "a.json", {"a": 1})
+    assert read_json(tmp_path / "a.json", "the notes") == {"a": 1}
+
+
+def test_a_run_that_was_replaced_while_it_was_held_is_let_go(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    with run.locked():
+        run.point("latest", 3)
+        os.rename(run.path, tmp_path / "away")
+        told = re.escape(f"run {run.path} has been deleted or replaced since this process began")
+        with pytest.raises(UserError, match=told):
+            run.point("latest", 4)
+        assert not run.path.exists()
+        with RunDirectory(tmp_path / "run").locked():
+            for write in (lambda: run.point("latest", 4), lambda: run.note(status="finished")):
+                with pytest.raises(UserError, match=told):
+                    write()
+        assert os.listdir(run.path) == [".lock"]
+
+
+def test_a_lock_says_who_holds_it_whatever_stands_in_it(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    held = pytest.raises(UserError, match=rf"run \S+ is in use by process {os.getpid()}")
+    with run.locked(), held, RunDirectory(run.path).locked():
+        pass
+    with run.locked():
+        (run.path / ".lock").write_bytes(b"\xff\x1b[31m")
+        with pytest.raises(UserError, match="in use by \ufffd"), RunDirectory(run.path).locked():
+            pass
+
+
+def test_exchange_by_way_of_a_third_name(tmp_path, monkeypatch):
+    monkeypatch.setattr("ctypes.CDLL", lambda *_, **__: object())
+    for name in ("new", "old", "aside"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "is").write_text(name)
+    exchange(tmp_path / "new", tmp_path / "old", tmp_path / "aside")
+    assert (tmp_path / "old/is").read_text() == "new"
+    assert (tmp_path / "aside/is").read_text() == "old"
