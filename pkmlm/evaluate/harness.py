@@ -11,6 +11,9 @@ from statistics import fmean, stdev
 from typing import Any
 
 import datasets
+import lm_eval.utils
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import evaluate
 
@@ -50,11 +53,14 @@ def run_tasks(
         asked, the log-likelihoods and the metrics.
 
     Raises:
-        UserError: scores that are not finite (exit code 1).
+        UserError: scores that are not finite (exit code 1); a template that cannot be filled in.
     """
     model = PkmLM(run, batch_size=batch_size, advance=advance)
-    with quiet():
-        found = evaluate(model, {"tasks": tasks}, limit=limit, bootstrap_iters=0)
+    try:
+        with quiet(), sandboxed():
+            found = evaluate(model, {"tasks": tasks}, limit=limit, bootstrap_iters=0)
+    except TemplateError as error:
+        raise UserError(f"--tasks: a template cannot be filled in: {first_line(error)}") from None
     assert found is not None  # of the adapter's rank, which is always 0
     facts, samples = {}, []
     for source in sources:
@@ -100,6 +106,23 @@ def quiet() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
+@contextlib.contextmanager
+def sandboxed() -> Iterator[None]:
+    """Let the harness fill in templates where they reach nothing but their row: in its own environment, a template can
+    call any function of Python.
+    """
+    before = lm_eval.utils.env
+    inside = ImmutableSandboxedEnvironment(
+        loader=before.loader, undefined=before.undefined, keep_trailing_newline=before.keep_trailing_newline
+    )
+    inside.filters.update(before.filters)
+    lm_eval.utils.env = inside
+    try:
+        yield
+    finally:
+        lm_eval.utils.env = before
+
+
 def build_tasks(sources: Sequence[TaskSource], fewshot: int | None) -> dict[str, ConfigurableTask]:
     """The harness's tasks by name, with their rows; no model is needed.
 
@@ -109,7 +132,7 @@ def build_tasks(sources: Sequence[TaskSource], fewshot: int | None) -> dict[str,
     Raises:
         UserError: rows that cannot be had or used.
     """
-    with quiet(), asked_once(any(source.hub for source in sources)) as offline:
+    with quiet(), sandboxed(), asked_once(any(source.hub for source in sources)) as offline:
         return {source.name: build(source, fewshot, offline) for source in sources}
 
 

@@ -1,4 +1,4 @@
-"""Zero-shot tasks: the definitions that ship with lm-evaluation-harness, unchanged, and where their rows come from."""
+"""Zero-shot tasks: the definitions that ship with lm-evaluation-harness, or a user's own, and where rows come from."""
 
 import difflib
 import re
@@ -10,6 +10,7 @@ from typing import Any
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from pkmlm.errors import UserError
+from pkmlm.evaluate.own_task import read_definition
 from pkmlm.evaluate.task_rows import FIELDS
 
 SUITES = {"memoryformer": ("piqa", "winogrande", "wsc", "arc_easy", "arc_challenge", "logiqa")}  # its table 1
@@ -115,7 +116,8 @@ def source(name: str, path: Path, folder: Path | None, fewshot: int | None) -> T
     """A task from its definition."""
     if not path.is_file():
         raise UserError(f"--tasks: {path} does not exist")
-    plain = definition(path, functions=False)
+    own = is_path(name)
+    plain = read_definition(path) if own else definition(path, functions=False)
     title = plain.get("task")
     if not isinstance(title, str):
         raise UserError(f"{path}: no key 'task' with the task's name (expected an lm-eval task)")
@@ -125,7 +127,7 @@ def source(name: str, path: Path, folder: Path | None, fewshot: int | None) -> T
         found = plain.get("output_type", "generate_until")
         raise UserError(f"--tasks: {title} is a task of {found} (expected {', '.join(KINDS)})")
     file, shots = rows_files(title, plain, folder, fewshot)
-    config = definition(path, functions=True)
+    config = plain if own else definition(path, functions=True)
     for key in ("tag", "group", "task_list"):  # of the harness's index, not of the task
         config.pop(key, None)
     if not any(config.get(f"{split}_split") for split in ("test", "validation")):
@@ -134,10 +136,10 @@ def source(name: str, path: Path, folder: Path | None, fewshot: int | None) -> T
 
 
 def definition(path: Path, functions: bool) -> dict[str, Any]:
-    """An lm-eval definition with what it includes; its functions as such or as their names."""
+    """One of lm-eval's own definitions with what it includes; its functions as such or as their names."""
     try:
         found: dict[str, Any] = load_yaml(path, resolve_func=functions)
-    except Exception as error:  # whatever the YAML, or the Python beside it, does
+    except Exception as error:  # whatever the Python beside it does: a package that it needs is missing, say
         raise UserError(f"{path}: {type(error).__name__}: {' '.join(str(error).split())}") from None
     return found
 

@@ -81,9 +81,9 @@ def read_tree(path: Path, inheritors: tuple[Path, ...], asked_at: str = "") -> N
 
 
 def decoded(data: bytes, file: str) -> str:
-    """A recipe's bytes as text, with or without a byte-order mark."""
+    """The bytes of a small file as text, with or without a byte-order mark."""
     if len(data) > LARGEST:
-        raise UserError(f"{file} has more than {LARGEST:,} bytes (expected a recipe)")
+        raise UserError(f"{file} has more than {LARGEST:,} bytes (expected a small file of YAML)")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -1,6 +1,6 @@
 """YAML text into a small tree that remembers where everything stood.
 
-Only what a recipe needs is read: mappings, lists and scalars. Scalars keep their raw text: what `3e-4` or
+Only what a recipe (or a task of a user's own) needs is read: mappings, lists and scalars. Scalars keep their raw text: what `3e-4` or
 `no` means is decided by the type of the key that they are for, not by the rules by which YAML guesses.
 """
 
@@ -51,11 +51,9 @@ class PlainComposer(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()
         if event.anchor is not None:  # also of an alias
-            raise yaml.composer.ComposerError(
-                None, None, "anchors and aliases (& and *) are not for recipes", event.start_mark
-            )
+            raise yaml.composer.ComposerError(None, None, "anchors and aliases (& and *) are refused", event.start_mark)
         if event.tag is not None:
-            raise yaml.composer.ComposerError(None, None, "tags (!) are not for recipes", event.start_mark)
+            raise yaml.composer.ComposerError(None, None, "tags (!) are refused", event.start_mark)
         if self.depth >= DEEPEST:
             raise yaml.composer.ComposerError(None, None, f"nested deeper than {DEEPEST} levels", event.start_mark)
         self.depth += 1
@@ -112,7 +110,7 @@ def convert(node: yaml.Node, file: str) -> Node:
         if not isinstance(key, yaml.ScalarNode):
             raise UserError(f"{at}: a key is a mapping or a list (expected a word)")
         if key.value == "<<":
-            raise UserError(f"{at}: merge keys (<<) are not for recipes", "`base: other.yaml` inherits a whole recipe")
+            raise UserError(f"{at}: merge keys (<<) are refused", "`base: other.yaml` inherits a whole recipe")
         if key.value in entries:
             raise UserError(f"{at}: {key.value} is given twice: first in line {lines[key.value]}", "remove one of them")
         child = convert(value, file)

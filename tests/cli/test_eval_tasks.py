@@ -179,6 +179,10 @@ def test_a_task_of_ones_own(run, tmp_path):
     said = pkmlm("eval", run, "--tasks", tmp_path / "own.yaml", "--task-data", tmp_path, code=2).stderr
     assert "row 2" in said
     assert said.count("\n") == 1
+    (tmp_path / "own.yaml").write_text(OWN.format(file="none") + 'description: "{{ [].__class__ }}"\n')
+    (tmp_path / "colours.jsonl").write_text('{"thing": "Snow", "colour": 0}\n')
+    said = pkmlm("eval", run, "--tasks", tmp_path / "own.yaml", "--task-data", tmp_path, code=2).stderr
+    assert said.startswith("error: --tasks: a template cannot be filled in: access to attribute '__class__'")
 
 
 def test_mistakes_are_told_in_one_line(run, rows, tmp_path):

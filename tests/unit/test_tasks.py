@@ -74,18 +74,32 @@ def test_rows_that_can_be_had_nowhere(rows, tmp_path):
     ("text", "said"),
     [
         ("task: [mine]\n", "no key 'task'"),
-        ("a: 1\n", "no key 'task'"),
-        ("- 1\n", "Expected YAML dict"),
+        ("output_type: multiple_choice\n", "no key 'task'"),
+        ("a: 1\n", "no key 'a'"),
+        ("- 1\n", "found list"),
+        ("task: mine\ntask: yours\n", ":2:1: task is given twice"),
+        ("task: &a mine\n", ":1:7: anchors"),
+        ("task: !!python/name:os.system\n", ":1:7: tags"),
+        ("task: mine\nprocess_results: evil.f\n", "no key 'process_results'"),
+        ("task: mine\nuse_prompt: mine.yaml:a\n", "no key 'use_prompt'"),
+        ("task: mine\nmetric_list: [{metric: ./evil}]\n", "metric_list: found"),
+        ("task: mine\nmetric_list: [{metric: acc, hf_evaluate: true}]\n", "metric_list: found"),
+        ("task: mine\nmetric_list: 5\n", "metric_list: found"),
+        ("task: mine\nmetadata: 2001-99-99\n", "month"),
+        ("task: mine\nclass: evil\n", "is a program"),
+        ("include: 5\n", "include: found"),
+        ("include: mine.yaml\n", "includes itself"),
+        ("task: mine # " + "x" * (1 << 16), "more than"),
         ("task: mine\noutput_type: generate_until\n", "mine is a task of generate_until"),
         ("task: mine\n", "mine is a task of generate_until"),
         ("task: mine\noutput_type: multiple_choice\ndataset_path: json\n", "nothing to score"),
         ("task: mine\noutput_type: multiple_choice\ndataset_path: hub/mine\n", "nothing to score"),
-        ("task: {\n", "ParserError"),
-        ("include: nowhere.yaml\ntask: mine\n", "FileNotFoundError"),
+        ("task: {\n", ":2:1: "),
+        ("include: nowhere.yaml\ntask: mine\n", "No such file"),
         (
             "task: mine\noutput_type: multiple_choice\ntest_split: test\ndoc_to_text: !function nowhere.f\n"
             "dataset_path: json\n",
-            "nowhere",
+            ":4:14: tags",
         ),
     ],
 )
@@ -93,6 +107,39 @@ def test_definitions_of_ones_own_that_do_not_work(text, said, tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     assert said in refused(str(path)).message
+
+
+def test_no_definition_and_no_template_runs_code(tmp_path):
+    from pkmlm.evaluate.harness import build_tasks
+
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n\ndef f(row):\n    return 'x'\n")
+    (tmp_path / "mine.jsonl").write_text('{"q": "a", "a": 0}\n')
+    path = tmp_path / "mine.yaml"
+    text = "task: mine\noutput_type: multiple_choice\ntest_split: test\ndoc_to_choice: [x, y]\ndoc_to_target: a\n"
+    for reach in (
+        f"cycler.__init__.__globals__.os.system('touch {tmp_path / 'ran'}')",
+        "lipsum.__globals__",
+        "''.__class__.__mro__",
+        "'{0.__class__}'.format(q)",
+    ):
+        path.write_text(text + f'doc_to_text: "{{{{ {reach} }}}}"\n')
+        with pytest.raises(UserError, match=r"unsafe|undefined"):
+            build_tasks(find_tasks(str(path), tmp_path, None), None)
+    path.write_text(text + "doc_to_text: !function evil.f\n")
+    assert "tags" in refused(str(path), tmp_path).message
+    (tmp_path / "base.yaml").write_text("doc_to_text: !function evil.f\n")
+    path.write_text("include: base.yaml\n" + text)
+    assert "base.yaml:1:14: tags" in refused(str(path), tmp_path).message
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_definition_of_ones_own_may_include_another(tmp_path):
+    (tmp_path / "base.yaml").write_text("output_type: multiple_choice\ntest_split: test\ndataset_path: json\n")
+    (tmp_path / "mine.yaml").write_text(
+        "include: [base.yaml]\ntask: mine\ndataset_path: csv\nmetric_list: [{metric: acc}]\n"
+    )
+    (found,) = find_tasks(str(tmp_path / "mine.yaml"), None, None)
+    assert (found.name, found.config["test_split"], found.config["dataset_path"]) == ("mine", "test", "csv")
 
 
 def test_files_of_ones_own(rows, tmp_path):
