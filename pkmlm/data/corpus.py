@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pkmlm.data.index import BLOCK, DIGEST, TOKENIZER, Split, damaged, read_index, token_bytes
+from pkmlm.data.index import BLOCK, DIGEST, FILE, TOKENIZER, Index, damaged, read_index, token_bytes
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
 from pkmlm.runtime.files import sha256_of
@@ -20,6 +20,8 @@ class Corpus:
         eos, vocab_size, tokenizer_sha256: of the tokenizer.
         splits: the names of all splits of the corpus.
         sha256: of this split's tokens and where its documents begin: its identity, whatever its sources were called.
+        hashes: the same of the splits "train" and "valid", as far as they are there, and the tokenizer's as
+            "tokenizer": all that training depends on.
     """
 
     def __init__(self, folder: str | Path, split: str):
@@ -50,7 +52,10 @@ class Corpus:
         )
         self.eos, self.vocab_size = index.eos, index.vocab_size
         self.tokenizer_sha256 = index.tokenizer_sha256
-        self._files, self._starts = mapped_files(folder, split, about, f"<u{token_bytes(index.dtype)}")
+        self.hashes = {"tokenizer": index.tokenizer_sha256} | {
+            name: each.hashes_sha256 for name, each in index.splits.items() if name != "test"
+        }
+        self._files, self._starts = mapped_files(folder, split, index)
         self._documents = self._files.pop()
 
     @classmethod
@@ -114,12 +119,15 @@ class Corpus:
 class CheckedFile:
     """A file of numbers, mapped into memory; each 256 KiB is checked against its sha256 when first read."""
 
-    def __init__(self, path: Path, dtype: str, size: int, digests: bytes):
-        """Map the file, which must hold exactly `size` numbers; `digests` are those of its blocks."""
+    def __init__(self, path: Path, dtype: str, size: int, digests: bytes, below: int):
+        """Map the file, which must hold exactly `size` numbers below `below`; `digests` are those of its blocks."""
         numbers = np.dtype(dtype)
         check_size(path, size * numbers.itemsize)
-        self.path, self.size, self.digests = path, size, digests
-        self.numbers = np.memmap(path, numbers, "r", shape=(size,))
+        self.path, self.size, self.digests, self.below = path, size, digests, below
+        try:
+            self.numbers = np.memmap(path, numbers, "r", shape=(size,))
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}") from None
         self.block = BLOCK // numbers.itemsize
         self.unread = bytearray(b"\1") * (len(digests) // DIGEST)
 
@@ -138,33 +146,41 @@ class CheckedFile:
         try:
             with open(self.path, "rb") as file:  # through the map it takes seven times as long, a page at a time
                 file.seek(block * BLOCK)
-                found = hashlib.sha256(file.read(BLOCK)).digest()
+                data = file.read(BLOCK)
         except OSError as error:
             raise UserError(f"cannot read {self.path}: {error.strerror}") from None
-        expected = self.digests[block * DIGEST : (block + 1) * DIGEST]
+        found, expected = hashlib.sha256(data).digest(), self.digests[block * DIGEST : (block + 1) * DIGEST]
         if found != expected:
             raise damaged(
                 self.path,
                 f"the 256 KiB from byte {block * BLOCK:,} have sha256 {found.hex()[:16]}... "
                 f"(expected {expected.hex()[:16]}...)",
             )
+        greatest = int(np.frombuffer(data, self.numbers.dtype).max())
+        if greatest >= self.below:  # the hashes are as they were written, and so is this: not by pkmlm
+            raise damaged(self.path, f"it holds {greatest:,} (expected less than {self.below:,})")
         self.unread[block] = 0
 
 
-def mapped_files(folder: Path, split: str, about: Split, dtype: str) -> tuple[list[CheckedFile], np.ndarray]:
+def mapped_files(folder: Path, split: str, index: Index) -> tuple[list[CheckedFile], np.ndarray]:
     """The shards of a split and then its list of documents, and the number of tokens before each shard."""
-    files = [(shard.name, dtype, shard.tokens) for shard in about.shards]
-    files.append((f"{split}.documents", "<i8", about.documents + 1))
-    blocks = [-(-size * np.dtype(kind).itemsize // BLOCK) for _, kind, size in files]
+    about, dtype = index.splits[split], f"<u{token_bytes(index.dtype)}"
+    files = [(shard.name, dtype, shard.tokens, index.vocab_size) for shard in about.shards]
+    files.append((f"{split}.documents", "<i8", about.documents + 1, about.tokens + 1))
+    blocks = [-(-size * np.dtype(kind).itemsize // BLOCK) for _, kind, size, _ in files]
     path = folder / f"{split}.hashes"
     check_size(path, sum(blocks) * DIGEST)
-    hashes = path.read_bytes()
+    try:
+        hashes = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
     if (found := hashlib.sha256(hashes).hexdigest()) != about.hashes_sha256:
         raise damaged(path, f"its sha256 is {found[:16]}... (expected {about.hashes_sha256[:16]}...)")
     ends = np.cumsum(blocks) * DIGEST
     digests = [hashes[end - count * DIGEST : end] for end, count in zip(ends, blocks, strict=True)]
     opened = [
-        CheckedFile(folder / name, kind, size, part) for (name, kind, size), part in zip(files, digests, strict=True)
+        CheckedFile(folder / name, kind, size, part, below)
+        for (name, kind, size, below), part in zip(files, digests, strict=True)
     ]
     sizes = [shard.tokens for shard in about.shards]
     return opened, np.cumsum([0, *sizes[:-1]])
@@ -186,10 +202,19 @@ def open_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer of a corpus.
 
     Raises:
-        UserError: it is missing, or not the one that made the tokens.
+        UserError: it is missing, or not the one that made the tokens, or the index says what it does not.
     """
     index = read_index(Path(folder))
     path = Path(folder) / TOKENIZER
     if path.is_file() and (found := sha256_of(path)) != index.tokenizer_sha256:
         raise damaged(path, f"its sha256 is {found[:16]}... (expected {index.tokenizer_sha256[:16]}...)")
-    return Tokenizer.load(path)
+    tokenizer = Tokenizer.load(path)
+    refuse_forged(Path(folder), (index.vocab_size, index.eos), tokenizer)
+    return tokenizer
+
+
+def refuse_forged(folder: Path, says: tuple[int, int], tokenizer: Tokenizer) -> None:
+    """Refuse tokens whose index says (number of ids, id at the end of documents) what their tokenizer does not."""
+    if says != (tokenizer.size, tokenizer.eos):
+        found = f"it says {says[0]:,} ids and eos {says[1]:,}"
+        raise damaged(folder / FILE, f"{found} (the tokenizer has {tokenizer.size:,} and {tokenizer.eos:,})")

@@ -3,12 +3,13 @@
 import dataclasses
 import hashlib
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
 from pkmlm.data.corpus import mapped_files
-from pkmlm.data.index import TOKENIZER, Index, Origin, Split, damaged, token_bytes
+from pkmlm.data.index import TOKENIZER, Index, Origin, Split, damaged
 from pkmlm.data.parts import Part, read_part
 from pkmlm.data.shards import SHARD_BYTES, Watch, no_text, write_tokens
 from pkmlm.errors import UserError
@@ -68,8 +69,8 @@ def read_parts(places: Sequence[Path]) -> Parts:
         if part.part in parts:
             raise UserError(f"part {part.part} of {part.parts} is there twice: {parts[part.part][0]} and {place}")
         parts[part.part] = place, part
-    missing = [str(number) for number in range(1, first.parts + 1) if number not in parts]
-    if missing:
+    absent = (str(number) for number in range(1, first.parts + 1) if number not in parts)
+    if missing := list(islice(absent, 9)):  # the number of parts is what a file says: it may be anything
         some = ", ".join(missing[:8]) + ", ..." * (len(missing) > 8)
         raise UserError(
             f"part {some} of {first.parts} is missing (found {len(parts)} of them)",
@@ -153,7 +154,7 @@ def tokens_of(parts: Parts, split: str, watch: Watch) -> Iterator[np.ndarray]:
     count = 0
     for place, part in parts:
         about = part.index.splits[split]
-        *files, _ = mapped_files(place, split, about, f"<u{token_bytes(part.index.dtype)}")[0]
+        *files, _ = mapped_files(place, split, part.index)[0]
         documents = 0
         for file in files:
             for start in range(0, file.size, file.block):

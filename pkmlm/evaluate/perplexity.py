@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pkmlm.data.corpus import Corpus
+from pkmlm.data.corpus import Corpus, refuse_forged
 from pkmlm.data.sources import find_sources
 from pkmlm.data.text import read_documents
 from pkmlm.data.tokenizer import Tokenizer
@@ -107,6 +107,7 @@ def documents_of_split(directory: str, split: str, tokenizer: Tokenizer, tokens:
             f"({tokenizer.sha256[:12]})",
             "tokenize again with --tokenizer RUN/tokenizer.model",
         )
+    refuse_forged(corpus.folder, (corpus.vocab_size, corpus.eos), tokenizer)
     whole = (corpus.document(i) for i in range(corpus.documents))
     if tokens is None or tokens >= corpus.tokens - corpus.documents:
         return Documents(split, whole, corpus.tokens - corpus.documents, corpus.words, corpus.bytes)

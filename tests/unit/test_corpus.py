@@ -18,6 +18,7 @@ from pkmlm.data.shards import write_corpus, write_shards
 from pkmlm.data.sources import find_sources
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
+from pkmlm.evaluate.perplexity import documents_of_split
 from pkmlm.runtime.files import json_text
 
 SEPARATOR = "\n\n\n"
@@ -318,6 +319,39 @@ def test_an_index_that_lies_is_refused(copy, change, message):
     rewritten(copy, change)
     with pytest.raises(UserError, match=message):
         Corpus.open(copy, "train", verify=True)
+
+
+@pytest.mark.parametrize(("key", "value"), [("vocab_size", 70), ("vocab_size", 65_536), ("eos", 2)])
+def test_an_index_that_says_what_the_tokenizer_does_not_is_refused(copy, tokenizer, key, value):
+    rewritten(copy, set_at(key, value))
+    with pytest.raises(UserError, match=rf"index.json is damaged: it says .*{value:,}.*the tokenizer has 290 and 1"):
+        open_tokenizer(copy)
+    with pytest.raises(UserError, match=r"index.json is damaged"):
+        documents_of_split(str(copy), "valid", tokenizer)
+
+
+def rehashed(folder, name, numbers):
+    """Other content for a small file of the valid split, and all hashes right again, as an attacker would."""
+    (folder / name).write_bytes(numbers.tobytes())
+    digests = [hashlib.sha256((folder / f"valid{end}").read_bytes()).digest() for end in ("-00000.bin", ".documents")]
+    (folder / "valid.hashes").write_bytes(b"".join(digests))
+    hashes = hashlib.sha256((folder / "valid.hashes").read_bytes()).hexdigest()
+    rewritten(folder, set_at("splits", "valid", "hashes_sha256", hashes))
+
+
+def test_ids_and_places_beyond_the_end_are_found_when_they_are_read(copy):
+    ids, places = (
+        np.fromfile(copy / f"valid{end}", kind) for end, kind in (("-00000.bin", "<u2"), (".documents", "<i8"))
+    )
+    rehashed(copy, "valid-00000.bin", ids)
+    Corpus.open(copy, "valid", verify=True)
+    rehashed(copy, "valid-00000.bin", np.where(np.arange(len(ids)) == 2, 290, ids).astype("<u2"))
+    with pytest.raises(UserError, match=r"valid-00000.bin is damaged: it holds 290 \(expected less than 290\)"):
+        Corpus.open(copy, "valid").read(0, 1)
+    rehashed(copy, "valid-00000.bin", ids)
+    rehashed(copy, "valid.documents", places + 2**40)
+    with pytest.raises(UserError, match=r"valid.documents is damaged: it holds"):
+        Corpus.open(copy, "valid").document(0)
 
 
 def test_a_changed_number_in_the_index_is_found(copy):
