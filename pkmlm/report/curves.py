@@ -34,8 +34,8 @@ def training_lines(metrics: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str]
     lines: dict[tuple[int, str], list[tuple[float, ...]]] = {}
     for event in metrics:
         for entry in (event.get("usage") or []) if event.get("event") == "valid" else []:
-            if entry.get("kl") is not None:
-                floor = entry["uniform"]
+            floor = entry["uniform"]
+            if entry.get("kl") is not None and floor.get("kl") is not None:
                 point = (event["step"], entry["usage"], entry["kl"], floor["usage"], floor["kl"])
                 lines.setdefault((entry["layer"], entry["name"]), []).append(point)
     return {memory: np.array(points) for memory, points in lines.items()}

@@ -25,7 +25,7 @@ from pkmlm.runtime.files import (
     write_json,
     write_text,
 )
-from pkmlm.runtime.shapes import EVENT, FACTS, misfit, read_shaped
+from pkmlm.runtime.shapes import DRIFT, EVENT, FACTS, misfit, read_shaped
 
 CHECKPOINT = re.compile(r"step-([0-9]{8,18})")
 STEP = re.compile(r"[0-9]{1,18}")
@@ -226,7 +226,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
                 line = json.loads(text)
             except (ValueError, RecursionError):
                 continue
-            if not misfit(line, EVENT):
+            if not misfit(line, EVENT) and (line["event"] != "drift" or not misfit(line, DRIFT)):
                 yield line
 
 

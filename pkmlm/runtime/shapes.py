@@ -21,8 +21,17 @@ EVENT: Shape = {
     **{"event": (str,), "step": (int,)},
     **{f"{key}?": NUMBER for key in ("loss", "lr", "grad_norm", "tokens", "tokens_per_second", "since", "began")},
     **SCORES,
-    "usage?": [{"layer": (int,), "name": (str,), "usage": NUMBER, "kl?": MAYBE, "uniform": {"usage": NUMBER}}],
-    "memories?": [{"layer": (int,), "name": (str,), "slots": (int,), "read": (int,), "moved?": MAYBE}],
+    "usage?": [{"layer": (int,), "name": (str,), "usage": NUMBER, "kl?": NUMBER, "uniform": {"usage": NUMBER}}],
+}
+DRIFT: Shape = {
+    **EVENT,
+    **{"since": (int,), "began": (int,)},
+    "memories": [
+        {
+            **{"layer": (int,), "name": (str,), "moved?": NUMBER},
+            **dict.fromkeys(("slots", "read", "died", "woke", "never"), (int,)),
+        }
+    ],
 }
 # run.json.
 FACTS: Shape = {

@@ -3,6 +3,7 @@
 N: tokens; H: heads; k: slots a head reads; K: slots; S: slots sampled; D: width of a value.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,19 @@ class Drift:
         folder: RUN/usage.
         step: of the model's weights.
         world: the ranks that train the model, all of which call each method; rank 0 writes.
+        allowed: called before each write; raises a UserError where the folder is another's by now.
     """
 
-    def __init__(self, folder: Path, recipe: Recipe, model: nn.Module, step: int, world: World | None = None):
-        self.world = world or World()
+    def __init__(
+        self,
+        folder: Path,
+        recipe: Recipe,
+        model: nn.Module,
+        step: int,
+        world: World | None = None,
+        allowed: Callable[[], None] = lambda: None,
+    ):
+        self.world, self.allowed = world or World(), allowed
         self.folder, self.every, self.last = folder, recipe.eval.every, recipe.train.steps
         modules = [module for module in model.modules() if isinstance(module, KeyMemory | HashLayer)]
         self.memories = [_Memory(module, derived_seed(recipe.train.seed, "drift"), self.world) for module in modules]
@@ -77,6 +87,7 @@ class Drift:
     def _write(self, step: int, arrays: dict[str, Any]) -> None:
         with self.world.together():
             if self.world.rank == 0:
+                self.allowed()
                 make_folder(self.folder)
                 with writing(self.file(step)) as file:
                     np.savez_compressed(file, steps=np.array([self.began, self.since, step]), **arrays)

@@ -71,9 +71,10 @@ def train(
     groups = parameter_groups(model, recipe)
     stepper = Stepper(model, groups, batches, recipe, precision, ranks)
     progress = restore(run, stepper)
+    progress.data |= batches.corpus.hashes
     world = stepper.ranks.world
     reads = [RecentReads(tap, world) for tap in usage_taps(model) if tap.name == "memory"]
-    drift = Drift(run.path / "usage", recipe, model, progress.step, world)
+    drift = Drift(run.path / "usage", recipe, model, progress.step, world, run.refuse_replaced)
     history = History.of(world.told([line for line in run.metrics() if line["event"] == "valid"]))
 
     def unvalidated() -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from pkmlm.runtime.rundir import RunDirectory
+from pkmlm.train import loop
 from tests.conftest import ROOT, pkmlm
 
 
@@ -114,6 +115,37 @@ def test_lost_metrics_and_other_circumstances_are_warned_of(begun, copy):
     assert len(json.loads((copy / "run.json").read_text())["earlier"]) == 1
 
 
+def test_a_run_that_is_made_anew_meanwhile_gets_nothing_of_the_old_one(begun, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    take_step = loop.take_step
+
+    def replacing(stepper, progress, *rest):
+        take_step(stepper, progress, *rest)
+        if progress.step == 3:
+            shutil.rmtree(run)
+            with RunDirectory(run).locked():
+                RunDirectory(run).create(stepper.recipe)
+
+    monkeypatch.setattr(loop, "take_step", replacing)
+    said = on(begun, run, code=1).stderr
+    assert re.match(r"error: run \S+ has been deleted or replaced since this process began: nothing more is wr", said)
+    assert sorted(path.name for path in run.rglob("*")) == [".lock", "checkpoints", "recipe.yaml"]
+
+
+def test_the_clock_does_not_matter(begun, copy, tmp_path, monkeypatch):
+    sound = Path(shutil.copytree(copy, tmp_path / "sound"))
+    for age, step in enumerate(RunDirectory(copy).steps()):
+        os.utime(RunDirectory(copy).checkpoint(step), (1e9 - age, 1e9 - age))
+    on(begun, sound, "-s", "train.steps=10")
+    clock = iter(range(2_000_000_000, 0, -100))
+    monkeypatch.setattr(time, "time", lambda: float(next(clock)))
+    on(begun, copy, "-s", "train.steps=10")
+    assert RunDirectory(copy).resolve("latest") == 10
+    for name in ("weights.safetensors", "optimizer.safetensors"):
+        assert len({(run / "checkpoints/step-00000010" / name).read_bytes() for run in (copy, sound)}) == 1
+    pkmlm("compare", copy, sound)
+
+
 def test_another_s_damaged_checkpoint_begins_no_run(begun, copy, tmp_path):
     for path in copy.glob("checkpoints/*/weights.safetensors"):
         path.write_bytes(b"")
@@ -171,6 +203,7 @@ def test_strange_results_are_not_exported(measured, tmp_path, text):
 def test_strange_events_and_pointers_are_passed_over(begun, copy):
     events = [
         *('{"event": "valid", "step": 4, "usage": 5}', '{"event": "valid", "step": 4, "usage": [5]}', "[" * 100_000),
+        *('{"event": "drift", "step": 4}', '{"event": "drift", "step": 4, "since": 1, "began": 0, "memories": [5]}'),
         *('{"event": "train", "step": 4, "tokens": "x"}', '{"event": "train", "step": 4, "loss": 1e999}'),
     ]
     before = RunDirectory(copy).metrics()
@@ -179,6 +212,7 @@ def test_strange_events_and_pointers_are_passed_over(begun, copy):
     assert RunDirectory(copy).metrics() == before
     (copy / "best").write_bytes(b"\xff")
     pkmlm("compare", copy)
+    pkmlm("usage-report", copy, "--html", copy / "page.html")
     assert "has no best checkpoint" in pkmlm("eval", copy, "--step", "best", code=2).stderr
     for step in ("9" * 5000, "\u0668"):
         said = pkmlm("eval", copy, "--step", step, code=2).stderr

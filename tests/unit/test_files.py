@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pkmlm.errors import UserError
+from pkmlm.runtime import files
 from pkmlm.runtime.files import (
     appending,
     exchange,
@@ -116,6 +117,23 @@ def test_only_leftovers_of_the_dead_are_deleted(tmp_path):
     assert len(leftovers(tmp_path)) == 4  # other names, and a link, are nobody's to delete
     remove_leftovers(tmp_path)
     assert leftovers(tmp_path) == [".tmp-0a1b2c3e-f", ".tmp-mine"]
+
+
+def test_what_was_taken_for_a_leftover_before_it_was_held_is_made_again(tmp_path, monkeypatch):
+    hold, swept = files.hold, []
+
+    def late(descriptor):
+        if not swept or (len(swept) == 1 and (tmp_path / "f").exists()):
+            swept.append(leftovers(tmp_path))
+            remove_leftovers(tmp_path)
+        hold(descriptor)
+
+    monkeypatch.setattr(files, "hold", late)
+    write_text(tmp_path / "f", "whole")
+    with writing_folder(tmp_path / "d") as folder:
+        fill(folder, "whole", "a")
+    assert [len(names) for names in swept] == [1, 1]
+    assert [(tmp_path / name).read_text() for name in ("f", "d/a")] == ["whole", "whole"]
 
 
 def test_links_in_the_way_are_not_followed(tmp_path, monkeypatch):
