@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -218,6 +219,16 @@ def test_a_lock_says_who_holds_it_whatever_stands_in_it(tmp_path):
         (run.path / ".lock").write_bytes(b"\xff\x1b[31m")
         with pytest.raises(UserError, match="in use by \ufffd"), RunDirectory(run.path).locked():
             pass
+
+
+def test_a_full_disk_under_the_lock_is_told_as_such(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"cannot write \S+\.lock: File too large"), RunDirectory(tmp_path).locked():
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_exchange_by_way_of_a_third_name(tmp_path, monkeypatch):
