@@ -17,7 +17,9 @@ from pkmlm.errors import UserError
 
 WINDOW = 2048  # characters: BPE slows down on long strings
 LAST_SINGLE_SPACE = re.compile(r".*[^ ](?= [^ ])", re.DOTALL)
-LINE_LIMIT = 128 << 20  # bytes of one line of JSON, which must be parsed whole
+LINE_LIMIT = 128 << 20  # bytes of one line of JSON or one cell of a table, which must be read whole
+ROWS = 64  # of a table, at a time
+BATCH_LIMIT = 512 << 20  # bytes that a batch of cells may take, whatever few bytes they are stored in
 ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[nrtfv0\\]|)")
 SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -212,7 +214,7 @@ def json_documents(stream: Stream, field: str) -> Iterator[tuple[str, bool]]:
 def json_text(line: str, field: str, where: str) -> str:
     """The text in one line of JSON."""
     try:
-        value: Any = json.loads(line)
+        value: Any = json.loads(line, object_pairs_hook=object_of)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid JSON: {error}") from None
     if not isinstance(value, dict):
@@ -226,6 +228,16 @@ def json_text(line: str, field: str, where: str) -> str:
     if has_surrogate(text):
         raise UserError(f"{where}: {field!r} has a lone surrogate, which is not Unicode text")
     return text
+
+
+def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; of a key that is there twice, nobody knows which value is meant."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice[:40]!r} is given twice")
+    return found
 
 
 def kind(value: Any) -> str:
@@ -266,19 +278,40 @@ def parquet_documents(stream: Stream, field: str) -> Iterator[tuple[str, bool]]:
         try:
             table = pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20)
             check_column(table.schema_arrow, field, source)
-            for batch in table.iter_batches(batch_size=256, columns=[field]):
-                for text in batch.column(0).to_pylist():
+            for batch in table.iter_batches(batch_size=rows_at_once(table.metadata, field), columns=[field]):
+                for cell in batch.column(0):
                     row += 1
-                    if text is None:
-                        raise UserError(f"{source.label}: row {row:,}: {field!r} is null (expected a string)")
-                    yield text, True
+                    yield cell_text(cell.as_py(), f"{source.label}: row {row:,}: {field!r}"), True
                 advance(stream, row / table.metadata.num_rows)
+        except MemoryError:
+            raise UserError(
+                f"{source.label}: the rows after row {row:,} do not fit in memory", "cut them into several", 1
+            ) from None
         except UnicodeDecodeError as error:
             raise UserError(f"{source.label}: {field!r} is not UTF-8 after row {row:,} ({error.reason})") from None
         except (pyarrow.ArrowException, OSError) as error:
             reason = str(error).splitlines()[0]
             raise UserError(f"{source.label}: not a whole parquet file: {reason}") from None
     advance(stream, 1.0)
+
+
+def rows_at_once(metadata: Any, field: str) -> int:
+    """How many cells of a column can be read together within BATCH_LIMIT: one may be as large as all that is stored of
+    the column in its row group, where the others repeat it.
+    """
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    columns = [group.column(place) for group in groups for place in range(group.num_columns)]
+    largest = max((each.total_uncompressed_size for each in columns if each.path_in_schema == field), default=0)
+    return max(1, min(ROWS, BATCH_LIMIT // max(1, largest)))
+
+
+def cell_text(text: str | None, where: str) -> str:
+    """The text of a cell."""
+    if text is None:
+        raise UserError(f"{where} is null (expected a string)")
+    if 4 * len(text) > LINE_LIMIT and len(text.encode()) > LINE_LIMIT:
+        raise UserError(f"{where} has more than {LINE_LIMIT:,} bytes", "cut the document into several")
+    return text
 
 
 def check_column(schema: Any, field: str, source: Source) -> None:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from pkmlm.data.sources import BLOCK, find_sources
 from pkmlm.data.text import (
     LINE_LIMIT,
+    ROWS,
     WINDOW,
     Chunk,
     Tally,
@@ -26,6 +27,7 @@ from pkmlm.data.text import (
     cut,
     read_chunks,
     read_documents,
+    rows_at_once,
     split_documents,
     unescape,
 )
@@ -300,6 +302,7 @@ def test_json_lines(tmp_path):
     ("line", "message"),
     [
         (b'{"text": "a"', "not valid JSON"),
+        (b'{"text": "a", "b": {}, "text": "c"}', "not valid JSON: the key 'text' is given twice"),
         (b"[1]", "found a list"),
         (b"null", "found null"),
         (b'{"body": "a"}', "no key 'text' \\(found 'body'\\)"),
@@ -357,6 +360,41 @@ def test_parquet(tmp_path):
             texts = [chunk.text for chunk in read_chunks(stream) if chunk.ends_document]
         assert texts == (rows if name != "none.parquet" else [])
         assert stream.digest.hexdigest() == hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()
+
+
+def write_cells(path, cells, *, size):
+    """So many copies of one long cell, which takes its place in the file once."""
+    words = pa.array(["a" * size]).dictionary_encode().take(pa.array([0] * cells))
+    table = pa.table({"text": pa.DictionaryArray.from_arrays(words.indices, words.dictionary)})
+    pq.write_table(table, path, compression="zstd", dictionary_pagesize_limit=1 << 30)
+
+
+def test_a_small_table_that_holds_much_is_read_in_bounded_memory(tmp_path):
+    write_cells(tmp_path / "a.parquet", 256, size=32 << 20)
+    assert (tmp_path / "a.parquet").stat().st_size < 10_000
+    assert rows_at_once(pq.ParquetFile(tmp_path / "a.parquet").metadata, "text") == 15
+    write_parquet(tmp_path / "b.parquet", ["a" * 5000] * 1000)
+    assert rows_at_once(pq.ParquetFile(tmp_path / "b.parquet").metadata, "text") == ROWS
+    program = (
+        "import itertools, resource, sys\n"
+        "from pkmlm.data.sources import find_sources\n"
+        "from pkmlm.data.text import read_documents\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))\n"
+        "(source,) = find_sources(sys.argv[1:])\n"
+        "print(sum(len(text) for text in itertools.islice(read_documents(source), 2)))\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "a.parquet")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, f"{2 * (32 << 20)}\n"), done.stderr
+
+
+def test_a_cell_is_no_larger_than_a_line_may_be(tmp_path, monkeypatch):
+    monkeypatch.setattr("pkmlm.data.text.LINE_LIMIT", 1000)
+    write_parquet(tmp_path / "a.parquet", ["a" * 1000, "\u00e9" * 500])
+    assert len(documents(tmp_path / "a.parquet")) == 2
+    write_parquet(tmp_path / "a.parquet", ["a", "\u00e9" * 501])
+    with pytest.raises(UserError, match=r"a.parquet: row 2: 'text' has more than 1,000 bytes"):
+        documents(tmp_path / "a.parquet")
 
 
 def test_bad_parquet_is_named(tmp_path):
