@@ -26,12 +26,6 @@ if TYPE_CHECKING:
     from pkmlm.runtime.signals import StopRequest
     from pkmlm.train.loop import Outcome
 
-# What may change when a run goes on: how long it trains, on how many ranks, and what is measured, kept and shown.
-FREE_KEYS = (
-    *("name", "data.dir", "train.steps", "train.micro_batch", "train.recompute"),
-    *("eval.", "checkpoint.", "log.", "parallel."),
-)
-
 
 @click.command()
 @click.argument("recipe_file", metavar="RECIPE")
@@ -130,6 +124,7 @@ def train_in(
 ) -> int:
     """Train in the run directory `output`, and note in its run.json how it ended; rank 0 alone writes there."""
     from pkmlm.cli.circumstances import changes, circumstances, lost_metrics, with_earlier
+    from pkmlm.cli.resume import ended_already, refuse_changes, refuse_other_data, refuse_resume
     from pkmlm.runtime.device import choose_device, choose_precision
     from pkmlm.runtime.files import write_text
     from pkmlm.runtime.rundir import RunDirectory
@@ -148,8 +143,9 @@ def train_in(
                 run.refuse_foreign()
                 held.enter_context(run.locked())
                 if run.steps():
-                    refuse_changes(run, recipe, corpus, tokenizer)
+                    refuse_changes(run, recipe)
                     damage = fall_back(run)
+                    refuse_other_data(run, recipe, corpus)
                 complete = ended_already(run, recipe)
         if world.told(complete):
             if lead:
@@ -183,16 +179,6 @@ def train_in(
     return outcome.exit_code
 
 
-def refuse_resume(run: "RunDirectory", resume: str) -> None:
-    """Refuse a run that is not as --resume says."""
-    if resume == "must" and not run.steps():
-        raise UserError(f"--resume must: run {run.path} has no checkpoint to resume", "use --resume auto to start it")
-    if resume == "never" and run.steps():
-        raise UserError(
-            f"--resume never: run {run.path} has checkpoints already", "choose another -o, or delete that folder"
-        )
-
-
 @contextmanager
 def noting_failure(run: "RunDirectory", recipe: "Recipe", tokenizer: "Tokenizer", lead: bool) -> Iterator[None]:
     """Note a failure and the step of the last checkpoint in run.json, by rank 0; where memory ran out, say what to
@@ -221,38 +207,6 @@ def noting_failure(run: "RunDirectory", recipe: "Recipe", tokenizer: "Tokenizer"
         if is_shortage(error):
             raise out_of_memory(recipe, recipe.model.vocab_size or tokenizer.size) from None
         raise
-
-
-def refuse_changes(run: "RunDirectory", recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokenizer") -> None:
-    """Refuse to go on with another recipe (but for keys that do not touch what is trained), tokenizer or tokens."""
-    from pkmlm.recipe.load import flatten
-    from pkmlm.runtime.files import sha256_of
-
-    before, now = flatten(run.recipe()), flatten(recipe)
-    changed = [key for key in now if before[key] != now[key] and not key.startswith(FREE_KEYS)]
-    if changed:
-        told = ", ".join(f"{key} was {before[key]} and is now {now[key]}" for key in changed)
-        raise UserError(f"run {run.path} was started with another recipe: {told}", "train it under another -o")
-    facts = run.facts()
-    made_with = facts.get("tokenizer_sha256") or sha256_of(run.tokenizer_file)
-    trained_on = facts.get("data_sha256", corpus.sha256)
-    for what, expected, found in (
-        ("with another tokenizer than that of", made_with, tokenizer.sha256),
-        ("on other tokens than those in", trained_on, corpus.sha256),
-    ):
-        if found != expected:
-            told = f"sha256 {found[:16]}... (expected {str(expected)[:16]}...)"
-            raise UserError(f"run {run.path} was trained {what} {recipe.data.dir}: {told}", "train under another -o")
-
-
-def ended_already(run: "RunDirectory", recipe: "Recipe") -> bool:
-    """Whether training has finished, or stopped for lack of patience, its last checkpoint is still there, and this
-    recipe asks for no more."""
-    if not run.steps() or run.done() != run.steps()[-1]:
-        return False
-    before = run.recipe()
-    same = (before.train.steps, before.eval.patience) == (recipe.train.steps, recipe.eval.patience)
-    return same or run.steps()[-1] >= recipe.train.steps
 
 
 def begin(run: "RunDirectory", recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokenizer") -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.errors import UserError
 from pkmlm.model.attention import Cache
 from pkmlm.model.transformer import Transformer
 
@@ -54,7 +55,13 @@ def generate(model: Transformer, prompt: list[int], sampling: Sampling, most: in
 
 
 def draw(logits_V: Tensor, sampling: Sampling, random: torch.Generator) -> int:
-    """One token id by temperature, then top-k, then top-p."""
+    """One token id by temperature, then top-k, then top-p.
+
+    Raises:
+        UserError: (exit code 1) a logit is not finite.
+    """
+    if not torch.isfinite(logits_V).all():
+        raise UserError("the model's scores of the next token are not finite", "use another step of the run", 1)
     if sampling.temperature == 0:
         return int(logits_V.argmax())
     logits_V = (logits_V - logits_V.max()) / sampling.temperature

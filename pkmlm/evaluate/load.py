@@ -57,11 +57,16 @@ def load_run(path: str | Path, step: str = "latest", device: torch.device | None
             checkpoint.check_weights(run.checkpoint(number), empty)
             model = empty.to_empty(device=device)
             checkpoint.load_weights(run.checkpoint(number), model)
+            trained_with = checkpoint.progress_at(run.checkpoint(number)).data.get("tokenizer", tokenizer.sha256)
             break
         except UserError:
             if run.checkpoint(number).exists():
                 raise
             # a training process has replaced it since: look again
+    if tokenizer.sha256 != trained_with:
+        message = f"{run.tokenizer_file} is not the tokenizer that the run was trained with"
+        raise UserError(message, "copy it again from the tokens that the run was trained on")
+    refuse_strange(model, run.checkpoint(number))
     return LoadedRun(run.path, run.name, number, recipe, model.eval(), tokenizer, device)
 
 
@@ -76,4 +81,18 @@ def load_export(path: Path, step: str, device: torch.device) -> LoadedRun:
     if step not in ("latest", str(held)):
         raise UserError(f"{path} is an export of step {held} (found --step {step})", "leave --step out")
     recipe, model, tokenizer = export.recipe, export.model, export.tokenizer
+    refuse_strange(model, path)
     return LoadedRun(path, path.resolve().name, held, recipe, model, tokenizer, device, exported=True)
+
+
+def refuse_strange(model: Transformer, path: Path) -> None:
+    """Refuse weights that no training saves, whatever their hashes say.
+
+    Raises:
+        UserError: (exit code 1) one is not finite, or a variance is negative.
+    """
+    for name, tensor in model.state_dict().items():
+        least = tensor.min() if tensor.numel() else torch.zeros(())
+        if not torch.isfinite(tensor).all() or (name.endswith("running_var") and least < 0):
+            what = "has a negative variance" if torch.isfinite(tensor).all() else "is not finite"
+            raise UserError(f"{path}: {name} {what}", "evaluate another step, or train it again", exit_code=1)

@@ -1,7 +1,7 @@
 """YAML text into a small tree that remembers where everything stood.
 
-Only what a recipe (or a task of a user's own) needs is read: mappings, lists and scalars. Scalars keep their raw text: what `3e-4` or
-`no` means is decided by the type of the key that they are for, not by the rules by which YAML guesses.
+Only what a recipe (or a task of a user's own) needs is read: mappings, lists and scalars. Scalars keep their raw text:
+what `3e-4` or `no` means is decided by the type of the key that they are for, not by the rules by which YAML guesses.
 """
 
 from dataclasses import dataclass

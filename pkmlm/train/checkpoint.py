@@ -9,7 +9,7 @@ There is no random state to save: a step's random numbers follow from the seed, 
 
 import json
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ class Progress:
         skips: fp16 steps skipped in a row.
         scaler: state of the gradient scaler; empty without one.
         seconds: time spent in training steps.
+        data: the sha256 of the tokenizer and of the splits that it was trained and validated on (`Corpus.hashes`);
+            empty in a checkpoint of an earlier version.
     """
 
     step: int = 0
@@ -59,6 +61,7 @@ class Progress:
     skips: int = 0
     scaler: dict[str, Any] | None = None
     seconds: float = 0.0
+    data: dict[str, str] = field(default_factory=dict)
 
 
 def save(
@@ -278,6 +281,11 @@ def load(path: Path, model: nn.Module, groups: list[Group]) -> Progress:
             state = group.optimizer.state[parameter] = empty_state(group.optimizer, parameter)
             expected.update({f"{name}|{key}": tensor for key, tensor in state.items()})
     copy_tensors(path / FILES[1], expected, state_tables(model))
+    return progress_at(path)
+
+
+def progress_at(path: Path) -> Progress:
+    """How far the run was at a verified checkpoint folder."""
     return progress_of(read_json(path / FILES[2], "the checkpoint's state", exit_code=1), path / FILES[2])
 
 
@@ -288,8 +296,11 @@ def progress_of(state: Any, path: Path) -> Progress:
         UserError: (exit code 1) it has other keys, or values of other types.
     """
     kinds: dict[str, Any] = {"step": int, "tokens": int, "skips": int, "scaler": dict | None, "seconds": float | int}
-    if not isinstance(state, dict) or state.keys() != kinds.keys():
+    data = state.get("data", {}) if isinstance(state, dict) else None
+    if data is None or state.keys() - {"data"} != kinds.keys():
         raise UserError(f"{path} is not the state of a run", exit_code=1)
+    if not isinstance(data, dict) or not all(isinstance(sha256, str) for sha256 in data.values()):
+        raise UserError(f"{path}: data is {str(data)[:40]!r}", exit_code=1)
     for key, kind in kinds.items():
         value = state[key]
         numbers = all(type(part) in (int, float) for part in value.values()) if isinstance(value, dict) else True

@@ -1,5 +1,6 @@
 """Faults caused for real, a few of each kind that `make torture` tries by the hundred."""
 
+import hashlib
 import itertools
 import json
 import re
@@ -242,6 +243,39 @@ def test_a_resume_with_another_tokenizer_or_other_tokens_names_both(ground):
     ground.forks.pkmlm("tokenize", valid, "--valid", valid, "-o", tokens, "--tokenizer", model)
     said = ground.train("product-key", run, "-s", f"data.dir={tokens}", code=2).stderr
     assert re.search(r"on other tokens than those in \S+: sha256 \w{16}... \(expected \w{16}...\)", said)
+    (run / "run.json").unlink()  # only a record: what the checkpoint was made from stands in the checkpoint
+    said = ground.train("product-key", run, "-s", f"data.dir={tokens}", code=2).stderr
+    assert "on other tokens than those in" in said
+    (run / "tokenizer.model").write_bytes((other / "tokenizer.model").read_bytes())
+    said = ground.forks.pkmlm("eval", run, code=2).stderr
+    assert "tokenizer.model is not the tokenizer that the run was trained with" in said
+
+
+def test_a_resume_with_another_text_to_validate_on_is_refused(ground):
+    run = ground.stopped_at("product-key", 6, ground.folder / "validated")
+    tokens, model = ground.folder / "other-valid", ground.tokens / "tokenizer.model"
+    command = ["tokenize", ground.text, "-o", tokens, "--tokenizer", model]
+    ground.forks.pkmlm(*command, "--valid", ground.text)
+    said = ground.train("product-key", run, "-s", f"data.dir={tokens}", code=2).stderr
+    assert re.search(r"was validated on other text than that in \S+: sha256 \w{16}... \(expected \w{16}...\)", said)
+    ground.forks.pkmlm(*command, "--force")
+    ended = ground.train("product-key", run, "-s", f"data.dir={tokens}")
+    assert "has no valid split" in ended.stderr
+    state = json.loads((run / "checkpoints/step-00000012/state.json").read_text())
+    assert state["data"].keys() == {"tokenizer", "train", "valid"}, "the split that went is remembered"
+
+
+def test_a_checkpoint_of_an_earlier_version_says_nothing_of_its_data(ground):
+    run = ground.stopped_at("product-key", 6, ground.folder / "earlier")
+    for folder in (run / "checkpoints").iterdir():
+        state, manifest = (json.loads((folder / name).read_text()) for name in ("state.json", "manifest.json"))
+        del state["data"]
+        (folder / "state.json").write_text(json_text(state))
+        content = (folder / "state.json").read_bytes()
+        manifest["files"]["state.json"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        (folder / "manifest.json").write_text(json_text(manifest))
+    ground.train("product-key", run)
+    assert not [name for name in ground.differences("product-key", run) if "progress" not in name]
 
 
 def test_sizes_are_checked_before_anything_is_allocated(ground):

@@ -1,0 +1,69 @@
+"""What `pkmlm train` asks of a run that is there already: may it go on, and is there anything left to do?"""
+
+from typing import TYPE_CHECKING
+
+from pkmlm.errors import UserError
+
+if TYPE_CHECKING:
+    from pkmlm.data.corpus import Corpus
+    from pkmlm.recipe.schema import Recipe
+    from pkmlm.runtime.rundir import RunDirectory
+
+# What may change when a run goes on: how long it trains, on how many ranks, and what is measured, kept and shown.
+FREE_KEYS = (
+    *("name", "data.dir", "train.steps", "train.micro_batch", "train.recompute"),
+    *("eval.", "checkpoint.", "log.", "parallel."),
+)
+
+
+def refuse_resume(run: "RunDirectory", resume: str) -> None:
+    """Refuse a run that is not as --resume says."""
+    if resume == "must" and not run.steps():
+        raise UserError(f"--resume must: run {run.path} has no checkpoint to resume", "use --resume auto to start it")
+    if resume == "never" and run.steps():
+        raise UserError(
+            f"--resume never: run {run.path} has checkpoints already", "choose another -o, or delete that folder"
+        )
+
+
+def refuse_changes(run: "RunDirectory", recipe: "Recipe") -> None:
+    """Refuse to go on with another recipe, but for keys that do not touch what is trained."""
+    from pkmlm.recipe.load import flatten
+
+    before, now = flatten(run.recipe()), flatten(recipe)
+    changed = [key for key in now if before[key] != now[key] and not key.startswith(FREE_KEYS)]
+    if changed:
+        told = ", ".join(f"{key} was {before[key]} and is now {now[key]}" for key in changed)
+        raise UserError(f"run {run.path} was started with another recipe: {told}", "train it under another -o")
+
+
+def refuse_other_data(run: "RunDirectory", recipe: "Recipe", corpus: "Corpus") -> None:
+    """Refuse to go on with another tokenizer, or on other text to train or to validate on, than the newest checkpoint,
+    which is whole, says; those of earlier versions leave it to run.json. A split for validation may come or go.
+    """
+    from pkmlm.runtime.files import sha256_of
+    from pkmlm.train.checkpoint import progress_at
+
+    facts = run.facts()
+    made_with = facts.get("tokenizer_sha256") or sha256_of(run.tokenizer_file)
+    before = {"tokenizer": made_with, "train": facts.get("data_sha256")}
+    before |= progress_at(run.checkpoint(run.steps()[-1])).data
+    for name, what in (
+        ("tokenizer", "trained with another tokenizer than that of"),
+        ("train", "trained on other tokens than those in"),
+        ("valid", "validated on other text than that in"),
+    ):
+        expected, found = before.get(name), corpus.hashes.get(name)
+        if expected and found and found != expected:
+            told = f"sha256 {found[:16]}... (expected {expected[:16]}...)"
+            raise UserError(f"run {run.path} was {what} {recipe.data.dir}: {told}", "train under another -o")
+
+
+def ended_already(run: "RunDirectory", recipe: "Recipe") -> bool:
+    """Whether training has finished, or stopped for lack of patience, its last checkpoint is still there, and this
+    recipe asks for no more."""
+    if not run.steps() or run.done() != run.steps()[-1]:
+        return False
+    before = run.recipe()
+    same = (before.train.steps, before.eval.patience) == (recipe.train.steps, recipe.eval.patience)
+    return same or run.steps()[-1] >= recipe.train.steps
