@@ -11,7 +11,7 @@ from torch.nn.functional import gelu, linear, relu
 
 from pkmlm.errors import UserError
 from pkmlm.model.attention import Attention, Cache, Layout, rotation
-from pkmlm.model.initial import LINEAR_STD, Constant, Initial, Normal, initialise
+from pkmlm.model.initial import Constant, Initial, Normal, initialise, linear_std
 from pkmlm.model.memory.flat_key import FlatKeyMemory
 from pkmlm.model.memory.hash_table import HashLayer, MemoryBlock
 from pkmlm.model.memory.product_key import ProductKeyMemory
@@ -32,7 +32,8 @@ class ResidualLinear(nn.Linear):
         self.share = share
 
     def initial(self) -> dict[str, Initial]:
-        return {"weight": Normal(LINEAR_STD * self.share), "bias": Constant(0.0)}
+        std = self.share * linear_std(self.in_features, self.out_features)
+        return {"weight": Normal(std), "bias": Constant(0.0)}
 
 
 class FFN(nn.Module):

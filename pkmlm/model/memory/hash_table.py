@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from pkmlm.kernels import ops
-from pkmlm.model.initial import LINEAR_STD
+from pkmlm.model.initial import linear_std
 from pkmlm.model.memory.query import at_least_fp32
 from pkmlm.model.memory.usage_tap import UsageTap
 from pkmlm.model.memory.values import Values
@@ -35,8 +35,8 @@ class HashLayer(nn.Module):
     """One Memory Layer: y = sum over tables k of p(z_k) * T_k[h(z_k)] (eq. 8 to 13), in place of a linear map.
 
     The input is cut into K = D / b chunks; the signs of a chunk are the code of its bucket. The tables start at a size
-    that gives the output of a linear map with weights N(0, 0.02^2) (the paper does not say): with p about 0.13 at 8
-    bits, entries of 0.02 would start the layer nearly dead.
+    that gives the output of a linear map as it starts elsewhere (the paper does not say): with p about 0.13 at 8 bits,
+    entries of that size themselves would start the layer nearly dead.
 
     Args:
         dim, width: in and out. `dim` is a multiple of `bits`.
@@ -48,7 +48,7 @@ class HashLayer(nn.Module):
         super().__init__()
         self.tables, self.bits = dim // bits, bits
         self.temperature, self.scaled = spec.temperature, spec.score == "scaled"
-        size = share * LINEAR_STD * math.sqrt(dim)
+        size = share * linear_std(dim, width) * math.sqrt(dim)
         std = size / (math.sqrt(self.tables) * score_rms(bits, spec.temperature, self.scaled))
         self.tap = UsageTap(layer, name, "hash", self.tables << bits, self.tables)
         self.values = Values(self.tables << bits, width, std=std, group="tables")
