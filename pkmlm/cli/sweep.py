@@ -219,12 +219,16 @@ def time_models(results: "Results", folder: "Path", quiet: bool) -> None:
 
 def recall_speeds(results: "Results", folder: "Path") -> None:
     """Take in the times of an earlier call: models of one table are timed together or not at all."""
-    from pkmlm.runtime.files import read_json
+    from pkmlm.runtime.shapes import NUMBER, read_shaped
 
-    path = folder / "results.json"
+    path, points = folder / "results.json", set(results.grid.points())
     if path.exists():
-        for timed in read_json(path, "the sweep's results", "delete it: it is made from the runs").get("speed", []):
-            results.speeds[tuple(timed["point"].values())] = timed["tokens_per_second"]
+        shape = {"speed?": [{"point": {str: (str,)}, "tokens_per_second": [NUMBER]}]}
+        found = read_shaped(path, shape, "the sweep's results", "delete it: it is made from the runs")
+        for timed in found.get("speed", []):
+            point = tuple(timed["point"].values())
+            if point in points and all(rate > 0 for rate in timed["tokens_per_second"]):
+                results.speeds[point] = timed["tokens_per_second"]
 
 
 def publish(results: "Results", folder: "Path", grid_file: "Path", scale: str | None) -> None:

@@ -105,6 +105,8 @@ class Runner:
         self.running.append(cell)
         try:
             return self._measured(cell)
+        except UserError as error:  # a run of another's hand in its place, say: the other cells go on
+            return Outcome(cell, "failed", {}, error.message)
         finally:
             self.running.remove(cell)
 
@@ -144,7 +146,7 @@ class Runner:
             environment["CUDA_VISIBLE_DEVICES"] = device
         try:
             with subprocess.Popen(
-                [sys.executable, "-m", "pkmlm", *arguments],
+                [sys.executable, "-m", "pkmlm.cli.child", str(os.getpid()), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -183,11 +185,14 @@ def best(outcomes: Sequence[Outcome]) -> Outcome | None:
 
 
 def finished(cell: Cell, folder: Path) -> Outcome | None:
-    """The outcome of a cell that was run before, or None."""
+    """The outcome of a cell that was run before, or None; "failed" where its files cannot be read."""
     run = RunDirectory(folder / cell.name)
-    if not (run.path / "done").exists() or run.recipe() != cell.recipe:
-        return None
-    return Outcome(cell, "measured", facts_of(cell.name, run))
+    try:
+        if not (run.path / "done").exists() or run.recipe() != cell.recipe:
+            return None
+        return Outcome(cell, "measured", facts_of(cell.name, run))
+    except UserError as error:
+        return Outcome(cell, "failed", {}, error.message)
 
 
 def steps_taken(cell: Cell, folder: Path) -> int:
@@ -197,5 +202,5 @@ def steps_taken(cell: Cell, folder: Path) -> int:
             file.seek(-min(file.seek(0, os.SEEK_END), 1000), os.SEEK_END)
             last = file.read().splitlines()[-1]
         return int(json.loads(last)["step"])
-    except (OSError, ValueError, KeyError, IndexError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
         return 0

@@ -55,7 +55,9 @@ def test_a_sweep_trains_measures_and_tells(grid, tmp_path):
     assert again.stdout == done.stdout, "timed once, told twice"
     assert times == {path: path.stat().st_mtime_ns for path in (folder / "cells").rglob("*.safetensors")}
     assert pkmlm("sweep", grid, "-o", folder, "-s", "train.steps=12", "--table").stdout.startswith("Two memories")
-    changed = pkmlm("sweep", grid, "-o", folder, "-s", "train.steps=12", "-s", "model.dim=16", "-q", "--jobs", 2, code=1)
+    changed = pkmlm(
+        "sweep", grid, "-o", folder, "-s", "train.steps=12", "-s", "model.dim=16", "-q", "--jobs", 2, code=1
+    )
     assert "was started with another recipe" in json.dumps(json.loads((folder / "results.json").read_text())["cells"])
     assert "failed" in changed.stdout
 
@@ -79,6 +81,48 @@ def test_a_stopped_sweep_goes_on(grid, tmp_path):
     assert not (folder / "cells" / "256_seed-1").exists()
     with pytest.raises(ProcessLookupError):
         os.kill(run["pid"], 0) if "pid" in run else os.kill(sweep.pid, 0)
+
+
+def test_a_killed_sweep_takes_its_command_along(grid, tmp_path):
+    folder = tmp_path / "swept"
+    grid.write_text(GRID.replace("tune: {values: [3e-3, 1e30]}\n", "").replace(", usage, speed, dense]", "]"))
+    command = [sys.executable, "-m", "pkmlm", "sweep", str(grid), "-o", str(folder), "-s", "train.steps=100000", "-q"]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as sweep:
+        run, deadline = folder / "cells" / "none_seed-1", time.monotonic() + 60
+        while not ((run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        sweep.kill()
+    while json.loads((run / "run.json").read_text())["status"] == "running":
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert json.loads((run / "run.json").read_text())["exit_code"] == 75
+
+
+def test_a_cell_that_cannot_be_read_fails_alone(grid, tmp_path):
+    folder = tmp_path / "swept"
+    text = GRID.replace("tune: {values: [3e-3, 1e30]}\n", "").replace(", usage, speed, dense]", ", dense]")
+    grid.write_text(text)
+    bad = folder / "cells" / "none_seed-1"
+    bad.mkdir(parents=True)
+    (bad / "done").touch()
+    (bad / "recipe.yaml").write_text("name: &a x\n")
+    for content in (
+        "[]",
+        '{"speed": 5}',
+        '{"speed": [{}]}',
+        '{"speed": [{"point": {"slots": 5}, "tokens_per_second": []}]}',
+    ):
+        (folder / "results.json").write_text(content)
+        said = pkmlm("sweep", grid, "-o", folder, "--table", code=2).stderr
+        assert "the sweep's results" in said
+    (folder / "results.json").unlink()
+    pkmlm("sweep", grid, "-o", folder, "--table")
+    done = pkmlm("sweep", grid, "-o", folder, "-s", "train.steps=2", code=1)
+    cells = {cell["name"]: cell for cell in json.loads((folder / "results.json").read_text())["cells"]}
+    assert cells["256_seed-1"]["status"] == "measured"
+    assert (cells["none_seed-1"]["status"], "anchors" in cells["none_seed-1"]["message"]) == ("failed", True)
+    assert "1:7: anchors" in done.stderr
 
 
 def test_a_dry_run_lists_the_cells_and_writes_nothing(grid, tmp_path):
