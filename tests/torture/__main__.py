@@ -16,12 +16,12 @@ from typing import Any
 
 from pkmlm.report.tables import Column, Table
 from pkmlm.runtime.rundir import source_commit
-from tests.torture import crashes, damage, disks, kills, mutants, sizes, stops
+from tests.torture import crashes, damage, disks, kills, mutants, records, sizes, stops
 from tests.torture.forks import ROOT, Forks
 from tests.torture.oracle import Ground, forget_one, saved_items
 
 Trial = Callable[[], tuple[bool, str]]
-BOMBS = ("zst", "gz", "jsonl.zst", "window.zst")
+BOMBS = ("zst", "gz", "jsonl.zst", "window.zst", "parquet")
 TRAINING_DISK, TOKENIZING_DISK = 480 << 10, 144 << 10  # bytes that are enough
 
 
@@ -47,7 +47,7 @@ def failures(ground: Ground, what: str) -> Iterator[Part]:
 
 def parts(ground: Ground) -> Iterator[Part]:
     """Every row, cheap ones first."""
-    for what in ("tokenize", "replace"):
+    for what in ("tokenize", "replace", "export"):
         yield from failures(ground, what)
     items = [(item, 9) for item in saved_items(ground.reference("product-key"), 9)] + [("state:skips", 3)]
     control = [lambda i=item, s=step: forget_one(ground, i, s) for item, step in items]
@@ -56,6 +56,7 @@ def parts(ground: Ground) -> Iterator[Part]:
     yield Part("mutated safetensors files", numbered(mutants.mutate_tensors, ground, range(3_000)))
     yield Part("corrupted checkpoints", numbered(damage.spoil_checkpoint, ground, range(2_000)))
     yield Part("corrupted shards, indexes, tokenizers", numbered(damage.spoil_tokens, ground, range(2_000)))
+    yield Part("corrupted records of a run", numbered(records.spoil_records, ground, range(500)))
     yield Part("training on a full disk", numbered(disks.fill_training, ground, range(4096, TRAINING_DISK, 8192)))
     yield Part("tokenizing on a full disk", numbered(disks.fill_tokenizing, ground, range(4096, TOKENIZING_DISK, 4096)))
     yield Part("SIGTERM while training", numbered(stops.stop_training, ground, range(100)))

@@ -11,7 +11,7 @@ FAILURES = ("crash", "EIO", "ENOSPC")
 
 
 def operations(ground: Ground, what: str) -> list[str]:
-    """The operations of an undisturbed "train", "tokenize" or "replace", in order."""
+    """The operations of an undisturbed "train", "tokenize", "replace" or "export", in order."""
     trace = ground.folder / f"{what}-operations"
     if not trace.exists():
         words, out = prepared(ground, what)
@@ -28,11 +28,21 @@ def prepared(ground: Ground, what: str) -> tuple[list[object], Path]:
         shutil.rmtree(leftover)
     if what == "train":
         return ["train", ground.recipe("product-key"), "-o", out], out
+    if what == "export":
+        return ["export", ground.reference("product-key"), "-o", out], out
     command = ["tokenize", ground.text, "--valid", ground.folder / "valid.txt", "-o", out, "--vocab-size", 350]
     if what == "tokenize":
         return command, out
     shutil.copytree(older_tokens(ground), out)
     return [*command, "--force"], out
+
+
+def exported(ground: Ground) -> Path:
+    """The folder of an undisturbed export."""
+    folder = ground.folder / "exported"
+    if not folder.exists():
+        ground.forks.pkmlm("export", ground.reference("product-key"), "-o", folder)
+    return folder
 
 
 def scale(what: str) -> dict[str, float]:
@@ -52,6 +62,8 @@ def fail_at(ground: Ground, what: str, how: str, at: int) -> tuple[bool, str]:
         lost.append(f"no crash: exit {ended.code}")
     if what == "train":
         lost += damaged_checkpoints(out)
+    elif what == "export":
+        lost += ["half a folder"] if out.exists() and not same(out, exported(ground)) else []
     elif not whole(ground, out, what == "replace"):
         lost.append("half a folder")
     if what != "train" and how != "crash" and ended.code and list(out.parent.glob(f".tmp-*-{out.name}")):
@@ -61,7 +73,7 @@ def fail_at(ground: Ground, what: str, how: str, at: int) -> tuple[bool, str]:
         lost += [f"again: exit {again.code} {again.stderr[-200:]}"] if again.code else []
     if not lost and what == "train":
         lost = ground.differences("product-key", out)
-    elif not lost and not same(out, ground.tokens):
+    elif not lost and not same(out, exported(ground) if what == "export" else ground.tokens):
         lost = ["other bytes"]
     return not lost, f"{place}: {', '.join(lost)}" if lost else what
 

@@ -42,11 +42,13 @@ def bomb(ground: Ground, name: str, size: int = GIB, memory: int = GIB // 2) -> 
 
 
 def write_bomb(folder: Path, name: str, size: int) -> Path:
-    """A file of text that decompresses to `size` bytes: "zst", "gz", "jsonl.zst" (one line) or "window.zst" (a frame
-    that asks its reader for 2 GiB at once).
+    """A file of text that decompresses to `size` bytes: "zst", "gz", "jsonl.zst" (one line), "window.zst" (a frame
+    that asks its reader for 2 GiB at once) or "parquet" (rows that repeat one of 1 MiB).
     """
     import zstandard
 
+    if name == "parquet":
+        return write_table(folder / "bomb.parquet", size)
     path = folder / f"bomb.{name if 'jsonl' in name else 'txt.' + name.rpartition('.')[2]}"
     if name == "gz":
         with gzip.open(path, "wb", compresslevel=9) as file:
@@ -60,4 +62,14 @@ def write_bomb(folder: Path, name: str, size: int) -> Path:
         file.write(b'{"text": "' if "jsonl" in name else b"")
         for _ in range(size >> 20):
             file.write(b"a" * (1 << 20))
+    return path
+
+
+def write_table(path: Path, size: int) -> Path:
+    """A table of one cell of 1 MiB, as often as `size` has room for it."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    cells = pa.DictionaryArray.from_arrays(pa.array([0] * (size >> 20), pa.int32()), pa.array(["a" * (1 << 20)]))
+    pq.write_table(pa.table({"text": cells}), path, compression="zstd", dictionary_pagesize_limit=1 << 30)
     return path

@@ -18,7 +18,7 @@ from pkmlm.runtime.files import json_text
 from pkmlm.runtime.log import TrainingLog
 from pkmlm.runtime.rundir import RunDirectory
 from tests.conftest import ROOT, pkmlm
-from tests.torture import crashes, damage, disks, kills, mutants, sizes, stops
+from tests.torture import crashes, damage, disks, kills, mutants, records, sizes, stops
 from tests.torture.forks import Forks
 from tests.torture.oracle import Ground, forget_one, saved_items
 
@@ -286,6 +286,20 @@ def test_sizes_are_checked_before_anything_is_allocated(ground):
     for words in (["eval", run], ["train", path, "-o", run]):
         ended = ground.forks.pkmlm(*words, code=2, memory=1 << 30)
         assert re.match(r"error: \S+: tensor \S+ has shape .* \(expected .*32768", ended.stderr.splitlines()[-1]), ended
+
+
+def test_spoilt_records_end_in_no_traceback(ground):
+    for number in (0, 1, 5):
+        survived, said = records.spoil_records(ground, number)
+        assert survived, said
+
+
+def test_an_export_that_crashes_leaves_nothing_half_written(ground):
+    count = len(crashes.operations(ground, "export"))
+    assert count > 20
+    for how, at in (("crash", count // 2), ("ENOSPC", count // 3), ("crash", count)):
+        survived, said = crashes.fail_at(ground, "export", how, at)
+        assert survived, said
 
 
 def test_a_full_disk_at_several_stages(ground):
