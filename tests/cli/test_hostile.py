@@ -78,6 +78,13 @@ def test_a_finished_run_without_its_last_checkpoint_is_not_complete(begun, copy,
     assert RunDirectory(copy).done() == 8
 
 
+def test_a_run_s_name_cannot_drive_the_terminal(begun, copy):
+    named = copy.rename(copy.with_name("run\x1b[31m"))
+    assert "run\\x1b[31m is complete already" in on(begun, named).stdout
+    said = pkmlm("\x07eval", named, code=2).stderr
+    assert "No such command '\\x07eval'" in said
+
+
 def test_only_proven_damage_is_moved_aside(begun, copy):
     manifest = copy / "checkpoints/step-00000008/manifest.json"
     stored = manifest.read_text()

@@ -39,7 +39,7 @@ def alarm(number: int, frame: FrameType | None) -> None:
 def mutate_recipe(ground: Ground, number: int) -> tuple[bool, str]:
     """Change a recipe of the repository, as it is or in full, in up to three places and load it."""
     draw = random.Random(number)
-    sources = sorted((ROOT / "recipes").rglob("*.yaml"))
+    sources = sorted(path for path in (ROOT / "recipes").rglob("*.yaml") if path.parent.name != "grids")
     source = draw.choice(sources)
     data = bytearray(source.read_bytes() if draw.random() < 0.3 else dump_recipe(load_recipe(source)).encode())
     for _ in range(draw.choice((1, 1, 2, 3))):
