@@ -1,7 +1,7 @@
 """A model as a folder for `transformers`: config.json, weights, tokenizer, the code that runs them, and a card.
 
 The weights have the names of our own model below "model."; an untied head is "lm_head". manifest.json holds the size
-and sha256 of each file that `read_export` reads.
+and sha256 of each file but the card and the settings of generation, which are the user's.
 """
 
 import contextlib
@@ -37,7 +37,8 @@ CODE = ("configuration_pkmlm.py", "modeling_pkmlm.py", "memory_pkmlm.py", "token
 TOKENIZER, MANIFEST = "tokenizer.model", "manifest.json"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-OTHERS = {INDEX, "generation_config.json", "tokenizer_config.json", "README.md"}
+TOKENIZER_CONFIG = "tokenizer_config.json"
+OTHERS = {INDEX, "generation_config.json", TOKENIZER_CONFIG, "README.md"}
 SHARD_BYTES = 5 * 10**9
 # Queries and keys decide which slots are read: in training too their search is in fp32, whatever the precision.
 KEPT = re.compile(r"\.memory\.(query\.|subkeys_H2nf$|keys_HKq$)")
@@ -98,7 +99,7 @@ def write_export(
         size = sum((folder / name).stat().st_size for name in read)
         write_json(folder / CONFIG, config_of(recipe, rows, tokenizer, origin, dtype))
         write_json(folder / "generation_config.json", generation_config(rows, tokenizer))
-        write_json(folder / "tokenizer_config.json", tokenizer_config(recipe.model.context))
+        write_json(folder / TOKENIZER_CONFIG, tokenizer_config(recipe.model.context))
         with writing(folder / TOKENIZER) as file:
             file.write(tokenizer.model_bytes)
         for name in CODE:
@@ -106,7 +107,7 @@ def write_export(
         write_text(folder / "README.md", card)
         entries = {
             name: {"bytes": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)}
-            for name in [*read, CONFIG, TOKENIZER]
+            for name in [*read, CONFIG, TOKENIZER, TOKENIZER_CONFIG, *CODE]
         }
         write_json(folder / MANIFEST, {"version": VERSION, "files": entries})
     return size

@@ -208,6 +208,8 @@ DAMAGES = {
     "no weights": (without("model.safetensors"), 1, "model.safetensors is missing"),
     "no tokenizer": (without("tokenizer.model"), 1, "tokenizer.model is missing"),
     "changed configuration": (text_in("config.json", "{}"), 1, "config.json: sha256 "),
+    "changed code": (text_in("modeling_pkmlm.py", "import os"), 1, "modeling_pkmlm.py: sha256 "),
+    "a changed setting": (text_in("tokenizer_config.json", "{}"), 1, "tokenizer_config.json: sha256 "),
     "damaged manifest": (text_in("manifest.json", "[]"), 1, "manifest.json is no manifest"),
     "manifest of strings": (text_in("manifest.json", '{"files": {"config.json": 1}}'), 1, "is no manifest"),
     "newer": (text_in("manifest.json", '{"version": 9, "files": {"config.json": 1, "tokenizer.model": 2}}'), 1, "9"),
