@@ -65,7 +65,8 @@ def check_metrics(metrics: Any, path: Path) -> None:
     if metrics is None:
         return
     for metric in metrics if isinstance(metrics, list) else [None]:
-        name = metric.get("metric") if isinstance(metric, dict) else None
-        if not isinstance(name, str) or name not in METRIC_REGISTRY or metric.get("hf_evaluate"):
+        found = metric if isinstance(metric, dict) else {}
+        name = found.get("metric")
+        if not isinstance(name, str) or name not in METRIC_REGISTRY or found.get("hf_evaluate"):
             expected = "expected metric: with one of lm-eval's own, such as acc"
             raise UserError(f"{path}: metric_list: found {str(metric)[:60]!r} ({expected})", HINT)
