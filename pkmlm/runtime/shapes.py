@@ -61,7 +61,7 @@ USAGE: Shape = {
     ]
 }
 # state.json of a checkpoint.
-STATE: Shape = {"step": (int,), "tokens": (int,), "seconds": NUMBER}
+STATE: Shape = {"seconds": NUMBER, "tokens?": (int,)}
 
 
 def misfit(value: Any, shape: Shape, where: str = "") -> str:

@@ -187,7 +187,7 @@ def strange(run: Path, name: str, text: str | bytes) -> None:
         ("eval/x-step-8.json", '{"tasks": {"piqa": {"acc": 1e999}}}', "tasks.piqa.acc is 'inf'"),
         ("usage/test-step-8.json", '{"memories": 5}', "memories is '5'"),
         ("usage/test-step-8.json", '{"memories": [{"layer": 1}]}', "memories[0] has no name"),
-        ("checkpoints/step-00000008/state.json", "{}", "it has no step"),
+        ("checkpoints/step-00000008/state.json", "{}", "it has no seconds"),
     ],
 )
 def test_strange_json_in_a_run_is_told_in_one_line(measured, tmp_path, name, text, told):
