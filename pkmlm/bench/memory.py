@@ -171,8 +171,8 @@ def time_memory(
 def check_room(shape: Shape, names: Sequence[str], device: torch.device) -> None:
     """Refuse a table that would drive the machine out of memory.
 
-    Values, two moments and a copy while they are filled; with dense gradients that, and what Adam makes on the way. Each
-    layer has a query map and sub-keys of its own, with gradients and moments.
+    Values, two moments and a copy while they are filled; with dense gradients that, and what Adam makes on the way. The
+    query map and the sub-keys are each layer's own, with gradients and moments.
     """
     needed = (6 if {"plain-adam", "plain-fused"} & {*names} else 4) * shape.table_bytes
     needed += len(names) * 4 * shape.heads * shape.key_dim * (shape.dim + shape.num_keys) * WIDTH

@@ -42,5 +42,7 @@ def load_usage(stem: Path, source: dict[str, Any]) -> tuple[dict[str, Any], list
 
 
 def _memory(number: int, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> MemoryUsage:
-    found = {name: arrays[f"{number}-{name}"] for name in ARRAYS if f"{number}-{name}" in arrays}
-    return MemoryUsage(**{k: facts[k] for k in ("layer", "name", "kind", "tokens")}, **{"common_HH": None, **found})
+    counts_HK, masses_HK = arrays[f"{number}-counts_HK"], arrays[f"{number}-masses_HK"]
+    common_HH = arrays.get(f"{number}-common_HH")
+    layer, name, kind, tokens = (facts[key] for key in ("layer", "name", "kind", "tokens"))
+    return MemoryUsage(layer, name, kind, tokens, counts_HK, masses_HK, common_HH)

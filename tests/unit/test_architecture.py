@@ -26,7 +26,8 @@ FLOORS = {
     "__main__": 10,
     "__init__": 0,
 }
-HEAVY = {"torch", "numpy", "sentencepiece", "matplotlib", "pyarrow", "safetensors", "rich", "lm_eval", "datasets", "scipy"}
+HEAVY = {"torch", "numpy", "scipy", "sentencepiece", "matplotlib", "pyarrow", "safetensors", "rich", "lm_eval"}
+HEAVY |= {"datasets"}
 
 
 def room(path: Path) -> str:
