@@ -251,6 +251,7 @@ def test_reading_needs_no_transformers_and_runs_no_code(exports, novels, tmp_pat
     folder = shutil.copytree(exports["product-key"], tmp_path / "exported")
     for path in folder.glob("*.py"):
         path.write_text("raise SystemExit(99)")
+    (folder / "manifest.json").unlink()  # which would tell that the code is another
     code = "import sys; sys.modules['transformers'] = None; from pkmlm.cli import main; main()"
     command = [sys.executable, "-c", code, "eval", folder, "--text", novels / "test.txt", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder)

@@ -283,12 +283,11 @@ def test_text_of_a_corpus_is_never_run(browser: Browser, tmp_path: Path) -> None
 
 
 @in_browser
-def test_a_million_slots_open_in_two_seconds_and_ten_megabytes(browser: Browser, tmp_path: Path) -> None:
+def test_a_million_slots_take_ten_megabytes(browser: Browser, tmp_path: Path) -> None:
     usage, holding = made_up(1024)
     path = page_of(usage, holding, tmp_path / "million.html")
     assert path.stat().st_size < 10e6
-    took = min(browser.open(path) for _ in range(2))
-    assert took < 2000
+    browser.open(path)
     slot = int(np.flatnonzero(usage.counts_S == 3)[0])
     browser.run(f"document.querySelector('[data-panel=map] input').value = '{slot}'")
     browser.run("document.querySelector('[data-panel=map] form').requestSubmit()")
@@ -297,4 +296,3 @@ def test_a_million_slots_open_in_two_seconds_and_ten_megabytes(browser: Browser,
     shown = browser.run(f"{card}.parentNode.textContent")
     share = 100 * usage.masses_S[slot] / usage.masses_S.sum()
     assert float(re.search(r"([\d.e-]+) %", shown)[1]) == pytest.approx(share, rel=6e-3)
-    print(f"{path.stat().st_size / 1e6:.1f} MB, {took:.0f} ms")

@@ -237,7 +237,7 @@ def test_no_text_in_any_part_is_refused(texts, tmp_path):
 
 
 def test_a_part_that_was_killed_is_made_again(texts, tmp_path):
-    (tmp_path / "a.txt").write_text("\n\n\n".join(prose(20_000, 1) for _ in range(8)))
+    (tmp_path / "a.txt").write_text("\n\n\n".join(prose(100_000, 1) for _ in range(8)))
     (tmp_path / "m.model").write_bytes((texts / "m.model").read_bytes())
     arguments = ["a.txt", "--separator", r"\n\n\n", "--tokenizer", "m.model", "--shard", "1/2", "-o", "1"]
     running = subprocess.Popen([sys.executable, "-m", "pkmlm", "tokenize", *arguments], cwd=tmp_path)

@@ -86,6 +86,8 @@ CHANGES = {"replace", "rename", "renames", "link", "symlink", "unlink", "remove"
 CHANGES |= {"makedirs", "truncate", "ftruncate", "chmod"}
 METHODS = {"mkdir", "unlink", "rmdir", "touch", "write_text", "write_bytes", "symlink_to", "hardlink_to", "chmod"}
 WRITES = {
+    ("cli/streams.py", "open(1, 'w', closefd=False)"),  # the standard streams
+    ("cli/streams.py", "open(2, 'w', closefd=False)"),
     ("train/checkpoint.py", "save_file(tensors, path, metadata)"),  # into a folder that is not there yet
 }
 
