@@ -240,7 +240,7 @@ def publish(results: "Results", folder: "Path", grid_file: "Path", scale: str | 
     tables = results.tables()
     make_folder(folder)
     write_json(folder / "results.json", results.as_json(grid_file.stem, scale, str(results.grid.base), machine()))
-    write_text(folder / "table.md", "\n".join(f"{table.title}\n\n{table.render('md')}" for table in tables))
+    write_text(folder / "table.md", "\n".join(table.render("md") for table in tables))
     drawn = draw(results, folder)
     sys.stdout.write("\n".join(table.render() for table in tables))
     if drawn:

@@ -20,7 +20,7 @@ class Verdict:
 
     Attributes:
         pairs: comparisons that could be made; held: of which the means have the claimed order; clear: of which every
-            seed of one is beyond every seed of the other.
+            seed of one is beyond every seed of the other, with two seeds of each or more.
         correlation: Spearman's rank correlation with the paper, over points; None for claims.
     """
 
@@ -49,7 +49,7 @@ def verdict(grid: Grid, claim: Claim, values: Values) -> Verdict:
     found = [(values(claim.measure, less), values(claim.measure, more)) for less, more in pairs_of(grid, claim)]
     measured = [(less, more) for less, more in found if less and more]
     held = sum(fmean(less) < fmean(more) for less, more in measured)
-    clear = sum(max(less) < min(more) for less, more in measured)
+    clear = sum(max(less) < min(more) for less, more in measured if min(len(less), len(more)) > 1)
     return Verdict(claim.text, len(measured), held, clear)
 
 
