@@ -228,6 +228,7 @@ def joined() -> Iterator[World]:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=patience()))
+        dist.all_reduce(torch.zeros(1))  # one that ends before all have met would look like a crash to the others
     except ValueError as error:
         raise UserError(f"WORLD_SIZE is set, but not all that goes with it: {error}", "start with torchrun") from None
     except RuntimeError as error:
