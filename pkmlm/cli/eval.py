@@ -158,7 +158,7 @@ def load_same(path: str | Path, step: str, world: "World | None") -> "LoadedRun"
     run = load_run(path, step)
     if world is None:
         return run
-    newest = max(world.gathered(run.step))
+    newest = max(world.gather_objects(run.step))
     return run if run.step == newest else load_run(path, str(newest))
 
 

@@ -147,7 +147,7 @@ def train_in(
                     damage = fall_back(run)
                     refuse_other_data(run, recipe, corpus)
                 complete = ended_already(run, recipe)
-        if world.told(complete):
+        if world.broadcast(complete):
             if lead:
                 more = "eval.patience" if run.facts().get("status") == "patience" else "train.steps"
                 step = run.steps()[-1]
@@ -251,7 +251,7 @@ def run_loop(
                 judge = Health.of(run.metrics()).warnings
                 heard = TrainingLog(run.path, recipe.name, recipe.train.steps, recipe.log, quiet=quiet, judge=judge)
                 log = opened.enter_context(heard)
-        steps = world.told(run.steps())
+        steps = world.broadcast(run.steps())
         for text in damage:
             log.warn(steps[-1], text)
         doing = f"resuming at step {steps[-1]}" if steps else "training"

@@ -214,12 +214,12 @@ def report_on(
         report = measure(run, choice, step, quiet, looked_into, world)
         return report._replace(entry={**report.entry, "run": label})
     number = run.resolve(step)
-    number = world.told(number) if world else number
+    number = world.broadcast(number) if world else number
     source = source_of(run, number, choice)
     name = choice.split if choice.text is None else f"text-{Path(choice.text).name[:100]}"
     stem = run.path / "usage" / f"{name}-step-{number}"
     found = None if looked_into or other_rank else load_usage(stem, source)
-    if world.told(found is not None) if world else found is not None:
+    if world.broadcast(found is not None) if world else found is not None:
         return Report({**found[0], "run": label}, found[1], []) if found else Report({}, [], [])
     report = measure(run, choice, str(number), quiet, looked_into, world)
     if other_rank:

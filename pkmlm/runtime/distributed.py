@@ -75,7 +75,7 @@ class World:
             dist.all_reduce(found := torch.tensor(number), dist.ReduceOp.MAX, self.group)
         return int(found)
 
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         """All ranks' rows, by rank: (W * N, ...)."""
         if self.size == 1:
             return x
@@ -84,8 +84,8 @@ class World:
             ALL_GATHER(out, x.contiguous(), self.group)
         return out
 
-    def scatter_sum(self, x: Tensor) -> Tensor:
-        """Of the ranks' sum of x (W * N, ...), this rank's N rows: the transpose of `gather`."""
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Of the ranks' sum of x (W * N, ...), this rank's N rows: the transpose of `all_gather`."""
         if self.size == 1:
             return x
         out = x.new_empty(len(x) // self.size, *x.shape[1:])
@@ -93,7 +93,7 @@ class World:
             REDUCE_SCATTER(out, x.contiguous(), group=self.group)
         return out
 
-    def exchange(self, x: Tensor) -> Tensor:
+    def all_to_all(self, x: Tensor) -> Tensor:
         """The j-th of W equal parts of x goes to rank j; the parts received, by rank. It is its own inverse."""
         if self.size == 1:
             return x
@@ -102,18 +102,18 @@ class World:
             dist.all_to_all_single(out, x.contiguous(), group=self.group)
         return out
 
-    def gathered(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any) -> list[Any]:
         """What each rank gives, by rank: anything that JSON can say."""
         if self.size == 1:
             return [value]
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         padded = torch.full((1, self.largest(len(text))), ord(" "), dtype=torch.uint8)
         padded[0, : len(text)] = text
-        return [json.loads(row.numpy().tobytes()) for row in self.gather(padded)]
+        return [json.loads(row.numpy().tobytes()) for row in self.all_gather(padded)]
 
-    def told(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """What rank 0 gives."""
-        return self.gathered(value if self.rank == 0 else None)[0]
+        return self.gather_objects(value if self.rank == 0 else None)[0]
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -131,7 +131,7 @@ class World:
             if self.size == 1:
                 raise
             failure = error
-        codes = self.gathered(failure.exit_code if failure else 0) if self.size > 1 else []
+        codes = self.gather_objects(failure.exit_code if failure else 0) if self.size > 1 else []
         first = next((rank for rank, code in enumerate(codes) if code), None)
         if first is None:
             return

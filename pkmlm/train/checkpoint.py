@@ -84,7 +84,7 @@ def save(
             if lead:
                 run.refuse_replaced()
                 folder = stack.enter_context(writing_folder(path))
-        folder = path.with_name(world.told(folder.name if lead else None))
+        folder = path.with_name(world.broadcast(folder.name if lead else None))
         state = optimizer_state(groups, lead)
         contents = {FILES[0]: (weights, tables_of(model)), FILES[1]: (state, state_tables(model))}
         with world.together():
@@ -92,7 +92,7 @@ def save(
             if lead:
                 write_json(folder / FILES[2], asdict(progress))
                 own[FILES[2]] = entry_of(folder / FILES[2])
-        files = {name: entry for share in world.gathered(own) for name, entry in share.items()}
+        files = {name: entry for share in world.gather_objects(own) for name, entry in share.items()}
         with world.together():
             if lead:
                 files = {name: files[name] for name in file_names(ranks.memory.size)}

@@ -55,7 +55,7 @@ class Drift:
         self.memories = [_Memory(module, derived_seed(recipe.train.seed, "drift"), self.world) for module in modules]
         self.began = self.since = step
         self._go_on(step)
-        self.began, self.since = self.world.told([self.began, self.since])
+        self.began, self.since = self.world.broadcast([self.began, self.since])
 
     def record(self, step: int, log: RunLog) -> None:
         """After a step: record it, if that is due."""
@@ -136,7 +136,7 @@ class _Memory:
 
     def _values(self) -> Tensor:
         own_Sd = self.values.weight_KD.detach()[self.sample_S].float()
-        return side_by_side(self.values.ranks.gather(own_Sd), self.values.ranks.size)
+        return side_by_side(self.values.ranks.all_gather(own_Sd), self.values.ranks.size)
 
     def record(self, since: int, step: int, first: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         """Numbers of the event, and how far each sampled value moved (2-norm, (S,)) with its norm before.

@@ -77,7 +77,10 @@ def exchange_reads(table: RowGradient, ranks: World) -> None:
     )
     if reads <= rows:
         table.replace(
-            [(ranks.gather(x), ranks.gather(slots.int()).long(), ranks.gather(w)) for x, slots, w in table.reads]
+            [
+                (ranks.all_gather(x), ranks.all_gather(slots.int()).long(), ranks.all_gather(w))
+                for x, slots, w in table.reads
+            ]
         )
         return
     read_K = torch.zeros(table.rows, dtype=torch.bool, device=slots_Nr.device)

@@ -75,7 +75,7 @@ def train(
     world = stepper.ranks.world
     reads = [RecentReads(tap, world) for tap in usage_taps(model) if tap.name == "memory"]
     drift = Drift(run.path / "usage", recipe, model, progress.step, world, run.refuse_replaced)
-    history = History.of(world.told([line for line in run.metrics() if line["event"] == "valid"]))
+    history = History.of(world.broadcast([line for line in run.metrics() if line["event"] == "valid"]))
 
     def unvalidated() -> bool:
         at_end = progress.step == recipe.train.steps
@@ -142,7 +142,7 @@ class History:
 def restore(run: RunDirectory, stepper: Stepper) -> Progress:
     """Go back to the latest checkpoint, if there is one."""
     world = stepper.ranks.world
-    steps = world.told(run.steps())
+    steps = world.broadcast(run.steps())
     if not steps:
         return Progress()
     with world.together():
@@ -165,7 +165,7 @@ def save(run: RunDirectory, stepper: Stepper, progress: Progress, log: RunLog, d
     world = stepper.ranks.world
     with world.together():
         run.refuse_replaced()
-    if world.told(run.checkpoint(progress.step).exists()):
+    if world.broadcast(run.checkpoint(progress.step).exists()):
         return
     drift.keep(progress.step)
     progress.skips, progress.scaler = stepper.skips, stepper.scaler.state_dict()
@@ -224,7 +224,7 @@ def measure(
     recalibrate(stepper, progress.step)
     with world.together():
         numbers = validate(stop)
-    numbers = world.told(numbers)
+    numbers = world.broadcast(numbers)
     if numbers is None:
         return
     log.event("valid", progress.step, **numbers)

@@ -108,7 +108,7 @@ def whole_weights(model: Transformer) -> dict[str, np.ndarray]:
     for path, module in model.named_modules():
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             if isinstance(module, Values):
-                parts = module.ranks.gather(tensor.detach()).chunk(module.ranks.size)
+                parts = module.ranks.all_gather(tensor.detach()).chunk(module.ranks.size)
                 found[f"{path}.{name}"] = torch.cat(parts, 1).numpy()
             else:
                 found[f"{path}.{name}"] = tensor.detach().numpy()
@@ -124,7 +124,7 @@ def curves(folder: str, cases: list[list[Any]], steps: dict[str, int]) -> None:
             seen: list[Tensor] = []
             stepper.model.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0]))
             taken = [stepper.take(step) for step in range(1, steps[kind] + 1)]
-            order = torch.cat([ranks.world.gather(tokens_BT) for tokens_BT in seen])
+            order = torch.cat([ranks.world.all_gather(tokens_BT) for tokens_BT in seen])
             weights = whole_weights(stepper.model)
             if world.rank == 0:
                 save(Path(folder) / f"{kind}-{size}-{memory}-{micro_batch}.npz", taken, order, weights)
@@ -208,7 +208,7 @@ def batch_norm_over_ranks() -> None:
             torch.testing.assert_close(total.double(), getattr(torchs, name).grad, rtol=1e-4, atol=1e-4)
         for name in ("running_mean", "running_var"):
             torch.testing.assert_close(getattr(ours, name).double(), getattr(torchs, name), rtol=1e-5, atol=0)
-            same = world.gather(getattr(ours, name)[None])
+            same = world.all_gather(getattr(ours, name)[None])
             assert (same == same[0]).all()
         assert ours.forwards == 2
 
@@ -270,7 +270,7 @@ def overflow_on_one_rank() -> None:
     with joined() as world:
         stepper = stepper_of(recipe_of("batch", 2), ranks_among(world, 4, 2), "fp16")
         assert not stepper.take(1).skipped
-        seeds = world.gather(torch.tensor([torch.initial_seed()]))
+        seeds = world.all_gather(torch.tensor([torch.initial_seed()]))
         assert len(set(seeds.tolist())) == 4  # of dropout
         before = {name: tensor.clone() for name, tensor in stepper.model.state_dict().items()}
         scale = stepper.scaler.get_scale()
@@ -287,7 +287,7 @@ def overflow_on_one_rank() -> None:
             assert not stepper.take(step).skipped
         assert not torch.equal(stepper.model.norm.weight, before["norm.weight"])
         for tensor in whole_weights(stepper.model).values():
-            every = world.gather(torch.from_numpy(tensor)[None])
+            every = world.all_gather(torch.from_numpy(tensor)[None])
             assert (every == every[0]).all()
 
 

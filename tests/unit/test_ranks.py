@@ -88,9 +88,9 @@ def test_one_process_needs_nobody(monkeypatch):
     with joined() as world, world.together():
         x = torch.arange(3.0)
         assert world == World()
-        for same in (world.sum(x), world.gather(x), world.scatter_sum(x), world.exchange(x)):
+        for same in (world.sum(x), world.all_gather(x), world.reduce_scatter(x), world.all_to_all(x)):
             assert same is x
-        assert (world.largest(7), world.told({"a": 1}), world.gathered(2)) == (7, {"a": 1}, [2])
+        assert (world.largest(7), world.broadcast({"a": 1}), world.gather_objects(2)) == (7, {"a": 1}, [2])
     assert world.tally.sent == 0
 
 

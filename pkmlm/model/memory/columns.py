@@ -17,11 +17,11 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: World) -> Tensor:
         ctx.ranks = ranks
-        return ranks.gather(x)
+        return ranks.all_gather(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.scatter_sum(grad), None
+        return ctx.ranks.reduce_scatter(grad), None
 
 
 class _Exchanged(torch.autograd.Function):
@@ -30,17 +30,17 @@ class _Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: World) -> Tensor:
         ctx.ranks = ranks
-        return ranks.exchange(x)
+        return ranks.all_to_all(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.exchange(grad), None
+        return ctx.ranks.all_to_all(grad), None
 
 
 def gathered_reads(slots_Nr: Tensor, weights_Nr: Tensor, ranks: World) -> tuple[Tensor, Tensor]:
     """The reads of all ranks' tokens, on each: slots and weights (M * N, r). Slots, below 2^31, travel as int32."""
     weights: Tensor = _Gathered.apply(weights_Nr, ranks)
-    return ranks.gather(slots_Nr.int()).long(), weights
+    return ranks.all_gather(slots_Nr.int()).long(), weights
 
 
 def returned(out_Ad: Tensor, ranks: World) -> Tensor:

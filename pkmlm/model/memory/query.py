@@ -88,7 +88,7 @@ def moments(x_NF: Tensor, ranks: World) -> tuple[Tensor, Tensor]:
     parallel form of Chan, Golub and LeVeque, which does not cancel as a difference of squares would)."""
     mean_F = x_NF.mean(0)
     own_12F = torch.stack([mean_F, (x_NF - mean_F).square().sum(0)])[None]
-    mean_WF, square_WF = ranks.gather(own_12F).unbind(1)
+    mean_WF, square_WF = ranks.all_gather(own_12F).unbind(1)
     mean_F = mean_WF.mean(0)
     between_F = (mean_WF - mean_F).square().mean(0)
     return mean_F, square_WF.sum(0) / (len(x_NF) * ranks.size) + between_F

@@ -61,7 +61,7 @@ class Values(nn.Module):
             return self._columns(slots_Nr, weights_Nr)
         if self.training:
             return returned(self._columns(*gathered_reads(slots_Nr, weights_Nr, self.ranks)), self.ranks)
-        return side_by_side(self.ranks.gather(self._columns(slots_Nr, weights_Nr)), self.ranks.size)
+        return side_by_side(self.ranks.all_gather(self._columns(slots_Nr, weights_Nr)), self.ranks.size)
 
     def _columns(self, slots_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
         return ops.weighted_row_sum(self.weight_KD, slots_Nr, weights_Nr, self.gradient, self._half())
