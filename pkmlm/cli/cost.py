@@ -127,7 +127,7 @@ def whole_model(
     from pkmlm.recipe.load import load_recipe
 
     recipe = load_recipe(file, overrides)
-    rows = vocabulary(recipe, vocab_size)
+    rows = vocab_size or vocabulary(recipe)
     cost = cost_of(recipe, rows, entry_bytes)
     tables = [layer_table(recipe, cost), total_table(cost, rows), training_table(recipe, cost)]
     result = cost.as_json()
@@ -137,19 +137,19 @@ def whole_model(
     return result, "\n".join(table.render() for table in tables).rstrip()
 
 
-def vocabulary(recipe: "Recipe", asked: int | None) -> int:
-    """Rows of the embedding: as asked, as the recipe says, or as the recipe's tokens have them."""
+def vocabulary(recipe: "Recipe") -> int:
+    """Rows of the embedding: as the recipe says, or as its tokens have them."""
     from pathlib import Path
 
     from pkmlm.data.index import FILE, read_index
 
-    if asked or recipe.model.vocab_size:
-        return asked or recipe.model.vocab_size or 0
+    if recipe.model.vocab_size is not None:
+        return recipe.model.vocab_size
     folder = Path(recipe.data.dir) if recipe.data.dir else None
     if folder and (folder / FILE).exists():
         return read_index(folder).vocab_size
     where = f"and data.dir {folder} holds no tokens" if folder else "and data.dir is not set"
-    raise UserError(f"model.vocab_size is open {where}", "say how many: --vocab-size 8192")
+    raise UserError(f"model.vocab_size is open {where}", "add -s data.dir=DIR or -s model.vocab_size=8192")
 
 
 def layer_table(recipe: "Recipe", cost: "Cost") -> "Table":

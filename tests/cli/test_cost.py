@@ -63,7 +63,7 @@ def test_an_open_vocabulary_is_asked_for(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         "error: model.vocab_size is open and data.dir is not set",
-        "hint: say how many: --vocab-size 8192",
+        "hint: add -s data.dir=DIR or -s model.vocab_size=8192",
     ]
     unset = pkmlm("cost", recipe, "-s", "data.dir=nowhere", folder=tmp_path)
     assert "and data.dir nowhere holds no tokens" in unset.stderr

@@ -52,4 +52,4 @@ def chosen_models(recipe: "Recipe", num_keys: tuple[int, ...], kinds: tuple[str,
             "hash": recipe.model.dim % recipe.model.hash.bits == 0,
         }
         kinds = tuple(kind for kind in MODELS if possible.get(kind, True))
-    return variants(recipe, vocabulary(recipe, None), num_keys, kinds)
+    return variants(recipe, vocabulary(recipe), num_keys, kinds)
