@@ -70,7 +70,8 @@ def machine() -> dict[str, Any]:
     import os
     import platform
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    from pkmlm.runtime.cores import usable_cores
+
     try:
         import psutil
 
@@ -80,7 +81,7 @@ def machine() -> dict[str, Any]:
         total = free = None
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cores": cores,
+        "cores": usable_cores(),
         "memory_bytes": total,
         "memory_free_bytes": free,
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),

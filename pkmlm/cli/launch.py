@@ -11,6 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from pkmlm.errors import UserError
+from pkmlm.runtime.cores import usable_cores
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import ProcessFailure
@@ -79,8 +80,7 @@ def threads_shared(processes: int) -> Iterator[None]:
     if "OMP_NUM_THREADS" in os.environ:
         yield
         return
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ["OMP_NUM_THREADS"] = str(max(1, cores // processes))
+    os.environ["OMP_NUM_THREADS"] = str(max(1, usable_cores() // processes))
     try:
         yield
     finally:

@@ -15,6 +15,7 @@ import click
 
 from pkmlm.cli.options import field_option, json_option, quiet_option, separator_option
 from pkmlm.errors import UserError, printable
+from pkmlm.runtime.cores import usable_cores
 
 if TYPE_CHECKING:
     from pkmlm.data.index import Index
@@ -122,7 +123,7 @@ def command(
     with stopwatch(sources, quiet, parts=shard[1] if shard else 1) as watch:
         if tokenizer is None:
             tokenizer = learn(sources, separator, field, vocab_size, model_type, watch)
-        how: dict[str, Any] = {"separator": separator, "field": field, "jobs": jobs or cores(), "replace": force}
+        how: dict[str, Any] = {"separator": separator, "field": field, "jobs": jobs or usable_cores(), "replace": force}
         if shard is None:
             index = write_corpus(folder, sources, tokenizer, **how, watch=watch)
         else:
@@ -155,11 +156,6 @@ def join(folder: Path, output: str, names: tuple[str, ...], force: bool, quiet: 
 
 def given(context: click.Context, name: str) -> bool:
     return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-
-
-def cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check_output(folder: Path, shown: str, force: bool) -> None:
