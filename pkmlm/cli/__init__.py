@@ -103,9 +103,20 @@ def main() -> None:
         code = 130
     except MemoryError:
         code = report(UserError("out of memory", exit_code=1))
+    except RuntimeError as error:
+        code = torch_refused(error)
     except OSError as error:
         code = system_refused(error)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def torch_refused(error: RuntimeError) -> int:
+    """Say that memory has run out, where that is what torch says; `pkmlm train` has said what to lower."""
+    from pkmlm.runtime.device import is_shortage
+
+    if not is_shortage(error):
+        raise error
+    return report(UserError("out of memory", exit_code=1))
 
 
 def system_refused(error: OSError) -> int:

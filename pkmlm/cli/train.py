@@ -183,7 +183,8 @@ def train_in(
 def noting_failure(run: "RunDirectory", recipe: "Recipe", tokenizer: "Tokenizer", lead: bool) -> Iterator[None]:
     """Note a failure and the step of the last checkpoint in run.json, by rank 0; where memory ran out, say what to
     lower."""
-    from pkmlm.train.shortage import is_shortage, out_of_memory
+    from pkmlm.runtime.device import is_shortage
+    from pkmlm.train.shortage import out_of_memory
 
     def note(status: str, exit_code: int) -> None:
         if not lead:

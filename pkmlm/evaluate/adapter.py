@@ -17,6 +17,7 @@ from pkmlm.evaluate.likelihood import Window, continuation_windows, plant, score
 from pkmlm.evaluate.load import LoadedRun, load_run
 from pkmlm.evaluate.perplexity import BATCH, score_windows, windows
 from pkmlm.recipe.check import require_softmax
+from pkmlm.runtime.device import is_shortage
 from pkmlm.runtime.distributed import world
 
 TOKENS = {"cpu": 2048, "cuda": 1 << 15}  # of a forward, where the batch size is not given
@@ -176,8 +177,8 @@ class PkmLM(TemplateLM):
         if len(batch) == 1 or len(batch) * longest <= self._most:
             try:
                 return list(score(batch))
-            except RuntimeError as error:
-                if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            except (MemoryError, RuntimeError) as error:
+                if not is_shortage(error):
                     raise
                 if len(batch) == 1:
                     message = f"memory does not suffice to score {longest:,} tokens at a time"

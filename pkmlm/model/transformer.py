@@ -19,6 +19,7 @@ from pkmlm.model.memory.query import QueryBatchNorm
 from pkmlm.model.memory.values import Values
 from pkmlm.recipe.check import memory_layers, rotary_width
 from pkmlm.recipe.schema import Model, Recipe
+from pkmlm.runtime.device import is_shortage
 from pkmlm.runtime.distributed import Ranks
 
 BATCH_NORM_MOMENTUM = 0.1  # of one optimizer step
@@ -154,7 +155,9 @@ def build_model(
     if torch.device(device).type != "meta":
         try:
             model.to_empty(device=device)
-        except RuntimeError as error:  # also torch.OutOfMemoryError
+        except RuntimeError as error:
+            if not is_shortage(error):
+                raise
             size = sum(parameter.numel() for parameter in model.parameters())
             message = f"the model does not fit into memory: {size:,} parameters, {4 * size / 1e9:,.1f} GB in fp32"
             raise UserError(message, "`pkmlm cost` tells what a recipe needs", exit_code=1) from error

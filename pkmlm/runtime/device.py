@@ -59,6 +59,12 @@ def precision_on_cpu(requested: str, capabilities: Mapping[str, Any]) -> tuple[P
     return requested, "as the recipe asks"  # type: ignore[return-value]
 
 
+def is_shortage(error: BaseException) -> bool:
+    """Whether an error says that memory has run out, in the words of Python, numpy, torch on CPUs or CUDA."""
+    told = isinstance(error, RuntimeError) and "allocate memory" in str(error)
+    return told or isinstance(error, MemoryError | torch.OutOfMemoryError)
+
+
 def autocast(device: torch.device, precision: str) -> torch.autocast:
     """The context in which a forward runs under `precision`; fp32 runs as it is."""
     return torch.autocast(device.type, dtype=DTYPES[precision], enabled=precision != "fp32", cache_enabled=True)

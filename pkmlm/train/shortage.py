@@ -2,19 +2,11 @@
 
 import math
 
-import torch
-
 from pkmlm.errors import UserError
 from pkmlm.model.cost import cost_of
 from pkmlm.recipe.schema import Recipe
 
 OF_A_FORWARD = ("activations", "logits", "search")  # parts of `Cost.training` that grow with the micro-batch
-
-
-def is_shortage(error: BaseException) -> bool:
-    """Whether an error says that memory has run out, in the words of Python, numpy, torch on CPUs or CUDA."""
-    told = isinstance(error, RuntimeError) and "allocate memory" in str(error)
-    return told or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
 def out_of_memory(recipe: Recipe, vocab_size: int) -> UserError:

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from pkmlm.bench.models import RandomBatches
+from pkmlm.errors import UserError
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Memory, Model, Optim, Recipe, Train
-from pkmlm.runtime.device import autocast, choose_precision, precision_on_cpu
+from pkmlm.runtime.device import autocast, choose_precision, is_shortage, precision_on_cpu
 from pkmlm.train.optim import parameter_groups
 from pkmlm.train.step import Stepper
 
@@ -58,3 +59,21 @@ def test_autocast_runs_maps_in_bf16():
         assert torch.nn.functional.linear(x, torch.randn(4, 8)).dtype == torch.bfloat16
     with autocast(torch.device("cpu"), "fp32"):
         assert torch.nn.functional.linear(x, torch.randn(4, 8)).dtype == torch.float32
+
+
+def test_what_is_a_shortage_of_memory():
+    with pytest.raises(RuntimeError) as found:
+        torch.empty(10**14)
+    assert is_shortage(found.value)
+    assert is_shortage(MemoryError())
+    assert is_shortage(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not is_shortage(RuntimeError("shapes do not match"))
+    assert not is_shortage(ValueError("cannot allocate memory"))
+
+
+def test_only_a_shortage_is_told_as_a_model_that_does_not_fit():
+    with pytest.raises(UserError, match="does not fit into memory") as found:
+        build_model(Recipe(model=Model(vocab_size=2**42, dim=8, layers=1, heads=1)), 2**42)
+    assert found.value.exit_code == 1
+    with pytest.raises(NotImplementedError, match="Vulkan"):  # a RuntimeError too
+        build_model(Recipe(model=Model(vocab_size=8, dim=8, layers=1, heads=1)), 8, "vulkan")

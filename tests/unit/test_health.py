@@ -4,13 +4,11 @@ import json
 import math
 import random
 
-import pytest
-
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Log
 from pkmlm.runtime.log import TrainingLog
 from pkmlm.train.health import DEAD_FOR, FEWEST, Health
-from pkmlm.train.shortage import is_shortage, what_to_lower
+from pkmlm.train.shortage import what_to_lower
 
 
 def train(loss):
@@ -79,16 +77,6 @@ def test_a_warning_is_an_event_and_a_line_even_when_quiet(tmp_path, capsys):
     assert [(event["event"], event["step"]) for event in events] == [("train", 31), ("train", 32), ("warn", 32)]
     assert capsys.readouterr().err.startswith("warning: step 32: loss spike: 8.000")
     assert "warning: step 32: loss spike" in (tmp_path / "train.log").read_text()
-
-
-def test_what_is_a_shortage_of_memory():
-    torch = pytest.importorskip("torch")
-    with pytest.raises(RuntimeError) as found:
-        torch.empty(10**14)
-    assert is_shortage(found.value)
-    assert is_shortage(MemoryError())
-    assert not is_shortage(RuntimeError("shapes do not match"))
-    assert not is_shortage(ValueError("cannot allocate memory"))
 
 
 def test_the_key_to_lower_is_that_of_what_takes_most(write_recipe, tmp_path):
