@@ -62,7 +62,7 @@ def job(tmp_path):
 
 
 def test_75_requeues(job):
-    for arguments in (["-o", "run"], ["--output", "run"], ["--output=run"]):
+    for arguments in (["-o", "run"], ["-qo", "run"], ["-orun"], ["--output", "run"], ["--output=run"]):
         done, requeued = job("my.yaml", *arguments, exit_code=75)
         assert (done.returncode, requeued) == (75, "requeue 4321\n")
         assert done.stdout == "requeued: run has saved a checkpoint and goes on from there\n"
