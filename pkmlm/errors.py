@@ -1,5 +1,8 @@
 """Errors that a user can mend: shown as one `error:` line and one `hint:` line, never as a traceback."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class UserError(Exception):
     """What is wrong, where, what was found and what was expected, in one line.
@@ -20,3 +23,15 @@ class UserError(Exception):
 def printable(text: str) -> str:
     """`text` with control characters escaped, so that a file name or a document cannot drive the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+@contextmanager
+def read_errors(what: object, exit_code: int = 2) -> Iterator[None]:
+    """Turn a refusal to read a file into one line that names it: the system's (OSError), or Python's of a name that no
+    file can have (ValueError).
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot read {what}: {reason}", exit_code=exit_code) from None

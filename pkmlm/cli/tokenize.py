@@ -106,7 +106,8 @@ def command(
           --shard I/3 -o parts/I
       pkmlm tokenize --join parts/1 parts/2 parts/3 -o data/web
     """
-    from pkmlm.data.shards import write_corpus
+    from pkmlm.data.parts import write_part
+    from pkmlm.data.shards import Encoding, write_corpus
     from pkmlm.data.sources import find_sources
     from pkmlm.data.tokenizer import Tokenizer
 
@@ -123,13 +124,11 @@ def command(
     with stopwatch(sources, quiet, parts=shard[1] if shard else 1) as watch:
         if tokenizer is None:
             tokenizer = learn(sources, separator, field, vocab_size, model_type, watch)
-        how: dict[str, Any] = {"separator": separator, "field": field, "jobs": jobs or usable_cores(), "replace": force}
+        encoding = Encoding(tokenizer, separator, field, jobs or usable_cores(), watch=watch)
         if shard is None:
-            index = write_corpus(folder, sources, tokenizer, **how, watch=watch)
+            index = write_corpus(folder, sources, encoding, replace=force)
         else:
-            from pkmlm.data.parts import write_part
-
-            index = write_part(folder, sources, tokenizer, *shard, **how, watch=watch)
+            index = write_part(folder, sources, encoding, *shard, replace=force)
     print_result(output, index, watch.seconds, as_json, shard)
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from pkmlm.data.index import BLOCK, DIGEST, FILE, TOKENIZER, Index, damaged, read_index, token_bytes
+from pkmlm.data.index import DIGEST, FILE, HASHED, TOKENIZER, Index, damaged, read_index, token_bytes
 from pkmlm.data.tokenizer import Tokenizer
-from pkmlm.errors import UserError
+from pkmlm.errors import UserError, read_errors
 from pkmlm.runtime.files import sha256_of
 
 
@@ -38,25 +38,22 @@ class Corpus:
                 f"tokenize it with --{split} FILE" if split in ("valid", "test") else "",
             )
         about = index.splits[split]
-        self.folder, self.split, self.splits, self.sha256 = (
-            folder,
-            split,
-            tuple(index.splits),
-            about.hashes_sha256,
-        )
-        self.tokens, self.documents, self.words, self.bytes = (
-            about.tokens,
-            about.documents,
-            about.words,
-            about.bytes,
-        )
-        self.eos, self.vocab_size = index.eos, index.vocab_size
+        self.folder = folder
+        self.split = split
+        self.splits = tuple(index.splits)
+        self.sha256 = about.hashes_sha256
+        self.tokens = about.tokens
+        self.documents = about.documents
+        self.words = about.words
+        self.bytes = about.bytes
+        self.eos = index.eos
+        self.vocab_size = index.vocab_size
         self.tokenizer_sha256 = index.tokenizer_sha256
         self.hashes = {"tokenizer": index.tokenizer_sha256} | {
             name: each.hashes_sha256 for name, each in index.splits.items() if name != "test"
         }
-        self._files, self._starts = mapped_files(folder, split, index)
-        self._documents = self._files.pop()
+        self._files, self._documents = mapped_files(folder, split, index)
+        self._starts = np.cumsum([0, *(file.size for file in self._files[:-1])])
 
     @classmethod
     def open(cls, folder: str | Path, split: str, verify: bool = False) -> "Corpus":
@@ -124,11 +121,9 @@ class CheckedFile:
         numbers = np.dtype(dtype)
         check_size(path, size * numbers.itemsize)
         self.path, self.size, self.digests, self.below = path, size, digests, below
-        try:
+        with read_errors(path):
             self.numbers = np.memmap(path, numbers, "r", shape=(size,))
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from None
-        self.block = BLOCK // numbers.itemsize
+        self.block = HASHED // numbers.itemsize
         self.unread = bytearray(b"\1") * (len(digests) // DIGEST)
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -143,17 +138,14 @@ class CheckedFile:
     def _check(self, block: int) -> None:
         if not self.unread[block]:
             return
-        try:
-            with open(self.path, "rb") as file:  # through the map it takes seven times as long, a page at a time
-                file.seek(block * BLOCK)
-                data = file.read(BLOCK)
-        except OSError as error:
-            raise UserError(f"cannot read {self.path}: {error.strerror}") from None
+        with read_errors(self.path), open(self.path, "rb") as file:  # the map takes seven times as long, page by page
+            file.seek(block * HASHED)
+            data = file.read(HASHED)
         found, expected = hashlib.sha256(data).digest(), self.digests[block * DIGEST : (block + 1) * DIGEST]
         if found != expected:
             raise damaged(
                 self.path,
-                f"the 256 KiB from byte {block * BLOCK:,} have sha256 {found.hex()[:16]}... "
+                f"the 256 KiB from byte {block * HASHED:,} have sha256 {found.hex()[:16]}... "
                 f"(expected {expected.hex()[:16]}...)",
             )
         greatest = int(np.frombuffer(data, self.numbers.dtype).max())
@@ -162,38 +154,32 @@ class CheckedFile:
         self.unread[block] = 0
 
 
-def mapped_files(folder: Path, split: str, index: Index) -> tuple[list[CheckedFile], np.ndarray]:
-    """The shards of a split and then its list of documents, and the number of tokens before each shard."""
+def mapped_files(folder: Path, split: str, index: Index) -> tuple[list[CheckedFile], CheckedFile]:
+    """The shards of a split, and its list of documents."""
     about, dtype = index.splits[split], f"<u{token_bytes(index.dtype)}"
     files = [(shard.name, dtype, shard.tokens, index.vocab_size) for shard in about.shards]
     files.append((f"{split}.documents", "<i8", about.documents + 1, about.tokens + 1))
-    blocks = [-(-size * np.dtype(kind).itemsize // BLOCK) for _, kind, size, _ in files]
+    blocks = [-(-size * np.dtype(kind).itemsize // HASHED) for _, kind, size, _ in files]
     path = folder / f"{split}.hashes"
     check_size(path, sum(blocks) * DIGEST)
-    try:
+    with read_errors(path):
         hashes = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    if (found := hashlib.sha256(hashes).hexdigest()) != about.hashes_sha256:
-        raise damaged(path, f"its sha256 is {found[:16]}... (expected {about.hashes_sha256[:16]}...)")
+    refuse_other(path, hashlib.sha256(hashes).hexdigest(), about.hashes_sha256)
     ends = np.cumsum(blocks) * DIGEST
     digests = [hashes[end - count * DIGEST : end] for end, count in zip(ends, blocks, strict=True)]
-    opened = [
+    *shards, documents = (
         CheckedFile(folder / name, kind, size, part, below)
         for (name, kind, size, below), part in zip(files, digests, strict=True)
-    ]
-    sizes = [shard.tokens for shard in about.shards]
-    return opened, np.cumsum([0, *sizes[:-1]])
+    )
+    return shards, documents
 
 
 def check_size(path: Path, expected: int) -> None:
     """Refuse a file that is missing or has another size: mapping it would end in a crash of the process."""
-    try:
+    with read_errors(path):
+        if not path.exists():
+            raise damaged(path, f"the file is missing (expected {expected:,} bytes)")
         found = path.stat().st_size
-    except FileNotFoundError:
-        raise damaged(path, f"the file is missing (expected {expected:,} bytes)") from None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
     if found != expected:
         raise damaged(path, f"it has {found:,} bytes (expected {expected:,})")
 
@@ -205,12 +191,23 @@ def open_tokenizer(folder: str | Path) -> Tokenizer:
         UserError: it is missing, or not the one that made the tokens, or the index says what it does not.
     """
     index = read_index(Path(folder))
-    path = Path(folder) / TOKENIZER
-    if path.is_file() and (found := sha256_of(path)) != index.tokenizer_sha256:
-        raise damaged(path, f"its sha256 is {found[:16]}... (expected {index.tokenizer_sha256[:16]}...)")
-    tokenizer = Tokenizer.load(path)
+    tokenizer = tokenizer_of(Path(folder), index.tokenizer_sha256)
     refuse_forged(Path(folder), (index.vocab_size, index.eos), tokenizer)
     return tokenizer
+
+
+def tokenizer_of(folder: Path, sha256: str) -> Tokenizer:
+    """The tokenizer in a folder of tokens, whose index says what its sha256 is."""
+    path = folder / TOKENIZER
+    if path.is_file():
+        refuse_other(path, sha256_of(path), sha256)
+    return Tokenizer.load(path)
+
+
+def refuse_other(path: Path, found: str, expected: str) -> None:
+    """Refuse a file that has another sha256 than the index says."""
+    if found != expected:
+        raise damaged(path, f"its sha256 is {found[:16]}... (expected {expected[:16]}...)")
 
 
 def refuse_forged(folder: Path, says: tuple[int, int], tokenizer: Tokenizer) -> None:

@@ -8,7 +8,7 @@ middle falls in. Only sizes, and the text around the cuts, are read.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pkmlm.data.sources import BLOCK, Source, compression_of
+from pkmlm.data.sources import READ, Source, compression_of
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def next_document_end(source: Source, end: bytes, place: int) -> int | None:
         stream.file.seek(here)
         latest = here - len(end)
         held = b""
-        while block := stream.file.read(BLOCK):
+        while block := stream.file.read(READ):
             held += block
             at = held.find(end)
             while at >= 0:

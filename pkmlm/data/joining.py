@@ -1,17 +1,17 @@
 """Join the parts of a corpus, which several machines have encoded, into what one would have written: byte for byte."""
 
 import dataclasses
-import hashlib
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
-from pkmlm.data.corpus import mapped_files
+from pkmlm.data.corpus import mapped_files, tokenizer_of
 from pkmlm.data.index import TOKENIZER, Index, Origin, Split, damaged
 from pkmlm.data.parts import Part, read_part
 from pkmlm.data.shards import SHARD_BYTES, Watch, no_text, write_tokens
+from pkmlm.data.text import Tally
 from pkmlm.errors import UserError
 from pkmlm.runtime.files import writing, writing_folder
 
@@ -38,17 +38,11 @@ def join_parts(
     """
     parts = read_parts(places)
     first_place, first = parts[0]
-    path = first_place / TOKENIZER
-    try:
-        model = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    if (found := hashlib.sha256(model).hexdigest()) != first.index.tokenizer_sha256:
-        raise damaged(path, f"its sha256 is {found[:16]}... (expected {first.index.tokenizer_sha256[:16]}...)")
+    tokenizer = tokenizer_of(first_place, first.index.tokenizer_sha256)
     sources = {split: joined_origins(parts, split) for split in first.divisions}
     with writing_folder(folder, replace=replace) as place:
         with writing(place / TOKENIZER) as file:
-            file.write(model)
+            file.write(tokenizer.model_bytes)
         splits = {
             split: join_split(place, split, parts, origins, shard_bytes, watch) for split, origins in sources.items()
         }
@@ -131,22 +125,14 @@ def join_split(
 ) -> Split:
     """Write the files of one split from those of its parts."""
     watch(split, 0)
-    index = parts[0][1].index
-    abouts = [part.index.splits[split] for _, part in parts]
-    arrays = tokens_of(parts, split, watch)
-    shards, documents, hashes_sha256 = write_tokens(folder, split, arrays, index.eos, shard_bytes)
-    if not documents:
-        raise no_text(split, [origin.name for origin in sources], sum(about.empty for about in abouts))
-    return Split(
-        tokens=sum(shard.tokens for shard in shards),
-        documents=documents,
-        empty=sum(about.empty for about in abouts),
-        words=sum(about.words for about in abouts),
-        bytes=sum(about.bytes for about in abouts),
-        shards=tuple(shards),
-        hashes_sha256=hashes_sha256,
-        sources=sources,
-    )
+    read = [part.index.splits[split] for _, part in parts]
+    words, bytes, empty = (sum(getattr(about, name) for about in read) for name in ("words", "bytes", "empty"))
+    tally = Tally(words=words, bytes=bytes, empty=empty)
+    eos = parts[0][1].index.eos
+    about = write_tokens(folder, split, tokens_of(parts, split, watch), eos, shard_bytes, tally, sources)
+    if not about.documents:
+        raise no_text(split, [origin.name for origin in sources], about.empty)
+    return about
 
 
 def tokens_of(parts: Parts, split: str, watch: Watch) -> Iterator[np.ndarray]:
@@ -154,9 +140,9 @@ def tokens_of(parts: Parts, split: str, watch: Watch) -> Iterator[np.ndarray]:
     count = 0
     for place, part in parts:
         about = part.index.splits[split]
-        *files, _ = mapped_files(place, split, part.index)[0]
+        shards, _ = mapped_files(place, split, part.index)
         documents = 0
-        for file in files:
+        for file in shards:
             for start in range(0, file.size, file.block):
                 block = file.read(start, start + file.block)
                 documents += int(np.count_nonzero(block == part.index.eos))

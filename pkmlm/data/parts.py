@@ -8,17 +8,9 @@ from pathlib import Path
 from typing import IO
 
 from pkmlm.data.division import Division, Range, divide
-from pkmlm.data.index import (
-    PART,
-    Index,
-    contradiction,
-    damaged,
-    read_stamped,
-    stamped,
-)
-from pkmlm.data.shards import SHARD_BYTES, Watch, write_content
-from pkmlm.data.sources import BLOCK, Source
-from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.data.index import PART, Index, contradiction, damaged, read_stamped, stamped
+from pkmlm.data.shards import Encoding, write_content
+from pkmlm.data.sources import READ, Source
 from pkmlm.errors import UserError
 from pkmlm.runtime.files import write_json, writing_folder
 
@@ -65,16 +57,11 @@ class Part:
 def write_part(
     folder: Path,
     sources: Mapping[str, Sequence[Source]],
-    tokenizer: Tokenizer,
+    encoding: Encoding,
     part: int,
     parts: int,
     *,
-    separator: str | None = None,
-    field: str = "text",
-    jobs: int = 1,
     replace: bool = False,
-    shard_bytes: int = SHARD_BYTES,
-    watch: Watch = lambda split, count: None,
 ) -> Index:
     """Tokenize one part of every split into a new folder; arguments, and errors, as of `write_corpus`.
 
@@ -85,21 +72,11 @@ def write_part(
     Returns:
         The index of this part.
     """
-    divisions = {split: divide(inputs, separator, parts) for split, inputs in sources.items()}
+    divisions = {split: divide(inputs, encoding.separator, parts) for split, inputs in sources.items()}
     own = {split: own_sources(inputs, divisions[split], part) for split, inputs in sources.items()}
     with writing_folder(folder, replace=replace) as place:
-        index = write_content(
-            place,
-            own,
-            tokenizer,
-            separator=separator,
-            field=field,
-            jobs=jobs,
-            shard_bytes=shard_bytes,
-            watch=watch,
-            partial=True,
-        )
-        record = Part(part, parts, field, divisions, {}, index)
+        index = write_content(place, own, encoding)
+        record = Part(part, parts, encoding.field, divisions, {}, index)
         wholes = {}
         for split, inputs in sources.items():
             refuse_changed(record, split)
@@ -147,7 +124,7 @@ def whole_of(source: Source, division: Division) -> Whole:
 
 def blocks_up_to(file: IO[bytes], stop: int) -> Iterator[bytes]:
     """The bytes of a file from where it stands up to `stop`, or to its end."""
-    while (room := stop - file.tell()) > 0 and (block := file.read(min(BLOCK, room))):
+    while (room := stop - file.tell()) > 0 and (block := file.read(min(READ, room))):
         yield block
 
 

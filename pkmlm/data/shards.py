@@ -8,12 +8,13 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from pkmlm.data.index import BLOCK, TOKENIZER, Index, Origin, Shard, Split, dtype_for
+from pkmlm.data.index import HASHED, TOKENIZER, Index, Origin, Shard, Split, dtype_for
 from pkmlm.data.sources import Source
 from pkmlm.data.text import Chunk, Tally, read_chunks
 from pkmlm.data.tokenizer import Tokenizer
@@ -27,73 +28,58 @@ Watch = Callable[[str, int], None]
 Item = TypeVar("Item")
 
 
+@dataclass(frozen=True)
+class Encoding:
+    """How text becomes tokens.
+
+    Attributes:
+        separator, field: where the text and its documents are; see `read_chunks`.
+        jobs: threads that encode.
+        shard_bytes: the size of a full shard, a multiple of 256 KiB.
+        watch: called as watch(split, bytes of its sources read so far), at least before and after each split.
+    """
+
+    tokenizer: Tokenizer
+    separator: str | None = None
+    field: str = "text"
+    jobs: int = 1
+    shard_bytes: int = SHARD_BYTES
+    watch: Watch = lambda split, count: None
+
+
 def write_corpus(
-    folder: Path,
-    sources: Mapping[str, Sequence[Source]],
-    tokenizer: Tokenizer,
-    *,
-    separator: str | None = None,
-    field: str = "text",
-    jobs: int = 1,
-    replace: bool = False,
-    shard_bytes: int = SHARD_BYTES,
-    watch: Watch = lambda split, count: None,
+    folder: Path, sources: Mapping[str, Sequence[Source]], encoding: Encoding, *, replace: bool = False
 ) -> Index:
     """Tokenize every split into a new folder, which appears when all of it is there.
 
     Args:
         folder: where to; an existing folder goes, once the new one is whole, if `replace` says so.
         sources: the sources of each split ("train", "valid", "test").
-        jobs: threads that encode.
-        shard_bytes: the size of a full shard, a multiple of 256 KiB.
-        watch: called as watch(split, bytes of its sources read so far), at least before and after each split.
 
     Raises:
         UserError: a source cannot be read, holds no text, or holds what the tokenizer cannot spell; no room.
     """
     with writing_folder(folder, replace=replace) as place:
-        index = write_content(
-            place,
-            sources,
-            tokenizer,
-            separator=separator,
-            field=field,
-            jobs=jobs,
-            shard_bytes=shard_bytes,
-            watch=watch,
-        )
+        index = write_content(place, sources, encoding)
+        for split, about in index.splits.items():
+            if not about.documents:
+                raise no_text(split, [source.label for source in sources[split]], about.empty)
         index.write(place)
     return index
 
 
-def write_content(
-    place: Path,
-    sources: Mapping[str, Sequence[Source]],
-    tokenizer: Tokenizer,
-    *,
-    separator: str | None,
-    field: str,
-    jobs: int,
-    shard_bytes: int,
-    watch: Watch,
-    partial: bool = False,
-) -> Index:
-    """Write all of a corpus but its index, which is returned; `partial`: a part of one, whose splits may be empty."""
+def write_content(place: Path, sources: Mapping[str, Sequence[Source]], encoding: Encoding) -> Index:
+    """Write all of a corpus, or of a part of one, but its index, which is returned; splits may be empty."""
+    tokenizer = encoding.tokenizer
     with writing(place / TOKENIZER) as file:
         file.write(tokenizer.model_bytes)
-    splits = {}
-    for split, inputs in sources.items():
-        reading = SplitReader(split, inputs, separator, field, watch)
-        splits[split] = write_split(place, reading, tokenizer, jobs, shard_bytes)
-        if not splits[split].documents and not partial:
-            raise no_text(split, [source.label for source in inputs], splits[split].empty)
     return Index(
         dtype=dtype_for(tokenizer.size),
         vocab_size=tokenizer.size,
         eos=tokenizer.eos,
         tokenizer_sha256=tokenizer.sha256,
-        separator=separator,
-        splits=splits,
+        separator=encoding.separator,
+        splits={split: write_split(place, split, inputs, encoding) for split, inputs in sources.items()},
     )
 
 
@@ -101,13 +87,11 @@ class SplitReader:
     """One pass over the sources of a split; `tally` and `origins` are whole when `batches` has ended."""
 
     def __init__(self, split: str, sources: Sequence[Source], separator: str | None, field: str, watch: Watch):
-        self.split, self.sources, self.separator, self.field, self.watch = (
-            split,
-            sources,
-            separator,
-            field,
-            watch,
-        )
+        self.split = split
+        self.sources = sources
+        self.separator = separator
+        self.field = field
+        self.watch = watch
         self.tally = Tally()
         self.origins: list[Origin] = []
 
@@ -133,24 +117,16 @@ class SplitReader:
             yield batch
 
 
-def write_split(folder: Path, reader: SplitReader, tokenizer: Tokenizer, jobs: int, shard_bytes: int) -> Split:
+def write_split(folder: Path, split: str, sources: Sequence[Source], encoding: Encoding) -> Split:
     """Write the files of one split into a folder and return its part of the index."""
-    split, tally = reader.split, reader.tally
-    reader.watch(split, 0)
-    arrays = encoded(ahead(reader.batches()), tokenizer, jobs)
-    shards, documents, hashes_sha256 = write_tokens(folder, split, arrays, tokenizer.eos, shard_bytes)
-    assert documents == tally.documents, "an end token within a document"
-    reader.watch(split, sum(origin.bytes for origin in reader.origins))
-    return Split(
-        tokens=sum(shard.tokens for shard in shards),
-        documents=documents,
-        empty=tally.empty,
-        words=tally.words,
-        bytes=tally.bytes,
-        shards=tuple(shards),
-        hashes_sha256=hashes_sha256,
-        sources=tuple(reader.origins),
-    )
+    reader = SplitReader(split, sources, encoding.separator, encoding.field, encoding.watch)
+    encoding.watch(split, 0)
+    arrays = encoded(ahead(reader.batches()), encoding.tokenizer, encoding.jobs)
+    eos, shard_bytes = encoding.tokenizer.eos, encoding.shard_bytes
+    about = write_tokens(folder, split, arrays, eos, shard_bytes, reader.tally, reader.origins)
+    assert about.documents == reader.tally.documents, "an end token within a document"
+    encoding.watch(split, sum(origin.bytes for origin in about.sources))
+    return about
 
 
 def no_text(split: str, labels: Sequence[str], empty: int) -> UserError:
@@ -159,21 +135,37 @@ def no_text(split: str, labels: Sequence[str], empty: int) -> UserError:
 
 
 def write_tokens(
-    folder: Path, split: str, arrays: Iterable[np.ndarray], eos: int, shard_bytes: int
-) -> tuple[list[Shard], int, str]:
-    """Write the shards of a split, its list of documents and its hashes.
+    folder: Path,
+    split: str,
+    arrays: Iterable[np.ndarray],
+    eos: int,
+    shard_bytes: int,
+    tally: Tally,
+    origins: Sequence[Origin],
+) -> Split:
+    """Write the shards of a split, its list of documents and its hashes; return its part of the index.
 
-    Returns:
-        The shards, the number of documents, and the sha256 of the hashes.
+    Args:
+        arrays: its tokens, in order.
+        tally, origins: of its text, whole when the last of the tokens has been drawn.
     """
     shards, digests = write_shards(folder, split, arrays, eos, shard_bytes)
     documents = folder / f"{split}.documents"
     with open(documents, "rb") as file:
-        digests += [hashlib.sha256(block).digest() for block in iter(lambda: file.read(BLOCK), b"")]
+        digests += [hashlib.sha256(block).digest() for block in iter(lambda: file.read(HASHED), b"")]
     hashes = b"".join(digests)
     with writing(folder / f"{split}.hashes") as file:
         file.write(hashes)
-    return shards, documents.stat().st_size // 8 - 1, hashlib.sha256(hashes).hexdigest()
+    return Split(
+        tokens=sum(shard.tokens for shard in shards),
+        documents=documents.stat().st_size // 8 - 1,
+        empty=tally.empty,
+        words=tally.words,
+        bytes=tally.bytes,
+        shards=tuple(shards),
+        hashes_sha256=hashlib.sha256(hashes).hexdigest(),
+        sources=tuple(origins),
+    )
 
 
 def ahead(items: Iterator[Item]) -> Iterator[Item]:
@@ -229,7 +221,7 @@ def write_shards(
             path = folder / f"{split}-{len(shards):05d}.bin"
             begin = written
             with writing(path) as file:
-                for block in itertools.chain([first], itertools.islice(blocks, shard_bytes // BLOCK - 1)):
+                for block in itertools.chain([first], itertools.islice(blocks, shard_bytes // HASHED - 1)):
                     file.write(block.data)
                     digests.append(hashlib.sha256(block.data).digest())
                     documents.write((np.flatnonzero(block == eos) + (written + 1)).astype("<i8").tobytes())
@@ -245,7 +237,7 @@ def full_blocks(arrays: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
     for array in arrays:
         held.append(array)
         count += len(array)
-        size = BLOCK // array.itemsize
+        size = HASHED // array.itemsize
         if count >= size:
             whole = np.concatenate(held)
             stop = count - count % size

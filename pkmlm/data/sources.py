@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from pkmlm.errors import UserError
+from pkmlm.errors import UserError, read_errors
 from pkmlm.runtime.files import disk_errors
 
 FORMATS = ("txt", "jsonl", "parquet")
@@ -28,7 +28,7 @@ MAGIC = {
     b"\x28\xb5\x2f\xfd": "zstd",
 }  # neither begins a valid UTF-8 text or a parquet file
 STANDARD_INPUT = "-"
-BLOCK = 1 << 20
+READ = 1 << 20  # bytes that are read at a time
 ZSTD_INPUT = 1 << 10  # four bytes of zstd can stand for 128 KiB: small inputs bound what one call may return
 
 
@@ -82,12 +82,10 @@ class Source:
             if sys.stdin is None:
                 raise UserError("standard input is closed")
             return Stream(self, sys.stdin.buffer)
-        try:
+        with read_errors(self.name):
             file = open(self.name, "rb")  # noqa: SIM115
             file.seek(self.start)
             return Stream(self, file)
-        except OSError as error:
-            raise UserError(f"cannot read {self.name}: {error.strerror}") from None
 
 
 class Stream(io.RawIOBase):
@@ -123,7 +121,7 @@ class Stream(io.RawIOBase):
         """
         import zstandard
 
-        stored: io.BufferedReader[Any] = io.BufferedReader(self, BLOCK)
+        stored: io.BufferedReader[Any] = io.BufferedReader(self, READ)
         try:
             compression = self.source.compression or compression_of(stored.peek(4))
             read = {"gzip": gzip_blocks, "zstd": zstd_blocks, None: plain_blocks}[compression]
@@ -145,14 +143,14 @@ def compression_of(head: bytes) -> str | None:
 
 
 def plain_blocks(stored: io.BufferedReader) -> Iterator[bytes]:
-    return iter(lambda: stored.read(BLOCK), b"")
+    return iter(lambda: stored.read(READ), b"")
 
 
 def gzip_blocks(stored: io.BufferedReader) -> Iterator[bytes]:
     import gzip
 
     with gzip.GzipFile(fileobj=stored) as file:
-        yield from iter(lambda: file.read(BLOCK), b"")
+        yield from iter(lambda: file.read(READ), b"")
 
 
 def zstd_blocks(stored: io.BufferedReader) -> Iterator[bytes]:
@@ -179,7 +177,7 @@ def joined(blocks: Iterable[bytes]) -> Iterator[bytes]:
     for block in blocks:
         held.append(block)
         size += len(block)
-        if size >= BLOCK:
+        if size >= READ:
             yield b"".join(held)
             held, size = [], 0
     if size:
@@ -194,7 +192,7 @@ def spool(stream: Stream, *, decompress: bool) -> IO[bytes]:
     """
     with disk_errors(Path(tempfile.gettempdir())):
         file = tempfile.TemporaryFile()  # noqa: SIM115
-    for block in stream.blocks() if decompress else plain_blocks(io.BufferedReader(stream, BLOCK)):
+    for block in stream.blocks() if decompress else plain_blocks(io.BufferedReader(stream, READ)):
         with disk_errors(Path(tempfile.gettempdir())):
             file.write(block)
     file.flush()
@@ -238,7 +236,7 @@ def checked(name: str, format: str | None) -> Source:
     stem, suffix = os.path.splitext(name)
     compression = COMPRESSIONS.get(suffix.lower())
     suffix = os.path.splitext(stem)[1] if compression else suffix
-    try:
+    with read_errors(name):
         mode = os.stat(name).st_mode
         if stat.S_ISDIR(mode):
             raise UserError(f"{name} is a folder (expected a file)", f"name its files: '{name.rstrip('/')}/*.txt'")
@@ -246,8 +244,6 @@ def checked(name: str, format: str | None) -> Source:
             raise UserError(f"{name} is not a regular file", "give a pipe as standard input: ... | pkmlm tokenize -")
         with open(name, "rb"):
             pass
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {name}: {getattr(error, 'strerror', None) or error}") from None
     if format is None and suffix.lower()[1:] not in FORMATS:
         raise UserError(
             f"{name}: unknown kind of file (expected .txt, .jsonl or .parquet, plain or with .gz or .zst)",

@@ -6,12 +6,12 @@ every command.
 """
 
 import codecs
-import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from pkmlm.data.json_lines import json_object, kind
 from pkmlm.data.sources import STANDARD_INPUT, Source, Stream, spool
 from pkmlm.errors import UserError
 
@@ -208,42 +208,20 @@ def json_documents(stream: Stream, field: str) -> Iterator[tuple[str, bool]]:
         offset += len(line) + 1
         text = text.removeprefix("\ufeff") if number == 1 and not stream.source.start else text
         if text.strip():
-            yield json_text(text, field, where), True
+            yield text_of(json_object(text, where), field, where), True
 
 
-def json_text(line: str, field: str, where: str) -> str:
-    """The text in one line of JSON."""
-    try:
-        value: Any = json.loads(line, object_pairs_hook=object_of)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{where}: found {kind(value)} (expected an object with the key {field!r})")
-    if field not in value:
-        keys = ", ".join(map(repr, list(value)[:8])) or "no keys"
+def text_of(row: dict[str, Any], field: str, where: str) -> str:
+    """The text in an object."""
+    if field not in row:
+        keys = ", ".join(map(repr, list(row)[:8])) or "no keys"
         raise UserError(f"{where}: no key {field!r} (found {keys})", "name the key that holds the text with --field")
-    text = value[field]
+    text = row[field]
     if not isinstance(text, str):
         raise UserError(f"{where}: {field!r} is {kind(text)} (expected a string)")
     if has_surrogate(text):
         raise UserError(f"{where}: {field!r} has a lone surrogate, which is not Unicode text")
     return text
-
-
-def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; of a key that is there twice, nobody knows which value is meant."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice[:40]!r} is given twice")
-    return found
-
-
-def kind(value: Any) -> str:
-    """What JSON calls a value."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")
 
 
 def lines(stream: Stream) -> Iterator[bytes]:

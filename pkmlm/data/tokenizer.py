@@ -13,7 +13,7 @@ import numpy as np
 import sentencepiece
 
 from pkmlm.data.text import chunks_of, has_surrogate
-from pkmlm.errors import UserError
+from pkmlm.errors import UserError, read_errors
 
 MARK = "\u2581"  # SentencePiece writes a space so; in a text it must be spelt in bytes
 SAMPLE = 32 << 20  # bytes of text to learn from
@@ -93,10 +93,9 @@ class Tokenizer:
         Raises:
             UserError: the file cannot be read, or see the constructor.
         """
-        try:
-            return cls(Path(path).read_bytes(), str(path))
-        except OSError as error:
-            raise UserError(f"cannot read the tokenizer {path}: {error.strerror}") from None
+        with read_errors(f"the tokenizer {path}"):
+            model_bytes = Path(path).read_bytes()
+        return cls(model_bytes, str(path))
 
     @classmethod
     def learn(cls, texts: Iterable[str], vocab_size: int, model_type: str = "bpe", sample: int = SAMPLE) -> "Tokenizer":

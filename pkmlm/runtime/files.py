@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from pkmlm.errors import UserError
+from pkmlm.errors import UserError, read_errors
 
 TEMPORARY = ".tmp-"
 OWN_NAME = re.compile(rf"{re.escape(TEMPORARY)}[0-9a-f]{{8}}-")
@@ -326,11 +326,8 @@ def sha256_of(path: Path) -> str:
     Raises:
         UserError: (exit code 1) the file cannot be read.
     """
-    try:
-        digest = hashlib.sha256()
-        with open(path, "rb", opener=regular) as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-        return digest.hexdigest()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}", exit_code=1) from None
+    digest = hashlib.sha256()
+    with read_errors(path, exit_code=1), open(path, "rb", opener=regular) as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

@@ -16,10 +16,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from pkmlm.data.corpus import Corpus
-from pkmlm.data.index import BLOCK
+from pkmlm.data.index import HASHED
 from pkmlm.data.joining import join_parts
 from pkmlm.data.parts import write_part
-from pkmlm.data.shards import write_corpus
+from pkmlm.data.shards import Encoding, write_corpus
 from pkmlm.data.sources import find_sources
 from pkmlm.data.tokenizer import Tokenizer
 from tests.conftest import pkmlm
@@ -93,10 +93,10 @@ def test_shards_of_joined_parts_are_full(texts, tmp_path):
     """Shards of 256 KiB, which end within parts, and parts that end within blocks."""
     (tmp_path / "big.jsonl").write_text("".join(json.dumps({"text": prose(1500, i % 9)}) + "\n" for i in range(190)))
     sources, tokenizer = {"train": find_sources([f"{tmp_path}/big.jsonl"])}, Tokenizer.load(texts / "m.model")
-    write_corpus(tmp_path / "one", sources, tokenizer, shard_bytes=BLOCK)
+    write_corpus(tmp_path / "one", sources, Encoding(tokenizer, shard_bytes=HASHED))
     for part in range(1, 4):
-        write_part(tmp_path / str(part), sources, tokenizer, part, 3, shard_bytes=2 * BLOCK)
-    join_parts(tmp_path / "joined", [tmp_path / str(part) for part in (1, 2, 3)], shard_bytes=BLOCK)
+        write_part(tmp_path / str(part), sources, Encoding(tokenizer, shard_bytes=2 * HASHED), part, 3)
+    join_parts(tmp_path / "joined", [tmp_path / str(part) for part in (1, 2, 3)], shard_bytes=HASHED)
     assert (tmp_path / "one/train-00002.bin").exists()
     assert_same_folders(tmp_path / "one", tmp_path / "joined")
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from pkmlm.data.corpus import Corpus, open_tokenizer
-from pkmlm.data.index import BLOCK, FORMAT, read_index
-from pkmlm.data.shards import write_corpus, write_shards
+from pkmlm.data.index import FORMAT, HASHED, read_index
+from pkmlm.data.shards import Encoding, write_corpus, write_shards
 from pkmlm.data.sources import find_sources
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
@@ -45,7 +45,7 @@ def made(tmp_path_factory, tokenizer):
     (folder / "train.txt").write_text(SEPARATOR.join(texts), newline="")
     (folder / "valid.txt").write_text("abc\u2581d")
     sources = {split: find_sources([f"{folder}/{split}.txt"]) for split in ("train", "valid")}
-    write_corpus(folder / "tokens", sources, tokenizer, separator=SEPARATOR, shard_bytes=2 * BLOCK)
+    write_corpus(folder / "tokens", sources, Encoding(tokenizer, SEPARATOR, shard_bytes=2 * HASHED))
     tokens = np.concatenate([[*tokenizer.encode(text), tokenizer.eos] for text in texts])
     return folder / "tokens", texts, tokens
 
@@ -73,12 +73,12 @@ def test_what_was_written_is_read(made, tokenizer):
 def test_reads_go_over_the_ends_of_blocks_and_shards(made):
     folder, _, tokens = made
     corpus = Corpus.open(folder, "train")
-    for place in (0, BLOCK // 2, BLOCK, 2 * BLOCK // 2, len(tokens)):
+    for place in (0, HASHED // 2, HASHED, 2 * HASHED // 2, len(tokens)):
         for start, stop in (
             (place - 3, place + 3),
             (place, place),
             (place - 1, place),
-            (place, place + BLOCK),
+            (place, place + HASHED),
         ):
             start, stop = max(0, start), min(len(tokens), stop)
             ids = corpus.read(start, stop)
@@ -106,7 +106,7 @@ def test_the_index_says_what_is_there(made):
     train = index["splits"]["train"]
     assert (index["format"], index["dtype"], index["separator"]) == (FORMAT, "uint16", SEPARATOR)
     assert sum(shard["tokens"] for shard in train["shards"]) == train["tokens"] == len(tokens)
-    assert [shard["bytes"] for shard in train["shards"][:-1]] == [2 * BLOCK] * (len(train["shards"]) - 1)
+    assert [shard["bytes"] for shard in train["shards"][:-1]] == [2 * HASHED] * (len(train["shards"]) - 1)
     stored = (folder.parent / "train.txt").read_bytes()
     origin = {"name": "train.txt", "bytes": len(stored), "sha256": hashlib.sha256(stored).hexdigest()}
     assert train["sources"] == [origin]
@@ -122,9 +122,9 @@ def test_a_folder_that_is_there_is_kept(made, tokenizer, copy):
     sources = {"train": find_sources([f"{made[0].parent}/valid.txt"])}
     before = (copy / "index.json").read_bytes()
     with pytest.raises(UserError, match="cannot write"):
-        write_corpus(copy, sources, tokenizer)
+        write_corpus(copy, sources, Encoding(tokenizer))
     assert (copy / "index.json").read_bytes() == before
-    write_corpus(copy, sources, tokenizer, replace=True)
+    write_corpus(copy, sources, Encoding(tokenizer), replace=True)
     assert (copy / "index.json").read_bytes() != before
 
 
@@ -135,7 +135,7 @@ def test_jobs_and_storage_change_no_byte(made, tokenizer, tmp_path):
     text = (folder.parent / "train.txt").read_bytes()
     (tmp_path / "train.txt.gz").write_bytes(gzip.compress(text))
     sources = {"train": find_sources([f"{tmp_path}/train.txt.gz"])}
-    write_corpus(tmp_path / "out", sources, tokenizer, separator=SEPARATOR, shard_bytes=2 * BLOCK, jobs=3)
+    write_corpus(tmp_path / "out", sources, Encoding(tokenizer, SEPARATOR, shard_bytes=2 * HASHED, jobs=3))
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert len(names) >= 6
     for name in names:
@@ -164,7 +164,7 @@ def test_ids_beyond_16_bits_are_kept(tmp_path, tokenizer):
     wide = Tokenizer.load(tmp_path / "wide.model")
     assert wide.size > 1 << 16
     (tmp_path / "a.txt").write_text("abc zq00001 zq65999 zq65998")
-    write_corpus(tmp_path / "out", {"train": find_sources([f"{tmp_path}/a.txt"])}, wide)
+    write_corpus(tmp_path / "out", {"train": find_sources([f"{tmp_path}/a.txt"])}, Encoding(wide))
     corpus = Corpus.open(tmp_path / "out", "train")
     assert read_index(tmp_path / "out").dtype == "uint32"
     assert corpus.read(0, corpus.tokens).max() > 1 << 16
@@ -177,15 +177,15 @@ def test_a_character_that_a_foreign_tokenizer_lacks_is_named(tmp_path, tokenizer
     lacking = Tokenizer(tokenizer.model_bytes)
     lacking.unknown = lacking.encode("\u0416")[0]
     with pytest.raises(UserError, match=r"cannot spell '\\u0416'"):
-        write_corpus(tmp_path / "out", {"train": find_sources([f"{tmp_path}/a.txt"])}, lacking)
+        write_corpus(tmp_path / "out", {"train": find_sources([f"{tmp_path}/a.txt"])}, Encoding(lacking))
     assert not (tmp_path / "out").exists()
 
 
 def test_full_shards_end_at_any_token(tmp_path):
     """Tokens that fill their shards exactly, in arrays of odd sizes."""
-    tokens = np.arange(BLOCK, dtype="<u2") % 9
-    shards, digests = write_shards(tmp_path, "train", np.array_split(tokens, 7), 1, BLOCK)
-    assert [(shard.tokens, shard.bytes) for shard in shards] == [(BLOCK // 2, BLOCK)] * 2
+    tokens = np.arange(HASHED, dtype="<u2") % 9
+    shards, digests = write_shards(tmp_path, "train", np.array_split(tokens, 7), 1, HASHED)
+    assert [(shard.tokens, shard.bytes) for shard in shards] == [(HASHED // 2, HASHED)] * 2
     assert len(digests) == 2
 
 
@@ -237,17 +237,17 @@ def test_swapped_shards_are_found(copy):
 def test_a_block_is_checked_when_it_is_first_read(copy):
     path = copy / "train-00000.bin"
     data = bytearray(path.read_bytes())
-    data[BLOCK + 5] ^= 1
+    data[HASHED + 5] ^= 1
     path.write_bytes(data)
     corpus = Corpus.open(copy, "train")
-    corpus.read(0, BLOCK // 2)
-    for start, stop in ((BLOCK // 2 - 1, BLOCK // 2 + 1), (BLOCK - 1, BLOCK), (BLOCK, BLOCK + 5)):
-        if stop <= BLOCK:
-            with pytest.raises(UserError, match=f"from byte {BLOCK:,}"):
+    corpus.read(0, HASHED // 2)
+    for start, stop in ((HASHED // 2 - 1, HASHED // 2 + 1), (HASHED - 1, HASHED), (HASHED, HASHED + 5)):
+        if stop <= HASHED:
+            with pytest.raises(UserError, match=f"from byte {HASHED:,}"):
                 corpus.read(start, stop)
         else:
             corpus.read(start, stop)
-    with pytest.raises(UserError, match=f"from byte {BLOCK:,}"):
+    with pytest.raises(UserError, match=f"from byte {HASHED:,}"):
         Corpus.open(copy, "train", verify=True)
 
 
@@ -358,7 +358,7 @@ def test_a_changed_number_in_the_index_is_found(copy):
     content = json.loads((copy / "index.json").read_bytes())
     content["splits"]["train"]["words"] += 1
     (copy / "index.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match=r"index.json is damaged: its content has sha256"):
+    with pytest.raises(UserError, match=r"index.json is damaged: it is not as it was written"):
         Corpus.open(copy, "train")
 
 
@@ -393,10 +393,11 @@ def test_memory_does_not_grow_with_the_text(tmp_path, tokenizer):
     """One line of 24 MB takes little more than one of 2 MB."""
     (tmp_path / "m.model").write_bytes(Tokenizer.learn(["some words in a line " * 99], 272, "unigram").model_bytes)
     program = (
-        "import resource, sys; from pathlib import Path; from pkmlm.data.shards import write_corpus\n"
+        "import resource, sys; from pathlib import Path; from pkmlm.data.shards import Encoding, write_corpus\n"
         "from pkmlm.data.sources import find_sources; from pkmlm.data.tokenizer import Tokenizer\n"
         "sources = {'train': find_sources([sys.argv[1]])}\n"
-        "write_corpus(Path(sys.argv[1] + '.out'), sources, Tokenizer.load(Path(sys.argv[2])), jobs=2)\n"
+        "encoding = Encoding(Tokenizer.load(Path(sys.argv[2])), jobs=2)\n"
+        "write_corpus(Path(sys.argv[1] + '.out'), sources, encoding)\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     )
     peaks = []

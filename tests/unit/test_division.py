@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pkmlm.data.division import divide, next_document_end
-from pkmlm.data.sources import BLOCK, find_sources
+from pkmlm.data.sources import READ, find_sources
 
 
 def contents(folder, names, separator, parts, format=None):
@@ -84,7 +84,7 @@ def test_a_document_longer_than_shares_leaves_parts_empty(tmp_path):
 
 
 def test_separators_across_blocks_of_reading_are_found(tmp_path):
-    for place in range(BLOCK - 4, BLOCK + 2):
+    for place in range(READ - 4, READ + 2):
         (tmp_path / "a.txt").write_bytes(b"a" * place + b"<|>" + b"a" * 99)
         (source,) = find_sources([str(tmp_path / "a.txt")])
         assert next_document_end(source, b"<|>", 5) == place

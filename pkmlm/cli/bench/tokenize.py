@@ -28,12 +28,8 @@ def command(
     """
     from pkmlm.bench.tokenize import tokenize_cost
     from pkmlm.data.sources import find_sources
-    from pkmlm.data.text import read_chunks
-    from pkmlm.data.tokenizer import Tokenizer
 
-    sources = find_sources(files)
-    texts = (chunk.text for source in sources for chunk in read_chunks(source.open(), separator))
-    cost = tokenize_cost(sources, separator, Tokenizer.learn(texts, vocab_size), jobs, rounds)
+    cost = tokenize_cost(find_sources(files), separator, vocab_size, jobs, rounds)
     whole, bare = statistics.median(cost.whole), statistics.median(cost.bare)
     if as_json:
         click.echo(json.dumps({"whole": cost.whole, "bare": cost.bare, "bytes": cost.bytes, "ratio": bare / whole}))
