@@ -11,6 +11,7 @@ from pkmlm.recipe.load import bind
 from pkmlm.recipe.nodes import Node
 from pkmlm.recipe.schema import Model, Recipe
 from pkmlm.runtime.files import read_json
+from pkmlm.runtime.shapes import Shape, misfit
 
 if TYPE_CHECKING:
     from pkmlm.data.tokenizer import Tokenizer
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 CONFIG = "config.json"
 CODE = "configuration_pkmlm.py"  # in every export, and nowhere else
 MODEL_TYPE = "pkmlm"
+TRAINED: Shape = {"recipe?": {}, "run?": (str,), "step?": (int,), "tokens?": (int,)}
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -105,14 +107,10 @@ def read_config(path: Path) -> tuple[Recipe, Origin]:
         message = f"{path}: model_type {found!r} (expected {MODEL_TYPE!r})"
         raise UserError(message, "`pkmlm export` writes such folders", exit_code=1 if found is None else 2)
     trained = config.get("trained", {})
-    rest = trained.get("recipe", {}) if isinstance(trained, dict) else None
-    if not isinstance(rest, dict):
-        raise UserError(f"{path}: trained.recipe is not an object", exit_code=1)
-    origin = Origin(trained.get("run", path.parent.name), trained.get("step", 0), trained.get("tokens", 0))
-    if not (isinstance(origin.run, str) and isinstance(origin.step, int) and isinstance(origin.tokens, int)):
-        raise UserError(
-            f"{path}: trained is {json.dumps(origin)[:60]} (expected a text and two whole numbers)", exit_code=1
-        )
+    if problem := misfit(trained, TRAINED, "trained"):
+        raise UserError(f"{path}: {problem}", exit_code=1)
+    rest = trained.get("recipe") or {}
+    origin = Origin(trained.get("run") or path.parent.name, trained.get("step") or 0, trained.get("tokens") or 0)
     model = {field.name: config[field.name] for field in fields(Model) if field.name in config}
     places: dict[str, str] = {}
     try:

@@ -29,12 +29,14 @@ from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.check import require_softmax
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runtime.device import DTYPES
-from pkmlm.runtime.files import read_json, sha256_of, write_json, write_text, writing, writing_folder
+from pkmlm.runtime.files import read_json, write_json, write_text, writing, writing_folder
+from pkmlm.runtime.manifest import ENTRIES, MANIFEST, damage, entry_of
+from pkmlm.runtime.shapes import misfit
 from pkmlm.train.checkpoint import write_tensors
 
 VERSION = 1
 CODE = ("configuration_pkmlm.py", "modeling_pkmlm.py", "memory_pkmlm.py", "tokenization_pkmlm.py")
-TOKENIZER, MANIFEST = "tokenizer.model", "manifest.json"
+TOKENIZER = "tokenizer.model"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -42,7 +44,6 @@ OTHERS = {INDEX, "generation_config.json", TOKENIZER_CONFIG, "README.md"}
 SHARD_BYTES = 5 * 10**9
 # Queries and keys decide which slots are read: in training too their search is in fp32, whatever the precision.
 KEPT = re.compile(r"\.memory\.(query\.|subkeys_H2nf$|keys_HKq$)")
-TRAINING_ONLY = re.compile(r"\.query\.norm\.forwards$")
 HINT = "it is damaged or was changed: export the run again"
 CHANGED = f"{HINT}, or delete {MANIFEST} to take it as it is"
 
@@ -105,10 +106,7 @@ def write_export(
         for name in CODE:
             write_text(folder / name, Path(__file__).with_name(name).read_text(encoding="utf-8"))
         write_text(folder / "README.md", card)
-        entries = {
-            name: {"bytes": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)}
-            for name in [*read, CONFIG, TOKENIZER, TOKENIZER_CONFIG, *CODE]
-        }
+        entries = {name: entry_of(folder / name) for name in [*read, CONFIG, TOKENIZER, TOKENIZER_CONFIG, *CODE]}
         write_json(folder / MANIFEST, {"version": VERSION, "files": entries})
     return size
 
@@ -120,9 +118,7 @@ def exported_name(name: str) -> str:
 
 def exported_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of our model that an export holds, by their names there."""
-    return {
-        exported_name(name): tensor for name, tensor in model.state_dict().items() if not TRAINING_ONLY.search(name)
-    }
+    return {exported_name(name): tensor for name, tensor in model.state_dict().items()}
 
 
 def write_weights(folder: Path, model: nn.Module, dtype: str, shard_bytes: int) -> list[str]:
@@ -183,9 +179,6 @@ def read_export(path: Path, device: torch.device) -> Export:
     except UserError as error:
         raise UserError(error.message, error.hint or HINT, exit_code=1) from None
     model = build_model(recipe, recipe.model.vocab_size or tokenizer.size, "meta").to_empty(device=device)
-    for name, buffer in model.named_buffers():
-        if TRAINING_ONLY.search(name):
-            buffer.zero_()
     read_weights(path, exported_tensors(model))
     return Export(recipe, origin, model.eval(), tokenizer)
 
@@ -197,19 +190,15 @@ def verify(path: Path) -> None:
         UserError: (exit code 1) one is missing or has other bytes, or it is no manifest of this version.
     """
     manifest = read_json(path / MANIFEST, "the export's manifest", CHANGED, exit_code=1)
-    files = manifest.get("files") if isinstance(manifest, dict) else None
-    if not isinstance(files, dict) or not {CONFIG, TOKENIZER} <= files.keys():
-        raise UserError(f"{path / MANIFEST} is no manifest", CHANGED, exit_code=1)
-    if manifest.get("version") != VERSION:
-        found = manifest.get("version")
-        raise UserError(f"{path}: export version {found!r} (this build reads {VERSION})", exit_code=1)
-    for name, expected in files.items():
-        file = path / Path(name).name
-        if not file.is_file():
-            raise UserError(f"{file} is missing", HINT, exit_code=1)
-        found = sha256_of(file)
-        if not isinstance(expected, dict) or found != expected.get("sha256"):
-            raise UserError(f"{file}: sha256 {found[:12]} is not that of manifest.json", CHANGED, exit_code=1)
+    if problem := misfit(manifest, {"version": (int,), "files": {}}):
+        raise UserError(f"{path / MANIFEST} is no manifest: {problem}", CHANGED, exit_code=1)
+    if manifest["version"] != VERSION:
+        raise UserError(f"{path}: export version {manifest['version']} (this build reads {VERSION})", exit_code=1)
+    files = manifest["files"]
+    if misfit(files, ENTRIES) or not {CONFIG, TOKENIZER} <= files.keys() or any("/" in name for name in files):
+        raise UserError(f"{path / MANIFEST} is no manifest of an export", CHANGED, exit_code=1)
+    if problem := damage(path, files):
+        raise UserError(problem, HINT if problem.endswith(" is missing") else CHANGED, exit_code=1)
 
 
 @torch.no_grad()

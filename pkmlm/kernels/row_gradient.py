@@ -61,7 +61,7 @@ class RowGradient:
         return backend.of(x_ND).squared_norm(x_ND, segments).sqrt() * abs(self.scale)
 
     def dense(self) -> Tensor:
-        """The whole gradient (K, D), to be looked at."""
+        """The whole gradient (K, D), scaled."""
         x_ND, segments = self.joined()
         sums_UD = backend.of(x_ND).segment_sum(x_ND, segments) * self.scale
         return sums_UD.new_zeros(self.rows, x_ND.shape[1]).index_copy_(0, segments.rows_U, sums_UD)

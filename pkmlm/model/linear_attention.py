@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, relu
 
 from pkmlm.model.initial import Initial, OrthogonalRows
-from pkmlm.model.memory.query import at_least_fp32
+from pkmlm.runtime.device import at_least_fp32
 
 CHUNK = 64  # positions whose weights are computed one by one; earlier chunks are read through their sum
 EPSILON = 1e-6
@@ -68,10 +68,10 @@ def sums_of_earlier(
 
 
 class CosFormer(nn.Module):
-    """w_ij = <relu(q_i), relu(k_j)> cos(pi/2 (i - j) / M), M the context (Qin et al. 2022).
+    """w_ij = <relu(q_i), relu(k_j)> cos(pi/2 (i - j) / L), L the context (Qin et al. 2022).
 
     The cosine of a difference is a sum of two products, so that features are relu(x) times the cosine and relu(x) times
-    the sine of the own position: 2e of them. M is fixed: the length at hand would tell how much follows. Rotary
+    the sine of the own position: M = 2e of them. L is fixed: the length at hand would tell how much follows. Rotary
     positions rotate before the ReLU, so that no weight is negative; weights then depend on more than the distance.
     """
 

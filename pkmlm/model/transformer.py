@@ -15,7 +15,7 @@ from pkmlm.model.initial import Constant, Initial, Normal, initialise, linear_st
 from pkmlm.model.memory.flat_key import FlatKeyMemory
 from pkmlm.model.memory.hash_table import HashLayer, MemoryBlock
 from pkmlm.model.memory.product_key import ProductKeyMemory
-from pkmlm.model.memory.query import QueryBatchNorm
+from pkmlm.model.memory.query_norm import QueryBatchNorm
 from pkmlm.model.memory.values import Values
 from pkmlm.recipe.check import memory_layers, rotary_width
 from pkmlm.recipe.schema import Model, Recipe

@@ -65,6 +65,11 @@ def is_shortage(error: BaseException) -> bool:
     return told or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
+def at_least_fp32(x: torch.Tensor) -> torch.Tensor:
+    """Half precisions widened to fp32; fp64 kept."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def autocast(device: torch.device, precision: str) -> torch.autocast:
     """The context in which a forward runs under `precision`; fp32 runs as it is."""
     return torch.autocast(device.type, dtype=DTYPES[precision], enabled=precision != "fp32", cache_enabled=True)

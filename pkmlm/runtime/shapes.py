@@ -18,17 +18,21 @@ MEASURE: Shape = {"usage": MAYBE, "kl": MAYBE}
 
 # Events of metrics.jsonl.
 EVENT: Shape = {
-    **{"event": (str,), "step": (int,)},
+    "event": (str,),
+    "step": (int,),
     **{f"{key}?": NUMBER for key in ("loss", "lr", "grad_norm", "tokens", "tokens_per_second", "since", "began")},
     **SCORES,
     "usage?": [{"layer": (int,), "name": (str,), "usage": NUMBER, "kl?": NUMBER, "uniform": {"usage": NUMBER}}],
 }
 DRIFT: Shape = {
     **EVENT,
-    **{"since": (int,), "began": (int,)},
+    "since": (int,),
+    "began": (int,),
     "memories": [
         {
-            **{"layer": (int,), "name": (str,), "moved?": NUMBER},
+            "layer": (int,),
+            "name": (str,),
+            "moved?": NUMBER,
             **dict.fromkeys(("slots", "read", "died", "woke", "never"), (int,)),
         }
     ],
@@ -54,13 +58,15 @@ RESULTS: Shape = {
 USAGE: Shape = {
     "memories": [
         {
-            **{"layer": (int,), "name": (str,), "slots": NUMBER},
+            "layer": (int,),
+            "name": (str,),
+            "slots": NUMBER,
             "mass": {**MEASURE, "gini": MAYBE},
             "uniform": MEASURE,
         }
     ]
 }
-# state.json of a checkpoint.
+# state.json of a checkpoint: what others than training itself need of it.
 STATE: Shape = {"seconds": NUMBER, "tokens?": (int,)}
 
 

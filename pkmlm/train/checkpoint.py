@@ -9,7 +9,7 @@ There is no random state to save: a step's random numbers follow from the seed, 
 
 import json
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +27,28 @@ from pkmlm.runtime.files import (
     read_bytes,
     read_json,
     remove_folder,
-    sha256_of,
     sync_file,
     write_json,
     writing_folder,
 )
+from pkmlm.runtime.manifest import ENTRIES, MANIFEST, damage, entry_of
 from pkmlm.runtime.rundir import RunDirectory
+from pkmlm.runtime.shapes import NUMBER, Shape, misfit
 from pkmlm.train.optim import Group
 from pkmlm.train.shard import assembled
 from pkmlm.train.tensor_files import Tables, copy_tensors, part_name, tensors_of
 
 VERSION = 1
 FILES = ("weights.safetensors", "optimizer.safetensors", "state.json")
-MANIFEST = "manifest.json"
+WHOLE: Shape = {"version": (int,), "step": (int,), "files": ENTRIES}
+STATE: Shape = {
+    "step": (int,),
+    "tokens": (int,),
+    "skips": (int,),
+    "scaler?": {str: NUMBER},
+    "seconds": NUMBER,
+    "data?": {str: (str,)},
+}
 
 
 @dataclass
@@ -126,11 +135,6 @@ def write_share(folder: Path, contents: dict[str, tuple[dict[str, Tensor], Table
     return entries
 
 
-def entry_of(path: Path) -> dict[str, Any]:
-    """What the manifest says of a file."""
-    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-
-
 def tables_of(model: nn.Module) -> Tables:
     """The tables among a model's tensors, and the ranks that hold their columns."""
     return {f"{path}.weight_KD": module.ranks for path, module in model.named_modules() if isinstance(module, Values)}
@@ -203,31 +207,18 @@ def damage_of(path: Path) -> str:
         return f"{path / MANIFEST} is damaged: {problem}"
     for strange in sorted(set(path.glob("[!.]*")) - {path / name for name in (*manifest["files"], MANIFEST)}):
         raise UserError(f"{strange} is not a part of the checkpoint", "move it elsewhere")
-    for name, expected in manifest["files"].items():
-        file = path / name
-        if not file.is_file():
-            return f"{file} is missing"
-        if file.stat().st_size != expected["bytes"]:
-            return f"{file}: {file.stat().st_size} bytes (expected {expected['bytes']})"
-        found = sha256_of(file)
-        if found != expected["sha256"]:
-            return f"{file}: sha256 {found[:12]} (expected {expected['sha256'][:12]})"
-    return ""
+    return damage(path, manifest["files"])
 
 
 def contradiction(manifest: Any, name: str) -> str:
     """What cannot be true of the manifest in the folder `name`, or nothing."""
-    if not isinstance(manifest, dict) or manifest.keys() != {"version", "step", "files"}:
-        return "it is no manifest"
-    if type(manifest["step"]) is not int or name != f"step-{manifest['step']:08d}":
+    if problem := misfit(manifest, WHOLE):
+        return problem
+    if name != f"step-{manifest['step']:08d}":
         return f"it is that of step {str(manifest['step'])[:20]}"
     files = manifest["files"]
-    if not isinstance(files, dict) or files.keys() != set(file_names(max(1, (len(files) - len(FILES)) // 2))):
-        return f"its files are {str(files)[:60]}"
-    for file, entry in files.items():
-        known = isinstance(entry, dict) and entry.keys() == {"bytes", "sha256"}
-        if not known or type(entry["bytes"]) is not int or not isinstance(entry["sha256"], str):
-            return f"its entry for {file} is {str(entry)[:60]}"
+    if files.keys() != set(file_names(max(1, (len(files) - len(FILES)) // 2))):
+        return f"its files are {str(list(files))[:60]}"
     return ""
 
 
@@ -293,20 +284,12 @@ def progress_of(state: Any, path: Path) -> Progress:
     """The content of state.json, checked.
 
     Raises:
-        UserError: (exit code 1) it has other keys, or values of other types.
+        UserError: (exit code 1) it lacks keys, or has values of other types.
     """
-    kinds: dict[str, Any] = {"step": int, "tokens": int, "skips": int, "scaler": dict | None, "seconds": float | int}
-    data = state.get("data", {}) if isinstance(state, dict) else None
-    if data is None or state.keys() - {"data"} != kinds.keys():
-        raise UserError(f"{path} is not the state of a run", exit_code=1)
-    if not isinstance(data, dict) or not all(isinstance(sha256, str) for sha256 in data.values()):
-        raise UserError(f"{path}: data is {str(data)[:40]!r}", exit_code=1)
-    for key, kind in kinds.items():
-        value = state[key]
-        numbers = all(type(part) in (int, float) for part in value.values()) if isinstance(value, dict) else True
-        if not isinstance(value, kind) or isinstance(value, bool) or not numbers:
-            raise UserError(f"{path}: {key} is {str(value)[:40]!r}", exit_code=1)
-    return Progress(**state)
+    if problem := misfit(state, STATE):
+        raise UserError(f"{path} is not the state of a run: {problem}", exit_code=1)
+    known = [field.name for field in fields(Progress) if state.get(field.name) is not None]
+    return Progress(**{name: state[name] for name in known})
 
 
 def empty_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ During training the running statistics follow weights that move; before a measur
 
 import torch
 
-from pkmlm.model.memory.query import QueryBatchNorm
+from pkmlm.model.memory.query_norm import QueryBatchNorm
 from pkmlm.model.memory.values import Values
 from pkmlm.runtime.device import autocast
 from pkmlm.train.step import Stepper
@@ -22,7 +22,7 @@ def recalibrate(stepper: Stepper, step: int) -> None:
     norms = [module for module in stepper.model.modules() if isinstance(module, QueryBatchNorm)]
     if not forwards or not norms:
         return
-    before = [(norm.momentum, norm.forwards.clone()) for norm in norms]
+    before = [norm.momentum for norm in norms]
     stepper.model.eval()
     for module in stepper.model.modules():
         if isinstance(module, QueryBatchNorm | Values):  # whose ranks have tokens of their own
@@ -35,6 +35,5 @@ def recalibrate(stepper: Stepper, step: int) -> None:
         batch = stepper.batches.micro_batch(first + number // count, number % count, size, ranks.rank, ranks.size)
         with autocast(stepper.device, stepper.precision):
             stepper.model.hidden(batch.tokens_BT.to(stepper.device))
-    for norm, (momentum, counted) in zip(norms, before, strict=True):
+    for norm, momentum in zip(norms, before, strict=True):
         norm.momentum = momentum
-        norm.forwards.copy_(counted)

@@ -202,16 +202,24 @@ def text_in(name: str, text: str, *, trusted: bool = False):
     return change
 
 
+def other_place(folder: Path) -> None:
+    """Let the manifest list a file outside of its folder."""
+    content = json.loads((folder / "manifest.json").read_text())
+    content["files"]["../exported/README.md"] = content["files"]["config.json"]
+    (folder / "manifest.json").write_text(json.dumps(content))
+
+
 HALF_INDEX = '{"weight_map": {"model.norm.weight": "../model.safetensors"}}'
 DAMAGES = {
     "a flipped bit": (damaged_byte, 1, "model.safetensors: sha256 "),
     "no weights": (without("model.safetensors"), 1, "model.safetensors is missing"),
     "no tokenizer": (without("tokenizer.model"), 1, "tokenizer.model is missing"),
-    "changed configuration": (text_in("config.json", "{}"), 1, "config.json: sha256 "),
-    "changed code": (text_in("modeling_pkmlm.py", "import os"), 1, "modeling_pkmlm.py: sha256 "),
-    "a changed setting": (text_in("tokenizer_config.json", "{}"), 1, "tokenizer_config.json: sha256 "),
+    "changed configuration": (text_in("config.json", "{}"), 1, "config.json: 2 bytes (expected "),
+    "changed code": (text_in("modeling_pkmlm.py", "import os"), 1, "modeling_pkmlm.py: 9 bytes (expected "),
+    "a changed setting": (text_in("tokenizer_config.json", "{}"), 1, "tokenizer_config.json: 2 bytes (expected "),
     "damaged manifest": (text_in("manifest.json", "[]"), 1, "manifest.json is no manifest"),
     "manifest of strings": (text_in("manifest.json", '{"files": {"config.json": 1}}'), 1, "is no manifest"),
+    "a manifest of elsewhere": (other_place, 1, "is no manifest of an export"),
     "newer": (text_in("manifest.json", '{"version": 9, "files": {"config.json": 1, "tokenizer.model": 2}}'), 1, "9"),
     "another kind of model": (config_with(model_type="gpt2"), 2, "model_type 'gpt2' (expected 'pkmlm')"),
     "no configuration": (without("config.json"), 1, "config.json is missing"),
@@ -235,7 +243,7 @@ def test_a_damaged_export_is_told_in_one_line(exports, tmp_path, damage, code, s
     error = pkmlm("eval", folder, code=code).stderr
     assert said in error
     assert len(error.splitlines()) <= 2
-    helps = "sha256 " in said or "no manifest" in said
+    helps = any(part in said for part in ("sha256 ", " bytes (expected ", "no manifest"))
     assert ("or delete manifest.json" in error) == helps
 
 
@@ -278,7 +286,8 @@ def test_large_weights_lie_in_several_files(trained, tmp_path):
         assert (PkmlmForCausalLM.from_pretrained(tmp_path / "parts")(ids).logits - expected).abs().max() <= 1e-5
     before = (tmp_path / "parts" / names[1]).read_bytes()
     (tmp_path / "parts" / names[1]).write_bytes(before[:-1])
-    assert f"{names[1]}: sha256" in pkmlm("eval", tmp_path / "parts", code=1).stderr
+    said = pkmlm("eval", tmp_path / "parts", code=1).stderr
+    assert f"{names[1]}: {len(before) - 1} bytes (expected {len(before)})" in said
     write_export(tmp_path / "parts", *how, force=True)
     assert not list((tmp_path / "parts").glob("model-*"))
 

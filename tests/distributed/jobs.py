@@ -18,7 +18,7 @@ from pkmlm.evaluate import validation  # noqa: F401 (loaded once, for all childr
 from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.model.cost import cost_of
 from pkmlm.model.initial import initialise
-from pkmlm.model.memory.query import QueryBatchNorm
+from pkmlm.model.memory.query_norm import QueryBatchNorm
 from pkmlm.model.memory.values import Values
 from pkmlm.model.ranks_cost import bytes_sent as bytes_sent_by_cost
 from pkmlm.model.transformer import Transformer, build_model
@@ -210,7 +210,6 @@ def batch_norm_over_ranks() -> None:
             torch.testing.assert_close(getattr(ours, name).double(), getattr(torchs, name), rtol=1e-5, atol=0)
             same = world.all_gather(getattr(ours, name)[None])
             assert (same == same[0]).all()
-        assert ours.forwards == 2
 
 
 def recalibrated_and_recomputed() -> None:
@@ -228,7 +227,7 @@ def recalibrated_and_recomputed() -> None:
             losses[-1].append(stepper.take(3).loss)
         assert np.allclose(*losses, rtol=1e-5, atol=0)
         buffers = [dict(stepper.model.named_buffers()) for stepper in steppers]
-        assert len(buffers[0]) == 3
+        assert len(buffers[0]) == 2
         for name in [name for name in buffers[0] if "running_mean" not in name]:  # which follows an idle bias
             tensor = buffers[0][name]
             torch.testing.assert_close(tensor, buffers[1][name], rtol=1e-4, atol=1e-5, msg=name)

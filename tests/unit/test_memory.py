@@ -9,7 +9,8 @@ from pkmlm.model.initial import initialise
 from pkmlm.model.memory.flat_key import FlatKeyMemory
 from pkmlm.model.memory.hash_table import HashLayer, MemoryBlock, score_rms
 from pkmlm.model.memory.product_key import ProductKeyMemory
-from pkmlm.model.memory.query import Query, QueryBatchNorm
+from pkmlm.model.memory.query import Query
+from pkmlm.model.memory.query_norm import QueryBatchNorm
 from pkmlm.recipe.schema import Hash, Memory
 
 MEMORY = Memory(kind="product-key", layers=("1",), num_keys=6, heads=3, topk=5, key_dim=8)
@@ -87,7 +88,6 @@ def test_batch_norm_is_torchs():
         torch.testing.assert_close(ours(x), torchs(x))
     torch.testing.assert_close(ours.running_mean, torchs.running_mean)
     torch.testing.assert_close(ours.running_var, torchs.running_var)
-    assert ours.forwards == 3
     torch.testing.assert_close(ours.eval()(x), torchs.eval()(x))
 
 

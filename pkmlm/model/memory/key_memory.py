@@ -8,10 +8,11 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-from pkmlm.model.memory.query import Query, at_least_fp32
+from pkmlm.model.memory.query import Query
 from pkmlm.model.memory.usage_tap import UsageTap
 from pkmlm.model.memory.values import Values
 from pkmlm.recipe.schema import Memory
+from pkmlm.runtime.device import at_least_fp32
 
 
 class KeyMemory(nn.Module, ABC):

@@ -1,0 +1,33 @@
+"""What a folder's manifest.json says of its files: size and sha256 of each."""
+
+from pathlib import Path
+from typing import Any
+
+from pkmlm.runtime.files import sha256_of
+from pkmlm.runtime.shapes import Shape
+
+MANIFEST = "manifest.json"
+ENTRIES: Shape = {str: {"bytes": (int,), "sha256": (str,)}}
+
+
+def entry_of(path: Path) -> dict[str, Any]:
+    """What the manifest says of a file."""
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+
+
+def damage(folder: Path, files: dict[str, dict[str, Any]]) -> str:
+    """Which file of a folder is missing, or has another size or other bytes than `files` says; or nothing.
+
+    Raises:
+        UserError: (exit code 1) a file cannot be read, which proves nothing.
+    """
+    for name, expected in files.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{file} is missing"
+        if file.stat().st_size != expected["bytes"]:
+            return f"{file}: {file.stat().st_size} bytes (expected {expected['bytes']})"
+        found = sha256_of(file)
+        if found != expected["sha256"]:
+            return f"{file}: sha256 {found[:12]} (expected {expected['sha256'][:12]})"
+    return ""
