@@ -12,7 +12,7 @@ from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.model.ranks_cost import exchange_bytes
 from pkmlm.runtime.distributed import Ranks, World
 from pkmlm.train.optim import Group
-from pkmlm.train.shard import held, is_shard
+from pkmlm.train.shard import is_shard
 
 BUCKET = 1 << 23  # numbers that are summed in one call
 
@@ -20,8 +20,8 @@ BUCKET = 1 << 23  # numbers that are summed in one call
 def exchange_gradients(groups: list[Group], ranks: Ranks) -> None:
     """Make every rank's gradients those of the global batch (or this rank's columns of them).
 
-    After the last micro-batch, in portions that never change. DistributedDataParallel would overlap this with the
-    backward pass, but regroups its portions after its first step, and with them the order in which three or more ranks
+    After the last micro-batch, in buckets that never change. DistributedDataParallel would overlap this with the
+    backward pass, but regroups its buckets after its first step, and with them the order in which three or more ranks
     are summed: a resumed run would then differ in bits from one that was not stopped.
     """
     if ranks.world.size == 1:
@@ -33,34 +33,24 @@ def exchange_gradients(groups: list[Group], ranks: Ranks) -> None:
             exchange_reads(table, ranks.data)
 
 
-def own_square(group: Group, ranks: Ranks) -> Tensor:
-    """This rank's share of the squared norm of a group's gradient, 0-d, float64: what all ranks hold counts on the
-    first, a rank's shards and columns of tables on that rank (of the first of the groups that hold the same)."""
-    grads = [p.grad for p in group.parameters.values() if p.grad is not None]
-    norms = [torch.linalg.vector_norm(held(grad)) for grad in grads if is_shard(grad) or ranks.world.rank == 0]
-    norms += [table.norm() for table in group.tables if table and ranks.data.rank == 0]
-    device = next(iter(group.parameters.values())).device
-    return sum((norm.to(device, torch.float64).square() for norm in norms), torch.zeros((), device=device).double())
-
-
 def sum_gradients(grads: list[Tensor], ranks: World) -> None:
     """Sum tensors of one dtype over all ranks, in place."""
-    for portion in portions(grads):
-        total = ranks.sum(torch.cat([grad.flatten() for grad in portion]))
-        for grad, part in zip(portion, total.split([grad.numel() for grad in portion]), strict=True):
+    for bucket in buckets(grads):
+        total = ranks.sum(torch.cat([grad.flatten() for grad in bucket]))
+        for grad, part in zip(bucket, total.split([grad.numel() for grad in bucket]), strict=True):
             grad.copy_(part.view_as(grad))
 
 
-def portions(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+def buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Tensors in order, in lists that end where they reach BUCKET numbers."""
-    portion: list[Tensor] = []
+    bucket: list[Tensor] = []
     for tensor in tensors:
-        portion.append(tensor)
-        if sum(each.numel() for each in portion) >= BUCKET:
-            yield portion
-            portion = []
-    if portion:
-        yield portion
+        bucket.append(tensor)
+        if sum(each.numel() for each in bucket) >= BUCKET:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket
 
 
 def exchange_reads(table: RowGradient, ranks: World) -> None:

@@ -5,23 +5,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from pkmlm.data.batches import Batches
 from pkmlm.errors import UserError
-from pkmlm.model.memory.usage_tap import UsageTap, usage_taps
+from pkmlm.model.memory.usage_tap import usage_taps
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.schema import Recipe
-from pkmlm.runtime.distributed import Ranks, World
+from pkmlm.runtime.distributed import Ranks
 from pkmlm.runtime.log import RunLog
 from pkmlm.runtime.rundir import RunDirectory
 from pkmlm.runtime.signals import StopRequest
 from pkmlm.train import checkpoint
 from pkmlm.train.checkpoint import Progress
 from pkmlm.train.drift import Drift
+from pkmlm.train.history import History
 from pkmlm.train.optim import parameter_groups
 from pkmlm.train.recalibrate import recalibrate
+from pkmlm.train.recent_reads import RecentReads
 from pkmlm.train.shard import shard_dense_parts
 from pkmlm.train.step import Stepper
 
@@ -34,7 +33,7 @@ class Outcome:
 
     Attributes:
         status: "finished", "patience" (early stopping) or "stopped" (on request; a checkpoint is saved).
-        step: the step of the last checkpoint.
+        step: the step of the last checkpoint; 0 where a request came before the first step.
         exit_code: 0, or what the signal stands for.
     """
 
@@ -73,7 +72,7 @@ def train(
     progress = restore(run, stepper)
     progress.data |= batches.corpus.hashes
     world = stepper.ranks.world
-    reads = [RecentReads(tap, world) for tap in usage_taps(model) if tap.name == "memory"]
+    reads = [RecentReads(tap, world) for tap in usage_taps(model) if tap.name == "memory"][:2]
     drift = Drift(run.path / "usage", recipe, model, progress.step, world, run.refuse_replaced)
     history = History.of(world.broadcast([line for line in run.metrics() if line["event"] == "valid"]))
 
@@ -83,60 +82,25 @@ def train(
             validate is not None and history.step != progress.step and (at_end or due(recipe.eval.every, progress.step))
         )
 
-    def impatient() -> bool:
-        return recipe.eval.patience is not None and history.worse >= recipe.eval.patience
-
-    while progress.step < recipe.train.steps or unvalidated():
-        if impatient():
-            log.say(f"no better validation in {history.worse}: stopping early at step {progress.step}")
-            save(run, stepper, progress, log, drift)
-            return Outcome("patience", progress.step, 0)
-        if not unvalidated():
-            take_step(stepper, progress, log, reads)
-            drift.record(progress.step, log)
+    while True:
         if validate is not None and unvalidated():
             measure(run, stepper, progress, history, validate, log, stop, drift)
         stopping = stop.agreed()
-        if stopping is not None or due(recipe.checkpoint.every, progress.step):
+        if (stopping is not None and progress.step > 0) or due(recipe.checkpoint.every, progress.step):
             save(run, stepper, progress, log, drift)
         if stopping is not None and (progress.step < recipe.train.steps or unvalidated()):
-            log.say(f"stopped on request at step {progress.step}; the checkpoint is saved")
+            saved = "; the checkpoint is saved" if progress.step > 0 else ", before the first"
+            log.say(f"stopped on request at step {progress.step}{saved}")
             return Outcome("stopped", progress.step, stopping)
-    save(run, stepper, progress, log, drift)
-    return Outcome("finished", progress.step, 0)
-
-
-@dataclass
-class History:
-    """What validations have shown so far; all of it follows from the "valid" events of metrics.jsonl.
-
-    Attributes:
-        step: of the last validation.
-        best_loss, best_step: of the best one (nats a token).
-        worse: validations since the best one.
-    """
-
-    step: int | None = None
-    best_loss: float = float("inf")
-    best_step: int | None = None
-    worse: int = 0
-
-    @classmethod
-    def of(cls, events: list[dict[str, Any]]) -> "History":
-        history = cls()
-        for event in events:
-            if event["event"] == "valid" and isinstance(event.get("loss"), float):
-                history.add(event["step"], event["loss"])
-        return history
-
-    def add(self, step: int, loss: float) -> bool:
-        """Note a validation; whether it is the best so far."""
-        self.step = step
-        if loss < self.best_loss:
-            self.best_loss, self.best_step, self.worse = loss, step, 0
-            return True
-        self.worse += 1
-        return False
+        if progress.step >= recipe.train.steps:
+            save(run, stepper, progress, log, drift)
+            return Outcome("finished", progress.step, 0)
+        if recipe.eval.patience is not None and history.worse >= recipe.eval.patience:
+            log.say(f"no better validation in {history.worse}: stopping early at step {progress.step}")
+            save(run, stepper, progress, log, drift)
+            return Outcome("patience", progress.step, 0)
+        take_step(stepper, progress, log, reads)
+        drift.record(progress.step, log)
 
 
 def restore(run: RunDirectory, stepper: Stepper) -> Progress:
@@ -183,7 +147,7 @@ def prune(run: RunDirectory, stepper: Stepper) -> None:
             checkpoint.prune(run, stepper.recipe.checkpoint.keep)
 
 
-def take_step(stepper: Stepper, progress: Progress, log: RunLog, reads: "list[RecentReads]") -> None:
+def take_step(stepper: Stepper, progress: Progress, log: RunLog, reads: list[RecentReads]) -> None:
     """Take the next step and record it: one "train" event, and the line that people see."""
     began = time.monotonic()
     result = stepper.take(progress.step + 1)
@@ -205,7 +169,7 @@ def take_step(stepper: Stepper, progress: Progress, log: RunLog, reads: "list[Re
     )
     if result.skipped:
         log.say(f"step {progress.step}: fp16 overflow, skipped; loss scale now {stepper.scaler.get_scale():g}")
-    read = "".join(f"{window.say()}  " for window in reads[:2])
+    read = "".join(f"{window.after_step()}  " for window in reads)
     log.progressed(progress.step, result.loss, speed, read)
 
 
@@ -246,36 +210,3 @@ def finite_or_none(value: float) -> float | None:
 def due(every: int, step: int) -> bool:
     """Whether something that happens every so many steps happens after `step`."""
     return every > 0 and step > 0 and step % every == 0
-
-
-class RecentReads:
-    """The share of a memory's slots that training has read in the current window of forwards.
-
-    Args:
-        tap: of the memory to watch.
-        ranks: those whose tokens count together.
-        window: training forwards in a window; the share shown is that of the last whole window.
-    """
-
-    def __init__(self, tap: UsageTap, ranks: World, window: int = 100):
-        self.tap, self.ranks, self.window = tap, ranks, window
-        self.read_K: Tensor | None = None
-        self.forwards = 0
-        self.share: float | None = None
-        tap.register_forward_hook(self._note)
-
-    def _note(self, tap: torch.nn.Module, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
-        if not tap.training:
-            return
-        if self.read_K is None:
-            self.read_K = torch.zeros(self.tap.slots, dtype=torch.bool, device=output[0].device)
-        self.read_K[output[0].flatten()] = True
-        self.forwards += 1
-        if self.forwards == self.window:
-            self.share = float(self.ranks.any(self.read_K).float().mean())
-            self.read_K.zero_()
-            self.forwards = 0
-
-    def say(self) -> str:
-        """For the progress line; empty until a window is whole."""
-        return "" if self.share is None else f"layer {self.tap.layer} reads {self.share:.0%}"

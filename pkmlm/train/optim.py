@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.model.memory.values import Values
 from pkmlm.recipe.schema import Recipe, TablesOptim, ValuesOptim
+from pkmlm.runtime.distributed import Ranks
 from pkmlm.train.row_adam import RowAdam
-from pkmlm.train.shard import is_shard
+from pkmlm.train.shard import held, is_shard
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,15 @@ class Group:
     rate: Callable[[int], float]
     clip: float
 
-    def gradient_norm(self) -> Tensor:
-        """The 2-norm of the group's gradient, 0-d."""
-        norms = [torch.linalg.vector_norm(p.grad) for p in self.parameters.values() if p.grad is not None]
-        norms += [table.norm() for table in self.tables if table]
-        if not norms:
-            return torch.zeros(())
-        return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms]))
+    def own_square(self, ranks: Ranks) -> Tensor:
+        """This rank's share of the squared 2-norm of the group's gradient, 0-d, float64: what all ranks hold counts on
+        the first, a rank's shards and columns of tables on that rank (of the first of the groups that hold the same).
+        """
+        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+        norms = [torch.linalg.vector_norm(held(grad)) for grad in grads if is_shard(grad) or ranks.world.rank == 0]
+        norms += [table.norm() for table in self.tables if table and ranks.data.rank == 0]
+        device = next(iter(self.parameters.values())).device
+        return sum((norm.to(device, torch.float64).square() for norm in norms), torch.zeros((), device=device).double())
 
     def scale_gradient(self, factor: float) -> None:
         for parameter in self.parameters.values():

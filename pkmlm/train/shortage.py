@@ -28,11 +28,11 @@ def what_to_lower(recipe: Recipe, training: dict[str, int]) -> tuple[str, int, i
     That is the micro-batch where a forward takes more than what does not depend on it (or has nothing else to give);
     else the slots of the memory, the rows of the hash tables, or the layers.
     """
-    model, portion = recipe.model, recipe.train.micro_batch
+    model, size = recipe.model, recipe.train.micro_batch
     forward = sum(training.get(name, 0) for name in OF_A_FORWARD)
-    if portion > 1 and 2 * forward > sum(training.values()):
-        lower = max(n for n in range(1, portion // 2 + 1) if recipe.sequences % n == 0)
-        return "train.micro_batch", portion, lower
+    if size > 1 and 2 * forward > sum(training.values()):
+        lower = max(n for n in range(1, size // 2 + 1) if recipe.sequences % n == 0)
+        return "train.micro_batch", size, lower
     if model.memory.kind != "none":
         return "model.memory.num_keys", model.memory.num_keys, max(1, math.floor(model.memory.num_keys / math.sqrt(2)))
     if model.projections == "hash":

@@ -14,7 +14,7 @@ from pkmlm.runtime.device import autocast
 from pkmlm.runtime.distributed import Ranks
 from pkmlm.runtime.seeds import derived_seed
 from pkmlm.train.dense_parts import compile_dense_parts
-from pkmlm.train.exchange import exchange_gradients, own_square
+from pkmlm.train.exchange import exchange_gradients
 from pkmlm.train.optim import Group
 from pkmlm.train.recompute import recompute_in_backward
 
@@ -55,13 +55,8 @@ class Stepper:
         precision: str,
         ranks: Ranks | None = None,
     ):
-        self.model, self.groups, self.batches, self.recipe, self.precision = (
-            model,
-            groups,
-            batches,
-            recipe,
-            precision,
-        )
+        self.model, self.groups, self.batches = model, groups, batches
+        self.recipe, self.precision = recipe, precision
         self.ranks = ranks or Ranks()
         self.device = next(model.parameters()).device
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
@@ -123,9 +118,7 @@ class Stepper:
 
     def _loss_and_norms(self, loss: Tensor) -> Tensor:
         """Loss and gradient norms of the global batch: the same numbers on all ranks, and so the same verdict."""
-        if self.ranks.world.size == 1:
-            return torch.stack([loss, *(group.gradient_norm().to(loss.dtype) for group in self.groups)])
-        shares = [loss.double(), *(own_square(group, self.ranks) for group in self.groups)]
+        shares = [loss.double(), *(group.own_square(self.ranks) for group in self.groups)]
         total = self.ranks.world.sum(torch.stack(shares))
         return torch.cat([total[:1], total[1:].sqrt()])
 

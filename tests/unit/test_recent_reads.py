@@ -1,0 +1,43 @@
+"""The share of slots that the progress line tells."""
+
+import pytest
+import torch
+
+from pkmlm.data.batches import Batches
+from pkmlm.model.memory.usage_tap import usage_taps
+from pkmlm.model.transformer import build_model
+from pkmlm.recipe.schema import Memory, Model, Recipe, Train
+from pkmlm.runtime.distributed import World
+from pkmlm.train import recent_reads
+from pkmlm.train.optim import parameter_groups
+from pkmlm.train.recent_reads import RecentReads
+from pkmlm.train.step import Stepper
+from tests.golden.test_curves import Stream
+
+MEMORY = Memory(kind="product-key", layers=("2",), num_keys=32, heads=2, topk=2, key_dim=8)
+MODEL = Model(dim=16, layers=2, heads=2, context=16, memory=MEMORY)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("micro_batch", [8, 4])
+def test_a_window_is_so_many_steps(monkeypatch, recompute, micro_batch):
+    monkeypatch.setattr(recent_reads, "WINDOW", 3)
+    train = Train(steps=9, batch_tokens=128, micro_batch=micro_batch, recompute=recompute)
+    recipe = Recipe(model=MODEL, train=train)
+    model = build_model(recipe, 40)
+    stepper = Stepper(model, parameter_groups(model, recipe), Batches(Stream(), 16, 8, 1), recipe, "fp32")
+    (tap,) = usage_taps(model)
+    reads, seen = RecentReads(tap, World()), []
+    tap.register_forward_hook(lambda _, inputs, out: seen.append(out[0].flatten()))
+    told = []
+    for step in range(1, 7):
+        stepper.take(step)
+        if step in (1, 4):
+            model.eval()
+            model(torch.arange(16)[None])  # no training: nobody counts it
+            seen.pop()
+        told.append(reads.after_step())
+    half = len(seen) // 2
+    shares = [len(torch.cat(part).unique()) / tap.slots for part in (seen[:half], seen[half:])]
+    first, second = (f"layer 2 reads {share:.0%}" for share in shares)
+    assert told == ["", "", first, first, first, second]
