@@ -99,7 +99,8 @@ def main() -> None:
     except UserError as error:
         code = report(error)
     except (KeyboardInterrupt, click.Abort):
-        print("\ninterrupted", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            print("\ninterrupted", file=sys.stderr)
         code = 130
     except MemoryError:
         code = report(UserError("out of memory", exit_code=1))

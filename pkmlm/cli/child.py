@@ -1,7 +1,7 @@
-"""A command of a sweep: `python -m pkmlm.cli.child PID ARGUMENTS...`, where PID is the sweep's process.
+"""A command that another process has started: `python -m pkmlm.cli.child PID ARGUMENTS...`, where PID is that process.
 
-It is asked to stop (SIGTERM: it saves a checkpoint) when the sweep has died, killed say, which could not ask any more.
-Linux alone can do that; elsewhere the command goes on by itself.
+It is asked to stop (SIGTERM: training saves a checkpoint) when the other has died, killed say, which could not ask any
+more. Linux alone can do that; elsewhere the command goes on by itself.
 """
 
 import ctypes
@@ -13,14 +13,14 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main() -> None:
-    """Run the command, unless the sweep has died already."""
+    """Run the command, unless the other process has died already."""
     from pkmlm.cli import main as command
 
-    sweep, sys.argv = int(sys.argv[1]), ["pkmlm", *sys.argv[2:]]
+    parent, sys.argv = int(sys.argv[1]), ["pkmlm", *sys.argv[2:]]
     libc = ctypes.CDLL(None)
     if hasattr(libc, "prctl"):
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() == sweep:
+    if os.getppid() == parent:
         command()
 
 

@@ -51,7 +51,7 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What to warn of where a run goes on under circumstances in which arithmetic gives other bits."""
     pairs = {
         "torch": (before.get("versions", {}).get("torch"), now["versions"]["torch"]),
-        **{key: (before.get(key), now[key]) for key in ("device", "precision")},
+        **{key: (before.get(key), now[key]) for key in ("device", "precision", "ranks")},
     }
     told = [f"{what} was {old} and is now {new}" for what, (old, new) in pairs.items() if old not in (None, new)]
     return [f"{', '.join(told)}: from here on numbers are not those of one undisturbed run, to the bit"] if told else []

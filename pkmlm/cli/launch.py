@@ -12,65 +12,69 @@ from typing import TYPE_CHECKING
 
 from pkmlm.errors import UserError
 from pkmlm.runtime.cores import usable_cores
+from pkmlm.runtime.launcher import patience, started
+from pkmlm.runtime.signals import Handler, handled
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import ProcessFailure
-
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-RANK_FOUND = "WORLD_SIZE"  # in the environment of a process that a launcher has started
 
 
 def launches(processes: int | None) -> bool:
     """Whether this process is to start the others; False in one that was started, or that is to train alone.
 
     Raises:
-        UserError: another launcher has started another number of processes.
+        UserError: another launcher has started another number of processes, or the environment is not in order.
     """
-    started = os.environ.get(RANK_FOUND)
-    if processes is None or started is not None:
-        if processes is not None and started != str(processes):
-            raise UserError(
-                f"--nproc {processes} within a launcher that has started {started} processes",
-                "leave --nproc out under torchrun",
-            )
+    before = started()
+    if processes is None or processes == before:
         return False
-    return processes > 1
+    if before > 1:
+        raise UserError(
+            f"--nproc {processes} within a launcher that has started {before} processes",
+            "leave --nproc out under torchrun",
+        )
+    patience()  # what is wrong with it is told here, not by each process
+    return True
 
 
 def launch(processes: int, run: str | None) -> int:
     """Run this command line in so many processes, and return the exit code that they agree on.
 
-    Ctrl-C, SIGTERM and SIGHUP go to all of them: they save a checkpoint and end. Where one is killed, the others are
-    ended, and the run's run.json says which it was.
+    Ctrl-C, SIGTERM and SIGHUP go to all of them: they save a checkpoint and end; so they do when this process dies.
+    Where one of them is killed or does not answer, the others are ended, and the run's run.json says which it was.
 
     Raises:
-        UserError: a process was killed, or this machine has fewer GPUs (exit codes 1 and 2).
+        UserError: a process was killed or did not answer, or this machine has fewer GPUs (exit codes 1, 1 and 2).
     """
-    import torch
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    passed: list[int] = []
+    with handled(lambda number, frame: passed.append(number)):  # what a handler raises can get lost in an import
+        import torch
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    if 0 < torch.cuda.device_count() < processes:
-        raise UserError(f"--nproc {processes}: this machine has {torch.cuda.device_count()} GPUs")
-    with threads_shared(processes), quiet_logs(), TemporaryDirectory() as logs, signals_passed_on() as passed:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=processes,
-            run_id=f"pkmlm-{os.getpid()}",
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",
-            local_addr="127.0.0.1",
-            max_restarts=0,
-            logs_specs=DefaultLogsSpecs(logs),
-            signals_to_handle="SIGQUIT",  # the others are passed on here, and waited for without a limit
-        )
-        try:
-            elastic_launch(config, sys.executable)("-m", "pkmlm", *sys.argv[1:])
-            return 0
-        except ChildFailedError as error:
-            failures: Mapping[int, ProcessFailure] = error.failures
+        if passed:
+            return 128 + passed[-1]
+        if 0 < torch.cuda.device_count() < processes:
+            raise UserError(f"--nproc {processes}: this machine has {torch.cuda.device_count()} GPUs")
+        with threads_shared(processes), quiet_logs(), TemporaryDirectory() as logs, handled(passing_on(passed)):
+            config = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=processes,
+                run_id=f"pkmlm-{os.getpid()}",
+                rdzv_backend="c10d",
+                rdzv_endpoint="127.0.0.1:0",
+                local_addr="127.0.0.1",
+                max_restarts=0,
+                logs_specs=DefaultLogsSpecs(logs),
+                signals_to_handle="SIGQUIT",  # the others are passed on here, and waited for without a limit
+            )
+            try:
+                elastic_launch(config, sys.executable)("-m", "pkmlm.cli.child", str(os.getpid()), *sys.argv[1:])
+                return 0
+            except ChildFailedError as error:
+                failures: Mapping[int, ProcessFailure] = error.failures
     return outcome(failures, passed, run)
 
 
@@ -87,14 +91,10 @@ def threads_shared(processes: int) -> Iterator[None]:
         del os.environ["OMP_NUM_THREADS"]
 
 
-@contextmanager
-def signals_passed_on() -> Iterator[list[int]]:
-    """Send SIGINT, SIGTERM and SIGHUP on to all processes that were started, each of which leads a session of its own;
-    yields the list of those that came.
-    """
+def passing_on(passed: list[int]) -> Handler:
+    """What sends signals on to all processes that were started, each of which leads a session of its own, and adds
+    them to `passed`."""
     import psutil
-
-    passed: list[int] = []
 
     def send(number: int, frame: FrameType | None) -> None:
         passed.append(number)
@@ -105,13 +105,7 @@ def signals_passed_on() -> Iterator[list[int]]:
         if not ranks:  # none has been started so far
             raise SystemExit(128 + number)
 
-    heeded = [each for each in PASSED_ON if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
-    before = {number: signal.signal(number, send) for number in heeded}
-    try:
-        yield passed
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return send
 
 
 def leads_session(process: int) -> bool:
@@ -135,34 +129,49 @@ def outcome(failures: "Mapping[int, ProcessFailure]", passed: list[int], run: st
     """The exit code that the processes have agreed on; `passed`: the signals that they were sent.
 
     Raises:
-        UserError: one was killed, from outside or by the system; it is noted in the run's run.json.
+        UserError: one was killed, from outside or by the system, or did not answer; the run's run.json says which.
     """
+    # Torch's launcher ends those that are left when one has failed: with SIGTERM, and half a minute later with SIGKILL.
+    expected = {-signal.SIGTERM, *(-number for number in passed)}
+    killed = {rank: each for rank, each in failures.items() if each.exitcode < 0 and each.exitcode not in expected}
     codes = [each.exitcode for each in failures.values() if each.exitcode > 0]
-    # The launcher itself ends with SIGTERM those that are left when one has failed.
-    expected = {signal.SIGTERM, *passed}
-    killed = [(rank, -each.exitcode) for rank, each in failures.items() if each.exitcode < 0]
-    killed = [(rank, number) for rank, number in killed if number not in expected]
-    if not killed and not codes:  # before they could heed a signal
+    if killed:
+        rank = min(killed, key=lambda rank: (killed[rank].timestamp, rank))
+        late = killed[rank].timestamp > min(each.timestamp for each in failures.values()) + 1
+        raise silent(rank, run) if late else lost(rank, signal.Signals(-killed[rank].exitcode).name, run)
+    if not codes:  # before they could heed a signal
         return 128 + passed[-1] if passed else 1
-    if not killed:
-        return 1 if 1 in codes else max(codes)
-    rank, number = min(killed)
-    name = signal.Signals(number).name
-    if run is not None:
-        note_killed(run, rank, name)
-    raise UserError(
+    return 1 if 1 in codes else max(codes)
+
+
+def lost(rank: int, name: str, run: str | None) -> UserError:
+    """The error where a process was killed by the signal `name`, which is noted."""
+    note_end(run, rank, f"killed ({name})")
+    return UserError(
         f"rank {rank} was killed ({name}), and the others were ended",
         "if nobody did it, memory ran out; the same command goes on from the last checkpoint",
         exit_code=1,
     )
 
 
-def note_killed(run: str, rank: int, name: str) -> None:
-    """Say in run.json which process was killed, unless the run belongs to others by now."""
+def silent(rank: int, run: str | None) -> UserError:
+    """The error where the others failed and a process went on without a word; it is noted."""
+    note_end(run, rank, "failed")
+    return UserError(
+        f"rank {rank} did not answer, and was ended",
+        "it hung, or somebody has stopped it; the same command goes on from the last checkpoint",
+        exit_code=1,
+    )
+
+
+def note_end(run: str | None, rank: int, status: str) -> None:
+    """Say in run.json which process ended all, unless the run belongs to others by now."""
     from pkmlm.runtime.rundir import RunDirectory
 
+    if run is None:
+        return
     directory = RunDirectory(run)
     with suppress(UserError), directory.locked():
         if directory.facts().get("status") in ("running", "failed"):
             step = max(directory.steps(), default=0)
-            directory.note(status=f"killed ({name})", exit_code=1, step=step, rank=rank)
+            directory.note(status=status, exit_code=1, step=step, rank=rank)

@@ -1,6 +1,5 @@
 """`pkmlm train`: from a recipe and tokens to a run directory."""
 
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ import click
 from pkmlm.cli.launch import launch, launches
 from pkmlm.cli.options import quiet_option, set_option
 from pkmlm.errors import UserError, printable
+from pkmlm.runtime.launcher import started
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,7 +69,7 @@ def command(
       pkmlm train my.yaml -o runs/b --nproc 4 -s parallel.memory=2
       torchrun --nproc-per-node 4 -m pkmlm train my.yaml -o runs/b
     """
-    alone, several = int(os.environ.get("WORLD_SIZE", "1")) == 1, launches(nproc)
+    alone, several = started() == 1, launches(nproc)
     # What is wrong shows before torch comes, and before other processes are started.
     opened = open_all(recipe_file, overrides, nproc or 1, verify and not several) if alone else None
     if not output and not dry_run:
@@ -166,7 +166,7 @@ def train_in(
                     damage += changes(before, facts) + lost_metrics(run)
                     facts = with_earlier(before, facts, run.steps()[-1])
                 run.note(**facts, status="running", exit_code=None, rank=None)
-        with noting_failure(run, recipe, tokenizer, lead):
+        with noting_failure(run, recipe, tokenizer, world):
             outcome = run_loop(
                 run, recipe, corpus, tokenizer, device, precision, f"{precision}: {reason}", damage, stop, quiet, world
             )
@@ -180,14 +180,15 @@ def train_in(
 
 
 @contextmanager
-def noting_failure(run: "RunDirectory", recipe: "Recipe", tokenizer: "Tokenizer", lead: bool) -> Iterator[None]:
+def noting_failure(run: "RunDirectory", recipe: "Recipe", tokenizer: "Tokenizer", world: "World") -> Iterator[None]:
     """Note a failure and the step of the last checkpoint in run.json, by rank 0; where memory ran out, say what to
-    lower."""
+    lower; where the network failed, which rank noticed."""
     from pkmlm.runtime.device import is_shortage
+    from pkmlm.runtime.distributed import is_network
     from pkmlm.train.shortage import out_of_memory
 
     def note(status: str, exit_code: int) -> None:
-        if not lead:
+        if world.rank > 0:
             return
         with suppress(UserError):  # no room for that either: the failure itself is what must be told
             run.note(status=status, exit_code=exit_code, step=max(run.steps(), default=0))
@@ -207,6 +208,8 @@ def noting_failure(run: "RunDirectory", recipe: "Recipe", tokenizer: "Tokenizer"
         note("failed", 1)
         if is_shortage(error):
             raise out_of_memory(recipe, recipe.model.vocab_size or tokenizer.size) from None
+        if is_network(error):
+            raise world.lost(error) from None
         raise
 
 

@@ -1,7 +1,6 @@
 """`pkmlm usage-report`: how evenly a trained model reads its memories."""
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ import click
 from pkmlm.cli.eval import load_same, refuse_contradictions, refuse_shared_input, told_once
 from pkmlm.cli.options import field_option, force_option, format_option, quiet_option, separator_option
 from pkmlm.errors import UserError, printable
+from pkmlm.runtime.launcher import started
 
 if TYPE_CHECKING:
     from pkmlm.report.slots import Holding
@@ -112,7 +112,7 @@ def command(
 @contextmanager
 def launched() -> "Iterator[World | None]":
     """The processes of a launcher; None without one: a report that is kept needs no torch."""
-    if os.environ.get("WORLD_SIZE", "1") == "1":
+    if started() == 1:
         yield None
         return
     from pkmlm.runtime.distributed import joined

@@ -154,7 +154,8 @@ def score(
         watch: called before each forward with the positions that are scored, a bool tensor (B * T,).
         advance: called after each forward with the tokens scored so far; False ends the pass.
         world: processes that take turns at the batches, each with the whole model and all documents; each of them gets
-            the result, which is that of one process. None: this one alone.
+            the result, which is that of one process. All take as many forwards: where they divide the model's
+            parameters, they fetch them together. None: this one alone.
 
     Returns:
         None if `advance` ended it.
@@ -168,14 +169,18 @@ def score(
     tokens = 0
     sums: list[float] = []  # of batches: adding them up in their order gives the same bits in any world
     stream = (window for ids in documents.ids for window in windows(ids, prefix, model.context, stride))
+    nothing: list[Window] = []
     while group := list(itertools.islice(stream, batch)):
         tokens += sum(len(window.targets) for window in group)
+        nothing = [Window(group[0].tokens, group[0].targets[:0])]
         if len(sums) % world.size != world.rank:
             sums.append(0.0)
             continue
         sums.append(sum(float(nll.sum()) for nll in score_windows(model, group, watch)))
         if advance is not None and not advance(tokens):
             return None
+    if 0 < len(sums) % world.size <= world.rank:  # the last turn has come to others alone
+        score_windows(model, nothing, watch)
     total = sum(world.sum(torch.tensor(sums, dtype=torch.float64)).tolist())
     if not math.isfinite(total):
         raise UserError(f"the model's scores on {documents.name} are not finite", exit_code=1)

@@ -37,7 +37,7 @@ def validation(
     device = next(model.parameters()).device
 
     def validate(stop: StopRequest) -> dict[str, Any] | None:
-        if not alone and stop:
+        if not alone and stop.agreed() is not None:
             return None
         model.eval()
         documents = documents_of_split(recipe.data.dir or "", "valid", tokenizer, recipe.eval.tokens)
@@ -48,7 +48,7 @@ def validation(
                 tokenizer.eos,
                 batch=recipe.train.micro_batch,
                 watch=counters.only,
-                advance=(lambda tokens: not stop) if alone else None,
+                advance=(lambda tokens: stop.agreed() is None) if alone else None,
                 world=world,
             )
         if result is None:

@@ -5,6 +5,7 @@ W: ranks; N: rows of one rank's tensor.
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,9 +18,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pkmlm.errors import UserError
+from pkmlm.runtime.device import is_shortage
+from pkmlm.runtime.launcher import TIMEOUT, patience, started
 
-TIMEOUT = "PKMLM_TIMEOUT"  # seconds that a rank waits for another; the environment may set it
-PATIENCE = 1800.0
 # torch 2.13 has new names for these, and warns of the old ones.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -150,14 +151,19 @@ class World:
             with torch.no_grad():
                 yield
         except RuntimeError as error:
-            at = f", step {self.tally.step}" if self.tally.step else ""
-            reason = str(error).strip().partition("\n")[0]
-            raise UserError(
-                f"rank {dist.get_rank()}{at}: another rank has ended, or not answered for {patience():g} s ({reason})",
-                f"the first rank to end says why; {TIMEOUT}=SECONDS in the environment sets how long to wait",
-                exit_code=1,
-            ) from error
+            if is_shortage(error):
+                raise
+            raise self.lost(error) from error
         self.tally.sent += size
+
+    def lost(self, error: BaseException) -> UserError:
+        """What to say of an error of the network: it never knows which rank has brought it about."""
+        at = f", step {self.tally.step}" if self.tally.step else ""
+        what, hint = "the connection to another rank is lost", "the first rank to end says why"
+        if re.search("timed? ?out", str(error), re.IGNORECASE):
+            what = f"no answer from another rank for {patience():g} s"
+            hint = f"{TIMEOUT}=SECONDS in the environment sets how long to wait"
+        return UserError(f"rank {dist.get_rank()}{at}: {what}", hint, exit_code=1)
 
 
 @dataclass(frozen=True)
@@ -189,26 +195,14 @@ def _part(mesh: DeviceMesh, name: str, tally: Tally) -> World:
     return World(dist.get_rank(group), dist.get_world_size(group), group, tally)
 
 
+def is_network(error: BaseException) -> bool:
+    """Whether an error is torch's own of a network that fails: where others than a `World` send (`parallel.shard`)."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
 def world() -> World:
     """The processes that have joined; this one alone, where none have."""
     return World(dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else World()
-
-
-def patience() -> float:
-    """Seconds that a rank waits for the others.
-
-    Raises:
-        UserError: the environment's is no such number.
-    """
-    text = os.environ.get(TIMEOUT, str(PATIENCE))
-    try:
-        seconds = float(text)
-        timedelta(seconds=seconds)
-    except (ValueError, OverflowError):
-        seconds = 0.0
-    if not seconds > 0:
-        raise UserError(f"{TIMEOUT}: found {text[:40]!r} (expected seconds, more than 0)")
-    return seconds
 
 
 @contextmanager
@@ -220,20 +214,22 @@ def joined() -> Iterator[World]:
     Raises:
         UserError: the launcher's environment is not whole (exit code 2), or the others could not be met (1).
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if started() == 1:
         yield World()
         return
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    wait = timedelta(seconds=patience())
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=patience()))
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        dist.init_process_group(backend, timeout=wait)
         dist.all_reduce(torch.zeros(1))  # one that ends before all have met would look like a crash to the others
     except ValueError as error:
         raise UserError(f"WORLD_SIZE is set, but not all that goes with it: {error}", "start with torchrun") from None
-    except RuntimeError as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"rank {os.environ.get('RANK')} could not meet the others: {reason}", exit_code=1) from None
+    except RuntimeError:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        message = f"rank {os.environ['RANK']} has not met the others at {place}"
+        raise UserError(message, "have all been started, and can they reach that place?", exit_code=1) from None
     try:
         yield world()
     except UserError as error:

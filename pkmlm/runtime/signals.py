@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 SAME_REQUEST = 1.0  # seconds: make and launchers pass on a signal that the process group has had already
+Handler = Callable[[int, FrameType | None], None]
 EXIT_CODES = {signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGINT: 130}
 
 
@@ -27,16 +28,11 @@ class StopRequest:
         """The exit code for all ranks, if any of them was asked to stop."""
         return self.agree(self.exit_code or 0) or None
 
-    def __bool__(self) -> bool:
-        return self.agreed() is not None
-
 
 @contextmanager
 def stop_on_signals(agree: Callable[[int], int] = int) -> Iterator[StopRequest]:
-    """Note SIGTERM, SIGHUP (the terminal has gone) and SIGINT instead of dying; a signal more than a second later ends
-    the process at once (KeyboardInterrupt). Under nohup, SIGHUP stays ignored.
-
-    The handlers that stood before are put back at the end. `agree`: see `StopRequest`.
+    """Note signals that ask to stop, instead of dying; one more than a second later ends the process at once
+    (KeyboardInterrupt). `agree`: see `StopRequest`.
     """
     request = StopRequest(agree)
 
@@ -47,10 +43,19 @@ def stop_on_signals(agree: Callable[[int], int] = int) -> Iterator[StopRequest]:
         elif time.monotonic() - request.asked_at > SAME_REQUEST:
             raise KeyboardInterrupt
 
-    heeded = [each for each in EXIT_CODES if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in heeded}
-    try:
+    with handled(note):
         yield request
+
+
+@contextmanager
+def handled(handler: Handler) -> Iterator[None]:
+    """Let a function have SIGTERM, SIGHUP (the terminal has gone) and SIGINT; the handlers that stood before are put
+    back at the end. Under nohup, SIGHUP stays ignored.
+    """
+    heeded = [each for each in EXIT_CODES if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heeded}
+    try:
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, former in before.items():
+            signal.signal(number, former)

@@ -9,7 +9,12 @@ import time
 
 import psutil
 import pytest
+from torch.distributed.elastic.multiprocessing import ProcessFailure
 
+from pkmlm.cli import cli, main
+from pkmlm.cli.launch import outcome
+from pkmlm.errors import UserError
+from pkmlm.runtime.rundir import RunDirectory
 from tests.conftest import ROOT, pkmlm
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -88,6 +93,67 @@ def test_a_killed_rank_ends_all_and_ctrl_c_saves_first(recipe, tmp_path):
     assert "Warning" not in said
 
 
+def test_ranks_whose_launcher_is_killed_save_and_stop(recipe, tmp_path):
+    running = Launched(recipe, tmp_path / "run", *ENDLESS).until_step(3)
+    running.process.kill()
+    _, alive = psutil.wait_procs(running.ranks, 30)
+    assert not alive
+    _, facts = running.end()
+    assert (facts["status"], facts["exit_code"]) == ("stopped", 75)
+    assert (tmp_path / "run" / "latest").read_text() == f"step-{facts['step']:08d}\n"
+
+
+def failed(rank, exitcode, seconds):
+    """How a rank ended, so many seconds after the first."""
+    failure = ProcessFailure(local_rank=rank, pid=1, exitcode=exitcode, error_file="nowhere")
+    failure.timestamp = 1_000_000 + seconds
+    return failure
+
+
+@pytest.mark.parametrize(
+    ("ends", "passed", "code"),
+    [
+        ([(1, 0), (-signal.SIGTERM, 1)], [], 1),
+        ([(75, 0), (75, 0)], [signal.SIGTERM], 75),
+        ([(130, 0), (-signal.SIGINT, 0)], [signal.SIGINT], 130),
+        ([(3, 0), (3, 1)], [], 3),
+        ([(-signal.SIGINT, 0), (-signal.SIGINT, 0)], [signal.SIGINT], 130),
+    ],
+)
+def test_ranks_agree_on_an_exit_code(ends, passed, code):
+    assert outcome({rank: failed(rank, *end) for rank, end in enumerate(ends)}, passed, None) == code
+
+
+@pytest.mark.parametrize(
+    ("ends", "message", "status"),
+    [
+        ([(1, 0), (-signal.SIGKILL, 30)], "rank 1 did not answer, and was ended", "failed"),
+        ([(-signal.SIGKILL, 31), (1, 1), (1, 0)], "rank 0 did not answer", "failed"),
+        ([(-signal.SIGKILL, 30), (-signal.SIGKILL, 0)], r"rank 1 was killed \(SIGKILL\)", "killed (SIGKILL)"),
+        ([(1, 1), (-signal.SIGSEGV, 0)], r"rank 1 was killed \(SIGSEGV\), and the others", "killed (SIGSEGV)"),
+    ],
+)
+def test_the_rank_that_ended_all_is_named(tmp_path, ends, message, status):
+    RunDirectory(tmp_path).note(status="running")
+    with pytest.raises(UserError, match=message) as told:
+        outcome({rank: failed(rank, *end) for rank, end in enumerate(ends)}, [], str(tmp_path))
+    facts = RunDirectory(tmp_path).facts()
+    assert (facts["status"], facts["exit_code"], told.value.exit_code) == (status, 1, 1)
+    assert f"rank {facts['rank']} " in told.value.message
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", "\ninterrupted\n"), ("1", "")])
+def test_an_interruption_is_told_once(monkeypatch, capsys, rank, said):
+    def interrupted(**_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(cli, "main", interrupted)
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert (end.value.code, capsys.readouterr().err) == (130, said)
+
+
 def test_the_slurm_script_requeues_what_torchrun_has_trained(recipe, tmp_path):
     commands = {
         "srun": """while [ "${1#--}" != "$1" ]; do shift; done; exec "$@" """,
@@ -120,6 +186,14 @@ def test_a_mistake_is_told_before_anything_is_started(recipe, tmp_path, monkeypa
     assert message in error
     assert error.lower().count("error: ") == 1
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("name", "text"), [("WORLD_SIZE", "two"), ("WORLD_SIZE", ""), ("PKMLM_TIMEOUT", "soon")])
+def test_a_strange_environment_is_told_before_anything_is_started(recipe, tmp_path, monkeypatch, name, text):
+    monkeypatch.setattr("pkmlm.cli.train.launch", None)
+    monkeypatch.setenv(name, text)
+    error = pkmlm("train", recipe, "-o", tmp_path / "run", "--nproc", 2, code=2).stderr
+    assert error.startswith(f"error: {name}: found {text!r} (expected ")
 
 
 def test_another_launcher_has_started_another_number(recipe, tmp_path, monkeypatch):

@@ -12,10 +12,10 @@ from pkmlm.model.ranks_cost import exchange_bytes
 from pkmlm.recipe.check import check_recipe
 from pkmlm.recipe.ranks import check_ranks
 from pkmlm.recipe.schema import Hash, Memory, Model, Parallel, Recipe, Train
-from pkmlm.runtime import distributed
-from pkmlm.runtime.distributed import World, joined, patience
+from pkmlm.runtime.distributed import World, joined
+from pkmlm.runtime.launcher import SIZE, TIMEOUT, patience, started
 from pkmlm.train import exchange
-from pkmlm.train.exchange import portions
+from pkmlm.train.exchange import buckets
 
 MEMORY = Memory(kind="product-key", layers=("2",))
 RECIPE = Recipe(model=Model(dim=24, heads=2, context=10, memory=MEMORY), train=Train(batch_tokens=120, micro_batch=2))
@@ -77,10 +77,10 @@ def test_reads_travel_where_they_are_fewer_bytes_than_rows():
     assert reads > rows
 
 
-def test_portions_end_where_they_are_full(monkeypatch):
+def test_buckets_end_where_they_are_full(monkeypatch):
     monkeypatch.setattr(exchange, "BUCKET", 10)
     tensors = [torch.zeros(size) for size in (3, 8, 12, 1, 2)]
-    assert [[len(tensor) for tensor in portion] for portion in portions(tensors)] == [[3, 8], [12], [1, 2]]
+    assert [[len(tensor) for tensor in bucket] for bucket in buckets(tensors)] == [[3, 8], [12], [1, 2]]
 
 
 def test_one_process_needs_nobody(monkeypatch):
@@ -96,9 +96,23 @@ def test_one_process_needs_nobody(monkeypatch):
 
 @pytest.mark.parametrize("text", ["0", "-1", "soon", "nan", "1e300"])
 def test_a_time_to_wait_is_a_number_of_seconds(monkeypatch, text):
-    monkeypatch.setenv(distributed.TIMEOUT, text)
+    monkeypatch.setenv(TIMEOUT, text)
     with pytest.raises(UserError, match="expected seconds, more than 0"):
         patience()
+
+
+@pytest.mark.parametrize("text", ["", "two", "0", "-1", "1.5", "9" * 5000])
+def test_a_launcher_has_started_a_whole_number_of_processes(monkeypatch, text):
+    monkeypatch.setenv(SIZE, text)
+    with pytest.raises(UserError, match=r"WORLD_SIZE: found '.*expected how many processes"):
+        started()
+
+
+def test_without_a_launcher_one_process_is_alone(monkeypatch):
+    monkeypatch.delenv(SIZE, raising=False)
+    assert started() == 1
+    monkeypatch.setenv(SIZE, "12")
+    assert started() == 12
 
 
 def test_half_of_a_launchers_environment_is_an_error(monkeypatch):

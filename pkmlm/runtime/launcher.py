@@ -1,0 +1,42 @@
+"""What the environment says of the processes that work together; free of torch."""
+
+import os
+import re
+from datetime import timedelta
+
+from pkmlm.errors import UserError
+
+SIZE = "WORLD_SIZE"  # a launcher such as torchrun sets it, for each process that it starts
+TIMEOUT = "PKMLM_TIMEOUT"  # seconds that a rank waits for another; the environment may set it
+PATIENCE = 1800.0
+
+
+def started() -> int:
+    """How many processes a launcher has started, this one among them; 1 without a launcher.
+
+    Raises:
+        UserError: the environment's is no such number.
+    """
+    text = os.environ.get(SIZE, "1")
+    if not re.fullmatch("[1-9][0-9]{0,8}", text):
+        raise UserError(
+            f"{SIZE}: found {text[:40]!r} (expected how many processes a launcher has started)", f"unset {SIZE}"
+        )
+    return int(text)
+
+
+def patience() -> float:
+    """Seconds that a rank waits for the others.
+
+    Raises:
+        UserError: the environment's is no such number.
+    """
+    text = os.environ.get(TIMEOUT, str(PATIENCE))
+    try:
+        seconds = float(text)
+        timedelta(seconds=seconds)
+    except (ValueError, OverflowError):
+        seconds = 0.0
+    if not seconds > 0:
+        raise UserError(f"{TIMEOUT}: found {text[:40]!r} (expected seconds, more than 0)")
+    return seconds
