@@ -110,6 +110,10 @@ class Browser:
         wanted = {"format": "png", "captureBeyondViewport": True, "clip": clip}
         path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot", wanted)["data"]))
 
+    def print(self) -> bytes:
+        """The page as a PDF, colours of backgrounds with it."""
+        return base64.b64decode(self._call("Page.printToPDF", {"printBackground": True})["data"])
+
     def _call(self, method: str, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters or {}}

@@ -226,11 +226,43 @@ def test_both_themes_and_a_narrow_window(page: Path, browser: Browser, tmp_path:
         browser.picture(tmp_path / f"{scheme}.png")
         assert (tmp_path / f"{scheme}.png").stat().st_size > 50_000
     browser.run("document.getElementById('theme').click()")
-    browser.wait("document.getElementById('main').getAttribute('aria-busy') === 'false'")
     assert browser.run(back) == "rgb(255, 255, 255)", "the switch overrules the system"
     browser.prefer("light", width=400)
     browser.open(page)
     assert browser.run("document.documentElement.scrollWidth") <= 400
+    browser.prefer("light")
+    assert browser.complaints == []
+
+
+@in_browser
+def test_a_dark_page_is_printed_whole_and_light(page: Path, browser: Browser) -> None:
+    """What is on paper is what the light theme shows, of the memory and the slot that were chosen."""
+    inks = "[...document.querySelectorAll('canvas')].map(c => c.toDataURL())"
+    choose = """(() => {
+        const choice = [...document.querySelectorAll('.column select')].at(-1);
+        choice.selectedIndex = 2;
+        choice.dispatchEvent(new Event('change'));
+    })()"""
+    chosen = "[...document.querySelectorAll('.column')].at(-1).querySelector('[data-panel=summary] p').textContent"
+    found = {}
+    for scheme in ("light", "dark"):
+        browser.prefer(scheme)
+        browser.open(page)
+        browser.run(choose)
+        browser.wait(f"{chosen}.includes('hash') && document.querySelectorAll('.column').length === 2")
+        browser.run("document.querySelector('.column input').value = '3:4'")
+        browser.run("document.querySelector('.column form').requestSubmit()")
+        browser.run("new Promise(requestAnimationFrame)")
+        browser.run(f"addEventListener('beforeprint', () => queueMicrotask(() => {{ window.printed = {inks} }}))")
+        before = browser.run(inks)
+        pdf = browser.print()
+        found[scheme] = before, browser.run("window.printed"), len(pdf), pdf.count(b"/Type /Page\n")
+        assert browser.run(inks) == before, "on the screen all is as it was"
+        assert "Slot 3:4" in browser.run("document.querySelector('.card').textContent")
+    assert found["light"][0] != found["dark"][0]
+    assert found["dark"][1] == found["light"][1] == found["light"][0]
+    assert found["dark"][2] == pytest.approx(found["light"][2], rel=0.02)
+    assert found["dark"][3] == found["light"][3]
     browser.prefer("light")
     assert browser.complaints == []
 

@@ -136,6 +136,7 @@ function slotMap(options) {
     event.preventDefault();
   });
   draw();
-  return { canvas, go, draw, whole: () => move(0, 0, columns, rows),
+  canvas.draw = draw;
+  return { canvas, go, whole: () => move(0, 0, columns, rows),
     zoom: (factor) => zoom(factor, cursor.x, cursor.y) };
 }

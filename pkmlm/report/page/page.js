@@ -52,7 +52,7 @@ const behind = (caption, headings, rows) =>
 function chart(label, x, lines, options = {}) {
   const box = make("div", { class: "chart", role: "img", "aria-label": label });
   const style = getComputedStyle(document.documentElement);
-  const colour = (name) => style.getPropertyValue(`--${name}`).trim();
+  const colour = (name) => () => style.getPropertyValue(`--${name}`).trim(); // asked whenever the chart is drawn
   const axis = (text) => ({ label: text, stroke: colour("text"), grid: { stroke: colour("line"), width: 1 },
     ticks: { stroke: colour("line") }, labelSize: 20, size: 58 });
   const scale = (log) => (log ? { distr: 3, log: 10 } : {});
@@ -61,11 +61,14 @@ function chart(label, x, lines, options = {}) {
     paths: line.bars ? uPlot.paths.bars({ size: [0.7, 60] }) : undefined }));
   const y = { ...scale(options.log), ...(options.zero ? { range: (u, low, high) => [0, high > 0 ? high * 1.05 : 1] } : {}) };
   const powers = (u, at) => at.map((v) => (v === null ? "" : v < 0.01 ? v.toExponential(0) : count(v)));
-  const settings = { width: 560, height: 260, series: [{ label: options.xLabel }, ...series],
+  const shown = (u, i) => `var(--${lines[i - 1].colour})`;
+  const markers = { stroke: shown, fill: (u, i) => (lines[i - 1].bars ? shown(u, i) : "transparent") };
+  const settings = { width: 560, height: 260, legend: { markers }, series: [{ label: options.xLabel }, ...series],
     scales: { x: { time: false, ...scale(options.log), ...(options.pad ? { range: (u, l, h) => [l - 0.7, h + 0.7] } : {}) }, y },
     axes: [{ ...axis(options.xLabel), size: 46, ...(options.ticks ? { splits: () => x, values: (u, at) => at.map(options.ticks) } : {}) },
       { ...axis(options.yLabel), ...(options.log ? { values: powers } : {}) }] };
   const drawn = new uPlot(settings, [x, ...lines.map((line) => line.values)], box);
+  box.draw = () => drawn.redraw(false);
   requestAnimationFrame(() => box.clientWidth && drawn.setSize({ width: Math.min(720, box.clientWidth), height: 260 }));
   return box;
 }
@@ -230,7 +233,6 @@ function mapPanel(column, colours) {
   const card = make("div", { class: "card", "aria-live": "polite" }, make("p", { class: "note" }, "No slot chosen."));
   const choose = (slot) => card.replaceChildren(...slotCard(column, slot));
   const map = slotMap({ ...shape, codes, colours, dark: data.mass.dark, choose, name: (slot) => slotName(facts, shape, slot) });
-  column.map = map;
   const field = make("input", { size: "9", "aria-label": "Slot", placeholder: slotName(facts, shape, 0) });
   const form = make("form", {}, make("label", {}, "Slot ", field), make("button", {}, "Show"));
   form.addEventListener("submit", (event) => {
@@ -270,9 +272,8 @@ function mapPanel(column, colours) {
 
 async function prepared(run, index) {
   const facts = run.entry.memories[index], data = run.memories[index];
-  const column = { facts, data, shape: grid(facts), counts: await numbers(data.counts, Float64Array),
+  return { facts, data, shape: grid(facts), counts: await numbers(data.counts, Float64Array),
     codes: await numbers(data.mass.codes, Uint16Array), first: data.first && await numbers(data.first, Uint32Array) };
-  return column;
 }
 
 async function columnOf(run, colours, place) {
@@ -308,10 +309,16 @@ async function render(page) {
 const SHADES = { "": "as the system", light: "light", dark: "dark" };
 const system = matchMedia("(prefers-color-scheme: dark)");
 
-function shade(wish) {
+// What is drawn on canvases is drawn again; all else takes its colours from the style sheet.
+function shade(name) {
+  document.documentElement.dataset.shade = name;
+  for (const node of document.querySelectorAll(".chart, .map")) node.draw();
+}
+
+function theme(wish) {
   document.documentElement.dataset.wish = wish;
-  document.documentElement.dataset.shade = wish || (system.matches ? "dark" : "light");
   show("theme").textContent = `Theme: ${SHADES[wish]}`;
+  shade(wish || (system.matches ? "dark" : "light"));
 }
 
 async function start() {
@@ -320,17 +327,17 @@ async function start() {
   show("left").append(...names.map((name, i) => make("option", { value: i }, name)));
   show("right").append(make("option", { value: -1 }, "nothing"), ...names.map((name, i) => make("option", { value: i }, name)));
   show("right").value = page.runs.length > 1 ? "1" : "-1";
-  const again = () => render(page);
-  for (const id of ["left", "right"]) show(id).addEventListener("change", again);
+  for (const id of ["left", "right"]) show(id).addEventListener("change", () => render(page));
+  const wished = () => document.documentElement.dataset.wish;
   show("theme").addEventListener("click", () => {
     const wishes = Object.keys(SHADES);
-    shade(wishes[(wishes.indexOf(document.documentElement.dataset.wish) + 1) % wishes.length]);
-    again();
+    theme(wishes[(wishes.indexOf(wished()) + 1) % wishes.length]);
   });
-  system.addEventListener("change", () => { shade(document.documentElement.dataset.wish); again(); });
-  addEventListener("beforeprint", () => document.documentElement.dataset.shade === "dark" && shade("light") & again());
-  shade("");
-  await again();
+  system.addEventListener("change", () => theme(wished()));
+  addEventListener("beforeprint", () => shade("light"));
+  addEventListener("afterprint", () => theme(wished()));
+  theme("");
+  await render(page);
   document.documentElement.dataset.ready = String(Math.round(performance.now()));
 }
 
