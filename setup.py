@@ -22,7 +22,6 @@ setup(
         "torch>=2.10,<3",
         "numba>=0.61,<1",
         "numpy>=1.26,<3",
-        "scipy>=1.11,<2",
         "click>=8.1,<9",
         "sentencepiece>=0.2.2,<0.3",
         "rich>=13.7,<16",

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from rich.progress import TaskID
 
-    from pkmlm.recipe.schema import Recipe
     from pkmlm.report.tables import Table
     from pkmlm.sweep.cells import Cell, Cells
     from pkmlm.sweep.grid import Grid
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
 @click.option("-o", "--output", metavar="DIR", help="The folder for runs, table, plots and results.json.")
 @click.option("--scale", metavar="NAME", help="One of the grid's scales, e.g. cpu, gpu or paper. Default: its first.")
 @set_option
-@click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Cells that run at a time.")
-@click.option("--device", "devices", metavar="N,...", help="GPUs to use, a cell on each. Default: all that there are.")
+@click.option("--jobs", metavar="N", type=click.IntRange(min=1), help="Cells at a time. Default: 1, or one a --device.")
+@click.option("--device", "devices", metavar="N,...", help="GPUs to use, a cell on each. Default: the first.")
 @click.option("--task-data", metavar="DIR", help="Where DIR/TASK.jsonl holds the rows of zero-shot tasks.")
 @click.option("--dry-run", is_flag=True, help="List the cells with their parameters and operations; train nothing.")
 @click.option("--table", "table_only", is_flag=True, help="The table of what is there already; train nothing.")
@@ -38,7 +37,7 @@ def command(
     output: str | None,
     scale: str | None,
     overrides: tuple[str, ...],
-    jobs: int,
+    jobs: int | None,
     devices: str | None,
     task_data: str | None,
     dry_run: bool,
@@ -54,7 +53,7 @@ def command(
     Examples:
       pkmlm sweep recipes/pkm/grids/table-2.yaml -o sizes -s data.dir=data/my
       pkmlm sweep recipes/pkm/grids/table-2.yaml --scale paper --dry-run
-      pkmlm sweep my-grid.yaml -o sweeps/mine --jobs 4 --device 0,1,2,3
+      pkmlm sweep my-grid.yaml -o sweeps/mine --device 0,1,2,3
       pkmlm sweep my-grid.yaml -o sweeps/mine --table
     """
     from pathlib import Path
@@ -72,49 +71,40 @@ def command(
         return 0
     if not output:
         raise UserError("Missing option '-o': the folder to write", "add -o DIR, or --dry-run")
-    folder = Path(output)
+    folder, own = Path(output), [] if devices is None else devices.split(",")
+    if own and (jobs or 0) > len(own):
+        raise UserError(f"--jobs {jobs}: found {len(own)} devices (expected one a job)", "name more, or lower it")
     code = 0
     recall_speeds(results, folder)
     if table_only:
         collect(results, folder)
     else:
-        code = run_all(results, folder, jobs, [] if devices is None else devices.split(","), task_data, quiet)
+        code = run_all(results, folder, jobs or len(own) or 1, own, task_data, quiet)
     publish(results, folder, path, scale)
     return code
 
 
 def with_costs(grid: "Grid", cells: "Cells") -> "Results":
     """Results without a run yet: what arithmetic says of every point."""
+    from pkmlm.cli.cost import vocabulary
     from pkmlm.sweep.measures import facts_of_cost
     from pkmlm.sweep.results import Results
 
     costs = {}
     for (point, _), cell in cells.first.items():
         if point not in costs:
-            costs[point] = facts_of_cost(cell.recipe, vocabulary_of(cell.recipe))
+            costs[point] = facts_of_cost(cell.recipe, vocabulary(cell.recipe))
     return Results(grid, cells, costs)
-
-
-def vocabulary_of(recipe: "Recipe") -> int:
-    """The recipe's vocabulary, or that of its tokens."""
-    if recipe.model.vocab_size is not None:
-        return recipe.model.vocab_size
-    from pkmlm.data.corpus import open_tokenizer
-
-    if recipe.data.dir is None:
-        raise UserError("the grid's recipes name neither data.dir nor model.vocab_size", "add -s data.dir=DIR")
-    return open_tokenizer(recipe.data.dir).size
 
 
 def plan(results: "Results") -> "Table":
     """What a sweep would run."""
-    from pkmlm.report.tables import Column, Table
+    from pkmlm.report.tables import Column, Table, number
 
     grid = results.grid
     columns = [Column(axis) for axis in grid.axes]
-    columns += [Column("dense", "right", "{:,}"), Column("in memory", "right", "{:,}")]
-    columns += [Column("M ops/token", "right", "{:,.1f}"), Column("steps", "right", "{:,}")]
-    columns += [Column("M tokens", "right", "{:,.1f}"), Column("runs", "right")]
+    columns += [number("dense"), number("in memory"), number("M ops/token", "{:,.1f}"), number("steps")]
+    columns += [number("M tokens", "{:,.1f}"), number("runs")]
     tried = len(grid.tune.values) if grid.tune else 1
     rows = []
     for point in grid.points():
@@ -155,6 +145,7 @@ def run_all(
     runs = folder / "cells"
     if not results.trains:
         return 0
+    cells.refuse_blind_tuning()
     make_folder(runs)
     with stop_on_signals() as stop, cell_progress(runs, quiet) as (say, tick):
 

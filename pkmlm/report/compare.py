@@ -1,6 +1,5 @@
 """Runs side by side, from the files that training, `eval` and `usage-report` left in them."""
 
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -8,8 +7,7 @@ from statistics import fmean, median
 from typing import Any
 
 from pkmlm.recipe.schema import Recipe
-from pkmlm.report.tables import Column, Table
-from pkmlm.report.usage_tables import NATS, NUMBER, SHARE, right
+from pkmlm.report.tables import NATS, SHARE, Column, Table, number
 from pkmlm.runtime.rundir import RunDirectory
 from pkmlm.runtime.shapes import RESULTS, STATE, USAGE, read_shaped
 
@@ -32,23 +30,29 @@ def open_runs(
 def facts_of(label: str, run: RunDirectory) -> Facts:
     """What is known of a run; None where a measurement is missing.
 
-    Keys: run, kind, dense, memory, read_per_token (parameters), status, step, tokens (trained so far),
+    Keys: run, kind, dim, layers, lr (the peak), dense, memory, read_per_token (parameters), status, step, tokens (trained so far),
     tokens_per_second (median over steps), seconds (in training steps), valid_step, valid_loss (nats a token),
     valid_token_ppl, valid_bits_per_byte (of the best validation), test_step, test_token_ppl, test_word_ppl,
-    test_bits_per_byte (of the newest evaluation of the test split), tasks ({name: {"acc", ...}}, see
-    `newest_tasks`), average_acc (over these), usage (memories of the newest usage report of the test split).
+    test_bits_per_byte (of the newest evaluation of the test split), tasks_step, tasks ({name: {"acc", ...}}, see
+    `newest_tasks`), average_acc (over these), usage_step, usage (memories of the newest usage report of the test
+    split).
     """
-    recorded, metrics = run.facts(), run.metrics()
+    recorded, metrics, recipe = run.facts(), run.metrics(), run.recipe()
     parameters = recorded.get("parameters") or {}
-    train = [event for event in metrics if event.get("event") == "train"]
-    speeds = [event["tokens_per_second"] for event in train if number(event.get("tokens_per_second"))]
-    valid = [event for event in metrics if event.get("event") == "valid" and number(event.get("loss")) is not None]
+    train = [event for event in metrics if event["event"] == "train"]
+    speeds = [speed for event in train if (speed := event.get("tokens_per_second")) is not None]
+    valid = [event for event in metrics if event["event"] == "valid" and event.get("loss") is not None]
     best = min(valid, key=lambda event: float(event["loss"]), default={})
-    test, tasks = newest(run.path / "eval", "test", "perplexity"), newest_tasks(run.path / "eval")
+    test_step, test = newest(run.path / "eval", "test", "perplexity")
+    tasks_step, tasks = newest_tasks(run.path / "eval")
+    usage_step, usage = newest(run.path / "usage", "test", "memories")
     scored = test.get("perplexity") or {}
     return {
         "run": label,
-        "kind": kind_of(run.recipe()),
+        "kind": kind_of(recipe),
+        "dim": recipe.model.dim,
+        "layers": recipe.model.layers,
+        "lr": recipe.optim.lr,
         **{key: parameters.get(key) for key in ("dense", "memory", "read_per_token")},
         "status": recorded.get("status"),
         "step": max((event["step"] for event in train), default=None),
@@ -56,12 +60,14 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
         "tokens_per_second": median(speeds) if speeds else None,
         "seconds": trained_seconds(run),
         "valid_step": best.get("step"),
-        **{f"valid_{key}": number(best.get(key)) for key in ("loss", "token_ppl", "bits_per_byte")},
-        "test_step": test.get("step"),
-        **{f"test_{key}": number(scored.get(key)) for key in ("token_ppl", "word_ppl", "bits_per_byte")},
+        **{f"valid_{key}": best.get(key) for key in ("loss", "token_ppl", "bits_per_byte")},
+        "test_step": test_step,
+        **{f"test_{key}": scored.get(key) for key in ("token_ppl", "word_ppl", "bits_per_byte")},
+        "tasks_step": tasks_step,
         "tasks": tasks,
         "average_acc": _mean(task.get("acc") for task in tasks.values()),
-        "usage": newest(run.path / "usage", "test", "memories").get("memories") or [],
+        "usage_step": usage_step,
+        "usage": usage.get("memories") or [],
     }
 
 
@@ -73,18 +79,15 @@ def kind_of(recipe: Recipe) -> str:
     return " + ".join(parts) or "dense"
 
 
-def number(value: Any) -> float | None:
-    """A finite number, or None for anything else."""
-    return value if isinstance(value, int | float) and math.isfinite(value) else None
+def newest(folder: Path, split: str, holding: str) -> tuple[int | None, Facts]:
+    """The highest step with a SPLIT-step-N.json that holds the key, and these results; or nothing."""
+    return next(results_of(folder, re.escape(split), holding), (None, {}))
 
 
-def newest(folder: Path, split: str, holding: str) -> Facts:
-    """The results of the highest step in SPLIT-step-N.json that hold the key; or nothing."""
-    return next((results for _, results in results_of(folder, re.escape(split), holding)), {})
-
-
-def newest_tasks(folder: Path) -> Facts:
-    """Each task's results at the highest step that has any, with the fewest examples before a question."""
+def newest_tasks(folder: Path) -> tuple[int | None, Facts]:
+    """The highest step with results of tasks, and each task's results there, with the fewest examples before a
+    question.
+    """
     found = list(results_of(folder, ".+", "tasks"))
     tasks: Facts = {}
     for results in (results for step, results in found if step == found[0][0]):
@@ -92,7 +95,7 @@ def newest_tasks(folder: Path) -> Facts:
             known = tasks.setdefault(name, facts)
             if facts.get("num_fewshot", 0) < known.get("num_fewshot", 0):
                 tasks[name] = facts
-    return tasks
+    return (found[0][0] if found else None), tasks
 
 
 def results_of(folder: Path, names: str, holding: str) -> Iterator[tuple[int, Facts]]:
@@ -138,12 +141,12 @@ def _models(runs: Sequence[Facts]) -> Table:
     columns = {
         "run": Column("Run"),
         "kind": Column("Kind"),
-        "dense": right("Dense", NUMBER),
-        "memory": right("Memory", NUMBER),
-        "step": right("Steps", NUMBER),
-        "tokens": right("Tokens", NUMBER),
-        "tokens_per_second": right("Tokens/s", NUMBER),
-        "seconds": right("sec", NUMBER),
+        "dense": number("Dense"),
+        "memory": number("Memory"),
+        "step": number("Steps"),
+        "tokens": number("Tokens"),
+        "tokens_per_second": number("Tokens/s", "{:,.0f}"),
+        "seconds": number("sec", "{:,.0f}"),
     }
     if any(run["status"] not in (None, "finished") for run in runs):
         columns["status"] = Column("Status")
@@ -153,13 +156,13 @@ def _models(runs: Sequence[Facts]) -> Table:
 def _quality(runs: Sequence[Facts]) -> Table:
     columns = {
         "run": Column("Run"),
-        "valid_loss": right("Valid (nats)", NATS),
-        "valid_step": right("at step", NUMBER),
-        "valid_token_ppl": right("Valid ppl", "{:,.2f}"),
-        "test_token_ppl": right("Test ppl", "{:,.2f}"),
-        "test_word_ppl": right("word ppl", "{:,.1f}"),
-        "test_bits_per_byte": right("bits a byte", NATS),
-        "test_step": right("at step", NUMBER),
+        "valid_loss": number("Valid (nats)", NATS),
+        "valid_step": number("at step"),
+        "valid_token_ppl": number("Valid ppl", "{:,.2f}"),
+        "test_token_ppl": number("Test ppl", "{:,.2f}"),
+        "test_word_ppl": number("word ppl", "{:,.1f}"),
+        "test_bits_per_byte": number("bits a byte", NATS),
+        "test_step": number("at step"),
     }
     return _of_keys("Best validation, and perplexity of the test split", columns, runs)
 
@@ -169,32 +172,46 @@ def _of_keys(title: str, columns: dict[str, Column], runs: Sequence[Facts]) -> T
 
 
 def _tasks(runs: Sequence[Facts]) -> Table:
-    names = _task_names(runs)
+    names, at_step = _task_names(runs), _at_step(runs, "tasks_step")
     rows = [
-        [run["run"], *((run["tasks"].get(name) or {}).get("acc") for name in names), run["average_acc"]] for run in runs
+        [
+            run["run"],
+            *((run["tasks"].get(name) or {}).get("acc") for name in names),
+            run["average_acc"],
+            *(run["tasks_step"] for _ in at_step),
+        ]
+        for run in runs
     ]
-    columns = [Column("Run"), *(right(name, "{:.3f}") for name in names), right("average", "{:.3f}")]
+    columns = [Column("Run"), *(number(name, "{:.3f}") for name in names), number("average", "{:.3f}"), *at_step]
     return Table("Zero-shot accuracy", columns, rows)
 
 
 def _usage(runs: Sequence[Facts]) -> Table:
+    at_step = _at_step(runs, "usage_step")
     columns = [
         Column("Run"),
         Column("Layer"),
-        right("Slots", NUMBER),
-        right("Usage", SHARE),
-        right("random", SHARE),
-        right("KL (nats)", NATS),
-        right("random", NATS),
-        right("Gini", "{:.3f}"),
+        number("Slots"),
+        number("Usage", SHARE),
+        number("random", SHARE),
+        number("KL (nats)", NATS),
+        number("random", NATS),
+        number("Gini", "{:.3f}"),
+        *at_step,
     ]
     rows = []
     for run in runs:
         for memory in run["usage"]:
             mass, uniform = memory["mass"], memory["uniform"]
             numbers = [mass["usage"], uniform["usage"], mass["kl"], uniform["kl"], mass["gini"]]
+            numbers += [run["usage_step"] for _ in at_step]
             rows.append([run["run"], f"{memory['layer']} {memory['name']}", memory["slots"], *numbers])
     return Table("Memory use on the test split, by mass", columns, rows)
+
+
+def _at_step(runs: Sequence[Facts], key: str) -> list[Column]:
+    """The column that says when something was measured, where that was not at the last step of every run."""
+    return [number("at step")] if any(run[key] not in (None, run["step"]) for run in runs) else []
 
 
 def _task_names(runs: Sequence[Facts]) -> list[str]:

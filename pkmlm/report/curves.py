@@ -33,7 +33,7 @@ def training_lines(metrics: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str]
     """Of each memory, by layer and name: step, usage, KL, and those of random reading at each validation, (n, 5)."""
     lines: dict[tuple[int, str], list[tuple[float, ...]]] = {}
     for event in metrics:
-        for entry in (event.get("usage") or []) if event.get("event") == "valid" else []:
+        for entry in (event.get("usage") or []) if event["event"] == "valid" else []:
             floor = entry["uniform"]
             if entry.get("kl") is not None and floor.get("kl") is not None:
                 point = (event["step"], entry["usage"], entry["kl"], floor["usage"], floor["kl"])

@@ -113,7 +113,7 @@ def training_data(metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
     lines = training_lines(metrics)
     drift: dict[str, list[dict[str, Any]]] = {}
     for event in metrics:
-        for numbers in event.get("memories") or [] if event.get("event") == "drift" else []:
+        for numbers in event.get("memories") or [] if event["event"] == "drift" else []:
             where = f"{numbers['layer']} {numbers['name']}"
             drift.setdefault(where, []).append({"step": event["step"], "since": event["since"], **numbers})
     return {"valid": {f"{layer} {name}": points.T.tolist() for (layer, name), points in lines.items()}, "drift": drift}

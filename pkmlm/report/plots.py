@@ -193,13 +193,12 @@ def learning_curves(metrics: Mapping[str, Metrics]) -> Figure | None:
 
 
 def points(events: Metrics, kind: str) -> NDArray[np.float64]:
-    """(step, loss) of the events of one kind, (n, 2), without losses that are not finite.
+    """(step, loss) of the events of one kind that have a loss, (n, 2).
 
     Of more than MOST_POINTS, neighbours are averaged.
     """
-    pairs = [(e["step"], e["loss"]) for e in events if e.get("event") == kind and e.get("loss") is not None]
+    pairs = [(e["step"], e["loss"]) for e in events if e["event"] == kind and e.get("loss") is not None]
     found = np.array(pairs, dtype=np.float64).reshape(-1, 2)
-    found = found[np.isfinite(found[:, 1])]
     if len(found) <= MOST_POINTS:
         return found
     return np.stack([part.mean(axis=0) for part in np.array_split(found, MOST_POINTS)])

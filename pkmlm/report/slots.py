@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pkmlm.errors import UserError
-from pkmlm.report.tables import Column, Table
+from pkmlm.report.tables import Column, Table, number
 from pkmlm.report.usage import MemoryUsage
-from pkmlm.report.usage_tables import NUMBER, right
 
 JUDGED, LEAST = 10, 3  # contexts that are looked at for a pattern, and that it needs at least
 DEALS = 100  # of shuffled contexts
@@ -235,8 +234,8 @@ def slots_table(title: str, slots: Sequence[Slot]) -> Table:
     """The most read slots: how much, by whom, what they say, and what their contexts share."""
     columns = [
         Column("Slot"),
-        right("Reads", NUMBER),
-        right("Mass", "{:.2%}"),
+        number("Reads"),
+        number("Mass", "{:.2%}"),
         Column("Head"),
         Column("Raises"),
         Column("Pattern"),
@@ -257,7 +256,7 @@ def slots_table(title: str, slots: Sequence[Slot]) -> Table:
 
 def reading_table(title: str, tokens: Sequence[dict[str, Any]]) -> Table:
     """Each token of a text with its strongest slots; entries as in `pkmlm slots RUN PROMPT --json`."""
-    columns = [Column("Token"), Column("Slot"), right("Weight", "{:.3f}"), Column("Raises")]
+    columns = [Column("Token"), Column("Slot"), number("Weight", "{:.3f}"), Column("Raises")]
     rows = [
         [
             "" if rank else quoted(entry["token"]),
@@ -282,7 +281,7 @@ def main_head(slot: Slot) -> str | None:
 def slot_tables(title: str, slot: Slot, note: str) -> list[Table]:
     """One slot: how it is read, its words (with `note` on how far they can be trusted), its contexts."""
     heads = ", ".join(f"{head}: {reads / slot.reads:.0%}" for head, reads, _ in slot.heads[:8]) or None
-    columns = [right("Reads", NUMBER), right("Mass", "{:.3%}"), Column("By heads"), Column("Pattern")]
+    columns = [number("Reads"), number("Mass", "{:.3%}"), Column("By heads"), Column("Pattern")]
     row = [slot.reads, slot.share, heads, None if slot.pattern is None else str(slot.pattern)]
     tables = [Table(title, columns, [row])]
     if slot.raises is not None and slot.lowers is not None:
@@ -290,10 +289,10 @@ def slot_tables(title: str, slot: Slot, note: str) -> list[Table]:
             [quoted(up.token), up.logit, quoted(down.token), down.logit]
             for up, down in zip(slot.raises, slot.lowers, strict=True)
         ]
-        columns = [Column("Raises"), right("logit", "{:+.2f}"), Column("Lowers"), right("logit", "{:+.2f}")]
+        columns = [Column("Raises"), number("logit", "{:+.2f}"), Column("Lowers"), number("logit", "{:+.2f}")]
         tables.append(Table(f"What its value says{note}", columns, words))
     contexts = [[c.weight, c.document, c.place, f"{c.before}[{c.token}]{c.after}"] for c in slot.contexts]
-    columns = [right("Weight", "{:.3f}"), right("Doc", NUMBER), right("Place", NUMBER), Column("Context")]
+    columns = [number("Weight", "{:.3f}"), number("Doc"), number("Place"), Column("Context")]
     where = (
         "Read with the largest weights at [ ]"
         if contexts

@@ -13,6 +13,7 @@ from pkmlm.errors import printable
 Format = Literal["table", "md", "csv", "json"]
 FORMATS: tuple[Format, ...] = ("table", "md", "csv", "json")
 MISSING = "-"
+SHARE, NATS = "{:.1%}", "{:.4f}"  # formats of numbers
 WORD = 16  # characters of a text column that are kept on one line, if they are one word
 
 # Only ASCII, so that a table can be printed in any locale: a rule below the header and nothing else.
@@ -38,6 +39,11 @@ class Column:
         if value is None:
             return MISSING
         return printable(value) if isinstance(value, str) else self.format.format(value)
+
+
+def number(name: str, format: str = "{:,}") -> Column:
+    """A column of numbers, 1,234 as they come."""
+    return Column(name, "right", format)
 
 
 @dataclass(frozen=True)

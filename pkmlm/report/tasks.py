@@ -3,9 +3,9 @@
 from statistics import fmean
 from typing import Any
 
-from pkmlm.report.tables import Column, Table
+from pkmlm.report.tables import Column, Table, number
 
-SHARE = "{:.4f}"
+ACCURACY = "{:.4f}"
 
 
 def task_report(record: dict[str, Any]) -> str:
@@ -34,8 +34,8 @@ def task_report(record: dict[str, Any]) -> str:
 def _accuracies(title: str, tasks: dict[str, Any], average: float | None) -> Table:
     columns = [
         Column("Task"),
-        Column("n", "right", "{:,}"),
-        *(Column(name, "right", SHARE) for name in ("acc", "stderr", "acc_norm", "stderr", "chance")),
+        number("n"),
+        *(number(name, ACCURACY) for name in ("acc", "stderr", "acc_norm", "stderr", "chance")),
         Column("cut", "right"),
     ]
     keys = ("n", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "chance")
@@ -58,7 +58,7 @@ def _always(tasks: dict[str, Any]) -> Table:
     rows = [[name, answer, share] for name, facts in tasks.items() for answer, share in (facts["always"] or {}).items()]
     return Table(
         "What the same answer to every question gives",
-        [Column("Task"), Column("Answer"), Column("acc", "right", SHARE)],
+        [Column("Task"), Column("Answer"), number("acc", ACCURACY)],
         rows,
     )
 
@@ -71,9 +71,9 @@ def _others(tasks: dict[str, Any]) -> Table:
     ]
     columns = [
         Column("Task"),
-        Column("n", "right", "{:,}"),
+        number("n"),
         Column("Metric"),
-        Column("value", "right", "{:,.4f}"),
+        number("value", "{:,.4f}"),
         Column("cut", "right"),
     ]
     return Table("Other metrics", columns, rows)

@@ -4,16 +4,11 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
-from pkmlm.report.tables import Column, Table
+from pkmlm.report.tables import NATS, SHARE, Column, Table, number
 
 Entry = dict[str, Any]
 
 MEASURES = ("usage", "kl", "gini", "top50", "top90", "top99", "effective")
-NUMBER, SHARE, NATS = "{:,.0f}", "{:.1%}", "{:.4f}"
-
-
-def right(name: str, format: str) -> Column:
-    return Column(name, "right", format)
 
 
 def usage_tables(entries: Sequence[Entry]) -> list[Table]:
@@ -43,10 +38,10 @@ def flat_table(entries: Sequence[Entry]) -> Table:
 def _texts(entries: Sequence[Entry]) -> Table:
     columns = [
         Column("Run"),
-        right("Step", NUMBER),
+        number("Step"),
         Column("Text"),
-        right("Tokens", NUMBER),
-        right("Memories", "{}"),
+        number("Tokens"),
+        number("Memories"),
     ]
     rows = [
         [
@@ -65,11 +60,11 @@ def _memories(entries: Sequence[Entry], run: list[Column]) -> Table:
     columns = [
         Column("Layer"),
         Column("Kind"),
-        right("Heads", NUMBER),
-        right("Slots", NUMBER),
-        right("Reads", NUMBER),
-        right("Overlap", "{:.2%}"),
-        right("random", "{:.2%}"),
+        number("Heads"),
+        number("Slots"),
+        number("Reads"),
+        number("Overlap", "{:.2%}"),
+        number("random", "{:.2%}"),
     ]
     rows = [
         [
@@ -91,10 +86,10 @@ def _evenness(entries: Sequence[Entry], run: list[Column]) -> Table:
     columns = [
         Column("Layer"),
         Column("By"),
-        right("Usage", SHARE),
-        right("KL", NATS),
-        right("Gini", "{:.3f}"),
-        *(right(f"{percent}%", NUMBER) for percent in (50, 90, 99)),
+        number("Usage", SHARE),
+        number("KL", NATS),
+        number("Gini", "{:.3f}"),
+        *(number(f"{percent}%") for percent in (50, 90, 99)),
     ]
     rows = [
         [*start, weighing, *(memory[group].get(key) for key in MEASURES[:-1])]
@@ -106,8 +101,8 @@ def _evenness(entries: Sequence[Entry], run: list[Column]) -> Table:
 
 
 def _parts(entries: Sequence[Entry], run: list[Column]) -> Table:
-    usage = [right("Least usage", SHARE), right("mean", SHARE), right("random", SHARE)]
-    kl = [right("Largest KL", NATS), right("mean", NATS), right("random", NATS)]
+    usage = [number("Least usage", SHARE), number("mean", SHARE), number("random", SHARE)]
+    kl = [number("Largest KL", NATS), number("mean", NATS), number("random", NATS)]
     columns = [Column("Layer"), *usage, *kl]
     rows = []
     for start, memory in _each(entries):

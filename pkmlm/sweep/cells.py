@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pkmlm.data.index import read_index
 from pkmlm.errors import UserError
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Recipe
@@ -61,9 +62,23 @@ class Cells:
         try:
             recipe = load_recipe(self.base, overrides)
         except UserError as error:
-            where = ", ".join(f"{axis} {name}" for axis, name in zip(self.grid.axes, point, strict=True))
+            where = ", ".join(f"{axis} {name}" for axis, name in self.grid.place(point).items())
             raise UserError(f"{where}: {error.message}", error.hint) from None
         return Cell(point, seed, tuned, tuple(overrides), recipe)
+
+    def refuse_blind_tuning(self) -> None:
+        """Refuse to tune on tokens that have no valid split: no loss could choose a value.
+
+        Raises:
+            UserError: there are such, or what a recipe names holds no tokens.
+        """
+        tune = self.grid.tune
+        if tune is None or len(tune.values) < 2:
+            return
+        for folder in {cell.recipe.data.dir for cell in self.first.values()} - {None}:
+            if "valid" not in read_index(Path(str(folder))).splits:
+                message = f"{folder} has no valid split, by which the grid chooses {tune.key}"
+                raise UserError(message, "tokenize it with --valid FILE")
 
     def tuning(self, point: Point) -> list[Cell]:
         """The cells of a point's first seed, one for each value of the tuned key."""

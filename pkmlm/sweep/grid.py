@@ -104,17 +104,21 @@ class Grid:
         """All points, the last axis running fastest."""
         found = product(*(self.names(axis) for axis in self.axes))
         left_out = [set(point.items()) for point in self.without]
-        return [p for p in found if not any(out <= set(zip(self.axes, p, strict=True)) for out in left_out)]
+        return [p for p in found if not any(out <= self.place(p).items() for out in left_out)]
+
+    def place(self, point: Point) -> dict[str, str]:
+        """A point as {axis: name of a value}."""
+        return dict(zip(self.axes, point, strict=True))
 
     def overrides(self, point: Point) -> list[str]:
         """What makes the base recipe that of a point, as `key=value`."""
-        trees = [self.axes[axis][name] for axis, name in zip(self.axes, point, strict=True)]
+        trees = [self.axes[axis][name] for axis, name in self.place(point).items()]
         return [text for tree in ([self.set] if self.set else []) + trees for text in assignments(tree)]
 
     def paper_value(self, measure: str, point: Point) -> float | None:
         """The paper's number at a point, if it gives one."""
         node = self.paper.get(measure)
-        for axis, name in zip(self.axes, point, strict=True):
+        for axis, name in self.place(point).items():
             if node is None:
                 return None
             if isinstance(node.value, list):

@@ -59,6 +59,9 @@ MEASURES: dict[str, Measure] = {
     "kl": Measure("KL", "KL from uniform on test (nats)", "{:.2f}", "usage", of_memories("kl")),
     "speed": Measure("k tokens/s", "scoring (1,000 tokens a second)", "{:.1f}", "speed", fact("speed")),
     "seconds": Measure("train s", "training (seconds)", "{:,.0f}", "train", fact("seconds")),
+    "lr": Measure("lr", "learning rate", "{:g}", "train", fact("lr")),
+    "dim": Measure("dim", "width", "{:,.0f}", "train", fact("dim")),
+    "layers": Measure("layers", "layers", "{:,.0f}", "train", fact("layers")),
     "dense": Measure("dense M", "dense parameters (millions)", "{:,.2f}", "cost", fact("cost", "dense", scale=1e-6)),
     "memory": Measure(
         "memory M", "in memory (million parameters)", "{:,.1f}", "cost", fact("cost", "memory", scale=1e-6)
@@ -83,7 +86,7 @@ MEASURES: dict[str, Measure] = {
 
 def facts_of_cost(recipe: Recipe, vocab_size: int) -> dict[str, Any]:
     """What `pkmlm cost` says of a recipe, for the measures: parameters, operations and parameters read for a token,
-    and operations and memory of its last block over a whole sequence.
+    and operations and memory, over a whole sequence, of the block that holds most (the first of equals).
     """
     from pkmlm.model.cost import cost_of
 

@@ -1,6 +1,5 @@
 """The figures of a grid: what was measured, and beside it what the paper has."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -10,8 +9,7 @@ from pkmlm.report.plots import file_name, label, line_style, save
 from pkmlm.sweep.grid import Figure, Grid, Point
 from pkmlm.sweep.measures import MEASURES
 from pkmlm.sweep.results import Results
-
-Value = Callable[[str, Point], tuple[float, ...]]
+from pkmlm.sweep.verdicts import Values
 
 
 def draw(results: Results, folder: Path) -> list[Path]:
@@ -30,19 +28,15 @@ def picture(results: Results, figure: Figure) -> Canvas | None:
     """
     grid = results.grid
 
-    def measured(measure: str, point: Point) -> tuple[float, ...]:
-        spread = results.spread(measure, point)
-        return spread.values if spread else ()
-
     def published(measure: str, point: Point) -> tuple[float, ...]:
         value = grid.paper_value(measure, point)
         return () if value is None else (value,)
 
-    panels: list[tuple[str, Value]] = [("measured", measured)]
-    if any(published(figure.y, point) for point in grid.points()):
-        panels.append(("the paper", published))
-    if not any(measured(figure.y, point) for point in grid.points()):
+    if not known(grid, figure, results.values):
         return None
+    panels: list[tuple[str, Values]] = [("measured", results.values)]
+    if known(grid, figure, published):
+        panels.append(("the paper", published))
     canvas = Canvas(figsize=(12, 7), dpi=100, layout="constrained")
     canvas.suptitle(label(grid.title) if len(grid.title) <= 40 else grid.title.replace("$", r"\$"))
     for axes, (title, value) in zip(canvas.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
@@ -52,12 +46,16 @@ def picture(results: Results, figure: Figure) -> Canvas | None:
     return canvas
 
 
-def panel(axes: Axes, grid: Grid, figure: Figure, value: Value) -> None:
+def known(grid: Grid, figure: Figure, value: Values) -> list[Point]:
+    """The points that have a place in the figure."""
+    return [p for p in grid.points() if value(figure.y, p) and (figure.x in grid.axes or value(figure.x, p))]
+
+
+def panel(axes: Axes, grid: Grid, figure: Figure, value: Values) -> None:
     """The lines of one panel; along a measure, every point carries its name."""
     lines = grid.names(figure.line) if figure.line else [None]
     for number, name in enumerate(lines):
-        points = [p for p in grid.points() if name is None or p[list(grid.axes).index(figure.line or "")] == name]
-        points = [p for p in points if value(figure.y, p) and (figure.x in grid.axes or value(figure.x, p))]
+        points = [p for p in known(grid, figure, value) if name is None or grid.place(p)[figure.line or ""] == name]
         if not points:
             continue
         means = [sum(value(figure.y, p)) / len(value(figure.y, p)) for p in points]
@@ -89,9 +87,9 @@ def panel(axes: Axes, grid: Grid, figure: Figure, value: Value) -> None:
         axes.legend(title=figure.line, fontsize=9)
 
 
-def position(grid: Grid, figure: Figure, point: Point, value: Value) -> float:
+def position(grid: Grid, figure: Figure, point: Point, value: Values) -> float:
     """Where a point stands along x: the number of its value, or the mean of its measure."""
     if figure.x in grid.axes:
-        return grid.names(figure.x).index(point[list(grid.axes).index(figure.x)])
+        return grid.names(figure.x).index(grid.place(point)[figure.x])
     found = value(figure.x, point)
     return sum(found) / len(found)

@@ -1,35 +1,19 @@
 """What a grid has shown: its cells, each point's mean and spread over seeds, the paper's numbers, and the verdicts."""
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
 from pkmlm import __version__
-from pkmlm.report.tables import Column, Table
+from pkmlm.report.tables import Column, Table, number
 from pkmlm.runtime.rundir import source_commit
 from pkmlm.sweep.cells import Cell, Cells
 from pkmlm.sweep.grid import Grid, Point
 from pkmlm.sweep.measures import MEASURES
 from pkmlm.sweep.runner import Outcome, best
 from pkmlm.sweep.verdicts import Verdict, claim_verdicts, rank_correlations
-
-
-@dataclass(frozen=True)
-class Spread:
-    """One measure at one point: a value for each seed (or round)."""
-
-    values: tuple[float, ...]
-
-    @property
-    def mean(self) -> float:
-        return fmean(self.values)
-
-    @property
-    def half(self) -> float:
-        """Half of what lies between the least and the greatest."""
-        return (max(self.values) - min(self.values)) / 2
 
 
 @dataclass
@@ -65,8 +49,10 @@ class Results:
         others = [self.outcomes.get(cell.name) for cell in self.cells.others(first.cell)]
         return [first, *(one for one in others if one is not None and one.status == "measured")]
 
-    def spread(self, measure: str, point: Point) -> Spread | None:
-        """What was measured at a point; None where nothing was. Speed: the median of the rounds, in thousands."""
+    def values(self, measure: str, point: Point) -> tuple[float, ...]:
+        """What was measured at a point, one number a seed; none where nothing was. Speed: the median of the rounds, in
+        thousands.
+        """
         read = MEASURES[measure].read
         if MEASURES[measure].source == "cost":
             found = [read({"cost": self.costs[point]})]
@@ -74,21 +60,16 @@ class Results:
             found = [median(self.speeds[point]) / 1000] if self.speeds.get(point) else []
         else:
             found = [read(outcome.facts) for outcome in self.chosen(point)]
-        values = tuple(value for value in found if value is not None)
-        return Spread(values) if values else None
+        return tuple(value for value in found if value is not None)
 
     def verdicts(self) -> list[Verdict]:
-        return claim_verdicts(self.grid, self._values) + rank_correlations(self.grid, self._values)
-
-    def _values(self, measure: str, point: Point) -> tuple[float, ...]:
-        spread = self.spread(measure, point)
-        return spread.values if spread else ()
+        return claim_verdicts(self.grid, self.values) + rank_correlations(self.grid, self.values)
 
     def as_json(self, name: str, scale: str | None, base: str, machine: Mapping[str, str]) -> dict[str, Any]:
         """Everything, for results.json."""
         points = [
             {
-                "point": dict(zip(self.grid.axes, point, strict=True)),
+                "point": self.grid.place(point),
                 "tuned": next((outcome.cell.tuned for outcome in self.chosen(point)), None),
                 "measured": {measure: self._numbers(measure, point) for measure in self.grid.measure},
                 "paper": {measure: self.grid.paper_value(measure, point) for measure in self.grid.paper},
@@ -110,14 +91,13 @@ class Results:
             "verdicts": [verdict.as_json() for verdict in self.verdicts()],
             "cells": [cell_json(self.grid, outcome) for outcome in self.outcomes.values()],
             "speed": [
-                {"point": dict(zip(self.grid.axes, point, strict=True)), "tokens_per_second": rounds}
-                for point, rounds in self.speeds.items()
+                {"point": self.grid.place(point), "tokens_per_second": rounds} for point, rounds in self.speeds.items()
             ],
         }
 
     def _numbers(self, measure: str, point: Point) -> dict[str, Any] | None:
-        spread = self.spread(measure, point)
-        return {"mean": spread.mean, "values": list(spread.values)} if spread else None
+        values = self.values(measure, point)
+        return {"mean": fmean(values), "values": list(values)} if values else None
 
     def tables(self) -> list[Table]:
         """The paper-style table, the tuned values, and the verdicts."""
@@ -126,7 +106,7 @@ class Results:
             found.append(self._tuning())
         verdicts = self.verdicts()
         if verdicts:
-            columns = [Column("Claim or measure"), Column("holds", "right"), Column("beyond the seeds", "right")]
+            columns = [Column("Claim or measure"), number("holds"), number("beyond the seeds")]
             columns_shown = 3 if self.trains else 2
             rows = [verdict.row()[:columns_shown] for verdict in verdicts]
             found.append(Table("What holds", columns[:columns_shown], rows))
@@ -135,13 +115,13 @@ class Results:
     def _points(self) -> Table:
         columns = [Column(axis) for axis in self.grid.axes]
         if self.grid.tune:
-            columns.append(Column(self.grid.tune.key.rpartition(".")[2], "right"))
+            columns.append(number(self.grid.tune.key.rpartition(".")[2]))
         if self.trains:
-            columns.append(Column("seeds", "right"))
+            columns.append(number("seeds"))
         for measure in self.grid.measure:
-            columns.append(Column(MEASURES[measure].heading, "right"))
+            columns.append(number(MEASURES[measure].heading))
             if measure in self.grid.paper:
-                columns.append(Column("paper", "right", MEASURES[measure].format))
+                columns.append(number("paper", MEASURES[measure].format))
         return Table(self.grid.title, columns, [self._row(point) for point in self.grid.points()])
 
     def _row(self, point: Point) -> list[Any]:
@@ -152,7 +132,7 @@ class Results:
         if self.trains:
             row.append(len(chosen) or None)
         for measure in self.grid.measure:
-            row.append(shown(self.spread(measure, point), MEASURES[measure].format))
+            row.append(shown(self.values(measure, point), MEASURES[measure].format))
             if measure in self.grid.paper:
                 row.append(self.grid.paper_value(measure, point))
         return row
@@ -160,7 +140,7 @@ class Results:
     def _tuning(self) -> Table:
         assert self.grid.tune is not None
         columns = [Column(axis) for axis in self.grid.axes]
-        columns += [Column(value, "right", "{:.4f}") for value in self.grid.tune.values]
+        columns += [number(value, "{:.4f}") for value in self.grid.tune.values]
         rows = [[*point, *(self._tried(cell) for cell in self.cells.tuning(point))] for point in self.grid.points()]
         return Table(f"Validation (nats a token) of seed {self.grid.seeds[0]} by {self.grid.tune.key}", columns, rows)
 
@@ -171,12 +151,12 @@ class Results:
         return outcome.facts.get("valid_loss") if outcome.status == "measured" else outcome.status
 
 
-def shown(spread: Spread | None, format: str) -> str | None:
-    """The mean, and half the spread over seeds where there are several: `104.13 +-0.52`."""
-    if spread is None:
+def shown(values: Sequence[float], format: str) -> str | None:
+    """The mean, and half of what lies between the least and the greatest where that is not 0: `104.13 +-0.52`."""
+    if not values:
         return None
-    text = format.format(spread.mean)
-    return f"{text} +-{format.format(spread.half)}" if len(spread.values) > 1 and spread.half else text
+    text, half = format.format(fmean(values)), (max(values) - min(values)) / 2
+    return f"{text} +-{format.format(half)}" if half else text
 
 
 def cell_json(grid: Grid, outcome: Outcome) -> dict[str, Any]:
@@ -184,7 +164,7 @@ def cell_json(grid: Grid, outcome: Outcome) -> dict[str, Any]:
     kept = ("valid_loss", "test_token_ppl", "test_word_ppl", "test_bits_per_byte", "step", "tokens", "seconds")
     return {
         "name": cell.name,
-        "point": dict(zip(grid.axes, cell.point, strict=True)),
+        "point": grid.place(cell.point),
         "seed": cell.seed,
         "tuned": cell.tuned,
         "overrides": list(cell.overrides),
@@ -204,11 +184,7 @@ def progress_line(outcome: Outcome, number: int, total: int, measures: Sequence[
     told = [
         f"{MEASURES[name].heading} {MEASURES[name].format.format(value)}"
         for name in measures
-        if MEASURES[name].source not in ("cost", "speed") and (value := read_of(name)(outcome.facts)) is not None
+        if MEASURES[name].source not in ("cost", "speed") and (value := MEASURES[name].read(outcome.facts)) is not None
     ]
     what = ", ".join(told[:4]) if outcome.status == "measured" else f"{outcome.status}: {outcome.message}"
     return f"{number}/{total} {outcome.cell.name}: {what or outcome.status}"
-
-
-def read_of(measure: str) -> Callable[[Mapping[str, Any]], float | None]:
-    return MEASURES[measure].read

@@ -6,14 +6,15 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
 
 from pkmlm.errors import UserError
 from pkmlm.report.compare import Facts, facts_of
+from pkmlm.runtime.cores import usable_cores
 from pkmlm.runtime.rundir import RunDirectory
 from pkmlm.runtime.signals import StopRequest
 from pkmlm.sweep.cells import Cell, Cells
@@ -51,8 +52,8 @@ class Runner:
         base: the base recipe's file.
         folder: of the run directories.
         measures: names of `MEASURES`.
-        jobs: cells at a time; each gets its share of the processor's threads.
-        devices: values of CUDA_VISIBLE_DEVICES, taken in turn; empty: as this process has it.
+        jobs: cells at a time; each gets its share of the usable cores.
+        devices: values of CUDA_VISIBLE_DEVICES, at least as many as jobs; empty: as this process has it.
         task_data: of `pkmlm eval --task-data`.
     """
 
@@ -69,11 +70,11 @@ class Runner:
         self.base, self.folder, self.task_data, self.stop, self.jobs = base, folder, task_data, stop, jobs
         self.sources = {MEASURES[name].source for name in measures}
         self.tasks = [name for name in TASKS if name in measures] or list(TASKS)
-        self.free_devices = list(devices)
+        self.devices, self.free_devices = devices, list(devices)
         self.running: list[Cell] = []
         self.children: list[subprocess.Popen[str]] = []
         self.asked: set[int] = set()  # processes that have been asked to stop
-        self.lock = Lock()
+        self.ended = False
 
     def run(self, cells: Cells, done: Callable[[Outcome], None], tick: Callable[[list[Cell]], None]) -> None:
         """Run all cells: of every point the first seed at each tuned value, then the other seeds at the best of them.
@@ -82,24 +83,39 @@ class Runner:
             done: is told of every cell that has ended, in this thread.
             tick: is told some times a second which cells are running.
         """
-        waiting: set[Future[Outcome]] = set()
         outcomes: dict[tuple[str, ...], list[Outcome]] = {}
-        with ThreadPoolExecutor(self.jobs) as pool:
-            for cell in cells.first.values():
-                waiting.add(pool.submit(self._run_cell, cell))
+        pool = ThreadPoolExecutor(self.jobs)
+        try:
+            waiting = {pool.submit(self._run_cell, cell) for cell in cells.first.values()}
             while waiting:
                 ended, waiting = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
                 tick(list(self.running))
-                if self.stop:
+                if self.stopping:
                     self._stop_children()
                 for outcome in (future.result() for future in ended):
                     done(outcome)
                     known = outcomes.setdefault(outcome.cell.point, [])
                     known.append(outcome)
-                    if len(known) == len(cells.tuning(outcome.cell.point)) and not self.stop:
+                    if len(known) == len(cells.tuning(outcome.cell.point)) and not self.stopping:
                         chosen = best(known)
                         others = cells.others(chosen.cell) if chosen else []
                         waiting |= {pool.submit(self._run_cell, cell) for cell in others}
+        finally:
+            self._end(pool)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a signal has asked to stop, or an error ends the sweep."""
+        return self.ended or self.stop.exit_code is not None
+
+    def _end(self, pool: ThreadPoolExecutor) -> None:
+        """Leave nothing behind: where an error ends the sweep, cells wait and commands run."""
+        self.ended = True
+        pool.shutdown(wait=False, cancel_futures=True)
+        while self.running:
+            self._stop_children()
+            time.sleep(0.05)
+        pool.shutdown()
 
     def _run_cell(self, cell: Cell) -> Outcome:
         self.running.append(cell)
@@ -113,13 +129,13 @@ class Runner:
     def _measured(self, cell: Cell) -> Outcome:
         run = RunDirectory(self.folder / cell.name)
         for command in self._commands(cell, run):
-            if self.stop:
+            if self.stopping:
                 return Outcome(cell, "stopped", {})
             code, said = self._call(command)
             if code:
-                status = "stopped" if self.stop else "diverged" if code == DIVERGED else "failed"
+                status = "stopped" if self.stopping else "diverged" if code == DIVERGED else "failed"
                 return Outcome(cell, status, {}, said)
-        return Outcome(cell, "measured", facts_of(cell.name, run))
+        return Outcome(cell, "measured", facts_at_end(cell, run))
 
     def _commands(self, cell: Cell, run: RunDirectory) -> Iterable[list[str]]:
         """The arguments of `pkmlm`, one call after the other, without what has been done already."""
@@ -127,8 +143,8 @@ class Runner:
         if finished(cell, self.folder) is None:
             settings = [part for text in cell.overrides for part in ("-s", text)]
             yield ["train", str(self.base), "-o", path, "-q", *settings]
-        facts = facts_of(cell.name, run)
-        if "eval" in self.sources and facts["test_step"] != facts["step"]:
+        facts = facts_at_end(cell, run)
+        if "eval" in self.sources and facts["test_step"] is None:
             yield ["eval", path, "-q"]
         remembers = model.projections == "hash" or model.memory.kind != "none"
         if "usage" in self.sources and remembers and not facts["usage"]:
@@ -140,10 +156,9 @@ class Runner:
     def _call(self, arguments: Sequence[str]) -> tuple[int, str]:
         """Run one command; its exit code and the last thing that it said."""
         environment = dict(os.environ)
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.jobs)))
-        device = self._take_device()
-        if device is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = device
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // self.jobs)))
+        if self.devices:
+            environment["CUDA_VISIBLE_DEVICES"] = device = self.free_devices.pop(0)
         try:
             with subprocess.Popen(
                 [sys.executable, "-m", "pkmlm.cli.child", str(os.getpid()), *arguments],
@@ -158,15 +173,11 @@ class Runner:
                 _, said = child.communicate()
                 self.children.remove(child)
         finally:
-            if device is not None:
+            if self.devices:
                 self.free_devices.append(device)
         lines = said.strip().splitlines() or [""]
         told = [line for line in lines if line.startswith("error: ")] or lines
         return child.returncode, told[-1].removeprefix("error: ")
-
-    def _take_device(self) -> str | None:
-        with self.lock:
-            return self.free_devices.pop(0) if self.free_devices else None
 
     def _stop_children(self) -> None:
         """Ask the running commands to stop, each once: it saves a checkpoint; a second request would end it at once."""
@@ -184,13 +195,25 @@ def best(outcomes: Sequence[Outcome]) -> Outcome | None:
     return min(measured, key=lambda outcome: outcome.loss, default=None)
 
 
+def facts_at_end(cell: Cell, run: RunDirectory) -> Facts:
+    """What is known of a cell's run (see `facts_of`), less what was measured of another step than it has come to."""
+    facts = facts_of(cell.name, run)
+    if facts["test_step"] != facts["step"]:
+        facts |= {key: None for key in facts if key.startswith("test_")}
+    if facts["usage_step"] != facts["step"]:
+        facts |= {"usage_step": None, "usage": []}
+    if facts["tasks_step"] != facts["step"]:
+        facts |= {"tasks_step": None, "tasks": {}, "average_acc": None}
+    return facts
+
+
 def finished(cell: Cell, folder: Path) -> Outcome | None:
     """The outcome of a cell that was run before, or None; "failed" where its files cannot be read."""
     run = RunDirectory(folder / cell.name)
     try:
         if not (run.path / "done").exists() or run.recipe() != cell.recipe:
             return None
-        return Outcome(cell, "measured", facts_of(cell.name, run))
+        return Outcome(cell, "measured", facts_at_end(cell, run))
     except UserError as error:
         return Outcome(cell, "failed", {}, error.message)
 

@@ -1,12 +1,10 @@
 """Whether the orderings that a paper states are in what was measured."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
-from statistics import fmean
+from itertools import pairwise
+from statistics import correlation, fmean
 from typing import Any
-
-from scipy.stats import spearmanr  # type: ignore[import-untyped]
 
 from pkmlm.sweep.grid import Claim, Grid, Point
 from pkmlm.sweep.measures import MEASURES
@@ -55,7 +53,7 @@ def verdict(grid: Grid, claim: Claim, values: Values) -> Verdict:
 
 def pairs_of(grid: Grid, claim: Claim) -> Iterator[tuple[Point, Point]]:
     """The pairs (less, greater) that a claim orders: alike in all axes that it does not name."""
-    points = [place(grid, point) for point in grid.points()]
+    points = [grid.place(point) for point in grid.points()]
     allowed = [p for p in points if all(p[axis] in names for axis, names in claim.at.items())]
     along = claim.rising or claim.falling
     if along:
@@ -72,10 +70,6 @@ def pairs_of(grid: Grid, claim: Claim) -> Iterator[tuple[Point, Point]]:
                 yield named(less, more)
 
 
-def place(grid: Grid, point: Point) -> dict[str, str]:
-    return dict(zip(grid.axes, point, strict=True))
-
-
 def named(less: dict[str, str], more: dict[str, str]) -> tuple[Point, Point]:
     return tuple(less.values()), tuple(more.values())
 
@@ -89,9 +83,14 @@ def rank_correlations(grid: Grid, values: Values) -> list[Verdict]:
             for point in grid.points()
             if (measured := values(measure, point)) and (paper := grid.paper_value(measure, point)) is not None
         ]
-        varied = all(any(a != b for a, b in combinations(column, 2)) for column in zip(*both, strict=True))
-        if len(both) >= 3 and varied:
-            correlation = float(spearmanr(*zip(*both, strict=True)).statistic)
+        columns = [list(column) for column in zip(*both, strict=True)]
+        if len(both) >= 3 and all(len(set(column)) > 1 for column in columns):
+            agreement = correlation(*map(ranks, columns))
             text = f"{MEASURES[measure].heading}: rank correlation with the paper, {len(both)} points"
-            found.append(Verdict(text, correlation=correlation))
+            found.append(Verdict(text, correlation=agreement))
     return found
+
+
+def ranks(values: Sequence[float]) -> list[float]:
+    """The rank of each value, from 1; equal ones have the mean of theirs."""
+    return [sum(other < value for other in values) + (values.count(value) + 1) / 2 for value in values]

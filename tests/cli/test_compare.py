@@ -24,7 +24,9 @@ def run(tmp_path: Path) -> Path:
     for name in ("eval", "usage", "checkpoints/step-00000200"):
         (folder / name).mkdir(parents=True)
     memory = "{kind: product-key, layers: 2, num_keys: 8, topk: 4, heads: 2, key_dim: 8}"
-    (folder / "recipe.yaml").write_text(f"name: r\nmodel: {{dim: 16, layers: 2, heads: 2, memory: {memory}}}\n")
+    (folder / "recipe.yaml").write_text(
+        f"name: r\nmodel: {{dim: 16, layers: 2, heads: 2, memory: {memory}}}\noptim: {{lr: 1e-3}}\n"
+    )
     parameters = {"dense": 1000, "memory": 2000, "read_per_token": 1100}
     (folder / "run.json").write_text(json.dumps({"parameters": parameters, "status": "finished"}))
     events: list[Facts] = [
@@ -69,6 +71,9 @@ def test_json_gathers_what_the_run_holds(run: Path) -> None:
     assert found == {
         "run": "mine",
         "kind": "product-key",
+        "dim": 16,
+        "layers": 2,
+        "lr": 1e-3,
         "dense": 1000,
         "memory": 2000,
         "read_per_token": 1100,
@@ -85,8 +90,10 @@ def test_json_gathers_what_the_run_holds(run: Path) -> None:
         "test_token_ppl": 7.0,
         "test_word_ppl": 14.0,
         "test_bits_per_byte": 1.5,
+        "tasks_step": 200,
         "tasks": {"piqa": {"n": 10, "acc": 0.6}},
         "average_acc": 0.6,
+        "usage_step": 200,
     }
     assert usage[0]["mass"]["kl"] == 0.5
 
@@ -106,13 +113,25 @@ def test_tasks_of_several_files_are_merged(run: Path) -> None:
     assert found["average_acc"] == pytest.approx(0.35)
 
 
+def test_results_of_an_earlier_step_say_so(run: Path) -> None:
+    assert pkmlm("compare", run).stdout.count("at step") == 2, "of validation and test, in every table"
+    line = {"event": "train", "step": 300, "loss": 5.0}
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write("\n" + json.dumps(line) + "\n")
+    (found,) = facts(run)
+    assert [found[f"{what}step"] for what in ("", "test_", "tasks_", "usage_")] == [300, 200, 200, 200]
+    quality, tasks, usage = pkmlm("compare", run).stdout.split("\n\n")[3::2]
+    assert [table.splitlines()[-1].split()[-1] for table in (quality, tasks, usage)] == ["200"] * 3
+    assert tasks.splitlines()[0].split()[-2:] == ["at", "step"]
+
+
 def test_missing_pieces_show_as_a_dash(run: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "recipe.yaml").write_text("model: {projections: hash}\n")
     (found,) = facts(bare)
     assert found["kind"] == "hash"
-    assert {key for key, value in found.items() if value not in (None, [], {})} == {"run", "kind"}
+    assert {key for key, value in found.items() if value not in (None, [], {})} == {"run", "kind", "dim", "layers", "lr"}
     assert pkmlm("compare", bare).stdout.splitlines()[-1].split() == ["bare", "hash"] + ["-"] * 6
     text = pkmlm("compare", run, bare).stdout
     assert [line.split()[1:3] for line in text.splitlines() if line.startswith("bare")] == [

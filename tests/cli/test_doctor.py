@@ -1,7 +1,9 @@
 """`pkmlm doctor` as a user runs it."""
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pkmlm import __version__
-from pkmlm.cli.doctor import GIGA, examine, problems
+from pkmlm.cli.doctor import GIGA, NEEDED, examine, problems
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,6 +80,25 @@ def test_what_is_wrong_is_named(section: str, key: str, value: object, what: str
     assert found["what"].startswith(what)
     assert found["broken"] is broken
     assert found["todo"]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="a process cannot be held to a core here")
+def test_usable_cores_are_those_that_the_process_is_held_to() -> None:
+    program = (
+        "import os; from pkmlm.runtime.cores import usable_cores; every = os.sched_getaffinity(0);"
+        "assert usable_cores() == len(every); os.sched_setaffinity(0, {min(every)}); assert usable_cores() == 1"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
+
+
+def test_what_is_looked_for_is_what_setup_installs() -> None:
+    (call,) = [node for node in ast.walk(ast.parse((ROOT / "setup.py").read_text())) if is_setup(node)]
+    (listed,) = [ast.literal_eval(each.value) for each in call.keywords if each.arg == "install_requires"]
+    assert sorted(NEEDED) == sorted(re.split("[<>=]", requirement)[0] for requirement in listed)
+
+
+def is_setup(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == "setup"
 
 
 def test_help_has_examples(tmp_path: Path) -> None:

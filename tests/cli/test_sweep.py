@@ -1,7 +1,6 @@
 """`pkmlm sweep`: grids of tiny models, trained and measured for real."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -10,6 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from pkmlm.runtime.rundir import RunDirectory
+from pkmlm.runtime.signals import StopRequest
+from pkmlm.sweep.cells import Cells
+from pkmlm.sweep.grid import read_grid
+from pkmlm.sweep.runner import Outcome, Runner
 from tests.conftest import pkmlm
 
 GRID = """title: Two memories
@@ -23,6 +27,10 @@ paper: {perplexity: [23.0, 22.0, 21.0]}
 claims: [{text: the memory helps, measure: perplexity, greater: {slots: none}, less: {slots: 256}}]
 figures: [{x: slots, y: perplexity}]
 """
+PIQA = "".join(
+    json.dumps({"goal": f"To open door {number}", "sol1": "turn the key", "sol2": "sing", "label": number % 2}) + "\n"
+    for number in range(4)
+)
 
 
 @pytest.fixture
@@ -79,8 +87,83 @@ def test_a_stopped_sweep_goes_on(grid, tmp_path):
     run = json.loads((folder / "cells" / "none_seed-1" / "run.json").read_text())
     assert run["status"] == "stopped", "the cell saved a checkpoint"
     assert not (folder / "cells" / "256_seed-1").exists()
-    with pytest.raises(ProcessLookupError):
-        os.kill(run["pid"], 0) if "pid" in run else os.kill(sweep.pid, 0)
+    (stopped,) = RunDirectory(folder / "cells" / "none_seed-1").steps()
+    pkmlm("sweep", grid, "-o", folder, "-s", f"train.steps={stopped + 4}", "-q")
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["step"] for line in lines if line["event"] == "train"] == list(range(1, stopped + 5))
+    assert f"resuming at step {stopped}" in (log.parent / "train.log").read_text()
+    cells = {cell["name"]: cell for cell in json.loads((folder / "results.json").read_text())["cells"]}
+    assert {cell["step"] for cell in cells.values()} == {stopped + 4}
+    assert cells.keys() == {"none_seed-1", "256_seed-1"}
+
+
+def test_a_sweep_that_trains_longer_measures_again(grid, tmp_path):
+    folder, task_data = tmp_path / "swept", tmp_path / "tasks"
+    task_data.mkdir()
+    (task_data / "piqa.jsonl").write_text(PIQA)
+    text = GRID.replace("tune: {values: [3e-3, 1e30]}\n", "").replace(", usage, speed, dense]", ", usage, piqa]")
+    grid.write_text(text.replace("without: [{", "without: [{slots: none}, {"))
+    run = folder / "cells" / "256_seed-1"
+    train = ("train", grid.parent / "product-key.yaml", "-o", run, "-q", "-s", "model.memory.num_keys=16")
+    pkmlm(*train, "-s", "train.steps=4")
+    pkmlm("eval", run, "-q")
+    pkmlm("usage-report", run, "-q")
+    (run / "eval" / "tasks-piqa-step-4.json").write_text('{"step": 4, "tasks": {"piqa": {"acc": 0.875}}}')
+    again = ("sweep", grid, "-o", folder, "--task-data", task_data, "-q")
+    row = pkmlm(*again, "-s", "train.steps=4", "--table").stdout.splitlines()[4].split()
+    assert (row[-1], "-" in row) == ("0.875", False)
+    pkmlm(*train, "-s", "train.steps=8")
+    row = pkmlm(*again, "-s", "train.steps=8", "--table").stdout.splitlines()[4].split()
+    assert row == ["256", "1", "-", "21.00", "-", "-"], "what was measured at step 4 is not that of step 8"
+    pkmlm(*again, "-s", "train.steps=8")
+    (cell,) = json.loads((folder / "results.json").read_text())["cells"]
+    kept = json.loads((run / "usage" / "test-step-8.json").read_text())["memories"]
+    assert [memory["kl"] for memory in cell["usage"]] == [memory["mass"]["kl"] for memory in kept]
+    tasks = json.loads((run / "eval" / "tasks-piqa-step-8.json").read_text())["tasks"]
+    assert cell["tasks"] == {"piqa": tasks["piqa"]["acc"]}
+
+
+def test_a_cell_on_each_device(grid, tmp_path):
+    folder = tmp_path / "swept"
+    said = pkmlm("sweep", grid, "-o", folder, "--device", "0,1", "--jobs", 3, code=2).stderr
+    assert "--jobs 3: found 2 devices (expected one a job)" in said
+    assert not folder.exists()
+    grid.write_text(GRID.replace("tune: {values: [3e-3, 1e30]}\n", "").replace(", usage, speed, dense]", "]"))
+    for name in ("none_seed-1", "256_seed-1"):  # no runs: these cells fail before anything is started
+        (folder / "cells" / name).mkdir(parents=True)
+        (folder / "cells" / name / "done").touch()
+    done = pkmlm("sweep", grid, "-o", folder, "--device", "0,1", code=1)
+    assert f"2 runs in {folder}, 2 at a time" in done.stderr
+
+
+def test_no_value_can_be_chosen_without_a_valid_split(grid, novels, tmp_path):
+    pkmlm("tokenize", novels / "valid.txt", "-o", tmp_path / "tokens", "--vocab-size", 400)
+    done = pkmlm("sweep", grid, "-o", tmp_path / "swept", "-s", f"data.dir={tmp_path / 'tokens'}", code=2)
+    assert "tokens has no valid split, by which the grid chooses optim.lr" in done.stderr
+    assert not (tmp_path / "swept").exists(), "told before anything is trained"
+
+
+def test_an_error_ends_the_sweep_at_once(grid, tmp_path):
+    """One cell has ended, two train for long, one waits: they save checkpoints, and it never begins."""
+    grid.write_text("""base: product-key.yaml
+axes: {steps: {2: {train.steps: 2}, 100000: {train.steps: 100000}, 100001: {train.steps: 100001}, 3: {train.steps: 3}}}
+""")
+    cells, runs = Cells(read_grid(grid), grid.parent / "product-key.yaml"), tmp_path / "cells"
+    long = [runs / f"{steps}_seed-1" for steps in (100000, 100001)]
+    deadline = time.monotonic() + 60
+
+    def done(outcome: Outcome) -> None:
+        while not all((run / "metrics.jsonl").exists() for run in long):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        raise RuntimeError(f"told of {outcome.cell.name}")
+
+    runner = Runner(cells.base, runs, ["valid_loss"], 2, [], None, StopRequest())
+    with pytest.raises(RuntimeError, match="told of 2_seed-1"):
+        runner.run(cells, done, lambda running: None)
+    assert [json.loads((run / "run.json").read_text())["status"] for run in long] == ["stopped"] * 2
+    assert not (runs / "3_seed-1").exists()
+    assert time.monotonic() < deadline
 
 
 def test_a_killed_sweep_takes_its_command_along(grid, tmp_path):

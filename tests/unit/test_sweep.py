@@ -170,6 +170,9 @@ def test_rank_correlation_with_the_paper(folder):
     (verdict,) = rank_correlations(grid, numbers({**opposite, ("perplexity", P[0]): (3.5,)}))
     # ranks 3 1 2 4 5 against 5 4 3 2 1: 1 - 6 (4 + 9 + 1 + 4 + 16) / (5 * 24)
     assert verdict.correlation == pytest.approx(1 - 6 * 34 / 120)
+    (verdict,) = rank_correlations(grid, numbers({**opposite, ("perplexity", P[0]): (3.0,)}))
+    # 3 2 3 4 5 have the ranks 2.5 1 2.5 4 5, less their mean -0.5 -2 -0.5 1 2; the paper's are 2 1 0 -1 -2
+    assert verdict.correlation == pytest.approx(-8 / (9.5 * 10) ** 0.5)
     assert not rank_correlations(grid, numbers(dict(list(opposite.items())[:2]))), (
         "two points have no order to speak of"
     )
@@ -183,9 +186,7 @@ def test_other_seeds_count_at_the_best_tuned_value_only(folder):
         results.add(Outcome(cell, "measured", {"valid_loss": loss, "test_token_ppl": ppl}))
     (other,) = cells.others(tuning[1])
     results.add(Outcome(other, "measured", {"valid_loss": 4.1, "test_token_ppl": 60.0}))
-    spread = results.spread("perplexity", P[2])
-    assert spread is not None
-    assert (spread.values, spread.mean, spread.half) == ((50.0, 60.0), 55.0, 5.0)
+    assert results.values("perplexity", P[2]) == (50.0, 60.0)
     table, tried, _ = results.tables()
     row = next(row for row in table.rows if tuple(row[:2]) == P[2])
     assert row == ["64", "yes", "2e-3", 2, "55.00 +-5.00", 21.0, None, "2.00"]
@@ -224,7 +225,25 @@ def test_a_figure_has_a_panel_for_the_paper_and_a_line_for_each_value(folder):
     assert [tick.get_text() for tick in paper.get_xticklabels()] == ["none", "64", "256"]
     against = picture(results, by_usage)
     assert against is not None
-    assert len(against.axes[0].texts) == 4, "the point without a memory has no usage"
+    (panel,) = against.axes  # the paper gives no usage
+    assert len(panel.texts) == 4, "the point without a memory has no usage"
+
+
+def test_what_a_value_stands_for_is_in_the_table():
+    path = ROOT / "recipes" / "memoryformer" / "grids" / "table-4.yaml"
+    grid = read_grid(path, "gpu")
+    cells = Cells(grid, path.parent / grid.base)
+    results = Results(grid, cells, {point: {} for point in grid.points()})
+    for cell in cells.first.values():
+        for each in (cell, *cells.others(cell)):
+            results.add(Outcome(each, "measured", {"lr": each.recipe.optim.lr, "test_token_ppl": 20.0}))
+    rows = results.tables()[0].rows
+    assert [row[:3] for row in rows] == [
+        ["first", 2, "0.0015"],
+        ["second", 2, "0.003"],
+        ["third", 2, "0.006"],
+        ["fourth", 2, "0.012"],
+    ]
 
 
 GRIDS = sorted((ROOT / "recipes").glob("*/grids/*.yaml"))
