@@ -1,19 +1,11 @@
 """Speed: what is timed beside what, always in turn in one run."""
 
-LAYERS = {
-    "pkmlm": "this package's layer, row Adam",
-    "plain-adam": "plain torch, dense gradient, Adam as it comes",
-    "plain-fused": "plain torch, dense gradient, fused Adam",
-    "plain-sparse": "plain torch, sparse gradient, SparseAdam",
-    "ffn": "the FFN of the same width, fused Adam",
-}
+# Of `bench memory`: this package's layer with row Adam; the same in plain torch with a dense gradient and Adam as it
+# comes or fused, and with a sparse gradient and SparseAdam; the FFN of the same width with fused Adam.
+LAYERS = ("pkmlm", "plain-adam", "plain-fused", "plain-sparse", "ffn")
 PHASES = ("forward", "backward", "step")  # of a layer; each holds the one before it
-MODELS = {
-    "dense": "the recipe's layers, without its memory",
-    "memory": "with its memory",
-    "double": "dense, with twice the layers",
-    "hash": "a MemoryFormer of the same shape",
-}
+# Of a recipe: its layers without the memory, with it, twice the layers without, and a MemoryFormer of the same shape.
+MODELS = ("dense", "memory", "double", "hash")
 
 
 def short(slots: int) -> str:

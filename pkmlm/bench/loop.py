@@ -44,8 +44,9 @@ def loop_cost(
 ) -> LoopCost:
     """Time both loops in turn, after one round of each that is not counted; each round starts from a new model.
 
-    The loop of `pkmlm train` runs with its checks, metrics and log file, without validation and checkpoints; the bare
-    one is forward, loss, backward, optimizer step, with the same optimizers at a constant rate and no clipping.
+    The loop of `pkmlm train` runs with its checks, metrics and log file, without validation; the one checkpoint that it
+    saves, at the end, is not timed. The bare one is forward, loss, backward, optimizer step, with the same optimizers
+    at a constant rate and no clipping.
     """
     # Two more steps than are timed: the first allocates, and the last is only begun.
     recipe = replace(

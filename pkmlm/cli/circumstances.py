@@ -23,6 +23,7 @@ def circumstances(
 
     from pkmlm import __version__
     from pkmlm.model.cost import cost_of
+    from pkmlm.runtime.device import name_of
     from pkmlm.runtime.rundir import source_commit
 
     cost = cost_of(recipe, recipe.model.vocab_size or tokenizer.size)
@@ -30,9 +31,7 @@ def circumstances(
         "argv": sys.argv[1:],
         "versions": {"pkmlm": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "commit": source_commit(),
-        "device": torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"cpu, {torch.get_num_threads()} threads",
+        "device": name_of(device),
         "precision": precision,
         "precision_reason": reason,
         "ranks": ranks,

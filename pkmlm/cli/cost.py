@@ -154,15 +154,12 @@ def vocabulary(recipe: "Recipe") -> int:
 
 def layer_table(recipe: "Recipe", cost: "Cost") -> "Table":
     """What each layer costs; equal layers share a line."""
-    from pkmlm.report.tables import Column, Table
+    from pkmlm.report.tables import Column, Table, number
 
-    def number(name: str, style: str = "{:.3g}") -> Column:
-        return Column(name, "right", style)
-
-    columns = [Column("layers"), Column("made of"), number("dense", "{:,}"), number("memory", "{:,}")]
-    columns += [number("GFLOP built"), number("w/o attn")]
     with_paper = any(block.paper_flops is not None for block in cost.blocks)
-    columns += [number("GFLOP paper"), number("w/o attn")] if with_paper else []
+    operations = ["GFLOP built", "w/o attn", *(["GFLOP paper", "w/o attn"] if with_paper else [])]
+    columns = [Column("layers"), Column("made of"), number("dense"), number("memory")]
+    columns += [number(name, "{:.3g}") for name in operations]
     rows = []
     for _, equal in groupby(cost.blocks, key=lambda block: (block.parts, block.paper_flops)):
         blocks = list(equal)
@@ -192,7 +189,7 @@ def layer_row(blocks: "list[Block]", with_paper: bool) -> list[object]:
 
 
 def total_table(cost: "Cost", vocab_size: int) -> "Table":
-    from pkmlm.report.tables import Column, Table
+    from pkmlm.report.tables import Column, Table, number
 
     table_bytes = cost.memory * cost.entry_bytes
     rows = [
@@ -203,13 +200,13 @@ def total_table(cost: "Cost", vocab_size: int) -> "Table":
         (f"bytes of values and tables, at {cost.entry_bytes} an entry", table_bytes),
         ("bytes gathered from them per token", cost.gather_bytes_per_token),
     ]
-    return Table("The whole model", [Column("what"), Column("number", "right", "{:,}")], rows)
+    return Table("The whole model", [Column("what"), number("number")], rows)
 
 
 def training_table(recipe: "Recipe", cost: "Cost") -> "Table":
-    from pkmlm.report.tables import Column, Table
+    from pkmlm.report.tables import Column, Table, number
 
     rows = [(name, size / MEGA) for name, size in cost.training.items() if size]
     rows.append(("total", sum(cost.training.values()) / MEGA))
     title = f"Memory to train, estimated: {recipe.train.micro_batch} sequences a forward"
-    return Table(title, [Column("for"), Column("MB", "right", "{:,.1f}")], rows)
+    return Table(title, [Column("for"), number("MB", "{:,.1f}")], rows)

@@ -61,32 +61,32 @@ def ranks_report(
 
 
 def held_table(costs: "list[RankCost]", ranks: int) -> "Table":
-    from pkmlm.report.tables import Column, Table
+    from pkmlm.report.tables import Table, number
 
     names = list(costs[0].training)
     rows = [(each.memory, *(each.training[name] / 1e9 for name in names), each.bytes / 1e9) for each in costs]
-    columns = [Column("memory", "right"), *(Column(name, "right", "{:,.2f}") for name in [*names, "total"])]
+    columns = [number("memory"), *(number(name, "{:,.2f}") for name in [*names, "total"])]
     return Table(f"Memory of each of {ranks} ranks (GB), by how many divide a table", columns, rows)
 
 
 def sent_table(costs: "list[RankCost]", recipe: "Recipe") -> "Table":
-    from pkmlm.report.tables import Column, Table
+    from pkmlm.report.tables import Table, number
 
     rows = [
         (each.memory, *(size / 1e6 for size in each.sent.values()), sum(each.sent.values()) / 1e6) for each in costs
     ]
     names = ["dense gradients", "reads, outputs", "table gradients", "statistics", "total"]
-    columns = [Column("memory", "right"), *(Column(name, "right", "{:,.1f}") for name in names)]
+    columns = [number("memory"), *(number(name, "{:,.1f}") for name in names)]
     return Table(f"Sent by each in a step of {recipe.train.batch_tokens:,} tokens (MB)", columns, rows)
 
 
 def largest_table(costs: "list[RankCost]", keys: list[int | None], recipe: "Recipe", device_bytes: int) -> "Table":
-    from pkmlm.report.tables import Column, Table
+    from pkmlm.report.tables import Table, number
 
     rows = []
     for each, num_keys in zip(costs, keys, strict=True):
         slots = None if num_keys is None else num_keys**2
         rows.append((each.memory, num_keys, slots, None if slots is None else slots * recipe.model.dim))
-    columns = [Column("memory", "right")]
-    columns += [Column(name, "right", "{:,}") for name in ("num_keys", "slots a layer", "values a layer")]
+    columns = [number("memory")]
+    columns += [number(name) for name in ("num_keys", "slots a layer", "values a layer")]
     return Table(f"Largest memory that fits, with {device_bytes / 1e9:,.4g} GB for each rank", columns, rows)

@@ -24,6 +24,11 @@ def choose_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def name_of(device: torch.device) -> str:
+    """A GPU by its name; a CPU by its threads."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+
+
 def choose_precision(requested: str, device: torch.device) -> tuple[Precision, str]:
     """Resolve `train.precision` for a device.
 

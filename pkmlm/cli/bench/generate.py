@@ -84,14 +84,10 @@ def command(
 
 def speed_table(name: str, times: "InferenceTimes", what: str) -> "Table":
     """Tokens a second, and as a ratio to the first model."""
-    from pkmlm.report.tables import Column, Table
+    from pkmlm.report.tables import Column, Table, number
 
-    def number(name: str, style: str = "{:,.0f}") -> Column:
-        return Column(name, "right", style)
-
-    columns = [Column("model"), Column("batch", "right"), number("tokens/s"), number("x first", "{:.2f}")]
-    columns += [number("ms", "{:,.1f}"), number("min", "{:,.1f}"), number("max", "{:,.1f}")]
-    columns += [number("M ops", "{:,.1f}"), number("MB read", "{:,.1f}")]
+    columns = [Column("model"), number("batch"), number("tokens/s", "{:,.0f}"), number("x first", "{:.2f}")]
+    columns += [number(name, "{:,.1f}") for name in ("ms", "min", "max", "M ops", "MB read")]
     rows = []
     for batch in times.batches():
         for index, model in enumerate(times.models):

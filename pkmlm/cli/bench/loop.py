@@ -29,7 +29,7 @@ def command(recipe_file: str, overrides: tuple[str, ...], rounds: int, steps: in
     from pkmlm.bench.loop import loop_cost
     from pkmlm.data.corpus import Corpus
     from pkmlm.recipe.load import load_recipe
-    from pkmlm.report.tables import Column, Table
+    from pkmlm.report.tables import Column, Table, number
     from pkmlm.runtime.device import choose_device, choose_precision
 
     recipe = load_recipe(recipe_file, overrides)
@@ -45,12 +45,7 @@ def command(recipe_file: str, overrides: tuple[str, ...], rounds: int, steps: in
     for name, seconds in (("pkmlm train", cost.loop), ("bare loop", cost.bare)):
         median = statistics.median(seconds)
         rows.append([name, 1000 * median, 1000 * min(seconds), 1000 * max(seconds), cost.tokens / median])
-    columns = [
-        Column("loop"),
-        Column("median (ms/step)", "right", "{:,.1f}"),
-        Column("min", "right", "{:,.1f}"),
-        Column("max", "right", "{:,.1f}"),
-        Column("tokens/s", "right", "{:,.0f}"),
-    ]
+    times = [number(name, "{:,.1f}") for name in ("median (ms/step)", "min", "max")]
+    columns = [Column("loop"), *times, number("tokens/s", "{:,.0f}")]
     sys.stdout.write(Table(f"{recipe.name}: {rounds} rounds of {steps} steps", columns, rows).render())
     click.echo(f"pkmlm train takes {cost.ratio:.3f} times the bare loop (median of the rounds' ratios)")

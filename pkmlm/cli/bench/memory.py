@@ -137,13 +137,10 @@ def as_whole(results: "list[LayerTimes]") -> dict[str, Any]:
 
 
 def times_table(result: "LayerTimes") -> "Table":
-    from pkmlm.report.tables import Column, Table
+    from pkmlm.report.tables import Column, Table, number
 
-    def number(name: str, style: str = "{:,.1f}") -> Column:
-        return Column(name, "right", style)
-
-    columns = [Column("layer"), Column("time of"), number("ms"), number("min"), number("max")]
-    columns += [number("x pkmlm", "{:.2f}"), number("GB/s"), number("of a copy", "{:.0%}")]
+    columns = [Column("layer"), Column("time of"), *(number(name, "{:,.1f}") for name in ("ms", "min", "max"))]
+    columns += [number("x pkmlm", "{:.2f}"), number("GB/s", "{:,.1f}"), number("of a copy", "{:.0%}")]
     rows = []
     for (layer, phase), timing in result.times.items():
         speed = result.bytes_per_second(layer, phase)
@@ -158,10 +155,10 @@ def times_table(result: "LayerTimes") -> "Table":
 
 
 def peak_table(results: "list[LayerTimes]") -> "Table":
-    from pkmlm.report.tables import Column, Table
+    from pkmlm.report.tables import Column, Table, number
 
-    columns = [Column("slots", "right", "{:,}"), Column("layer"), Column("peak (MB)", "right", "{:,.0f}")]
-    columns += [Column("values + moments", "right", "{:,.0f}"), Column("over", "right", "{:+.0%}")]
+    columns = [number("slots"), Column("layer"), number("peak (MB)", "{:,.0f}")]
+    columns += [number("values + moments", "{:,.0f}"), number("over", "{:+.0%}")]
     rows = []
     for result in results:
         state = 3 * result.shape.table_bytes

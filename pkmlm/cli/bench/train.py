@@ -64,13 +64,10 @@ def command(
 
 def training_table(name: str, precision: str, times: "TrainingTimes") -> "Table":
     """Milliseconds, and as a ratio to the first model."""
-    from pkmlm.report.tables import Column, Table
+    from pkmlm.report.tables import Column, Table, number
 
-    def number(name: str, style: str = "{:,.1f}") -> Column:
-        return Column(name, "right", style)
-
-    columns = [Column("model"), Column("time of"), number("ms"), number("min"), number("max")]
-    columns += [number("x first", "{:.2f}"), number("M ops"), number("MB read")]
+    columns = [Column("model"), Column("time of"), *(number(name, "{:,.1f}") for name in ("ms", "min", "max"))]
+    columns += [number("x first", "{:.2f}"), number("M ops", "{:,.1f}"), number("MB read", "{:,.1f}")]
     rows = []
     for phase, shown in PHASE_NAMES.items():
         for index, model in enumerate(times.models):
