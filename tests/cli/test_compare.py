@@ -131,7 +131,8 @@ def test_missing_pieces_show_as_a_dash(run: Path, tmp_path: Path) -> None:
     (bare / "recipe.yaml").write_text("model: {projections: hash}\n")
     (found,) = facts(bare)
     assert found["kind"] == "hash"
-    assert {key for key, value in found.items() if value not in (None, [], {})} == {"run", "kind", "dim", "layers", "lr"}
+    known = {key for key, value in found.items() if value not in (None, [], {})}
+    assert known == {"run", "kind", "dim", "layers", "lr"}
     assert pkmlm("compare", bare).stdout.splitlines()[-1].split() == ["bare", "hash"] + ["-"] * 6
     text = pkmlm("compare", run, bare).stdout
     assert [line.split()[1:3] for line in text.splitlines() if line.startswith("bare")] == [
