@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -245,6 +246,17 @@ def test_a_damaged_export_is_told_in_one_line(exports, tmp_path, damage, code, s
     assert len(error.splitlines()) <= 2
     helps = any(part in said for part in ("sha256 ", " bytes (expected ", "no manifest"))
     assert ("or delete manifest.json" in error) == helps
+
+
+def test_memory_that_does_not_suffice_is_told_in_one_line(exports, tmp_path):
+    folder = shutil.copytree(exports["dense"], tmp_path / "exported")
+    config_with(vocab_size=2**31 - 1)(folder)  # 256 GiB of embeddings
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 37, before[1]))
+    try:
+        assert pkmlm("eval", folder, code=1).stderr == "error: out of memory\n"
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def test_an_index_names_only_files_of_its_folder(exports, tmp_path):
