@@ -12,8 +12,7 @@ import yaml
 from lm_eval.api.registry import METRIC_REGISTRY
 
 from pkmlm.errors import UserError
-from pkmlm.recipe.load import decoded
-from pkmlm.recipe.nodes import LARGEST, parse
+from pkmlm.recipe.nodes import parse, yaml_text
 
 KEYS = {
     *("task", "task_alias", "tag", "group", "task_list", "class", "include", "metadata", "output_type", "repeats"),
@@ -35,11 +34,7 @@ def read_definition(path: Path, inheritors: tuple[Path, ...] = ()) -> dict[str, 
     whole = path.resolve()
     if whole in inheritors:
         raise UserError(f"{path} includes itself")
-    try:
-        with path.open("rb") as file:
-            text = decoded(file.read(LARGEST + 1), str(path))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    text = yaml_text(path)
     parse(text, str(path))  # refuses tags, anchors, keys that are given twice
     try:
         own = yaml.safe_load(text)

@@ -4,13 +4,13 @@ The fields are those of the data sets that the harness's own task definitions re
 """
 
 import json
-from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pkmlm.data.text import has_surrogate, kind
-from pkmlm.errors import UserError
+from pkmlm.data.json_lines import json_object, kind, shown
+from pkmlm.data.text import has_surrogate
+from pkmlm.errors import UserError, read_errors
 
 Row = dict[str, Any]
 
@@ -150,46 +150,22 @@ def read_rows(path: Path, task: str) -> list[Row]:
         UserError: the file cannot be read or holds no row; a line is not a JSON object, lacks a field of the task, or
             has a field that does not hold what the task needs, or another kind of value than the lines before.
     """
-    try:
+    with read_errors(path):
         lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
     rows: list[Row] = []
     kinds: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         if line.strip():
             where = f"{path}:{number}"
-            rows.append(parse(line, where))
+            try:
+                rows.append(json_object(line.decode(), where))
+            except UnicodeDecodeError as error:
+                raise UserError(f"{where}: not UTF-8 ({error.reason})") from None
             check_fields(rows[-1], FIELDS.get(task) or dict.fromkeys(rows[0], None), task, where)
             check_columns(rows[-1], kinds, where)
     if not rows:
         raise UserError(f"{path} holds no rows (expected one JSON object on each line)")
     return rows
-
-
-def parse(line: bytes, where: str) -> Row:
-    """One line of JSON that is an object, with no key twice in any object."""
-
-    def members(pairs: list[tuple[str, Any]]) -> Row:
-        ((key, times),) = Counter(key for key, _ in pairs).most_common(1) or [("", 0)]
-        if times > 1:
-            raise UserError(f"{where}: the key {key!r} stands there {times} times (expected once)")
-        return dict(pairs)
-
-    try:
-        row = json.loads(line.decode("utf-8"), object_pairs_hook=members)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{where}: not UTF-8 ({error.reason})") from None
-    except json.JSONDecodeError as error:
-        found = shown(error.doc[error.pos :].strip()) if error.doc[error.pos :].strip() else "the end of the line"
-        raise UserError(f"{where}: not valid JSON from character {error.pos + 1} on: found {found}") from None
-    except RecursionError:
-        raise UserError(f"{where}: not valid JSON: nested too deeply") from None
-    except ValueError:  # of Python's int() alone
-        raise UserError(f"{where}: a number of too many digits") from None
-    if not isinstance(row, dict):
-        raise UserError(f"{where}: found {kind(row)} (expected an object)")
-    return row
 
 
 def check_fields(row: Row, fields: Mapping[str, Field | None], task: str, where: str) -> None:
@@ -211,9 +187,3 @@ def check_columns(row: Row, kinds: dict[str, str], where: str) -> None:
             raise UserError(f"{where}: {name!a} holds half a surrogate pair (expected whole characters)")
         if value is not None and kinds.setdefault(name, kind(value)) != kind(value):
             raise UserError(f"{where}: {name} is {shown(value)} (expected {kinds[name]}, as in the lines before)")
-
-
-def shown(value: Any) -> str:
-    """A value as it stands in the file, cut short."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, replace
 
 from pkmlm.model.cost import Cost, Part, cost_of
-from pkmlm.recipe.check import MOST_PARAMETERS
+from pkmlm.recipe.limits import MOST_PARAMETERS
 from pkmlm.recipe.schema import Recipe
 
 MOST_SLOTS = 2**31  # slots travel as int32

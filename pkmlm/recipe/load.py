@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_ty
 
 from pkmlm.errors import UserError
 from pkmlm.recipe.check import check_recipe
-from pkmlm.recipe.nodes import LARGEST, Node, parse, shorten
+from pkmlm.recipe.nodes import LARGEST, Node, decoded, parse, shorten
 from pkmlm.recipe.schema import Recipe
 
 WHOLE = re.compile(r"[+-]?(0|[1-9][0-9]*(_[0-9]+)*)")
@@ -78,18 +78,6 @@ def read_tree(path: Path, inheritors: tuple[Path, ...], asked_at: str = "") -> N
         raise UserError(f"{base.place}: base: found {base.shown()} (expected one file name)")
     above = path.parent / base.value
     return merge(read_tree(Path(os.path.normpath(above)), (*inheritors, whole), base.place), own)
-
-
-def decoded(data: bytes, file: str) -> str:
-    """The bytes of a small file as text, with or without a byte-order mark."""
-    if len(data) > LARGEST:
-        raise UserError(f"{file} has more than {LARGEST:,} bytes (expected a small file of YAML)")
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
-        column = error.start - data.rfind(b"\n", 0, error.start)
-        raise UserError(f"{file}:{line}:{column}: byte {error.start} is not UTF-8 (expected YAML in UTF-8)") from None
 
 
 def near_files(path: Path) -> str:
@@ -219,14 +207,11 @@ def bind_scalar(node: Node, text: str, kind: Any, name: str) -> Any:
     return number
 
 
-def bind_choice(node: Node, text: str, choices: tuple[Any, ...], name: str) -> Any:
-    for choice in choices:
-        plain = isinstance(choice, str) or not node.quoted
-        if plain and text == (choice if isinstance(choice, str) else str(choice).lower()):
-            return choice
-    words = [str(choice) if isinstance(choice, str) else str(choice).lower() for choice in choices]
-    near = difflib.get_close_matches(text.lower().replace("_", "-"), words, n=1)
-    raise wrong(node, name, alternatives(words), f"did you mean {near[0]}?" if near else "")
+def bind_choice(node: Node, text: str, choices: tuple[str, ...], name: str) -> str:
+    if text in choices:
+        return text
+    near = difflib.get_close_matches(text.lower().replace("_", "-"), choices, n=1)
+    raise wrong(node, name, alternatives(list(choices)), f"did you mean {near[0]}?" if near else "")
 
 
 def wrong(node: Node, name: str, expected: str, hint: str = "") -> UserError:
@@ -236,7 +221,7 @@ def wrong(node: Node, name: str, expected: str, hint: str = "") -> UserError:
 def described(kind: Any) -> str:
     """A type in words."""
     if get_origin(kind) is Literal:
-        return alternatives([str(choice).lower() for choice in get_args(kind)])
+        return alternatives(list(get_args(kind)))
     return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]
 
 

@@ -5,10 +5,11 @@ what `3e-4` or `no` means is decided by the type of the key that they are for, n
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import yaml
 
-from pkmlm.errors import UserError, printable
+from pkmlm.errors import UserError, printable, read_errors
 
 DEEPEST = 12  # levels of nesting; recipes have five
 LARGEST = 1 << 16  # bytes of a recipe file
@@ -60,6 +61,29 @@ class PlainComposer(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
+
+
+def yaml_text(path: Path) -> str:
+    """The text of a small file.
+
+    Raises:
+        UserError: it cannot be read, is too large, or is not UTF-8.
+    """
+    with read_errors(path), path.open("rb") as file:
+        data = file.read(LARGEST + 1)
+    return decoded(data, str(path))
+
+
+def decoded(data: bytes, file: str) -> str:
+    """The bytes of a small file as text, with or without a byte-order mark."""
+    if len(data) > LARGEST:
+        raise UserError(f"{file} has more than {LARGEST:,} bytes (expected a small file of YAML)")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        column = error.start - data.rfind(b"\n", 0, error.start)
+        raise UserError(f"{file}:{line}:{column}: byte {error.start} is not UTF-8 (expected YAML in UTF-8)") from None
 
 
 def parse(text: str, file: str) -> Node:

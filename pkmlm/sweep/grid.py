@@ -12,7 +12,7 @@ from typing import Literal
 
 from pkmlm.errors import UserError
 from pkmlm.recipe.load import alternatives, bind, bind_scalar, merge, wrong
-from pkmlm.recipe.nodes import LARGEST, Node, parse
+from pkmlm.recipe.nodes import Node, parse, yaml_text
 from pkmlm.sweep.measures import MEASURES
 
 Point = tuple[str, ...]  # the name of one value of each axis
@@ -163,16 +163,7 @@ def scales_of(path: Path) -> list[str]:
 
 
 def read_file(path: Path) -> Node:
-    try:
-        data = path.read_bytes()
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error} (expected a grid)") from None
-    if len(data) > LARGEST:
-        raise UserError(f"{path} has more than {LARGEST:,} bytes (expected a grid)")
-    try:
-        tree = parse(data.decode(), str(path))
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: byte {error.start} is not UTF-8 (expected YAML in UTF-8)") from None
+    tree = parse(yaml_text(path), str(path))
     if not isinstance(tree.value, dict):
         raise UserError(f"{tree.place}: found {tree.shown()} (expected keys such as base: and axes:)")
     return tree

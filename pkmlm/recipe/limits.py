@@ -1,0 +1,42 @@
+"""The least and the largest values of a recipe's keys."""
+
+import math
+
+LARGEST_SIZE = 2**31 - 1
+MOST_PARAMETERS = 2**40
+
+# The least and largest whole numbers where they are not 1 and LARGEST_SIZE; the intervals of other numbers
+# are (low, low included, high, high included).
+LEAST = {
+    "model.hash.extra_bits": 0,
+    "optim.warmup_steps": 0,
+    "optim.values.warmup_steps": 0,
+    "optim.tables.warmup_steps": 0,
+    "train.seed": 0,
+    "eval.every": 0,
+    "eval.recalibrate": 0,
+    "checkpoint.keep": 2,
+}
+MOST = {"model.layers": 10_000, "model.hash.bits": 16, "model.hash.extra_bits": 15, "train.seed": 2**63 - 1}
+ABOVE_ZERO = (0.0, False, math.inf, False)
+FROM_ZERO = (0.0, True, math.inf, False)
+FROM_ZERO_BELOW_ONE = (0.0, True, 1.0, False)
+INTERVALS = {
+    "model.rotary_fraction": (0.0, False, 1.0, True),
+    "model.dropout": FROM_ZERO_BELOW_ONE,
+    "model.hash.temperature": ABOVE_ZERO,
+    "optim.lr": ABOVE_ZERO,
+    "optim.betas": FROM_ZERO_BELOW_ONE,
+    "optim.eps": ABOVE_ZERO,
+    "optim.final_lr": (0.0, True, 1.0, True),
+    "optim.weight_decay": FROM_ZERO,
+    "optim.values.weight_decay": FROM_ZERO,
+    "optim.tables.weight_decay": FROM_ZERO,
+    "optim.clip": FROM_ZERO,
+    "optim.values.lr": ABOVE_ZERO,
+    "optim.values.betas": FROM_ZERO_BELOW_ONE,
+    "optim.values.clip": FROM_ZERO,
+    "optim.tables.lr_scale": ABOVE_ZERO,
+    "optim.tables.betas": FROM_ZERO_BELOW_ONE,
+    "optim.tables.clip": FROM_ZERO,
+}
