@@ -1,108 +1,30 @@
-"""Who reads a slot, and what its value says: the index of a memory's slots over a text, made in one pass.
+"""Everything that is known of single slots: who reads them over a text, where, and what their values say.
 
-N: tokens; H: heads (hash layers: tables); k: slots a head reads; r: H * k; R: reads of a batch; K: slots; U: slots that
-a batch reads; c: contexts kept a slot; S: some slots; D: model width; V: vocabulary.
+N: tokens; H: heads (hash layers: tables); k: slots a head reads; R: reads of a token; K: slots; S: some slots.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
+from pkmlm.evaluate.lens import Lens
 from pkmlm.evaluate.load import LoadedRun
 from pkmlm.evaluate.perplexity import Documents, score
+from pkmlm.evaluate.readers import CONTEXTS, SlotReaders, Strongest, summed_reads
 from pkmlm.evaluate.usage import UsageCounters, WatchedReads
-from pkmlm.model.memory.hash_table import HashLayer
-from pkmlm.model.memory.key_memory import KeyMemory
-from pkmlm.model.memory.usage_tap import UsageTap
+from pkmlm.model.memory.memories import memories
 from pkmlm.model.transformer import Transformer
-from pkmlm.report.slots import JUDGED, Context, Holding, Slot, Word, most_read
+from pkmlm.report.slots import Context, Holding, Slot, most_read
 from pkmlm.report.usage import MemoryUsage
 
-CONTEXTS = JUDGED  # kept a slot
 BEFORE, AFTER = 14, 6  # tokens shown around the one that reads
-WORDS = 8  # tokens that a value raises, or lowers, most
 MOST_HELD = 2000  # slots of a run that a page shows with words and contexts
-LENS_ROWS = 256  # values put through the output head at a time
-
-
-class Strongest(NamedTuple):
-    """The positions that give each slot of a memory most weight, strongest first; ties by position.
-
-    Attributes:
-        weights_Kc: float32, the weight of the slot's value in the memory's answer there (summed over heads); -1: none.
-        positions_Kc: int64, scored positions of the text, counted from 0.
-    """
-
-    weights_Kc: NDArray[np.float32]
-    positions_Kc: NDArray[np.int64]
-
-
-class SlotReaders(WatchedReads):
-    """Keeps the strongest readers of every slot of every memory while the `with` block runs.
-
-    Memory: 12 bytes for each slot and context kept, whatever the length of the text.
-    """
-
-    def __init__(self, model: nn.Module, contexts: int = CONTEXTS):
-        self._memories = [_Readers(module.tap, module.values.weight_KD.device, contexts) for module in memories(model)]
-        super().__init__([(memory.tap, memory.add) for memory in self._memories])
-
-    def strongest(self) -> list[Strongest]:
-        """What has been found, one entry a memory, in the model's order."""
-        return [Strongest(m.weights_Kc.cpu().numpy(), m.positions_Kc.cpu().numpy()) for m in self._memories]
-
-
-class _Readers:
-    def __init__(self, tap: UsageTap, device: torch.device, contexts: int):
-        self.tap, self.contexts, self.tokens = tap, contexts, 0
-        self.weights_Kc = torch.full((tap.slots, contexts), -1.0, device=device)
-        self.positions_Kc = torch.full((tap.slots, contexts), -1, dtype=torch.int64, device=device)
-
-    @torch.no_grad()
-    def add(self, slots_NHk: Tensor, weights_NHk: Tensor) -> None:
-        token_R, slot_R, weight_R = summed_reads(slots_NHk, weights_NHk)
-        position_R = token_R + self.tokens
-        self.tokens += len(slots_NHk)
-        better_R = weight_R > self.weights_Kc[slot_R, -1]  # an equal weight comes too late
-        position_R, slot_R, weight_R = position_R[better_R], slot_R[better_R], weight_R[better_R]
-        order_R = weight_R.sort(descending=True, stable=True).indices
-        order_R = order_R[slot_R[order_R].sort(stable=True).indices]  # by slot, then weight, then position
-        position_R, slot_R, weight_R = position_R[order_R], slot_R[order_R], weight_R[order_R]
-        slots_U, group_R, count_U = slot_R.unique_consecutive(return_inverse=True, return_counts=True)
-        rank_R = torch.arange(len(slot_R), device=slot_R.device) - (count_U.cumsum(0) - count_U)[group_R]
-        kept_R = rank_R < self.contexts
-        at = group_R[kept_R], rank_R[kept_R]
-        weights_Uc = self.weights_Kc.new_full((len(slots_U), self.contexts), -1.0)
-        positions_Uc = self.positions_Kc.new_full((len(slots_U), self.contexts), -1)
-        weights_Uc[at], positions_Uc[at] = weight_R[kept_R], position_R[kept_R]
-        both_Uc = torch.cat([self.weights_Kc[slots_U], weights_Uc], dim=1)
-        best = both_Uc.sort(dim=1, descending=True, stable=True).indices[:, : self.contexts]
-        self.weights_Kc[slots_U] = both_Uc.gather(1, best)
-        self.positions_Kc[slots_U] = torch.cat([self.positions_Kc[slots_U], positions_Uc], dim=1).gather(1, best)
-
-
-def summed_reads(slots_NHk: Tensor, weights_NHk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The reads of each token with those of one slot by several heads summed: token, slot, weight (float32), (R,) each,
-    in the order of tokens, then slots.
-    """
-    slots_Nr, order_Nr = slots_NHk.flatten(1).sort(dim=1, stable=True)
-    weights_Nr = weights_NHk.flatten(1).float().gather(1, order_Nr)
-    first_Nr = torch.ones_like(slots_Nr, dtype=torch.bool)
-    first_Nr[:, 1:] = slots_Nr[:, 1:] != slots_Nr[:, :-1]
-    first_R = first_Nr.flatten()
-    sums_R = weights_Nr.new_zeros(int(first_R.sum())).index_add_(0, first_R.cumsum(0) - 1, weights_Nr.flatten())
-    return first_Nr.nonzero()[:, 0], slots_Nr.flatten()[first_R], sums_R
-
-
-def memories(model: nn.Module) -> list[KeyMemory | HashLayer]:
-    """The memories of a model, in the order of their taps."""
-    return [module for module in model.modules() if isinstance(module, KeyMemory | HashLayer)]
 
 
 def index_slots(
@@ -125,59 +47,6 @@ def index_slots(
 
         score(run.model, documents, run.tokenizer.eos, watch=watch, advance=advance)
     return counters.memories(), readers.strongest()
-
-
-class Lens:
-    """What the values of one memory say through the output head.
-
-    A value v adds w * v to the residual stream, which the final LayerNorm and the head then read. The lens gives the
-    head's answer to v alone: normalised without the norm's bias (the same for every slot), and relative to the mean
-    token. It leaves out the size of the rest of the stream, and what later blocks make of v: the earlier the layer, the
-    rougher the approximation ("logit lens").
-
-    Args:
-        index: of the memory, as in `memories`.
-    """
-
-    def __init__(self, run: LoadedRun, index: int):
-        self.model, self.tokenizer = run.model, run.tokenizer
-        self.memory = memories(run.model)[index]
-        self.table_KD = self.memory.values.weight_KD.detach()
-
-    @property
-    def reaches_output(self) -> bool:
-        """Whether the values are added to the residual stream; those of a hash layer's qkv and ffn1 are not."""
-        return self.memory.tap.name in ("memory", "ffn2")
-
-    @torch.no_grad()
-    def logits(self, slots_S: Tensor) -> Tensor:
-        """What each slot's value adds to each token's logit, relative to the mean token, float32 (S, V)."""
-        v_SD = self.table_KD[slots_S].float()
-        v_SD = v_SD - v_SD.mean(dim=1, keepdim=True)
-        v_SD = v_SD / v_SD.square().mean(dim=1, keepdim=True).sqrt().clamp(min=1e-12)
-        logits_SV = self.model.head(v_SD * self.model.norm.weight)[:, : self.tokenizer.size]
-        return logits_SV - logits_SV.mean(dim=1, keepdim=True)
-
-    def first(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The token that each slot's value raises most."""
-        parts = torch.from_numpy(slots).to(self.table_KD.device).split(LENS_ROWS)
-        found = [self.logits(slots_S).argmax(dim=1).cpu().numpy() for slots_S in parts]
-        return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
-
-    def words(self, slots: Iterable[int], most: int = WORDS) -> list[tuple[list[Word], list[Word]]]:
-        """For each slot the tokens that its value raises most and lowers most, strongest first."""
-        wanted = torch.tensor(list(slots), device=self.table_KD.device)
-        found = []
-        for slots_S in wanted.split(LENS_ROWS):
-            logits_SV = self.logits(slots_S)
-            sides = [self._named(logits_SV, sign, min(most, logits_SV.shape[1])) for sign in (1, -1)]
-            found += list(zip(*sides, strict=True))
-        return found
-
-    def _named(self, logits_SV: Tensor, sign: int, most: int) -> list[list[Word]]:
-        top = (sign * logits_SV).topk(most)
-        pairs = zip(top.indices.tolist(), (sign * top.values).tolist(), strict=True)
-        return [[Word(self.tokenizer.piece(t), logit) for t, logit in zip(*row, strict=True)] for row in pairs]
 
 
 def contexts_at(

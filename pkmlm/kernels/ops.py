@@ -14,10 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import softplus
 
-from pkmlm.kernels import backend, reference
+from pkmlm.kernels import SCORES, backend, reference
 from pkmlm.kernels.row_gradient import RowGradient
-
-SCORES = 1 << 22  # scores that exist at a time: 16 MB in fp32, which a cache may hold between product and search
 
 
 class _ProductKeys(torch.autograd.Function):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from pkmlm.recipe.schema import Model
 
-CHUNK = 64  # as `linear_attention`
+CHUNK = 64  # positions whose weights linear attention computes one by one; it reads earlier ones through their sum
 
 
 class Blocks(NamedTuple):

@@ -9,11 +9,10 @@ the embedding look-up.
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pkmlm.kernels import SCORES
 from pkmlm.model.attention_cost import attention_flops, attention_parameters, attention_saved
 from pkmlm.recipe.check import memory_layers
 from pkmlm.recipe.schema import Model, Recipe
-
-SCORES = 1 << 22  # as `kernels.ops`, which this module does not import: it stays free of torch
 
 
 @dataclass(frozen=True)

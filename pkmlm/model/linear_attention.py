@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, relu
 
+from pkmlm.model.attention_cost import CHUNK
 from pkmlm.model.initial import Initial, OrthogonalRows
 from pkmlm.runtime.device import at_least_fp32
 
-CHUNK = 64  # positions whose weights are computed one by one; earlier chunks are read through their sum
 EPSILON = 1e-6
 
 

@@ -16,6 +16,7 @@ from pkmlm.errors import UserError
 from pkmlm.model.memory.columns import side_by_side
 from pkmlm.model.memory.hash_table import HashLayer
 from pkmlm.model.memory.key_memory import KeyMemory
+from pkmlm.model.memory.memories import memories
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runtime.arrays import read_arrays
 from pkmlm.runtime.distributed import World
@@ -51,8 +52,8 @@ class Drift:
     ):
         self.world, self.allowed = world or World(), allowed
         self.folder, self.every, self.last = folder, recipe.eval.every, recipe.train.steps
-        modules = [module for module in model.modules() if isinstance(module, KeyMemory | HashLayer)]
-        self.memories = [_Memory(module, derived_seed(recipe.train.seed, "drift"), self.world) for module in modules]
+        seed = derived_seed(recipe.train.seed, "drift")
+        self.memories = [_Memory(module, seed, self.world) for module in memories(model)]
         self.began = self.since = step
         self._go_on(step)
         self.began, self.since = self.world.broadcast([self.began, self.since])

@@ -12,7 +12,7 @@ import torch
 
 from pkmlm.data.corpus import Corpus
 from pkmlm.evaluate.load import load_run
-from pkmlm.evaluate.slots import memories
+from pkmlm.model.memory.memories import memories
 from pkmlm.report.html import usage_page
 from pkmlm.report.slots import Context, Holding, Slot, Word
 from pkmlm.report.usage import MemoryUsage

@@ -7,10 +7,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from pkmlm.kernels import ops
-from pkmlm.model import linear_attention
-from pkmlm.model.attention_cost import CHUNK, attention_flops
-from pkmlm.model.cost import SCORES, Cost, cost_of, hash_layer_cost
+from pkmlm.model.attention_cost import attention_flops
+from pkmlm.model.cost import Cost, cost_of, hash_layer_cost
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.check import check_recipe
 from pkmlm.recipe.load import load_recipe
@@ -235,14 +233,6 @@ def test_attention_costs_what_its_products_do(attention: str, context: int) -> N
     with torch.no_grad(), FlopCounterMode(display=False) as counted:
         built(torch.randn(1, context, 32, device=device), None, None)
     assert counted.get_total_flops() / 2 == 4 * context * 32 * 32 + attention_flops(model)
-
-
-def test_chunks_are_those_of_linear_attention() -> None:
-    assert CHUNK == linear_attention.CHUNK
-
-
-def test_the_search_holds_as_many_scores_as_the_kernels_do() -> None:
-    assert SCORES == ops.SCORES
 
 
 def test_memory_to_train_by_hand() -> None:

@@ -10,23 +10,13 @@ import torch
 from torch import nn
 
 from pkmlm.errors import UserError
+from pkmlm.evaluate.lens import Lens
 from pkmlm.evaluate.load import LoadedRun, load_run
 from pkmlm.evaluate.perplexity import documents_of_texts, score, windows
-from pkmlm.evaluate.slots import (
-    AFTER,
-    BEFORE,
-    Lens,
-    Wanted,
-    _Readers,
-    contexts_at,
-    describe,
-    find_memory,
-    index_slots,
-    memories,
-    read_text,
-    summed_reads,
-)
+from pkmlm.evaluate.readers import _Readers, summed_reads
+from pkmlm.evaluate.slots import AFTER, BEFORE, Wanted, contexts_at, describe, find_memory, index_slots, read_text
 from pkmlm.evaluate.usage import WatchedReads
+from pkmlm.model.memory.memories import memories
 from pkmlm.model.memory.usage_tap import UsageTap
 from pkmlm.report.slots import Context, Slot, pattern_of, patterned, slot_name, slot_number
 
