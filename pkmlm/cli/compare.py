@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pkmlm.cli.options import force_option, format_option
+from pkmlm.cli.outputs import free_folder
 from pkmlm.errors import printable
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ def command(run_paths: tuple[str, ...], format: "Format", plots: str | None, for
       pkmlm compare runs/* --plots pictures
       pkmlm compare runs/* --format csv > runs.csv
     """
-    from pkmlm.cli.usage_report import free_folder
     from pkmlm.report.compare import compare_tables, facts_of, flat_table, open_runs
 
     folder = free_folder(plots, force)

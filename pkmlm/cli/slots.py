@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pkmlm.cli.options import field_option, json_option, quiet_option, separator_option, step_option
+from pkmlm.cli.options import json_option, quiet_option, step_option
+from pkmlm.cli.texts import TextChoice, text_options
 from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -22,10 +23,7 @@ MOST = {"slots": 20, "contexts": 10, "token": 3}  # rows of each kind of report
 @click.argument("prompt", required=False)
 @click.option("--layer", metavar="L", help="Which memory: 3, or 3:ffn1 where a layer has several. Default: the last.")
 @click.option("--slot", metavar="N", help="One slot: its number, I:J by sub-keys, TABLE:BUCKET of hash tables.")
-@click.option("--split", metavar="NAME", help="A split of the run's tokens. Default: test.")
-@click.option("--text", metavar="FILE", help="Any text file instead of a split (.txt, .jsonl, .parquet, .gz, .zst).")
-@separator_option
-@field_option
+@text_options
 @click.option(
     "--top",
     type=click.IntRange(min=1),
@@ -40,10 +38,7 @@ def command(
     prompt: str | None,
     layer: str | None,
     slot: str | None,
-    split: str | None,
-    text: str | None,
-    separator: str | None,
-    field: str,
+    choice: TextChoice,
     top: int | None,
     step: str,
     as_json: bool,
@@ -66,23 +61,19 @@ def command(
       pkmlm slots runs/hash --layer 2:ffn2 --slot 3:40
       pkmlm slots runs/demo --text my.txt --top 200 --json
     """
-    from pkmlm.cli.eval import refuse_contradictions
     from pkmlm.evaluate.load import load_run
     from pkmlm.evaluate.slots import find_memory
 
-    refuse_contradictions(split, text, separator)
-    if prompt is not None and (slot, split, text) != (None, None, None):
+    if prompt is not None and (slot is not None or choice.made):
         raise UserError("PROMPT excludes --slot, --split and --text", "leave one of them out")
-    if text == "-":
+    if choice.text == "-":
         raise UserError("--text -: a text is read twice (expected a file)")
     run = load_run(run_path, step)
     memory = find_memory(run.model, layer)
     if prompt is not None:
         record, tables = of_prompt(run, memory, prompt, top or MOST["token"])
     else:
-        from pkmlm.cli.eval import documents_for
-
-        documents = [documents_for(run, split, text, separator, field) for _ in range(2)]
+        documents = [choice.documents(run) for _ in range(2)]
         if slot is None:
             record, tables = of_memory(run, memory, documents, top or MOST["slots"], quiet)
         else:
@@ -99,7 +90,7 @@ def command(
 
 def heading(run: "LoadedRun", memory: int) -> dict[str, Any]:
     """What every report begins with."""
-    from pkmlm.evaluate.slots import memories
+    from pkmlm.model.memory.memories import memories
 
     tap = memories(run.model)[memory].tap
     return {"run": run.name, "step": run.step, "layer": tap.layer, "name": tap.name, "kind": tap.kind}
@@ -126,7 +117,8 @@ def of_memory(
     run: "LoadedRun", memory: int, documents: "list[Documents]", top: int, quiet: bool
 ) -> "tuple[dict[str, Any], list[Table]]":
     """The slots with most mass."""
-    from pkmlm.evaluate.slots import CONTEXTS, Wanted, describe
+    from pkmlm.evaluate.readers import CONTEXTS
+    from pkmlm.evaluate.slots import Wanted, describe
     from pkmlm.report.slots import most_read, patterned, slots_table
 
     usage, strongest = indexed(run, memory, documents[0], CONTEXTS, quiet)
@@ -141,7 +133,9 @@ def of_slot(
     run: "LoadedRun", memory: int, documents: "list[Documents]", name: str, top: int, quiet: bool
 ) -> "tuple[dict[str, Any], list[Table]]":
     """One slot in full."""
-    from pkmlm.evaluate.slots import CONTEXTS, Wanted, describe, memories
+    from pkmlm.evaluate.readers import CONTEXTS
+    from pkmlm.evaluate.slots import Wanted, describe
+    from pkmlm.model.memory.memories import memories
     from pkmlm.report.slots import slot_number, slot_tables
 
     tap = memories(run.model)[memory].tap
@@ -157,7 +151,9 @@ def of_slot(
 
 def of_prompt(run: "LoadedRun", memory: int, prompt: str, top: int) -> "tuple[dict[str, Any], list[Table]]":
     """Each token's strongest slots."""
-    from pkmlm.evaluate.slots import Lens, memories, read_text
+    from pkmlm.evaluate.lens import Lens
+    from pkmlm.evaluate.slots import read_text
+    from pkmlm.model.memory.memories import memories
     from pkmlm.report.slots import reading_table, slot_name
 
     tap = memories(run.model)[memory].tap

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from pkmlm.cli.eval import load_same, refuse_contradictions, refuse_shared_input, told_once
-from pkmlm.cli.options import field_option, force_option, format_option, quiet_option, separator_option
+from pkmlm.cli.eval import told_once
+from pkmlm.cli.options import force_option, format_option, quiet_option
+from pkmlm.cli.outputs import free_file, free_folder
+from pkmlm.cli.texts import TextChoice, text_options
 from pkmlm.errors import UserError, printable
 from pkmlm.runtime.launcher import started
 
@@ -23,10 +25,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("run_paths", metavar="RUN...", nargs=-1, required=True)
-@click.option("--split", metavar="NAME", help="A split of the run's tokens. Default: test.")
-@click.option("--text", metavar="FILE", help="Any text file instead of a split (.txt, .jsonl, .parquet, .gz, .zst).")
-@separator_option
-@field_option
+@text_options
 @click.option(
     "--step",
     default="latest",
@@ -42,10 +41,7 @@ if TYPE_CHECKING:
 @quiet_option
 def command(
     run_paths: tuple[str, ...],
-    split: str | None,
-    text: str | None,
-    separator: str | None,
-    field: str,
+    choice: TextChoice,
     step: str,
     format: "Format",
     plots: str | None,
@@ -73,18 +69,16 @@ def command(
     from pkmlm.report.compare import open_runs
     from pkmlm.report.usage_tables import flat_table, usage_tables
 
-    refuse_contradictions(split, text, separator)
-    text_of = TextChoice(split or "test", text, separator, field)
     with launched() as world:
         runs, steps = open_runs(run_paths, run_or_export), list(dict.fromkeys(step.split(",")))
         if export is not None and len(runs) * len(steps) > 1:
             raise UserError("--export takes one run at one step", "write a file for each")
         folder, page = free_folder(plots, force), free_file("--html", html, force)
         background = free_file("--export", export, force)
-        refuse_shared_input(text, world)
+        choice.refuse_shared_input(world)
         each = [(f"{name}@{s}" if len(steps) > 1 else name, run, s) for name, run in runs.items() for s in steps]
         pages = page is not None
-        reports = [report_on(label, run, text_of, s, quiet, world, looked_into=pages) for label, run, s in each]
+        reports = [report_on(label, run, choice, s, quiet, world, looked_into=pages) for label, run, s in each]
     if world and world.rank > 0:
         return
     entries = [report.entry for report in reports]
@@ -94,13 +88,7 @@ def command(
         tables = [flat_table(entries)] if format == "csv" else usage_tables(entries)
         click.echo("\n".join(table.render(format) for table in tables), nl=False)
     if folder is not None:
-        from pkmlm.report.plots import draw_usage
-
-        drawn = [
-            draw_usage(folder, label, report.memories, run.metrics())
-            for (label, run, _), report in zip(each, reports, strict=True)
-        ]
-        click.echo(f"{sum(map(len, drawn))} pictures in {printable(str(folder))}", err=True)
+        draw(folder, [(label, run) for label, run, _ in each], reports)
     if page is not None:
         write_page(page, reports, [run.metrics() for _, run, _ in each])
     if background is not None:
@@ -121,6 +109,16 @@ def launched() -> "Iterator[World | None]":
         yield world
 
 
+def draw(folder: Path, runs: "list[tuple[str, RunDirectory]]", reports: "list[Report]") -> None:
+    from pkmlm.report.plots import draw_usage
+
+    drawn = [
+        draw_usage(folder, label, report.memories, run.metrics())
+        for (label, run), report in zip(runs, reports, strict=True)
+    ]
+    click.echo(f"{sum(map(len, drawn))} pictures in {printable(str(folder))}", err=True)
+
+
 def write_page(path: Path, reports: "list[Report]", metrics: list[list[dict[str, Any]]]) -> None:
     from pkmlm.report.html import usage_page
     from pkmlm.runtime.files import write_text
@@ -131,53 +129,12 @@ def write_page(path: Path, reports: "list[Report]", metrics: list[list[dict[str,
     click.echo(f"the page is {printable(str(path))} ({path.stat().st_size / 1e6:.1f} MB)", err=True)
 
 
-def free_file(option: str, path: str | None, force: bool) -> Path | None:
-    """A file to write.
-
-    Raises:
-        UserError: it exists, and `force` was not given, or it can be none.
-    """
-    if path is None:
-        return None
-    file = Path(path)
-    if (file.exists() and not file.is_file()) or not file.parent.is_dir():
-        raise UserError(f"{option} {path}: no file can be written there (expected a name in a folder that exists)")
-    if file.exists() and not force:
-        raise UserError(f"{option} {path} exists already", "choose another name, or add --force to overwrite")
-    return file
-
-
-def free_folder(path: str | None, force: bool) -> Path | None:
-    """A folder for pictures.
-
-    Raises:
-        UserError: there is something in it, and `force` was not given.
-    """
-    if path is None:
-        return None
-    folder = Path(path)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--plots {path} is a file (expected a folder)")
-    if folder.exists() and any(folder.iterdir()) and not force:
-        raise UserError(f"--plots {path} is not empty", "choose another folder, or add --force to overwrite")
-    return folder
-
-
 def run_or_export(path: str) -> "RunDirectory":
     """A run, or an exported folder, of which only name and path are used."""
     from pkmlm.export.config import is_export
     from pkmlm.runtime.rundir import RunDirectory
 
     return RunDirectory(path) if is_export(Path(path)) else RunDirectory.existing(path)
-
-
-class TextChoice(NamedTuple):
-    """What a report reads: a split, or (with `text`) a file, cut by `separator`, its text in `field`."""
-
-    split: str
-    text: str | None
-    separator: str | None
-    field: str
 
 
 class Report(NamedTuple):
@@ -216,7 +173,7 @@ def report_on(
     number = run.resolve(step)
     number = world.broadcast(number) if world else number
     source = source_of(run, number, choice)
-    name = choice.split if choice.text is None else f"text-{Path(choice.text).name[:100]}"
+    name = choice.split or "test" if choice.text is None else f"text-{Path(choice.text).name[:100]}"
     stem = run.path / "usage" / f"{name}-step-{number}"
     found = None if looked_into or other_rank else load_usage(stem, source)
     if world.broadcast(found is not None) if world else found is not None:
@@ -259,13 +216,13 @@ def measure(
     run: "RunDirectory", choice: TextChoice, step: str, quiet: bool, looked_into: bool, world: "World | None"
 ) -> Report:
     """Pass over the text and count; to look into slots, note who reads them as well."""
-    from pkmlm.cli.eval import documents_for
     from pkmlm.cli.progress import token_progress
+    from pkmlm.evaluate.load import load_same
     from pkmlm.evaluate.slots import hold, index_slots
     from pkmlm.evaluate.usage import measure_usage
 
     loaded = load_same(run.path, step, world)
-    documents = documents_for(loaded, *choice)
+    documents = choice.documents(loaded)
     strongest = None
     with token_progress(f"reading {printable(run.name)}", documents.tokens, quiet) as advance:
         if looked_into:
@@ -274,5 +231,5 @@ def measure(
             memories = measure_usage(loaded, documents, advance, world)
     found = [memory.as_json() for memory in memories]
     entry = {"run": run.name, "step": loaded.step, "split": documents.name, "memories": found}
-    holdings = [] if strongest is None else hold(loaded, memories, strongest, documents_for(loaded, *choice))
+    holdings = [] if strongest is None else hold(loaded, memories, strongest, choice.documents(loaded))
     return Report(entry, memories, holdings)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from pkmlm.cli.outputs import free_file
 from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -38,12 +39,7 @@ class Asked:
                 if getattr(self, name) is not None:
                     raise UserError(f"--{name.replace('_', '-')} goes with --tasks")
             return
-        if self.log_samples is not None:
-            path = Path(self.log_samples)
-            if (path.exists() and not path.is_file()) or not path.parent.is_dir():
-                raise UserError(f"--log-samples {path}: not a file in a folder that exists")
-            if path.exists() and not self.force:
-                raise UserError(f"--log-samples {path} exists already", "choose another name, or add --force")
+        free_file("--log-samples", self.log_samples, self.force)
 
 
 class Prepared(NamedTuple):

@@ -12,6 +12,7 @@ from pkmlm.export.folder import read_export
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runtime.device import choose_device
+from pkmlm.runtime.distributed import World
 from pkmlm.runtime.rundir import RunDirectory
 from pkmlm.train import checkpoint
 
@@ -68,6 +69,15 @@ def load_run(path: str | Path, step: str = "latest", device: torch.device | None
         raise UserError(message, "copy it again from the tokens that the run was trained on")
     refuse_strange(model, run.checkpoint(number))
     return LoadedRun(run.path, run.name, number, recipe, model.eval(), tokenizer, device)
+
+
+def load_same(path: str | Path, step: str, world: World | None) -> LoadedRun:
+    """Load a run in all processes, from the same checkpoint, also where one appears meanwhile."""
+    run = load_run(path, step)
+    if world is None:
+        return run
+    newest = max(world.gather_objects(run.step))
+    return run if run.step == newest else load_run(path, str(newest))
 
 
 def load_export(path: Path, step: str, device: torch.device) -> LoadedRun:

@@ -258,7 +258,7 @@ def test_devices_are_not_replaced(copy, tmp_path, option):
     for place in (tmp_path / "pipe", "/dev/null"):
         assert "no file can be written there" in pkmlm("usage-report", copy, option, place, "--force", code=2).stderr
     said = pkmlm("eval", copy, "--tasks", "piqa", "--log-samples", "/dev/null", "--force", code=2).stderr
-    assert "--log-samples /dev/null: not a file" in said
+    assert "--log-samples /dev/null: no file can be written there" in said
     assert Path("/dev/null").is_char_device()
 
 

@@ -1,0 +1,37 @@
+"""Where a command may write: nothing is overwritten unless `--force` says so."""
+
+from pathlib import Path
+
+from pkmlm.errors import UserError
+
+
+def free_file(option: str, path: str | None, force: bool) -> Path | None:
+    """The file that an option names.
+
+    Raises:
+        UserError: it exists, and `force` was not given, or it can be none.
+    """
+    if path is None:
+        return None
+    file = Path(path)
+    if (file.exists() and not file.is_file()) or not file.parent.is_dir():
+        raise UserError(f"{option} {path}: no file can be written there (expected a name in a folder that exists)")
+    if file.exists() and not force:
+        raise UserError(f"{option} {path} exists already", "choose another name, or add --force to overwrite")
+    return file
+
+
+def free_folder(path: str | None, force: bool) -> Path | None:
+    """The folder for pictures that `--plots` names.
+
+    Raises:
+        UserError: there is something in it, and `force` was not given.
+    """
+    if path is None:
+        return None
+    folder = Path(path)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--plots {path} is a file (expected a folder)")
+    if folder.exists() and any(folder.iterdir()) and not force:
+        raise UserError(f"--plots {path} is not empty", "choose another folder, or add --force to overwrite")
+    return folder

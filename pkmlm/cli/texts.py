@@ -1,0 +1,74 @@
+"""What a command reads: a split of the run's tokens, or any text; and the options that say so."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+
+from pkmlm.cli.options import field_option, separator_option
+from pkmlm.errors import UserError
+
+if TYPE_CHECKING:
+    from pkmlm.evaluate.load import LoadedRun
+    from pkmlm.evaluate.perplexity import Documents
+    from pkmlm.runtime.distributed import World
+
+TEXT_OPTIONS = (
+    click.option("--split", metavar="NAME", help="A split of the run's tokens. Default: test."),
+    click.option(
+        "--text", metavar="FILE", help="Any text file instead of a split (.txt, .jsonl, .parquet, .gz, .zst)."
+    ),
+    separator_option,
+    field_option,
+)
+
+
+class TextChoice(NamedTuple):
+    """A split (None: test), or (with `text`) a file, cut by `separator`, its text in `field`."""
+
+    split: str | None
+    text: str | None
+    separator: str | None
+    field: str
+
+    @property
+    def made(self) -> bool:
+        """Whether a split or a text was asked for."""
+        return self.split is not None or self.text is not None
+
+    def refuse_contradictions(self) -> None:
+        """Refuse options of which one would be ignored."""
+        if self.text is not None and self.split is not None:
+            raise UserError("--split and --text exclude each other", "leave one of them out")
+        if self.separator is not None and self.text is None:
+            raise UserError("--separator goes with --text (a split's documents are separated already)")
+
+    def refuse_shared_input(self, world: "World | None") -> None:
+        """Refuse standard input where several processes would read it."""
+        if self.text == "-" and world and world.size > 1:
+            raise UserError("--text -: several processes cannot read one standard input", "name a file")
+
+    def documents(self, run: "LoadedRun") -> "Documents":
+        """The documents that were chosen; for one pass."""
+        from pkmlm.evaluate.perplexity import documents_of_split, documents_of_text
+
+        if self.text is not None:
+            return documents_of_text(self.text, run.tokenizer, self.separator, self.field)
+        if run.recipe.data.dir is None:
+            raise UserError(f"run {run.path} names no data.dir", "give a text with --text FILE")
+        return documents_of_split(run.recipe.data.dir, self.split or "test", run.tokenizer)
+
+
+def text_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that choose a text to a command; it gets them as one argument, `choice`."""
+
+    @wraps(command)
+    def choosing(*, split: str | None, text: str | None, separator: str | None, field: str, **options: Any) -> Any:
+        choice = TextChoice(split, text, separator, field)
+        choice.refuse_contradictions()
+        return command(choice=choice, **options)
+
+    for option in reversed(TEXT_OPTIONS):
+        choosing = option(choosing)
+    return choosing
