@@ -102,3 +102,15 @@ def test_a_mistake_is_told_once(ranks, run, arguments, message):
     assert first.stderr.startswith("error: ")
     assert message in first.stderr
     assert (first.stdout, second.stdout, second.stderr) == ("", "", "")
+
+
+@pytest.mark.parametrize("command", ["eval", "usage-report"])
+def test_damage_that_all_meet_is_told_once(ranks, run, tmp_path, command):
+    copy = shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(copy / "usage", ignore_errors=True)
+    weights = copy / "checkpoints" / (copy / "latest").read_text().strip() / "weights.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    first, second = ranks.pkmlm(2, command, copy, code=1)
+    assert first.stderr.startswith("error: ")
+    assert "weights.safetensors: " in first.stderr
+    assert second.stderr == ""
