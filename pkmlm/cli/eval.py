@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -177,7 +178,7 @@ def perplexity(
     with token_progress("scoring", documents.tokens, quiet or world.rank > 0) as advance:
         result = score(run.model, documents, run.tokenizer.eos, stride=stride, advance=advance, world=world)
     assert result is not None
-    return result.as_dict()
+    return asdict(result)
 
 
 def documents_for(

@@ -108,22 +108,19 @@ def command(
     """
     from pkmlm.data.parts import write_part
     from pkmlm.data.shards import Encoding, write_corpus
-    from pkmlm.data.sources import find_sources
     from pkmlm.data.tokenizer import Tokenizer
 
     check_options(context)
-    folder = Path(output).resolve()
-    check_output(folder, output, force)
+    folder = free_tokens(output, force)
     if joins:
         join(folder, output, train, force, quiet, as_json)
         return
-    names = {"train": train, "valid": valid, "test": test}
-    sources = {split: find_sources(files, format) for split, files in names.items() if files}
+    sources = find_all({"train": train, "valid": valid, "test": test}, format)
     check_sources(sources, separator, shard)
-    tokenizer = Tokenizer.load(Path(model)) if model else None
     with stopwatch(sources, quiet, parts=shard[1] if shard else 1) as watch:
-        if tokenizer is None:
-            tokenizer = learn(sources, separator, field, vocab_size, model_type, watch)
+        tokenizer = (
+            Tokenizer.load(Path(model)) if model else learn(sources, separator, field, vocab_size, model_type, watch)
+        )
         encoding = Encoding(tokenizer, separator, field, jobs or usable_cores(), watch=watch)
         if shard is None:
             index = write_corpus(folder, sources, encoding, replace=force)
@@ -157,12 +154,13 @@ def given(context: click.Context, name: str) -> bool:
     return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
 
 
-def check_output(folder: Path, shown: str, force: bool) -> None:
-    """Refuse, before any work, a folder that is there; with --force, one that holds anything but tokens."""
+def free_tokens(shown: str, force: bool) -> Path:
+    """The folder to write. What is there is refused before any work; with --force, all but tokens."""
     from pkmlm.data.index import OWN_FILES
 
+    folder = Path(shown).resolve()
     if not os.path.lexists(folder):
-        return
+        return folder
     if not folder.is_dir():
         raise UserError(f"-o {shown} is a file (expected a folder, or nothing)")
     names = sorted(entry.name for entry in folder.iterdir())
@@ -173,6 +171,14 @@ def check_output(folder: Path, shown: str, force: bool) -> None:
             f"-o {shown} holds {strange[0]!r}, which tokenize did not write: it is not replaced",
             "move it away, or name another folder",
         )
+    return folder
+
+
+def find_all(files: dict[str, tuple[str, ...]], format: str | None) -> dict[str, list["Source"]]:
+    """The sources of each split that has files."""
+    from pkmlm.data.sources import find_sources
+
+    return {split: find_sources(names, format) for split, names in files.items() if names}
 
 
 def check_sources(sources: dict[str, list["Source"]], separator: str | None, shard: tuple[int, int] | None) -> None:

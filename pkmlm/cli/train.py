@@ -114,13 +114,7 @@ def open_all(
 
 
 def train_in(
-    output: str,
-    recipe: "Recipe",
-    corpus: "Corpus",
-    tokenizer: "Tokenizer",
-    resume: str,
-    quiet: bool,
-    world: "World",
+    output: str, recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokenizer", resume: str, quiet: bool, world: "World"
 ) -> int:
     """Train in the run directory `output`, and note in its run.json how it ended; rank 0 alone writes there."""
     from pkmlm.cli.circumstances import changes, circumstances, lost_metrics, with_earlier

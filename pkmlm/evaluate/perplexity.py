@@ -7,9 +7,8 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -73,9 +72,6 @@ class Perplexity:
     @property
     def nats_per_token(self) -> float:
         return self.nll / self.tokens
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def windows(ids: np.ndarray, prefix: int, context: int, stride: int) -> Iterator[Window]:
