@@ -196,13 +196,13 @@ def best(outcomes: Sequence[Outcome]) -> Outcome | None:
 
 
 def facts_at_end(cell: Cell, run: RunDirectory) -> Facts:
-    """What is known of a cell's run (see `facts_of`), less what was measured of another step than it has come to."""
-    facts = facts_of(cell.name, run)
-    if facts["test_step"] != facts["step"]:
+    """What is known of a cell's run (see `facts_of`), less what was measured of another step than its last."""
+    facts, last = facts_of(cell.name, run), run.done()
+    if facts["test_step"] != last:
         facts |= {key: None for key in facts if key.startswith("test_")}
-    if facts["usage_step"] != facts["step"]:
+    if facts["usage_step"] != last:
         facts |= {"usage_step": None, "usage": []}
-    if facts["tasks_step"] != facts["step"]:
+    if facts["tasks_step"] != last:
         facts |= {"tasks_step": None, "tasks": {}, "average_acc": None}
     return facts
 
