@@ -78,13 +78,15 @@ class RunDirectory:
         """Refuse, before anything is written, a folder in which training would overwrite what is not a run's.
 
         Raises:
-            UserError: there is no run at the path, but a file of a name that a run would write; or the name of the
-                folder is no text, so that other files could not name it.
+            UserError: there is no run at the path, but a file, or a folder with a file of a name that a run would
+                write; or the name of the folder is no text, so that other files could not name it.
         """
         try:
             str(self.path.absolute()).encode()
         except UnicodeEncodeError:
             raise UserError(f"-o {self.path}: the name is not UTF-8", CHOOSE) from None
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"-o {self.path} is a file (expected a folder, or nothing)", CHOOSE)
         entries = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
         if entries & MARKS:
             return

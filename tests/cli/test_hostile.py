@@ -55,6 +55,12 @@ def test_training_overwrites_nothing_that_is_no_run_s(begun, tmp_path):
     assert (folder / "notes.txt").read_text() == "mine"
 
 
+def test_a_file_is_no_place_for_a_run(begun, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    said = on(begun, tmp_path / "notes.txt", code=2).stderr
+    assert said.startswith(f"error: -o {tmp_path}/notes.txt is a file (expected a folder, or nothing)\nhint: ")
+
+
 def test_a_run_s_name_must_be_utf8(begun, tmp_path):
     said = on(begun, os.fsencode(tmp_path).decode() + "/\udcff", code=2).stderr
     assert re.match(r"error: -o \S+\\udcff: the name is not UTF-8\n", said)

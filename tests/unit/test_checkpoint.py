@@ -45,6 +45,32 @@ def test_what_is_saved_is_what_is_loaded(run):
         assert (run.checkpoint(30) / name).read_bytes() == (run.checkpoint(31) / name).read_bytes()
 
 
+WHOLE = {"step": 3, "tokens": 60, "skips": 0, "scaler": None, "seconds": 1.5, "data": {"train": "ab"}}
+
+
+def test_a_state_may_lack_what_earlier_versions_did_not_write():
+    assert checkpoint.progress_of(WHOLE, Path("x")) == Progress(3, 60, 0, None, 1.5, {"train": "ab"})
+    earlier = {key: value for key, value in WHOLE.items() if key != "data"} | {"scaler": {"scale": 2.0}}
+    assert checkpoint.progress_of(earlier, Path("x")) == Progress(3, 60, 0, {"scale": 2.0}, 1.5, {})
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ([], r"it is '\[\]'"),
+        ({key: value for key, value in WHOLE.items() if key != "skips"}, "it has no skips"),
+        (WHOLE | {"step": "3"}, "step is '3'"),
+        (WHOLE | {"tokens": True}, "tokens is 'True'"),
+        (WHOLE | {"scaler": {"scale": "big"}}, "scaler.scale is 'big'"),
+        (WHOLE | {"data": {"train": 5}}, "data.train is '5'"),
+    ],
+)
+def test_a_strange_state_is_refused(state, message):
+    with pytest.raises(UserError, match=f"state.json is not the state of a run: {message}") as told:
+        checkpoint.progress_of(state, Path("state.json"))
+    assert told.value.exit_code == 1
+
+
 @pytest.mark.parametrize("name", [*checkpoint.FILES, "manifest.json"])
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "grow"])
 def test_damage_is_named(run, name, damage):
