@@ -33,7 +33,7 @@ class Outcome:
 
     Attributes:
         status: "finished", "patience" (early stopping) or "stopped" (on request; a checkpoint is saved).
-        step: the step of the last checkpoint; 0 where a request came before the first step.
+        step: the step of the last checkpoint.
         exit_code: 0, or what the signal stands for.
     """
 
@@ -85,12 +85,11 @@ def train(
     while True:
         if validate is not None and unvalidated():
             measure(run, stepper, progress, history, validate, log, stop, drift)
-        stopping = stop.agreed()
-        if (stopping is not None and progress.step > 0) or due(recipe.checkpoint.every, progress.step):
+        stopping = stop.agreed() if progress.step > 0 else None  # whoever stops a run has a checkpoint of it
+        if stopping is not None or due(recipe.checkpoint.every, progress.step):
             save(run, stepper, progress, log, drift)
         if stopping is not None and (progress.step < recipe.train.steps or unvalidated()):
-            saved = "; the checkpoint is saved" if progress.step > 0 else ", before the first"
-            log.say(f"stopped on request at step {progress.step}{saved}")
+            log.say(f"stopped on request at step {progress.step}; the checkpoint is saved")
             return Outcome("stopped", progress.step, stopping)
         if progress.step >= recipe.train.steps:
             save(run, stepper, progress, log, drift)
