@@ -39,15 +39,11 @@ def refuse_changes(run: "RunDirectory", recipe: "Recipe") -> None:
 
 def refuse_other_data(run: "RunDirectory", recipe: "Recipe", corpus: "Corpus") -> None:
     """Refuse to go on with another tokenizer, or on other text to train or to validate on, than the newest checkpoint,
-    which is whole, says; those of earlier versions leave it to run.json. A split for validation may come or go.
+    which is whole, says. A split for validation may come or go.
     """
-    from pkmlm.runtime.files import sha256_of
     from pkmlm.train.checkpoint import progress_at
 
-    facts = run.facts()
-    made_with = facts.get("tokenizer_sha256") or sha256_of(run.tokenizer_file)
-    before = {"tokenizer": made_with, "train": facts.get("data_sha256")}
-    before |= progress_at(run.checkpoint(run.steps()[-1])).data
+    before = progress_at(run.checkpoint(run.steps()[-1])).data
     for name, what in (
         ("tokenizer", "trained with another tokenizer than that of"),
         ("train", "trained on other tokens than those in"),

@@ -47,7 +47,7 @@ STATE: Shape = {
     "skips": (int,),
     "scaler?": {str: NUMBER},
     "seconds": NUMBER,
-    "data?": {str: (str,)},
+    "data": {str: (str,)},
 }
 
 
@@ -61,8 +61,7 @@ class Progress:
         skips: fp16 steps skipped in a row.
         scaler: state of the gradient scaler; empty without one.
         seconds: time spent in training steps.
-        data: the sha256 of the tokenizer and of the splits that it was trained and validated on (`Corpus.hashes`);
-            empty in a checkpoint of an earlier version.
+        data: the sha256 of the tokenizer and of the splits that it was trained and validated on (`Corpus.hashes`).
     """
 
     step: int = 0
