@@ -4,22 +4,18 @@ It is asked to stop (SIGTERM: training saves a checkpoint) when the other has di
 more. Linux alone can do that; elsewhere the command goes on by itself.
 """
 
-import ctypes
 import os
 import signal
 import sys
-
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main() -> None:
     """Run the command, unless the other process has died already."""
     from pkmlm.cli import main as command
+    from pkmlm.runtime.signals import signal_at_parents_death
 
     parent, sys.argv = int(sys.argv[1]), ["pkmlm", *sys.argv[2:]]
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "prctl"):
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal_at_parents_death(signal.SIGTERM)
     if os.getppid() == parent:
         command()
 

@@ -1,11 +1,13 @@
 """Stopping on request: a signal sets a flag, which the loop reads at the end of a step."""
 
+import ctypes
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SAME_REQUEST = 1.0  # seconds: make and launchers pass on a signal that the process group has had already
 Handler = Callable[[int, FrameType | None], None]
 EXIT_CODES = {signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGINT: 130}
@@ -40,6 +42,7 @@ def stop_on_signals(agree: Callable[[int], int] = int) -> Iterator[StopRequest]:
         if request.exit_code is None:
             request.exit_code = EXIT_CODES[signal.Signals(number)]
             request.asked_at = time.monotonic()
+            signal_at_parents_death(0)  # each thread of a parent that is killed would send it
         elif time.monotonic() - request.asked_at > SAME_REQUEST:
             raise KeyboardInterrupt
 
@@ -59,3 +62,10 @@ def handled(handler: Handler) -> Iterator[None]:
     finally:
         for number, former in before.items():
             signal.signal(number, former)
+
+
+def signal_at_parents_death(number: int) -> None:
+    """Have the system send this process a signal when the one that started it has ended (0: none); Linux alone can."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):
+        libc.prctl(PR_SET_PDEATHSIG, number)
