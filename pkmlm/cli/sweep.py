@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from pkmlm.sweep.grid import Grid
     from pkmlm.sweep.results import Results
 
+FASTEST = 1e12  # tokens a second: what is beyond was never measured
+
 
 @click.command()
 @click.argument("grid_file", metavar="GRID")
@@ -159,7 +161,7 @@ def run_all(
         if stop.exit_code is not None:
             click.echo("stopped on request; the same command goes on", err=True)
             return stop.exit_code
-    if "speed" in grid.measure and results.speeds.keys() != {p for p in grid.points() if results.chosen(p)}:
+    if "speed" in grid.measure and any(results.chosen(p) and not results.rounds(p) for p in grid.points()):
         time_models(results, folder, quiet)
     return int(any(outcome.status == "failed" for outcome in results.outcomes.values()))
 
@@ -197,29 +199,29 @@ def cell_progress(
 
 def time_models(results: "Results", folder: "Path", quiet: bool) -> None:
     """Time the models of all points in turn."""
+    from pkmlm.sweep.results import Speed
     from pkmlm.sweep.speed import time_scoring
 
-    runs = {
-        point: folder / "cells" / chosen[0].cell.name
-        for point in results.grid.points()
-        if (chosen := results.chosen(point))
-    }
-    if runs:
-        results.speeds = time_scoring(runs, lambda text: None if quiet else click.echo(f"timing: {text}", err=True))
+    cells = {point: chosen[0].cell for point in results.grid.points() if (chosen := results.chosen(point))}
+    runs = {point: folder / "cells" / cell.name for point, cell in cells.items()}
+    timed = time_scoring(runs, lambda text: None if quiet else click.echo(f"timing: {text}", err=True))
+    results.speeds = {point: Speed(cells[point].recipe_sha256, rounds) for point, rounds in timed.items()}
 
 
 def recall_speeds(results: "Results", folder: "Path") -> None:
     """Take in the times of an earlier call: models of one table are timed together or not at all."""
     from pkmlm.runtime.shapes import NUMBER, read_shaped
+    from pkmlm.sweep.results import Speed
 
     path, points = folder / "results.json", set(results.grid.points())
     if path.exists():
-        shape = {"speed?": [{"point": {str: (str,)}, "tokens_per_second": [NUMBER]}]}
+        shape = {"speed?": [{"point": {str: (str,)}, "recipe?": (str,), "tokens_per_second": [NUMBER]}]}
         found = read_shaped(path, shape, "the sweep's results", "delete it: it is made from the runs")
         for timed in found.get("speed", []):
             point = tuple(timed["point"].values())
-            if point in points and all(rate > 0 for rate in timed["tokens_per_second"]):
-                results.speeds[point] = timed["tokens_per_second"]
+            rounds = timed["tokens_per_second"]
+            if point in points and all(0 < rate < FASTEST for rate in rounds):
+                results.speeds[point] = Speed(timed.get("recipe"), rounds)
 
 
 def publish(results: "Results", folder: "Path", grid_file: "Path", scale: str | None) -> None:

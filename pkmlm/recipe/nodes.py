@@ -67,10 +67,13 @@ def yaml_text(path: Path) -> str:
     """The text of a small file.
 
     Raises:
-        UserError: it cannot be read, is too large, or is not UTF-8.
+        UserError: it cannot be read, is no regular file, is too large, or is not UTF-8.
     """
-    with read_errors(path), path.open("rb") as file:
-        data = file.read(LARGEST + 1)
+    with read_errors(path):
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path} is not a file (expected YAML)")
+        with path.open("rb") as file:
+            data = file.read(LARGEST + 1)
     return decoded(data, str(path))
 
 

@@ -1,14 +1,18 @@
 """The runs of a grid: their recipes, and which of them have to be done before others."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pkmlm.data.index import read_index
 from pkmlm.errors import UserError
-from pkmlm.recipe.load import load_recipe
+from pkmlm.recipe.load import dump_recipe, load_recipe
+from pkmlm.recipe.nodes import shorten
 from pkmlm.recipe.schema import Recipe
 from pkmlm.sweep.grid import Grid, Point
+
+LONGEST = 200  # bytes of a cell's name, of the 255 that a file system allows: runs and their pictures are named by it
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,11 @@ class Cell:
         parts = [*self.point, *([] if self.tuned is None else [self.tuned]), f"seed-{self.seed}"]
         return "_".join("".join(c if c.isalnum() or c in "-.+" else "-" for c in part) for part in parts)
 
+    @property
+    def recipe_sha256(self) -> str:
+        """Of the whole recipe: what was measured of a run of another one is not this cell's."""
+        return hashlib.sha256(dump_recipe(self.recipe).encode()).hexdigest()
+
 
 class Cells:
     """All cells of a grid.
@@ -55,6 +64,10 @@ class Cells:
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice:
             raise UserError(f"two cells of the grid have the name {twice}", "name the axes' values apart")
+        longest = max(names, key=lambda name: len(name.encode()))
+        if len(longest.encode()) > LONGEST:
+            found = f"a cell's name has {len(longest.encode())} bytes (expected at most {LONGEST})"
+            raise UserError(f"{found}: {shorten(longest)}", "name the axes' values shorter")
 
     def _cell(self, point: Point, seed: int, tuned: str | None) -> Cell:
         tuning = [] if self.grid.tune is None else [f"{self.grid.tune.key}={tuned}"]

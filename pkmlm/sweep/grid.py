@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from pkmlm.errors import UserError
-from pkmlm.recipe.load import alternatives, bind, bind_scalar, merge, wrong
+from pkmlm.recipe.load import alternatives, bind, escaped, merge, wrong
 from pkmlm.recipe.nodes import Node, parse, yaml_text
 from pkmlm.sweep.measures import MEASURES
 
@@ -126,9 +126,9 @@ class Grid:
                 node = node.value[index] if index < len(node.value) else None
             else:
                 node = node.value.get(name) if isinstance(node.value, dict) else None
-        if node is None or node.is_null or not isinstance(node.value, str):
+        if node is None or node.is_null:
             return None
-        number: float = bind_scalar(node, node.value, float, f"paper.{measure}")
+        number: float = bind(node, float, f"paper.{measure}", {})
         return number
 
 
@@ -143,6 +143,9 @@ def read_grid(path: Path, scale: str | None = None) -> Grid:
     scales = tree.value.get("scales", Node({}, tree.place))
     if not isinstance(scales.value, dict):
         raise wrong(scales, "scales", "a mapping of names to keys of a grid")
+    for name, keys in scales.value.items():
+        if not isinstance(keys.value, dict):
+            raise wrong(keys, f"scales.{name}", "a mapping, {} where nothing is laid over")
     if scale is not None and scale not in scales.value:
         have = f"has {alternatives(list(scales.value))}" if scales.value else "has none"
         raise UserError(f"{path}: no scale {scale} ({have})")
@@ -188,6 +191,12 @@ def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:
     for axis, values in grid.axes.items():
         if not values:
             raise UserError(f"{places[f'axes.{axis}']}: axes.{axis} has no values")
+    figures = [f"{figure.y} by {figure.x}" for figure in grid.figures]
+    tuned = grid.tune.values if grid.tune else ()
+    for key, listed in (("seeds", grid.seeds), ("tune.values", tuned), ("measure", grid.measure), ("figures", figures)):
+        if len(set(listed)) < len(listed):
+            twice = next(one for number, one in enumerate(listed) if one in listed[:number])
+            raise UserError(f"{places[key]}: {key}: found {twice} twice (expected each once)")
     for axis, names in grid.only.items():
         for name in names:
             position({axis: name}, "only")
@@ -195,6 +204,8 @@ def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:
         position(out, "without")
     for measure in (*grid.measure, *grid.paper):
         known(measure, list(MEASURES), "measure" if measure in grid.measure else "paper", "a measure")
+    for measure, node in grid.paper.items():
+        check_paper(node, f"paper.{measure}", list(grid.axes.items()))
     for claim in grid.claims:
         known(claim.measure, grid.measure, "claims", "a measure of this grid")
         for place in (claim.greater, claim.less, *({a: v} for a, vs in claim.at.items() for v in vs)):
@@ -211,6 +222,23 @@ def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:
             known(figure.line, list(grid.axes), "figures", "an axis")
     if not grid.points():
         raise UserError(f"{path}: no point is left (only and without leave none)")
+
+
+def check_paper(node: Node, key: str, axes: Sequence[tuple[str, Mapping[str, Node]]]) -> None:
+    """Refuse what is no number below all axes, and names that an axis has not."""
+    if node.is_null:
+        return
+    if not axes:
+        bind(node, float, key, {})
+        return
+    (axis, names), *rest = axes
+    below = node.value
+    if isinstance(below, list) and len(below) <= len(names):
+        below = dict(zip(names, below, strict=False))
+    if not isinstance(below, dict) or not below.keys() <= names.keys():
+        raise wrong(node, key, f"by {axis}: {', '.join(names)}")
+    for name, child in below.items():
+        check_paper(child, f"{key}.{name}", rest)
 
 
 def assignments(tree: Node, prefix: str = "") -> Iterator[str]:
@@ -231,4 +259,5 @@ def written(node: Node) -> str:
         return f"[{', '.join(written(item) for item in node.value)}]"
     if isinstance(node.value, dict):
         raise UserError(f"{node.place}: found a mapping (expected a value)")
-    return f'"{node.value}"' if node.quoted else node.value
+    assert isinstance(node.value, str)
+    return '"' + "".join(map(escaped, node.value)) + '"' if node.quoted else node.value

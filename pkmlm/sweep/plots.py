@@ -67,14 +67,14 @@ def panel(axes: Axes, grid: Grid, figure: Figure, value: Values) -> None:
         if figure.x not in grid.axes:
             style["linestyle"] = "-" if figure.line else "none"
         where = [position(grid, figure, p, value) for p in points]
-        axes.errorbar(where, means, yerr=bars, **style, label=name)
+        axes.errorbar(where, means, yerr=bars, **style, label=None if name is None else label(name))
         if figure.x not in grid.axes:
             for at, mean, p in zip(where, means, points, strict=True):
-                axes.annotate(" ".join(p), (at, mean), xytext=(6, 6), textcoords="offset points", fontsize=8)
+                axes.annotate(label(" ".join(p)), (at, mean), xytext=(6, 6), textcoords="offset points", fontsize=8)
     if figure.x in grid.axes:
         names = grid.names(figure.x)
-        axes.set_xticks(range(len(names)), names)
-        axes.set_xlabel(figure.x)
+        axes.set_xticks(range(len(names)), [label(name) for name in names])
+        axes.set_xlabel(label(figure.x))
     else:
         axes.set_xlabel(MEASURES[figure.x].label)
         if "x" in figure.log:
@@ -84,7 +84,7 @@ def panel(axes: Axes, grid: Grid, figure: Figure, value: Values) -> None:
     axes.set_ylabel(MEASURES[figure.y].label)
     axes.grid(alpha=0.3)
     if figure.line:
-        axes.legend(title=figure.line, fontsize=9)
+        axes.legend(title=label(figure.line), fontsize=9)
 
 
 def position(grid: Grid, figure: Figure, point: Point, value: Values) -> float:

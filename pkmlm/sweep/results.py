@@ -4,7 +4,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from pkmlm import __version__
 from pkmlm.report.tables import Column, Table, number
@@ -16,6 +16,18 @@ from pkmlm.sweep.runner import Outcome, best
 from pkmlm.sweep.verdicts import Verdict, claim_verdicts, rank_correlations
 
 
+class Speed(NamedTuple):
+    """Of one model.
+
+    Attributes:
+        recipe: `Cell.recipe_sha256` of the run that was timed.
+        rounds: tokens a second, one number a round.
+    """
+
+    recipe: str | None
+    rounds: list[float]
+
+
 @dataclass
 class Results:
     """The results of a grid, as far as they are there.
@@ -23,14 +35,14 @@ class Results:
     Attributes:
         costs: what `facts_of_cost` says of each point's recipe.
         outcomes: of the cells that have ended, by name.
-        speeds: tokens a second of each point's model, one number a round.
+        speeds: of the points' models, all timed in one call; perhaps an earlier one, when a point had another recipe.
     """
 
     grid: Grid
     cells: Cells
     costs: Mapping[Point, Mapping[str, Any]]
     outcomes: dict[str, Outcome] = field(default_factory=dict)
-    speeds: dict[Point, list[float]] = field(default_factory=dict)
+    speeds: dict[Point, Speed] = field(default_factory=dict)
 
     @property
     def trains(self) -> bool:
@@ -49,6 +61,11 @@ class Results:
         others = [self.outcomes.get(cell.name) for cell in self.cells.others(first.cell)]
         return [first, *(one for one in others if one is not None and one.status == "measured")]
 
+    def rounds(self, point: Point) -> list[float]:
+        """Tokens a second of a point's model, one number a round; none where it has not been timed."""
+        speed, chosen = self.speeds.get(point), self.chosen(point)
+        return speed.rounds if speed and chosen and speed.recipe == chosen[0].cell.recipe_sha256 else []
+
     def values(self, measure: str, point: Point) -> tuple[float, ...]:
         """What was measured at a point, one number a seed; none where nothing was. Speed: the median of the rounds, in
         thousands.
@@ -57,7 +74,7 @@ class Results:
         if MEASURES[measure].source == "cost":
             found = [read({"cost": self.costs[point]})]
         elif MEASURES[measure].source == "speed":
-            found = [median(self.speeds[point]) / 1000] if self.speeds.get(point) else []
+            found = [median(rounds) / 1000] if (rounds := self.rounds(point)) else []
         else:
             found = [read(outcome.facts) for outcome in self.chosen(point)]
         return tuple(value for value in found if value is not None)
@@ -91,7 +108,8 @@ class Results:
             "verdicts": [verdict.as_json() for verdict in self.verdicts()],
             "cells": [cell_json(self.grid, outcome) for outcome in self.outcomes.values()],
             "speed": [
-                {"point": self.grid.place(point), "tokens_per_second": rounds} for point, rounds in self.speeds.items()
+                {"point": self.grid.place(point), "recipe": speed.recipe, "tokens_per_second": speed.rounds}
+                for point, speed in self.speeds.items()
             ],
         }
 

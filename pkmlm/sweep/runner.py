@@ -128,7 +128,7 @@ class Runner:
 
     def _measured(self, cell: Cell) -> Outcome:
         run = RunDirectory(self.folder / cell.name)
-        for command in self._commands(cell, run):
+        for command in self.commands(cell, run):
             if self.stopping:
                 return Outcome(cell, "stopped", {})
             code, said = self._call(command)
@@ -137,7 +137,7 @@ class Runner:
                 return Outcome(cell, status, {}, said)
         return Outcome(cell, "measured", facts_at_end(cell, run))
 
-    def _commands(self, cell: Cell, run: RunDirectory) -> Iterable[list[str]]:
+    def commands(self, cell: Cell, run: RunDirectory) -> Iterable[list[str]]:
         """The arguments of `pkmlm`, one call after the other, without what has been done already."""
         path, model = str(run.path), cell.recipe.model
         if finished(cell, self.folder) is None:

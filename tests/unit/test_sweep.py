@@ -1,16 +1,20 @@
 """Grids: what is read from a file, which cells it has, and what is concluded from their numbers."""
 
+import json
 import subprocess
+import warnings
 from pathlib import Path
 
 import pytest
 
+from pkmlm.cli.sweep import recall_speeds
 from pkmlm.errors import UserError
 from pkmlm.recipe.load import load_recipe
+from pkmlm.runtime.files import write_json
 from pkmlm.sweep.cells import Cells
 from pkmlm.sweep.grid import Grid, read_grid, scales_of
-from pkmlm.sweep.plots import picture
-from pkmlm.sweep.results import Results
+from pkmlm.sweep.plots import draw, picture
+from pkmlm.sweep.results import Results, Speed
 from pkmlm.sweep.runner import Outcome
 from pkmlm.sweep.verdicts import claim_verdicts, pairs_of, rank_correlations
 from tests.conftest import ROOT
@@ -113,6 +117,21 @@ def test_the_papers_numbers_are_found_in_lists_and_mappings(folder):
         ("    none: {model.memory.kind: none}", "    none: [3]", "expected recipe keys"),
         ("  norm:\n", "  norm: 3\n  more:\n", "axes.norm: found 3 (expected a mapping)"),
         ("usage, rising", "usge, rising", "claims: found usge (expected a measure of this grid"),
+        ("seeds: [1, 2]", "seeds: [1, 2, 1]", "grid.yaml:3:1: seeds: found 1 twice (expected each once)"),
+        ("[1e-3, 2e-3, 4e-3]", "[1e-3, 2e-3, 1e-3]", "tune.values: found 1e-3 twice"),
+        ("measure: [perplexity,", "measure: [usage, perplexity,", "measure: found usage twice"),
+        ("{x: usage, y: perplexity}", "{x: slots, y: perplexity}", "figures: found perplexity by slots twice"),
+        ("no: 20.5", "no: abc", "paper.perplexity.256.no: found abc (expected a number)"),
+        ("no: 20.5", "no: [20.5]", "paper.perplexity.256.no: found a list of 1 (expected a number)"),
+        ("none: [23.0]", "none: 23.0", "paper.perplexity.none: found 23.0 (expected by norm: no, yes)"),
+        ("[22.0, 21.0]", "[22.0, 21.0, 20.0]", "paper.perplexity.64: found a list of 3 (expected by norm: no, yes)"),
+        ("{no: 20.5", "{on: 20.5", "paper.perplexity.256: found a mapping (expected by norm: no, yes)"),
+        ("large: {axes: {slots: {256: {model.memory.heads: 2}}}}", "large: 5", "scales.large: found 5 (expected a map"),
+        (
+            "    256: {",
+            f"    {'x' * 200}: {{}}\n    256: {{",
+            "a cell's name has 216 bytes (expected at most 200): xxx",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(folder, before, after, said):
@@ -121,6 +140,23 @@ def test_what_is_wrong_is_said_in_one_line(folder, before, after, said):
         Cells(grid_of(folder, GRID.replace(before, after, 1)), folder / "base.yaml")
     assert said in error.value.message
     assert "\n" not in error.value.message
+
+
+def test_a_grid_is_a_small_file(tmp_path):
+    path = tmp_path / "grid.yaml"
+    path.symlink_to("/dev/null")
+    with pytest.raises(UserError, match="is not a file"):
+        read_grid(path)
+    path.unlink()
+    path.write_text(f"base: {'x' * 70_000}")
+    with pytest.raises(UserError, match="has more than 65,536 bytes"):
+        read_grid(path)
+
+
+def test_a_quoted_value_reaches_the_recipe_as_it_is(folder):
+    text = GRID.replace("set: {", r"""set: {data.dir: "a\\b\"c\nd", """)
+    cells = Cells(grid_of(folder, text), folder / "base.yaml")
+    assert cells.first[P[0], "1e-3"].recipe.data.dir == 'a\\b"c\nd'
 
 
 def test_an_unknown_scale_names_those_that_there_are(folder):
@@ -227,6 +263,54 @@ def test_a_figure_has_a_panel_for_the_paper_and_a_line_for_each_value(folder):
     assert against is not None
     (panel,) = against.axes  # the paper gives no usage
     assert len(panel.texts) == 4, "the point without a memory has no usage"
+
+
+def test_a_figure_shows_names_as_they_are(folder):
+    text = (
+        GRID.replace("norm", "$x^$").replace("no: {model", r"'$\frac{$': {model").replace("yes: {model", "_y: {model")
+    )
+    text = (
+        text.split("without:")[0]
+        + """measure: [perplexity, usage]
+figures: [{x: slots, y: perplexity, line: $x^$}, {x: $x^$, y: usage}, {x: usage, y: perplexity}]
+"""
+    )
+    cells = Cells(grid_of(folder, text.replace("query_$x^$", "query_norm"), None), folder / "base.yaml")
+    results = Results(cells.grid, cells, {point: {} for point in cells.grid.points()})
+    for cell in cells.first.values():
+        usage = [{"layer": 2, "name": "memory", "mass": {"usage": 0.5, "kl": 1.0}}]
+        results.add(Outcome(cell, "measured", {"test_token_ppl": 20.0, "usage": usage}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        drawn = draw(results, folder)
+    assert len(drawn) == 3
+    legend = picture(results, cells.grid.figures[0]).axes[0].get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == [r"\$\frac{\$", " _y"]
+
+
+def test_a_speed_is_that_of_the_recipe_that_was_timed(folder):
+    cells = Cells(grid_of(folder, GRID.replace("dense]", "speed]")), folder / "base.yaml")
+    other = Cells(cells.grid, folder / "base.yaml", ["model.dim=32"])
+
+    def recalled(cells: Cells) -> Results:
+        results = Results(cells.grid, cells, {point: {} for point in P})
+        assert results.values("speed", P[0]) == (), "nothing is there"
+        results.add(Outcome(cells.tuning(P[0])[0], "measured", {"valid_loss": 4.0}))
+        recall_speeds(results, folder)
+        return results
+
+    results = recalled(cells)
+    results.speeds = {P[0]: Speed(cells.tuning(P[0])[0].recipe_sha256, [1000.0, 3000.0, 2000.0])}
+    machine = {"device": "cpu", "torch": "2"}
+    write_json(folder / "results.json", results.as_json("grid", None, "base.yaml", machine))
+    assert recalled(cells).values("speed", P[0]) == (2.0,)
+    assert recalled(other).values("speed", P[0]) == ()
+    write_json(folder / "results.json", recalled(other).as_json("grid", None, "base.yaml", machine))
+    assert recalled(cells).values("speed", P[0]) == (2.0,), "another's table loses no time"
+    kept = json.loads((folder / "results.json").read_text())
+    for change in ({"recipe": None}, {"tokens_per_second": [1e308, 1e308]}, {"tokens_per_second": [-1, 2, 3]}):
+        write_json(folder / "results.json", kept | {"speed": [kept["speed"][0] | change]})
+        assert recalled(cells).values("speed", P[0]) == (), change
 
 
 def test_what_a_value_stands_for_is_in_the_table():
