@@ -1,17 +1,24 @@
-"""`pkmlm sweep`: grids of tiny models, trained and measured for real."""
+"""`pkmlm sweep`: grids of tiny models, trained and measured for real.
+
+Every process imports torch, which takes seconds: what needs none of its own (a cell that is done, a table, the commands
+that a cell still lacks) is done in this one.
+"""
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from pkmlm.runtime.rundir import RunDirectory
-from pkmlm.runtime.signals import StopRequest
-from pkmlm.sweep.cells import Cells
+from pkmlm.runtime.signals import StopRequest, handled
+from pkmlm.sweep.cells import Cell, Cells
 from pkmlm.sweep.grid import read_grid
 from pkmlm.sweep.runner import Outcome, Runner
 from tests.conftest import pkmlm
@@ -21,12 +28,17 @@ base: product-key.yaml
 axes:
   slots: {none: {model.memory.kind: none}, 64: {model.memory.num_keys: 8}, 256: {model.memory.num_keys: 16}}
 without: [{slots: 64}]
+measure: [valid_loss, dense]
+"""
+TUNED = """title: One memory
+base: product-key.yaml
+axes: {slots: {256: {model.memory.num_keys: 16}}}
 tune: {values: [3e-3, 1e30]}
-measure: [perplexity, usage, speed, dense]
-paper: {perplexity: [23.0, 22.0, 21.0]}
-claims: [{text: the memory helps, measure: perplexity, greater: {slots: none}, less: {slots: 256}}]
+measure: [perplexity, speed]
+paper: {perplexity: [21.0]}
 figures: [{x: slots, y: perplexity}]
 """
+PATIENCE = 300  # seconds, on a busy machine
 PIQA = "".join(
     json.dumps({"goal": f"To open door {number}", "sol1": "turn the key", "sol2": "sing", "label": number % 2}) + "\n"
     for number in range(4)
@@ -41,86 +53,117 @@ def grid(tmp_path, write_recipe) -> Path:
     return path
 
 
+def cells_of(grid: Path, steps: int) -> dict[str, Cell]:
+    cells = Cells(read_grid(grid), grid.parent / "product-key.yaml", [f"train.steps={steps}"])
+    return {cell.name: cell for cell in cells.first.values()}
+
+
+def runner_of(grid: Path, runs: Path, task_data: Path | None = None) -> Runner:
+    rows = None if task_data is None else str(task_data)
+    return Runner(grid.parent / "product-key.yaml", runs, read_grid(grid).measure, 1, [], rows, StopRequest())
+
+
+def cells_in(folder: Path) -> dict[str, dict]:
+    return {cell["name"]: cell for cell in json.loads((folder / "results.json").read_text())["cells"]}
+
+
+def wait_for(log: Path) -> None:
+    """Until a run has logged something."""
+    deadline = time.monotonic() + PATIENCE
+    while not (log.exists() and log.stat().st_size):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 def test_a_sweep_trains_measures_and_tells(grid, tmp_path):
     """One value of the rate diverges: it is a result, not a failure; the second call only tells again."""
     folder = tmp_path / "swept"
-    done = pkmlm("sweep", grid, "-o", folder, "--jobs", 2, "-s", "train.steps=12")
+    grid.write_text(TUNED)
+    sweep = ("sweep", grid, "-o", folder, "-s", "train.steps=12")
+    done = pkmlm(*sweep, "--jobs", 2)
     results = json.loads((folder / "results.json").read_text())
-    assert {cell["status"] for cell in results["cells"] if cell["tuned"] == "1e30"} == {"diverged"}
-    for point in results["points"]:
-        (name,) = [c["name"] for c in results["cells"] if c["point"] == point["point"] and c["tuned"] == "3e-3"]
-        kept = json.loads(next((folder / "cells" / name / "eval").glob("test-step-12.json")).read_text())
-        assert point["measured"]["perplexity"]["mean"] == kept["perplexity"]["token_ppl"]
-        assert point["measured"]["speed"]["mean"] > 0
-        assert point["tuned"] == "3e-3"
-        assert (point["measured"]["usage"] is None) == (point["point"]["slots"] == "none")
-    assert [point["paper"]["perplexity"] for point in results["points"]] == [23.0, 21.0]
+    assert {cell["tuned"]: cell["status"] for cell in results["cells"]} == {"3e-3": "measured", "1e30": "diverged"}
+    (point,) = results["points"]
+    run = folder / "cells" / "256_3e-3_seed-1"
+    kept = json.loads((run / "eval" / "test-step-12.json").read_text())
+    assert point["measured"]["perplexity"]["mean"] == kept["perplexity"]["token_ppl"]
+    assert point["measured"]["speed"]["mean"] > 0
+    assert (point["tuned"], point["paper"]["perplexity"]) == ("3e-3", 21.0)
     assert (folder / "perplexity-by-slots.png").read_bytes().startswith(b"\x89PNG")
     assert "diverged" in (folder / "table.md").read_text()
-    assert "4/4" in done.stderr
-    times = {path: path.stat().st_mtime_ns for path in (folder / "cells").rglob("*.safetensors")}
-    again = pkmlm("sweep", grid, "-o", folder, "-s", "train.steps=12", "-q")
-    assert again.stdout == done.stdout, "timed once, told twice"
-    assert times == {path: path.stat().st_mtime_ns for path in (folder / "cells").rglob("*.safetensors")}
-    assert pkmlm("sweep", grid, "-o", folder, "-s", "train.steps=12", "--table").stdout.startswith("Two memories")
-    changed = pkmlm(
-        "sweep", grid, "-o", folder, "-s", "train.steps=12", "-s", "model.dim=16", "-q", "--jobs", 2, code=1
-    )
-    assert "was started with another recipe" in json.dumps(json.loads((folder / "results.json").read_text())["cells"])
-    assert "failed" in changed.stdout
+    assert "2/2" in done.stderr
+    times = {path: path.stat().st_mtime_ns for path in run.rglob("*.safetensors")}
+    grid.write_text(TUNED.replace(", 1e30", ""))
+    again = pkmlm(*sweep, "-q")
+    assert json.loads((folder / "results.json").read_text())["speed"] == results["speed"], "timed once, told twice"
+    assert times == {path: path.stat().st_mtime_ns for path in run.rglob("*.safetensors")}
+    assert pkmlm(*sweep, "--table").stdout == again.stdout
+    other = pkmlm(*sweep, "-s", "model.dim=16", "--table").stdout.splitlines()[4].split()
+    assert other == ["256", "-", "-", "-", "21.00", "-"], "of another model nothing is known"
+    assert pkmlm(*sweep, "--table").stdout == again.stdout
 
 
 def test_a_stopped_sweep_goes_on(grid, tmp_path):
     folder = tmp_path / "swept"
-    text = GRID.replace("tune: {values: [3e-3, 1e30]}\n", "").replace(", usage, speed, dense]", "]")
-    grid.write_text(text)
-    command = [sys.executable, "-m", "pkmlm", "sweep", str(grid), "-o", str(folder), "-s", "train.steps=3000"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sweep:
-        deadline = time.monotonic() + 60
-        log = folder / "cells" / "none_seed-1" / "metrics.jsonl"
-        while not (log.exists() and log.stat().st_size) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        sweep.send_signal(signal.SIGTERM)
-        _, said = sweep.communicate(timeout=60)
-    assert sweep.returncode == 75, said
+    run = RunDirectory(folder / "cells" / "none_seed-1")
+
+    def ask() -> None:
+        wait_for(run.metrics_file)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    asking = Thread(target=ask)
+    with handled(lambda number, frame: None):  # a request that comes when no sweep hears it ends no tests
+        asking.start()
+        said = pkmlm("sweep", grid, "-o", folder, "-s", "train.steps=5000", code=75).stderr
+        asking.join()
     assert "the same command goes on" in said
-    run = json.loads((folder / "cells" / "none_seed-1" / "run.json").read_text())
-    assert run["status"] == "stopped", "the cell saved a checkpoint"
+    assert run.facts()["status"] == "stopped", "the cell saved a checkpoint"
     assert not (folder / "cells" / "256_seed-1").exists()
-    stopped = RunDirectory(folder / "cells" / "none_seed-1").steps()[-1]
-    pkmlm("sweep", grid, "-o", folder, "-s", f"train.steps={stopped + 4}", "-q")
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [line["step"] for line in lines if line["event"] == "train"] == list(range(1, stopped + 5))
-    assert f"resuming at step {stopped}" in (log.parent / "train.log").read_text()
-    cells = {cell["name"]: cell for cell in json.loads((folder / "results.json").read_text())["cells"]}
-    assert {cell["step"] for cell in cells.values()} == {stopped + 4}
-    assert cells.keys() == {"none_seed-1", "256_seed-1"}
+    stopped = run.steps()[-1]
+    (command,) = runner_of(grid, folder / "cells").commands(cells_of(grid, stopped + 4)["none_seed-1"], run)
+    pkmlm(*command)
+    trained = [event["step"] for event in run.metrics() if event["event"] == "train"]
+    assert trained == list(range(1, stopped + 5))
+    assert f"resuming at step {stopped}" in run.log_file.read_text()
+    pkmlm("sweep", grid, "-o", folder, "-s", f"train.steps={stopped + 4}", "--table")
+    assert {name: cell["step"] for name, cell in cells_in(folder).items()} == {"none_seed-1": stopped + 4}
 
 
-def test_a_sweep_that_trains_longer_measures_again(grid, tmp_path):
+def test_a_cell_that_trains_longer_is_measured_again(grid, tmp_path):
     folder, task_data = tmp_path / "swept", tmp_path / "tasks"
     task_data.mkdir()
     (task_data / "piqa.jsonl").write_text(PIQA)
-    text = GRID.replace("tune: {values: [3e-3, 1e30]}\n", "").replace(", usage, speed, dense]", ", usage, piqa]")
-    grid.write_text(text.replace("without: [{", "without: [{slots: none}, {"))
-    run = folder / "cells" / "256_seed-1"
-    train = ("train", grid.parent / "product-key.yaml", "-o", run, "-q", "-s", "model.memory.num_keys=16")
-    pkmlm(*train, "-s", "train.steps=4")
-    pkmlm("eval", run, "-q")
-    pkmlm("usage-report", run, "-q")
-    (run / "eval" / "tasks-piqa-step-4.json").write_text('{"step": 4, "tasks": {"piqa": {"acc": 0.875}}}')
-    again = ("sweep", grid, "-o", folder, "--task-data", task_data, "-q")
-    row = pkmlm(*again, "-s", "train.steps=4", "--table").stdout.splitlines()[4].split()
-    assert (row[-1], "-" in row) == ("0.875", False)
-    pkmlm(*train, "-s", "train.steps=8")
-    row = pkmlm(*again, "-s", "train.steps=8", "--table").stdout.splitlines()[4].split()
-    assert row == ["256", "1", "-", "21.00", "-", "-"], "what was measured at step 4 is not that of step 8"
-    pkmlm(*again, "-s", "train.steps=8")
-    (cell,) = json.loads((folder / "results.json").read_text())["cells"]
-    kept = json.loads((run / "usage" / "test-step-8.json").read_text())["memories"]
+    grid.write_text(GRID.replace("valid_loss, dense", "perplexity, usage, piqa"))
+    runs = folder / "cells"
+    run = RunDirectory(runs / "256_seed-1")
+    runner = runner_of(grid, runs, task_data)
+
+    def row(steps: int) -> list[str]:
+        told = pkmlm("sweep", grid, "-o", folder, "-s", f"train.steps={steps}", "--table").stdout
+        return next(line.split() for line in told.splitlines() if line.startswith("256"))
+
+    commands = iter(runner.commands(cells_of(grid, 4)["256_seed-1"], run))
+    for _ in ("train", "eval", "usage-report"):
+        pkmlm(*next(commands))
+    (run.path / "eval" / "tasks-piqa-step-4.json").write_text('{"step": 4, "tasks": {"piqa": {"acc": 0.875}}}')
+    assert (row(4)[-1], "-" in row(4)) == ("0.875", False)
+    asked = []
+    for command in runner.commands(cells_of(grid, 8)["256_seed-1"], run):
+        pkmlm(*command)
+        asked.append(command[0])
+        if asked == ["train"]:
+            assert row(8) == ["256", "1", "-", "-", "-"], "what was measured at step 4 is not that of step 8"
+    assert asked == ["train", "eval", "usage-report", "eval"]
+    assert not list(runner.commands(cells_of(grid, 8)["256_seed-1"], run)), "it lacks nothing"
+    assert "-" not in row(8)
+    cell = cells_in(folder)["256_seed-1"]
+    kept = json.loads((run.path / "usage" / "test-step-8.json").read_text())["memories"]
     assert [memory["kl"] for memory in cell["usage"]] == [memory["mass"]["kl"] for memory in kept]
-    tasks = json.loads((run / "eval" / "tasks-piqa-step-8.json").read_text())["tasks"]
+    tasks = json.loads((run.path / "eval" / "tasks-piqa-step-8.json").read_text())["tasks"]
     assert cell["tasks"] == {"piqa": tasks["piqa"]["acc"]}
+    commands = iter(runner.commands(cells_of(grid, 2)["none_seed-1"], RunDirectory(runs / "none_seed-1")))
+    pkmlm(*next(commands))
+    assert [command[0] for command in commands] == ["eval", "eval"], "no memory, no usage"
 
 
 def test_a_cell_on_each_device(grid, tmp_path):
@@ -128,7 +171,6 @@ def test_a_cell_on_each_device(grid, tmp_path):
     said = pkmlm("sweep", grid, "-o", folder, "--device", "0,1", "--jobs", 3, code=2).stderr
     assert "--jobs 3: found 2 devices (expected one a job)" in said
     assert not folder.exists()
-    grid.write_text(GRID.replace("tune: {values: [3e-3, 1e30]}\n", "").replace(", usage, speed, dense]", "]"))
     for name in ("none_seed-1", "256_seed-1"):  # no runs: these cells fail before anything is started
         (folder / "cells" / name).mkdir(parents=True)
         (folder / "cells" / name / "done").touch()
@@ -137,6 +179,7 @@ def test_a_cell_on_each_device(grid, tmp_path):
 
 
 def test_no_value_can_be_chosen_without_a_valid_split(grid, novels, tmp_path):
+    grid.write_text(TUNED)
     pkmlm("tokenize", novels / "valid.txt", "-o", tmp_path / "tokens", "--vocab-size", 400)
     done = pkmlm("sweep", grid, "-o", tmp_path / "swept", "-s", f"data.dir={tmp_path / 'tokens'}", code=2)
     assert "tokens has no valid split, by which the grid chooses optim.lr" in done.stderr
@@ -144,52 +187,53 @@ def test_no_value_can_be_chosen_without_a_valid_split(grid, novels, tmp_path):
 
 
 def test_an_error_ends_the_sweep_at_once(grid, tmp_path):
-    """One cell has ended, two train for long, one waits: they save checkpoints, and it never begins."""
+    """One cell is done, one trains for long, one waits: the second saves a checkpoint, and the third never begins."""
     grid.write_text("""base: product-key.yaml
-axes: {steps: {2: {train.steps: 2}, 3000: {train.steps: 3000}, 4000: {train.steps: 4000}, 3: {train.steps: 3}}}
+axes: {steps: {2: {train.steps: 2}, 5000: {train.steps: 5000}, 3: {train.steps: 3}}}
+measure: [valid_loss]
 """)
-    cells, runs = Cells(read_grid(grid), grid.parent / "product-key.yaml"), tmp_path / "cells"
-    long = [runs / f"{steps}_seed-1" for steps in (3000, 4000)]
-    deadline = time.monotonic() + 60
+    base, runs = grid.parent / "product-key.yaml", tmp_path / "cells"
+    pkmlm("train", base, "-o", runs / "2_seed-1", "-q", "-s", "train.steps=2")
 
     def done(outcome: Outcome) -> None:
-        while not all((run / "metrics.jsonl").exists() for run in long):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_for(runs / "5000_seed-1" / "metrics.jsonl")
         raise RuntimeError(f"told of {outcome.cell.name}")
 
-    runner = Runner(cells.base, runs, ["valid_loss"], 2, [], None, StopRequest())
+    runner = runner_of(grid, runs)
     with pytest.raises(RuntimeError, match="told of 2_seed-1"):
-        runner.run(cells, done, lambda running: None)
-    assert [json.loads((run / "run.json").read_text())["status"] for run in long] == ["stopped"] * 2
-    assert len(runner.asked) == 2, "no other command began"
-    assert time.monotonic() < deadline
+        runner.run(Cells(read_grid(grid), base), done, lambda running: None)
+    assert RunDirectory(runs / "5000_seed-1").facts()["status"] == "stopped"
+    assert len(runner.asked) == 1, "no other command began"
+    assert not (runs / "3_seed-1").exists()
 
 
 def test_a_killed_sweep_takes_its_command_along(grid, tmp_path):
     folder = tmp_path / "swept"
-    grid.write_text(GRID.replace("tune: {values: [3e-3, 1e30]}\n", "").replace(", usage, speed, dense]", "]"))
-    command = [sys.executable, "-m", "pkmlm", "sweep", str(grid), "-o", str(folder), "-s", "train.steps=100000", "-q"]
+    run = RunDirectory(folder / "cells" / "none_seed-1")
+    command = [sys.executable, "-m", "pkmlm", "sweep", str(grid), "-o", str(folder), "-s", "train.steps=5000", "-q"]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as sweep:
-        run, deadline = folder / "cells" / "none_seed-1", time.monotonic() + 60
-        while not ((run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        sweep.kill()
-    while json.loads((run / "run.json").read_text())["status"] == "running":
+        try:
+            wait_for(run.metrics_file)
+        finally:
+            sweep.kill()
+    deadline = time.monotonic() + PATIENCE
+    while run.facts()["status"] == "running":
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    assert json.loads((run / "run.json").read_text())["exit_code"] == 75
+    assert run.facts()["exit_code"] == 75
 
 
-def test_a_cell_that_cannot_be_read_fails_alone(grid, tmp_path):
+def test_a_cell_that_fails_fails_alone(grid, tmp_path, trained):
+    """One cannot be read, one is a run of another recipe, one is done."""
     folder = tmp_path / "swept"
-    text = GRID.replace("tune: {values: [3e-3, 1e30]}\n", "").replace(", usage, speed, dense]", ", dense]")
-    grid.write_text(text)
+    grid.write_text(GRID.replace("without: [{slots: 64}]\n", ""))
     bad = folder / "cells" / "none_seed-1"
     bad.mkdir(parents=True)
     (bad / "done").touch()
     (bad / "recipe.yaml").write_text("name: &a x\n")
+    shutil.copytree(trained("flat-key"), folder / "cells" / "64_seed-1", symlinks=True)
+    settings = ("-s", "train.steps=2", "-s", "model.memory.num_keys=16")
+    pkmlm("train", grid.parent / "product-key.yaml", "-o", folder / "cells" / "256_seed-1", "-q", *settings)
     for content in (
         "[]",
         '{"speed": 5}',
@@ -202,15 +246,20 @@ def test_a_cell_that_cannot_be_read_fails_alone(grid, tmp_path):
     (folder / "results.json").unlink()
     pkmlm("sweep", grid, "-o", folder, "--table")
     done = pkmlm("sweep", grid, "-o", folder, "-s", "train.steps=2", code=1)
-    cells = {cell["name"]: cell for cell in json.loads((folder / "results.json").read_text())["cells"]}
-    assert cells["256_seed-1"]["status"] == "measured"
-    assert (cells["none_seed-1"]["status"], "anchors" in cells["none_seed-1"]["message"]) == ("failed", True)
+    cells = cells_in(folder)
+    assert {name: cell["status"] for name, cell in cells.items()} == {
+        "none_seed-1": "failed",
+        "64_seed-1": "failed",
+        "256_seed-1": "measured",
+    }
+    assert "anchors" in cells["none_seed-1"]["message"]
+    assert "was started with another recipe" in cells["64_seed-1"]["message"]
     assert "1:7: anchors" in done.stderr
 
 
 def test_a_dry_run_lists_the_cells_and_writes_nothing(grid, tmp_path):
     done = pkmlm("sweep", grid, "--dry-run")
-    assert done.stdout.startswith("Two memories: 4 runs")
+    assert done.stdout.startswith("Two memories: 2 runs")
     assert not (tmp_path / "cells").exists()
     assert "-o" in pkmlm("sweep", grid, code=2).stderr
 
