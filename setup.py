@@ -32,7 +32,7 @@ setup(
         "matplotlib>=3.8,<4",
         "psutil>=5.9,<8",
         "lm-eval>=0.4.13,<0.5",
-        "datasets>=4,<6",
+        "datasets>=5,<6",
     ],
     extras_require={
         "hf": ["transformers>=4.57,<6"],

@@ -53,7 +53,8 @@ def run_tasks(
         asked, the log-likelihoods and the metrics.
 
     Raises:
-        UserError: scores that are not finite (exit code 1); a template that cannot be filled in.
+        UserError: scores that are not finite (exit code 1); a template that cannot be filled in; a task of one's own
+            that the harness cannot score.
     """
     model = PkmLM(run, batch_size=batch_size, advance=advance)
     try:
@@ -61,6 +62,11 @@ def run_tasks(
             found = evaluate(model, {"tasks": tasks}, limit=limit, bootstrap_iters=0)
     except TemplateError as error:
         raise UserError(f"--tasks: a template cannot be filled in: {first_line(error)}") from None
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # what no check of a definition foresees
+        own = ", ".join(str(source.own) for source in sources if source.own is not None)
+        if not own:
+            raise
+        raise UserError(f"--tasks {own}: lm-eval cannot score it: {kind_and_line(error)}") from error
     assert found is not None  # of the adapter's rank, which is always 0
     facts, samples = {}, []
     for source in sources:
@@ -155,8 +161,9 @@ def build(source: TaskSource, fewshot: int | None, offline: bool) -> Configurabl
         if fewshot is not None:
             task.set_config("num_fewshot", fewshot)
         task.set_fewshot_seed(FEWSHOT_SEED)
-        if not source.hub and source.name not in FIELDS:
+        if source.own is not None or (not source.hub and source.name not in FIELDS):
             check_documents(task)
+            task.set_fewshot_seed(FEWSHOT_SEED)
     except UserError:
         raise
     except Exception as error:  # whatever a definition's own functions and templates do with a row
@@ -176,7 +183,7 @@ def check_documents(task: ConfigurableTask) -> None:
     """Ask for each document what scoring will ask for: a row that the definition cannot use raises here."""
     for place, document in enumerate(task.eval_docs, 1):
         try:
-            task.doc_to_text(document)
+            task.fewshot_context(document, task.config.num_fewshot or 0)
             target = task.doc_to_target(document)
             if task.OUTPUT_TYPE == "multiple_choice":
                 choices = task.doc_to_choice(document)
@@ -186,12 +193,15 @@ def check_documents(task: ConfigurableTask) -> None:
                 ):
                     raise ValueError(f"the answer is {target!r} (expected one of {len(choices)} choices)")
         except Exception as error:
-            raise ValueError(f"row {place}: {type(error).__name__}: {first_line(error)}") from None
+            raise ValueError(f"row {place}: {kind_and_line(error)}") from None
 
 
 def cannot_build(source: TaskSource, error: Exception, offline: bool) -> UserError:
     """What to say when a task cannot be built."""
     where = source.file or f"--tasks {source.name}"
+    if source.own is not None and not source.hub:
+        rows = f"the rows of {source.file}" if source.file else "its rows"
+        return UserError(f"{source.own} cannot be used with {rows}: {first_line(error)}")
     if not source.hub:
         return UserError(f"{where}: {source.name} cannot use these rows: {first_line(error)}")
     if "scripts are no longer supported" in str(error):
@@ -199,12 +209,16 @@ def cannot_build(source: TaskSource, error: Exception, offline: bool) -> UserErr
     elif offline:
         reason = "it does not answer, and no copy is on this machine"
     else:
-        reason = f"{type(error).__name__}: {first_line(error)}"
+        reason = kind_and_line(error)
     return UserError(f"--tasks: no rows of {source.name} from the hub: {reason}", HINT.format(source.name))
 
 
 def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def kind_and_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def task_facts(task: ConfigurableTask, results: Facts, samples: Sequence[Facts]) -> Facts:

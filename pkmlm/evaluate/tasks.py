@@ -10,14 +10,13 @@ from typing import Any
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from pkmlm.errors import UserError
-from pkmlm.evaluate.own_task import read_definition
+from pkmlm.evaluate.own_task import LOCAL, read_definition
 from pkmlm.evaluate.task_rows import FIELDS
 
 SUITES = {"memoryformer": ("piqa", "winogrande", "wsc", "arc_easy", "arc_challenge", "logiqa")}  # its table 1
 KINDS = ("multiple_choice", "loglikelihood", "loglikelihood_rolling")
 NAME = re.compile(r"""^["']?(task|group)["']?:[ \t]*["']?([^\s"'#\[{]+)""", re.MULTILINE)
 SCRIPTED = {"EleutherAI/logiqa"}  # on the hub these are Python scripts, which `datasets` runs no more
-LOCAL = ("json", "csv", "parquet", "text", "arrow")  # what `datasets` reads from files of one's own
 HINT = "give the rows with --task-data DIR, one JSON object a line in DIR/{}.jsonl"
 
 
@@ -30,6 +29,7 @@ class TaskSource:
         file: of the rows; None: they come from where the definition says.
         shots: of the examples that come before a question (few-shot).
         hub: the rows come from the hub.
+        own: the user's file that defines it; None: it ships with the harness.
     """
 
     name: str
@@ -37,6 +37,7 @@ class TaskSource:
     file: Path | None
     shots: Path | None
     hub: bool
+    own: Path | None
 
     @property
     def splits(self) -> tuple[str, list[str]]:
@@ -132,7 +133,7 @@ def source(name: str, path: Path, folder: Path | None, fewshot: int | None) -> T
         config.pop(key, None)
     if not any(config.get(f"{split}_split") for split in ("test", "validation")):
         raise UserError(f"{path}: neither test_split nor validation_split: nothing to score")
-    return TaskSource(title, config, file, shots, hub=file is None and not is_local(config))
+    return TaskSource(title, config, file, shots, hub=file is None and not is_local(config), own=path if own else None)
 
 
 def definition(path: Path, functions: bool) -> dict[str, Any]:

@@ -169,6 +169,9 @@ doc_to_target: colour
 """
 
 
+F1 = "metric_list: [{metric: f1}]  # of two choices, not of three\n"
+
+
 def test_a_task_of_ones_own(run, tmp_path):
     (tmp_path / "colours.jsonl").write_text('{"thing": "Snow", "colour": 0}\n{"thing": "Soot", "colour": 1}\n')
     (tmp_path / "own.yaml").write_text(OWN.format(file=tmp_path / "nowhere.jsonl"))
@@ -177,12 +180,25 @@ def test_a_task_of_ones_own(run, tmp_path):
     assert samples[0]["arguments"][0] == ["Snow is", " white"]
     (tmp_path / "colours.jsonl").write_text('{"thing": "Snow", "colour": 0}\n{"thing": "Soot", "colour": 2}\n')
     said = pkmlm("eval", run, "--tasks", tmp_path / "own.yaml", "--task-data", tmp_path, code=2).stderr
-    assert "row 2" in said
-    assert said.count("\n") == 1
+    assert said == (
+        f"error: {tmp_path / 'own.yaml'} cannot be used with the rows of {tmp_path / 'colours.jsonl'}: "
+        "row 2: ValueError: the answer is 2 (expected one of 2 choices)\n"
+    )
     (tmp_path / "own.yaml").write_text(OWN.format(file="none") + 'description: "{{ [].__class__ }}"\n')
     (tmp_path / "colours.jsonl").write_text('{"thing": "Snow", "colour": 0}\n')
     said = pkmlm("eval", run, "--tasks", tmp_path / "own.yaml", "--task-data", tmp_path, code=2).stderr
-    assert said.startswith("error: --tasks: a template cannot be filled in: access to attribute '__class__'")
+    assert "own.yaml cannot be used with" in said
+    assert "row 1: SecurityError: access to attribute '__class__'" in said
+    assert said.count("\n") == 1
+    (tmp_path / "own.yaml").write_text(OWN.format(file="none").replace("black]", "black, red]") + F1)
+    rows = ('{"thing": "Snow", "colour": 0}\n', '{"thing": "Soot", "colour": 1}\n', '{"thing": "Blood", "colour": 2}\n')
+    (tmp_path / "colours.jsonl").write_text("".join(rows))
+    said = pkmlm("eval", run, "--tasks", tmp_path / "own.yaml", "--task-data", tmp_path, code=2).stderr
+    assert said.startswith(f"error: --tasks {tmp_path / 'own.yaml'}: lm-eval cannot score it: ValueError: ")
+    assert said.count("\n") == 1
+    (tmp_path / "own.yaml").write_text(OWN.format(file="none") + "num_fewshot: 9\nfewshot_split: test\n")
+    said = pkmlm("eval", run, "--tasks", tmp_path / "own.yaml", "--task-data", tmp_path, code=2).stderr
+    assert "own.yaml cannot be used with" in said
 
 
 def test_mistakes_are_told_in_one_line(run, rows, tmp_path):

@@ -1,6 +1,7 @@
 """Names of tasks and where their definitions and rows are found."""
 
 import http.server
+import pickle
 import socket
 import threading
 import time
@@ -73,7 +74,7 @@ def test_rows_that_can_be_had_nowhere(rows, tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("task: [mine]\n", "no key 'task'"),
+        ("task: [mine]\n", ":1:1: task: found a list of 1 (expected a text that is not empty)"),
         ("output_type: multiple_choice\n", "no key 'task'"),
         ("a: 1\n", "no key 'a'"),
         ("- 1\n", "found list"),
@@ -107,6 +108,109 @@ def test_definitions_of_ones_own_that_do_not_work(text, said, tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     assert said in refused(str(path)).message
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("repeats: -1", "repeats: found -1 (expected 1: "),
+        ("repeats: x", "repeats: found x (expected 1: "),
+        ("test_split: [x]", "test_split: found a list of 1 (expected a text that is not empty)"),
+        ("doc_to_text: [1, 2]", "doc_to_text: found a list of 2 (expected a text)"),
+        ('doc_to_text: "\\ud800"', "doc_to_text: found"),
+        ("doc_to_target: 1.5", "doc_to_target: found 1.5 (expected a text, or the place of a choice)"),
+        ("doc_to_choice: [no, yes]", "doc_to_choice: found a list of 2 (expected a text, or texts"),
+        ("doc_to_choice: [a, '']", "doc_to_choice: found a list of 2"),
+        ("num_fewshot: -1", "num_fewshot: found -1"),
+        ("metadata: {version: 2001-01-01}", "metadata: found a mapping (expected a mapping, its version"),
+        ("metadata: {version: .nan}", "metadata: found a mapping"),
+        ("metadata: {1: 2}", "metadata: found a mapping"),
+        ("should_decontaminate: 5", "should_decontaminate: found 5 (expected true or false)"),
+        ("fewshot_config: 5", "fewshot_config: found 5 (expected keys such as sampler, "),
+        ("fewshot_config: {sampler: x}", "fewshot_config.sampler: found x (expected default or first_n)"),
+        ("fewshot_config: {samples: [1]}", "fewshot_config.samples: found a list of 1"),
+        ("fewshot_config: {process_docs: f}", "no key 'fewshot_config.process_docs'"),
+        ("dataset_kwargs: {trust_remote_code: true}", "no key 'dataset_kwargs.trust_remote_code'"),
+        ("dataset_kwargs: {data_files: 'reference://a::b'}", "dataset_kwargs.data_files: found"),
+        ("dataset_kwargs: {data_files: {test: [a, 'http://b']}}", "dataset_kwargs.data_files: found"),
+        ("dataset_kwargs: {data_dir: 'hf://a'}", "dataset_kwargs.data_dir: found"),
+        ("metric_list: [{metric: acc, aggregation: nope}]", "metric acc: aggregation 'nope' (expected mean or median"),
+        ("metric_list: [{metric: acc, aggregation: weighted_perplexity}]", "aggregation 'weighted_perplexity'"),
+        ("metric_list: [{metric: f1, aggregation: [mean]}]", "metric f1: aggregation \"['mean']\" (expected f1)"),
+    ],
+)
+def test_values_that_a_key_cannot_hold_are_told_with_their_place(line, said, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"task: mine\n{line}\n")
+    told = refused(str(path)).message
+    assert said in told
+    assert told.startswith(f"{path}:")
+    (tmp_path / "heir.yaml").write_text("include: mine.yaml\n")
+    assert refused(str(tmp_path / "heir.yaml")).message == told
+
+
+def test_a_key_that_is_null_is_as_one_that_is_not_there(tmp_path):
+    (tmp_path / "base.yaml").write_text("description: Hm.\noutput_type: multiple_choice\ntest_split: test\n")
+    (tmp_path / "mine.yaml").write_text(
+        "include: base.yaml\ntask: mine\ndataset_path: json\ndescription: null\nrepeats: null\nmetric_list:\n"
+    )
+    (found,) = find_tasks(str(tmp_path / "mine.yaml"), None, None)
+    assert not {"description", "repeats", "metric_list", "include"} & found.config.keys()
+
+
+def test_only_readers_of_plain_data_and_the_hub_are_accepted(tmp_path, monkeypatch):
+    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here/folder").mkdir(parents=True)
+    path = tmp_path / "mine.yaml"
+
+    def accepted(source: str) -> bool:
+        path.write_text(f"task: mine\noutput_type: multiple_choice\ntest_split: test\ndataset_path: {source}\n")
+        try:
+            return find_tasks(str(path), None, None)[0].hub == ("/" in source)
+        except UserError as error:
+            return f"{path}:4:1: dataset_path: found" not in error.message
+
+    safe = {"json", "csv", "text", "parquet"}
+    assert safe < _PACKAGED_DATASETS_MODULES.keys()
+    assert {name for name in _PACKAGED_DATASETS_MODULES if accepted(name)} == safe
+    assert accepted("owner/name-1.0_x")
+    for other in ("generator", "glue", "here", "here/folder", "./owner/name", "../a", "/a", "a/../b", "a/b/c", "a.py"):
+        assert not accepted(other), other
+    for other in ("hf://datasets/pandas", "http://a/b", f"'{tmp_path}'", "''", "[json]", "5", '"owner/name\\n"'):
+        assert not accepted(other), other
+
+
+class Pickled:
+    """What opens a file when it is unpickled."""
+
+    def __init__(self, ran):
+        self.ran = ran
+
+    def __reduce__(self):
+        return open, (str(self.ran), "w")
+
+
+def test_a_pickle_is_refused_before_anything_reads_it(tmp_path, monkeypatch):
+    import datasets
+
+    from pkmlm.evaluate.harness import build_tasks
+
+    (tmp_path / "e.pkl").write_bytes(pickle.dumps(Pickled(tmp_path / "ran")))
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "task: mine\noutput_type: multiple_choice\ntest_split: test\ndataset_path: pandas\n"
+        f"dataset_kwargs: {{data_files: {{test: {tmp_path / 'e.pkl'}}}}}\n"
+    )
+    asked: list[object] = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *given, **options: asked.append((given, options)))
+    with pytest.raises(UserError, match=r"dataset_path: found pandas \(expected json, csv, text, parquet, or"):
+        build_tasks(find_tasks(str(path), None, None), None)
+    assert not asked
+    assert not (tmp_path / "ran").exists()
+    pickle.loads((tmp_path / "e.pkl").read_bytes())
+    assert (tmp_path / "ran").exists()  # else the file proves nothing
 
 
 def test_no_definition_and_no_template_runs_code(tmp_path):
