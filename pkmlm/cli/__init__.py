@@ -127,6 +127,8 @@ def system_refused(error: OSError) -> int:
     if error.filename is not None:
         code = 2 if error.errno in WRONG_NAME else 1
         return report(UserError(f"cannot read {str(error.filename)[:300]}: {error.strerror}", exit_code=code))
+    if error.errno == errno.ENOENT:  # of no file: os.getcwd()
+        return report(UserError("the working directory is gone", "cd to another one", exit_code=1))
     if error.errno not in streams.ENDED:
         if error.errno is None:
             raise error

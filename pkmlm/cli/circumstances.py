@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from pkmlm.recipe.schema import Recipe
     from pkmlm.runtime.rundir import RunDirectory
 
+DIVISION = ("train.micro_batch", "train.recompute", "parallel.")  # how a step is divided: the order of its additions
+MEASURES = ("eval.tokens", "eval.recalibrate")
 KEPT = ("versions", "commit", "device", "precision", "precision_reason", "ranks")
 
 
@@ -46,14 +48,40 @@ def with_earlier(before: dict[str, Any], now: dict[str, Any], step: int) -> dict
     return {**now, "earlier": [*before.get("earlier", []), *([entry] if changed else [])]}
 
 
-def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What to warn of where a run goes on under circumstances in which arithmetic gives other bits."""
-    pairs = {
-        "torch": (before.get("versions", {}).get("torch"), now["versions"]["torch"]),
-        **{key: (before.get(key), now[key]) for key in ("device", "precision", "ranks")},
-    }
-    told = [f"{what} was {old} and is now {new}" for what, (old, new) in pairs.items() if old not in (None, new)]
-    return [f"{', '.join(told)}: from here on numbers are not those of one undisturbed run, to the bit"] if told else []
+def changes(before: dict[str, Any], now: dict[str, Any], earlier: "Recipe", recipe: "Recipe") -> list[str]:
+    """What to warn of where a run, until now of the recipe `earlier`, goes on under circumstances in which arithmetic
+    gives other bits, or validation another measure.
+    """
+    from pkmlm.recipe.load import flatten
+
+    known = {"torch": before.get("versions", {}).get("torch"), **before}
+    changed = {"torch": now["versions"]["torch"], **{key: now[key] for key in ("device", "precision", "ranks")}}
+    machine = [told(key, known[key], new) for key, new in changed.items() if known.get(key) not in (None, new)]
+    old = flatten(earlier)
+    keys = {key: told(key, old[key], new) for key, new in flatten(recipe).items() if new != old[key]}
+    division = [text for key, text in keys.items() if key.startswith(DIVISION)]
+    measures = [text for key, text in keys.items() if key in MEASURES]
+    warnings = []
+    if machine or division:
+        divided = division or known.get("ranks") not in (None, now["ranks"])
+        more = sensitive(recipe) if divided else ""
+        text = "from here on numbers are not those of one undisturbed run, to the bit"
+        warnings.append(f"{', '.join(machine + division)}: {text}{more}")
+    if measures:
+        warnings.append(f"{', '.join(measures)}: the best checkpoint and eval.patience go by both measures")
+    return warnings
+
+
+def told(key: str, old: Any, new: Any) -> str:
+    return f"{key} was {old} and is now {new}"
+
+
+def sensitive(recipe: "Recipe") -> str:
+    """What of a recipe gives other numbers by more than rounding where a step is divided otherwise."""
+    memory = recipe.model.memory
+    batch = memory.kind != "none" and memory.query_norm == "batch"
+    names = ["query_norm: batch"] * batch + ["dropout"] * (recipe.model.dropout > 0)
+    return f", and for {' and '.join(names)} by more than rounding" if names else ""
 
 
 def lost_metrics(run: "RunDirectory") -> list[str]:

@@ -200,9 +200,10 @@ def store(run: "LoadedRun", record: dict[str, Any], of_text: bool, stride: int |
     """
     if run.exported:
         return
-    from pkmlm.runtime.files import make_folder, write_json
+    from pkmlm.runtime.files import make_folder, refuse_link, write_json
 
     folder = run.path / "eval"
+    refuse_link(folder)
     make_folder(folder)
     if record["perplexity"] is not None:
         kind = "text-" if of_text else ""

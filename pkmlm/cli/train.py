@@ -153,11 +153,11 @@ def train_in(
             if lead:
                 if recipe.train.init_from is not None and not run.steps():
                     check_shapes(initial_checkpoint(recipe, tokenizer), recipe, tokenizer)
-                before = run.facts()
+                before, earlier = run.facts(), run.recipe() if run.steps() else recipe
                 begin(run, recipe, corpus, tokenizer)
                 facts = circumstances(recipe, tokenizer, device, precision, reason, world.size)
                 if run.steps():
-                    damage += changes(before, facts) + lost_metrics(run)
+                    damage += changes(before, facts, earlier, recipe) + lost_metrics(run)
                     facts = with_earlier(before, facts, run.steps()[-1])
                 run.note(**facts, status="running", exit_code=None, rank=None)
         with noting_failure(run, recipe, tokenizer, world):

@@ -12,13 +12,14 @@ import numpy as np
 from pkmlm.errors import UserError
 from pkmlm.report.usage import MemoryUsage
 from pkmlm.runtime.arrays import read_arrays
-from pkmlm.runtime.files import make_folder, read_json, write_json, writing
+from pkmlm.runtime.files import make_folder, read_json, refuse_link, write_json, writing
 
 ARRAYS = ("counts_HK", "masses_HK", "common_HH")
 
 
 def save_usage(stem: Path, entry: dict[str, Any], memories: list[MemoryUsage]) -> None:
     """Write STEM.npz and then STEM.json, each whole or not at all."""
+    refuse_link(stem.parent)
     make_folder(stem.parent)
     arrays = {f"{number}-{name}": getattr(m, name) for number, m in enumerate(memories) for name in ARRAYS}
     with writing(stem.with_name(f"{stem.name}.npz")) as file:

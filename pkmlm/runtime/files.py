@@ -61,7 +61,7 @@ def writing_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """
     with disk_errors(path):
         path = path.resolve() if path.is_symlink() else path
-        old = path.with_name(f"{TEMPORARY}old-{path.name}")
+        old = path.with_name(f"{TEMPORARY}old-{short(path.name)}")
         if old.is_dir() and not path.exists():  # a kill came between the two renames of `exchange`
             os.rename(old, path)
         remove_leftovers(path.parent, path.name)
@@ -85,7 +85,13 @@ def writing_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
 
 def own_name(path: Path) -> Path:
     """A temporary name beside `path` that no other process has."""
-    return path.with_name(f"{TEMPORARY}{secrets.token_hex(4)}-{path.name}")
+    return path.with_name(f"{TEMPORARY}{secrets.token_hex(4)}-{short(path.name)}")
+
+
+def short(name: str) -> str:
+    """What stands for a name in temporary names, which are 14 bytes longer: itself, or its hash if 255 are too few."""
+    whole = os.fsencode(name)
+    return name if len(whole) <= 241 else hashlib.sha256(whole).hexdigest()
 
 
 def new_file(path: Path, mode: str) -> tuple[Path, IO[Any]]:
@@ -124,6 +130,7 @@ def hold(descriptor: int) -> None:
 
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
     """Delete what killed processes left half-written in a folder, of the file or folder `name` or of all."""
+    name = name and short(name)
     for place in folder.glob(f"{TEMPORARY}*{glob.escape(name or '')}"):
         begins = OWN_NAME.match(place.name)
         if begins and name in (None, place.name[begins.end() :]):
@@ -170,6 +177,16 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
         for folder in reversed(missing):
             sync_folder(folder.parent)
+
+
+def refuse_link(path: Path) -> None:
+    """Refuse a link where a run has a folder of its own: what is written there would go elsewhere.
+
+    Raises:
+        UserError: it is one.
+    """
+    if path.is_symlink():
+        raise UserError(f"{path} is a link (expected a folder)", "put the whole run where there is room, by its -o")
 
 
 def rename_folder(path: Path, new: Path) -> None:

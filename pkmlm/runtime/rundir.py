@@ -17,6 +17,7 @@ from pkmlm.runtime.files import (
     locked,
     make_folder,
     read_bytes,
+    refuse_link,
     regular,
     remove_folder,
     remove_leftovers,
@@ -79,7 +80,7 @@ class RunDirectory:
 
         Raises:
             UserError: there is no run at the path, but a file, or a folder with a file of a name that a run would
-                write; or the name of the folder is no text, so that other files could not name it.
+                write; the name of the folder is no text, so that other files could not name it; a folder in it is a link.
         """
         try:
             str(self.path.absolute()).encode()
@@ -87,6 +88,8 @@ class RunDirectory:
             raise UserError(f"-o {self.path}: the name is not UTF-8", CHOOSE) from None
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"-o {self.path} is a file (expected a folder, or nothing)", CHOOSE)
+        for folder in (self.checkpoints, self.path / "usage"):
+            refuse_link(folder)
         entries = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
         if entries & MARKS:
             return

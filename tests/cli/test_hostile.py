@@ -8,10 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from pkmlm.cli.circumstances import changes
+from pkmlm.recipe.schema import Recipe
 from pkmlm.runtime.rundir import RunDirectory
 from pkmlm.train import loop
 from tests.conftest import ROOT, pkmlm
@@ -59,6 +62,38 @@ def test_a_file_is_no_place_for_a_run(begun, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     said = on(begun, tmp_path / "notes.txt", code=2).stderr
     assert said.startswith(f"error: -o {tmp_path}/notes.txt is a file (expected a folder, or nothing)\nhint: ")
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "usage"])
+def test_a_link_in_a_run_is_not_written_through(begun, copy, name):
+    (copy / name).rename(copy.parent / "victim")
+    (copy / name).symlink_to(copy.parent / "victim")
+    before = sorted((copy.parent / "victim").rglob("*"))
+    said = on(begun, copy, "-s", "train.steps=9", code=2).stderr
+    assert said.startswith(f"error: {copy / name} is a link (expected a folder)\nhint: put the whole run")
+    assert sorted((copy.parent / "victim").rglob("*")) == before
+
+
+def test_results_are_not_written_through_a_link(begun, copy):
+    (copy.parent / "victim").mkdir()
+    shutil.rmtree(copy / "usage")
+    for name in ("eval", "usage"):
+        (copy / name).symlink_to(copy.parent / "victim")
+    for command in ("eval", "usage-report"):
+        done = pkmlm(command, copy)
+        assert "is a link (expected a folder)" in done.stderr
+        assert done.stdout
+    assert not os.listdir(copy.parent / "victim")
+
+
+def test_a_working_directory_that_is_gone_is_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gone").mkdir()
+    os.chdir(tmp_path / "gone")
+    os.rmdir(tmp_path / "gone")
+    for command in ("eval", "compare"):
+        said = pkmlm(command, "run", code=1).stderr
+        assert said == "error: the working directory is gone\nhint: cd to another one\n"
 
 
 def test_a_run_s_name_must_be_utf8(begun, tmp_path):
@@ -126,6 +161,39 @@ def test_lost_metrics_and_other_circumstances_are_warned_of(begun, copy):
     said = on(begun, copy, "-s", "train.steps=10").stderr
     assert "is now" not in said
     assert len(json.loads((copy / "run.json").read_text())["earlier"]) == 1
+
+
+def test_keys_that_change_what_numbers_mean_are_warned_of(begun, copy):
+    keys = ["-s", "train.steps=9", "-s", "train.micro_batch=2", "-s", "eval.tokens=300", "-s", "log.every=1"]
+    warned = [line for line in on(begun, copy, *keys).stderr.splitlines() if "is now" in line]
+    assert warned == [
+        "warning: step 8: train.micro_batch was 4 and is now 2: from here on numbers are not those of one undisturbed "
+        "run, to the bit, and for query_norm: batch by more than rounding",
+        "warning: step 8: eval.tokens was 600 and is now 300: the best checkpoint and eval.patience go by both "
+        "measures",
+    ]
+
+
+def test_what_is_told_of_another_division_of_a_step():
+    machine = {"versions": {"torch": "2"}, "device": "cpu", "precision": "fp32", "ranks": 1}
+    plain = Recipe()
+    dropping = replace(plain, model=replace(plain.model, dropout=0.1))
+    divided = replace(plain, parallel=replace(plain.parallel, shard=True), train=replace(plain.train, recompute=True))
+    same = "from here on numbers are not those of one undisturbed run, to the bit"
+    assert changes(machine, machine, plain, replace(plain, name="other")) == []
+    assert changes({}, machine, plain, plain) == []
+    assert changes(machine, machine | {"ranks": 2}, plain, plain) == [f"ranks was 1 and is now 2: {same}"]
+    further = ", and for dropout by more than rounding"
+    assert changes(machine, machine | {"ranks": 2}, dropping, dropping) == [
+        f"ranks was 1 and is now 2: {same}{further}"
+    ]
+    assert changes(machine, machine | {"device": "cuda"}, dropping, dropping) == [
+        f"device was cpu and is now cuda: {same}"
+    ]
+    (said,) = changes(machine, machine, plain, divided)
+    assert said == f"train.recompute was False and is now True, parallel.shard was False and is now True: {same}"
+    (said,) = changes(machine, machine, plain, replace(plain, eval=replace(plain.eval, tokens=9)))
+    assert said.startswith("eval.tokens was None and is now 9: ")
 
 
 def test_a_run_that_is_made_anew_meanwhile_gets_nothing_of_the_old_one(begun, tmp_path, monkeypatch):

@@ -51,6 +51,23 @@ def test_of_two_writers_of_a_folder_each_writes_a_whole_one(tmp_path):
     assert not leftovers(tmp_path)
 
 
+def test_names_may_be_as_long_as_the_system_lets_them(tmp_path):
+    for size in (240, 241, 242, 255):
+        out = tmp_path / ("o" * size)
+        for text in "12":
+            with writing_folder(out, replace=True) as folder:
+                fill(folder, text, "a")
+            assert (out / "a").read_text() == text
+        write_text(tmp_path / ("f" * size), "1")
+        left = files.own_name(out)
+        left.mkdir()
+        with writing_folder(out, replace=True):
+            assert not left.exists()
+    with pytest.raises(UserError, match="File name too long"):
+        write_text(tmp_path / ("f" * 256), "1")
+    assert not leftovers(tmp_path)
+
+
 def test_two_who_replace_a_folder_leave_the_last_one_whole(tmp_path):
     out = tmp_path / "out"
     with writing_folder(out) as folder:
