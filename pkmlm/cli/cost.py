@@ -15,12 +15,13 @@ if TYPE_CHECKING:
     from pkmlm.report.tables import Table
 
 MEGA, GIGA = 10**6, 10**9
+SIZE = click.IntRange(1, 1 << 40)  # beyond it, counts would not fit into floating point
 
 
 @click.command(short_help="Parameters, operations, bytes and memory of a recipe.")
 @click.argument("recipe", required=False, metavar="RECIPE")
 @set_option
-@click.option("--vocab-size", type=click.IntRange(1), help="Rows of the embedding, where the recipe leaves them open.")
+@click.option("--vocab-size", type=SIZE, help="Rows of the embedding, where the recipe leaves them open.")
 @click.option(
     "--entry-bytes",
     type=click.Choice(["2", "4"]),
@@ -31,13 +32,13 @@ MEGA, GIGA = 10**6, 10**9
 @click.option(
     "--hash-layer",
     nargs=3,
-    type=click.IntRange(1),
+    type=SIZE,
     metavar="BITS TABLES WIDTH",
     help="Cost of one MemoryFormer layer instead of a recipe: bits of a code, tables, width out.",
 )
 @click.option(
     "--tokens",
-    type=click.IntRange(1),
+    type=SIZE,
     default=2048,
     show_default=True,
     help="Tokens of the sequence, for --hash-layer.",

@@ -60,6 +60,8 @@ def command(
 
     if not temperature < float("inf"):
         raise UserError(f"--temperature {temperature} is not a number to divide by (expected 0 or more)")
+    if top_p is not None and not top_p <= 1:  # NaN, which the option's range lets pass
+        raise UserError(f"--top-p {top_p} is no probability (expected more than 0, at most 1)")
     run = load_run(run_path, step)
     require_softmax(run.recipe.model, run_path, "generate")
     if prompt is None:

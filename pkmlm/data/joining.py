@@ -34,8 +34,11 @@ def join_parts(
         watch: called as watch(split, bytes of its tokens read so far).
 
     Raises:
-        UserError: a part is missing, damaged, given twice, or of another corpus or tokenizer; no text; no room.
+        UserError: a part is missing, damaged, given twice, or of another corpus or tokenizer; no text; no room; the
+            new folder is one of the parts.
     """
+    if folder.resolve() in {place.resolve() for place in places}:
+        raise UserError(f"-o {folder} is one of the parts to join (expected another folder)", "the parts stay")
     parts = read_parts(places)
     first_place, first = parts[0]
     tokenizer = tokenizer_of(first_place, first.index.tokenizer_sha256)

@@ -91,6 +91,22 @@ def test_wrong_usage(tmp_path: Path) -> None:
     assert (missing.returncode, missing.stderr) == (2, "error: no such recipe: nothing.yaml\n")
 
 
+def test_numbers_that_no_model_has_are_refused(tmp_path: Path) -> None:
+    most = str(1 << 40)
+    for arguments in (
+        ["--hash-layer", "16", "9" * 400, most],
+        ["--hash-layer", "16", most, "9" * 91],
+        ["--hash-layer", "16", most, most, "--tokens", "9" * 320],
+        [TINY, "--vocab-size", "9" * 320],
+    ):
+        done = pkmlm("cost", *arguments, folder=tmp_path)
+        assert done.returncode == 2
+        assert "is not in the range 1<=x<=1099511627776" in done.stderr
+    for arguments in (["--hash-layer", "16", most, most, "--tokens", most], [TINY, "--vocab-size", most]):
+        done = pkmlm("cost", *arguments, folder=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_cost_needs_no_torch(tmp_path: Path) -> None:
     program = (
         "import sys; sys.argv = ['pkmlm', 'cost', sys.argv[1]]\n"

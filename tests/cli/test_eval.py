@@ -90,6 +90,14 @@ def test_generate_continues_a_prompt_the_same_way_for_a_seed(trained):
     assert pkmlm("generate", run, "-n", 5).stdout
 
 
+def test_generate_takes_numbers_only():
+    for option in ("--temperature", "--top-p"):
+        for value in ("nan", "inf", "-inf", "x"):
+            done = pkmlm("generate", "run", "It was", option, value, code=2)
+            assert option in done.stderr
+            assert done.stdout == ""
+
+
 def test_a_model_with_more_rows_than_pieces_generates_pieces_alone(tmp_path, write_recipe):
     larger = ["-s", "model.vocab_size=4096", "-s", "train.steps=1", "-s", "eval.sample=It was"]
     pkmlm("train", write_recipe(tmp_path, "dense"), "-o", tmp_path / "run", *larger)

@@ -140,6 +140,17 @@ def refused(folder, names):
     return error
 
 
+def test_a_part_is_not_replaced_by_the_whole(parts):
+    (parts / "link").symlink_to(parts / "2")
+    places, before = [parts / name for name in "123"], sorted(parts.rglob("*"))
+    for name in ("1", "link", "3/../3"):
+        error = pkmlm("tokenize", "--join", *places, "-o", parts / name, "--force", code=2).stderr
+        assert error.startswith("error: -o ")
+        assert " is one of the parts to join (expected another folder)\nhint: " in error
+    assert sorted(parts.rglob("*")) == before
+    pkmlm("tokenize", "--join", *places, "-o", parts / "out")
+
+
 def test_missing_and_doubled_parts_are_named(parts):
     assert "error: part 2 of 3 is missing (found 2 of them)" in refused(parts, "13")
     assert "error: part 2, 3 of 3 is missing (found 1 of them)" in refused(parts, "1")
