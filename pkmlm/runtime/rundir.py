@@ -80,7 +80,7 @@ class RunDirectory:
 
         Raises:
             UserError: there is no run at the path, but a file, or a folder with a file of a name that a run would
-                write; the name of the folder is no text, so that other files could not name it; a folder in it is a link.
+                write; the name of the folder is no text, so that others could not name it; a folder in it is a link.
         """
         try:
             str(self.path.absolute()).encode()
