@@ -131,7 +131,9 @@ def exact(value: Any) -> Any:
 
 
 def saved_items(run: Path, step: int) -> list[str]:
-    """Everything that a checkpoint saves, one by one, less the seconds; and the log, without which it is not whole."""
+    """Everything that a checkpoint saves and training goes on with, one by one; and the log, without which it is not
+    whole. The seconds are told alone, and the hashes of the data decide whether it goes on at all.
+    """
     from safetensors import safe_open
 
     folder = run / "checkpoints" / f"step-{step:08d}"
@@ -140,7 +142,8 @@ def saved_items(run: Path, step: int) -> list[str]:
         with safe_open(folder / f"{name}.safetensors", framework="np") as file:
             items += [f"{name}:{tensor}" for tensor in file.keys()]  # noqa: SIM118
     state = json.loads((folder / "state.json").read_text())
-    return [*items, *(f"state:{key}" for key in state if key != "seconds" and state[key]), "log:metrics.jsonl"]
+    kept = [key for key in state if key not in ("seconds", "data") and state[key]]
+    return [*items, *(f"state:{key}" for key in kept), "log:metrics.jsonl"]
 
 
 def forget(item: str) -> None:
