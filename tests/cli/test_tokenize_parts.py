@@ -22,6 +22,7 @@ from pkmlm.data.parts import write_part
 from pkmlm.data.shards import Encoding, write_corpus
 from pkmlm.data.sources import find_sources
 from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.errors import UserError
 from tests.conftest import pkmlm
 
 TEXT = "a whale and the sea it was not so near to us all; he said: \u201cno\u201d"
@@ -147,6 +148,8 @@ def test_a_part_is_not_replaced_by_the_whole(parts):
         error = pkmlm("tokenize", "--join", *places, "-o", parts / name, "--force", code=2).stderr
         assert error.startswith("error: -o ")
         assert " is one of the parts to join (expected another folder)\nhint: " in error
+    with pytest.raises(UserError, match="is one of the parts to join"):
+        join_parts(parts / "link", places, replace=True)
     assert sorted(parts.rglob("*")) == before
     pkmlm("tokenize", "--join", *places, "-o", parts / "out")
 

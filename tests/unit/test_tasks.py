@@ -2,6 +2,7 @@
 
 import http.server
 import pickle
+import re
 import socket
 import threading
 import time
@@ -255,6 +256,17 @@ def test_files_of_ones_own(rows, tmp_path):
     own = find_tasks(str(path), tmp_path, None)[0]
     assert (own.file, own.hub) == (None, False)
     assert set(ROWS) >= {own.name}
+
+
+def test_a_definition_of_ones_own_is_checked_on_each_row_whatever_its_name(rows, tmp_path):
+    from pkmlm.evaluate.harness import build_tasks
+
+    path = tmp_path / "mine.yaml"
+    text = "task: piqa\noutput_type: multiple_choice\ntest_split: test\ndoc_to_choice: [x, y]\ndoc_to_text: goal\n"
+    path.write_text(text + 'doc_to_target: "{{label * 7}}"\n')
+    told = f"{path} cannot be used with the rows of {rows / 'piqa.jsonl'}: row 2: ValueError: the answer is 7 "
+    with pytest.raises(UserError, match=re.escape(told)):
+        build_tasks(find_tasks(str(path), rows, None), None)
 
 
 def test_a_silent_hub_is_given_up_soon():
