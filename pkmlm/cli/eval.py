@@ -4,25 +4,17 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from pkmlm.cli.options import (
-    field_option,
-    force_option,
-    json_option,
-    quiet_option,
-    separator_option,
-    step_option,
-)
+from pkmlm.cli.options import force_option, json_option, quiet_option, step_option
+from pkmlm.cli.texts import TextChoice, text_options
 from pkmlm.cli.zero_shot import Asked, prepare, score_tasks, tasks_file, warn_of_cuts
 from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
     from pkmlm.evaluate.load import LoadedRun
-    from pkmlm.evaluate.perplexity import Documents
     from pkmlm.runtime.distributed import World
 
 NO_TASKS: dict[str, Any] = {"tasks": {}, "average_acc": None}
@@ -30,14 +22,7 @@ NO_TASKS: dict[str, Any] = {"tasks": {}, "average_acc": None}
 
 @click.command()
 @click.argument("run_path", metavar="RUN")
-@click.option("--split", metavar="NAME", help="A split of the run's tokens. Default: test.")
-@click.option(
-    "--text",
-    metavar="FILE",
-    help="Any text file instead (.txt, .jsonl, .parquet, .gz, .zst; - for standard input).",
-)
-@separator_option
-@field_option
+@text_options
 @click.option(
     "--stride",
     type=click.IntRange(min=1),
@@ -73,10 +58,7 @@ NO_TASKS: dict[str, Any] = {"tasks": {}, "average_acc": None}
 @quiet_option
 def command(
     run_path: str,
-    split: str | None,
-    text: str | None,
-    separator: str | None,
-    field: str,
+    choice: TextChoice,
     stride: int | None,
     step: str,
     as_json: bool,
@@ -94,34 +76,35 @@ def command(
     Examples:
       pkmlm eval runs/demo
       pkmlm eval runs/demo --text my.txt --stride 64
+      zcat news.jsonl.gz | jq -r .body | pkmlm eval runs/demo --text -
       pkmlm eval runs/demo --step best --json
       pkmlm eval runs/demo --tasks piqa,arc_easy --task-data tasks
       pkmlm eval runs/demo --tasks memoryformer --log-samples samples.jsonl
       torchrun --nproc-per-node 4 -m pkmlm eval runs/demo
     """
+    from pkmlm.evaluate.load import load_same
     from pkmlm.runtime.distributed import joined
 
     asked = Asked(**options)
-    refuse_contradictions(split, text, separator)
     asked.refuse_contradictions()
-    measured = asked.tasks is None or split is not None or text is not None
+    measured = asked.tasks is None or choice.made
     if stride is not None and not measured:
         raise UserError("--stride goes with a perplexity", "with --tasks, also give --split or --text")
     with joined() as world, told_once(world):
         prepared = None if asked.tasks is None else prepare(asked)
-        refuse_shared_input(text, world)
+        choice.refuse_shared_input(world)
         run = load_same(run_path, step, world)
         zero_shot = NO_TASKS if prepared is None else score_tasks(run, prepared, asked, world, quiet)
         record: dict[str, Any] = {"run": run.name, "step": run.step, "stride": None, "perplexity": None, **zero_shot}
         if measured:
             record["stride"] = stride or run.model.context
-            record["perplexity"] = perplexity(run, split, text, separator, field, stride, quiet, world)
+            record["perplexity"] = perplexity(run, choice, stride, quiet, world)
     if world.rank > 0:
         return
     print_result(record, as_json)
     warn_of_cuts(record)
     try:
-        store(run, record, text is not None, stride)
+        store(run, record, choice.text is not None, stride)
     except UserError as error:  # another's run, say: the result is no worse for it
         click.echo(f"warning: not kept in the run: {printable(error.message)}", err=True)
 
@@ -135,63 +118,16 @@ def told_once(world: "World") -> Iterator[None]:
         raise (error if error.exit_code == 1 else world.same(error)) from None
 
 
-def refuse_contradictions(split: str | None, text: str | None, separator: str | None) -> None:
-    """Refuse options of which one would be ignored."""
-    if text is not None and split is not None:
-        raise UserError("--split and --text exclude each other", "leave one of them out")
-    if separator is not None and text is None:
-        raise UserError("--separator goes with --text (a split's documents are separated already)")
-
-
-def refuse_shared_input(text: str | None, world: "World | None") -> None:
-    if text == "-" and world and world.size > 1:
-        raise UserError("--text -: several processes cannot read one standard input", "name a file")
-
-
-def load_same(path: str | Path, step: str, world: "World | None") -> "LoadedRun":
-    """Load a run in all processes, from the same checkpoint, also where one appears meanwhile."""
-    from pkmlm.evaluate.load import load_run
-
-    if world is None:
-        return load_run(path, step)
-    with world.together():
-        run = load_run(path, step)
-    newest = max(world.gather_objects(run.step))
-    return run if run.step == newest else load_run(path, str(newest))
-
-
-def perplexity(
-    run: "LoadedRun",
-    split: str | None,
-    text: str | None,
-    separator: str | None,
-    field: str,
-    stride: int | None,
-    quiet: bool,
-    world: "World",
-) -> dict[str, Any]:
-    """The perplexity of the documents that --split or --text names."""
+def perplexity(run: "LoadedRun", choice: TextChoice, stride: int | None, quiet: bool, world: "World") -> dict[str, Any]:
+    """The perplexity of the documents that are chosen."""
     from pkmlm.cli.progress import token_progress
     from pkmlm.evaluate.perplexity import score
 
-    documents = documents_for(run, split, text, separator, field)
+    documents = choice.documents(run)
     with token_progress("scoring", documents.tokens, quiet or world.rank > 0) as advance:
         result = score(run.model, documents, run.tokenizer.eos, stride=stride, advance=advance, world=world)
     assert result is not None
     return asdict(result)
-
-
-def documents_for(
-    run: "LoadedRun", split: str | None, text: str | None, separator: str | None, field: str
-) -> "Documents":
-    """The documents that --split or --text names."""
-    from pkmlm.evaluate.perplexity import documents_of_split, documents_of_text
-
-    if text is not None:
-        return documents_of_text(text, run.tokenizer, separator, field)
-    if run.recipe.data.dir is None:
-        raise UserError(f"run {run.path} names no data.dir", "give a text with --text FILE")
-    return documents_of_split(run.recipe.data.dir, split or "test", run.tokenizer)
 
 
 def store(run: "LoadedRun", record: dict[str, Any], of_text: bool, stride: int | None) -> None:

@@ -72,10 +72,11 @@ def load_run(path: str | Path, step: str = "latest", device: torch.device | None
 
 
 def load_same(path: str | Path, step: str, world: World | None) -> LoadedRun:
-    """Load a run in all processes, from the same checkpoint, also where one appears meanwhile."""
-    run = load_run(path, step)
+    """Load a run in all processes, from the same checkpoint, also where one appears meanwhile; damage is told once."""
     if world is None:
-        return run
+        return load_run(path, step)
+    with world.together():
+        run = load_run(path, step)
     newest = max(world.gather_objects(run.step))
     return run if run.step == newest else load_run(path, str(newest))
 
