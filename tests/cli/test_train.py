@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 
 from pkmlm.data.batches import Batches
 from pkmlm.data.corpus import Corpus
+from pkmlm.evaluate.load import load_run
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.load import load_recipe
 from pkmlm.runtime.log import TrainingLog
@@ -256,3 +257,21 @@ def test_mistakes_are_told_in_one_line(tmp_path, write_recipe, change, message):
     assert done.stderr.startswith("error: ")
     assert len(done.stderr.strip().splitlines()) <= 2
     assert not (tmp_path / "run").exists()
+
+
+def test_other_commands_read_whole_checkpoints_while_training_saves_and_prunes(tmp_path, write_recipe):
+    """The newest one is soon gone; whoever has begun to read it looks for the next."""
+    run, settings = tmp_path / "run", ["train.steps=20000", "eval.every=0", "checkpoint.every=1", "checkpoint.keep=2"]
+    words = ["train", str(write_recipe(tmp_path, "dense")), "-o", str(run), "-q"]
+    words += [word for text in settings for word in ("-s", text)]
+    training = subprocess.Popen([sys.executable, "-m", "pkmlm", *words], cwd=ROOT)
+    try:
+        deadline = time.monotonic() + 120
+        while not (run.exists() and len(RunDirectory(run).steps()) >= 2) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        seen = [load_run(run).step for _ in range(40)]
+    finally:
+        training.send_signal(signal.SIGTERM)
+    assert training.wait(60) == 75
+    assert seen == sorted(seen)
+    assert len(set(seen)) > 5, "others appeared and went meanwhile"
