@@ -33,6 +33,7 @@ INTERVALS = {
     "optim.values.weight_decay": FROM_ZERO,
     "optim.tables.weight_decay": FROM_ZERO,
     "optim.clip": FROM_ZERO,
+    "optim.keys.lr_scale": FROM_ZERO,
     "optim.values.lr": ABOVE_ZERO,
     "optim.values.betas": FROM_ZERO_BELOW_ONE,
     "optim.values.clip": FROM_ZERO,

@@ -105,6 +105,11 @@ class TablesOptim:
 
 
 @dataclass(frozen=True)
+class KeysOptim:
+    lr_scale: float = key(1.0, "the keys' peak rate is optim.lr times this; 0: they stay as they start")
+
+
+@dataclass(frozen=True)
 class Optim:
     lr: float = key(2.5e-4, "peak learning rate")
     betas: tuple[float, float] = key((0.9, 0.98), "Adam's decay rates")
@@ -114,6 +119,7 @@ class Optim:
     final_lr: float = key(0.1, "cosine and linear end at this share of the peak")
     weight_decay: float = key(0.0, "decoupled weight decay of dense matrices (never biases, norms, values or tables)")
     clip: float = key(1.0, "largest gradient norm of the dense parameters; 0: no clipping")
+    keys: KeysOptim = key(KeysOptim, "memory keys: sub-keys, or flat keys")
     values: ValuesOptim = key(ValuesOptim, "memory values")
     tables: TablesOptim = key(TablesOptim, "MemoryFormer's hash tables")
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pkmlm.kernels.row_gradient import RowGradient
+from pkmlm.model.memory.key_memory import KeyMemory
 from pkmlm.model.memory.values import Values
 from pkmlm.recipe.schema import Recipe, TablesOptim, ValuesOptim
 from pkmlm.runtime.distributed import Ranks
@@ -61,7 +62,7 @@ class Group:
     def step(self, step: int) -> None:
         """Take one optimizer step at the rate of `step`."""
         for group in self.optimizer.param_groups:
-            group["lr"] = self.rate(step)
+            group["lr"] = self.rate(step) * group.get("lr_scale", 1.0)
         self.optimizer.step()
 
 
@@ -85,7 +86,7 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[Group]:
     """The groups of a model that have parameters, in the order dense, values, tables."""
     tables = {f"{path}.weight_KD": module for path, module in model.named_modules() if isinstance(module, Values)}
     dense = {name: parameter for name, parameter in model.named_parameters() if name not in tables}
-    groups = [dense_group(dense, recipe)]
+    groups = [dense_group(dense, keys_of(model), recipe)]
     for name, build in (("values", values_group), ("tables", tables_group)):
         chosen = {path: module for path, module in tables.items() if module.group == name}
         if chosen:
@@ -93,14 +94,22 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[Group]:
     return groups
 
 
-def dense_group(parameters: dict[str, nn.Parameter], recipe: Recipe) -> Group:
-    """All but values and tables: AdamW, with decay on matrices alone (not on biases, norms or sub-keys)."""
+def keys_of(model: nn.Module) -> set[str]:
+    """The paths of sub-keys and flat keys: what a memory with keys has of its own."""
+    memories = {path: module for path, module in model.named_modules() if isinstance(module, KeyMemory)}
+    return {f"{path}.{name}" for path, memory in memories.items() for name, _ in memory.named_parameters(recurse=False)}
+
+
+def dense_group(parameters: dict[str, nn.Parameter], keys: set[str], recipe: Recipe) -> Group:
+    """All but values and tables: AdamW, with decay on matrices alone (not on biases, norms or sub-keys), and sub-keys
+    at a rate of their own."""
     optim = recipe.optim
-    decayed = [p for name, p in parameters.items() if p.ndim == 2]
-    others = [p for name, p in parameters.items() if p.ndim != 2 and not is_shard(p)]
-    shards = [p for name, p in parameters.items() if p.ndim != 2 and is_shard(p)]  # no fused step takes both
-    split = [{"params": decayed, "weight_decay": optim.weight_decay}]
-    split += [{"params": some, "weight_decay": 0.0} for some in (others, shards) if some]
+    alike: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        decay = optim.weight_decay if parameter.ndim == 2 else 0.0
+        scale = optim.keys.lr_scale if name in keys else 1.0
+        alike.setdefault((decay, scale, is_shard(parameter)), []).append(parameter)  # no fused step takes both kinds
+    split = [{"params": some, "weight_decay": decay, "lr_scale": scale} for (decay, scale, _), some in alike.items()]
     optimizer = torch.optim.AdamW(split, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
     rate = rate_of(recipe, optim.lr, optim.schedule, optim.warmup_steps)
     return Group("dense", parameters, [], optimizer, rate, optim.clip)

@@ -10,7 +10,7 @@ import torch
 from pkmlm.model.memory import values as values_module
 from pkmlm.model.memory.values import Values
 from pkmlm.model.transformer import build_model
-from pkmlm.recipe.schema import Hash, Memory, Model, Optim, Recipe, TablesOptim, Train, ValuesOptim
+from pkmlm.recipe.schema import Hash, KeysOptim, Memory, Model, Optim, Recipe, TablesOptim, Train, ValuesOptim
 from pkmlm.runtime.device import autocast
 from pkmlm.runtime.distributed import Ranks
 from pkmlm.train.optim import learning_rate, parameter_groups
@@ -65,6 +65,23 @@ def test_weight_decay_moves_matrices_alone():
         decayed = parameter.ndim == 2 and "values" not in name
         expected = before[name] * 0.95 if decayed else before[name]
         torch.testing.assert_close(parameter.detach(), expected, msg=name)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("product-key", "subkeys_H2nf"), ("flat-key", "keys_HKq")])
+@pytest.mark.parametrize("scale", [0.0, 0.25, 1.0])
+def test_keys_move_at_their_own_rate_and_nothing_else_does(kind, name, scale):
+    optim = replace(RECIPE.optim, schedule="constant", warmup_steps=0, lr=0.1, clip=0.0, keys=KeysOptim(scale))
+    recipe = replace(RECIPE, model=replace(MODEL, memory=replace(MODEL.memory, kind=kind)), optim=optim)
+    dense = parameter_groups(build_model(recipe, 20), recipe)[0]
+    before = {path: p.detach().clone() for path, p in dense.parameters.items()}
+    for parameter in dense.parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    dense.step(1)  # Adam's first step is the rate itself
+    keys = f"blocks.1.parts.memory.{name}"
+    assert keys in dense.parameters
+    for path, parameter in dense.parameters.items():
+        moved = before[path] - (0.1 * scale if path == keys else 0.1)
+        torch.testing.assert_close(parameter.detach(), moved, msg=path)
 
 
 def table_of(start: torch.Tensor) -> Values:
