@@ -118,16 +118,25 @@ def whole_weights(model: Transformer) -> dict[str, np.ndarray]:
 def curves(folder: str, cases: list[list[Any]], steps: dict[str, int]) -> None:
     """Train each case (kind, ranks, memory, micro_batch) and write losses, norms and weights into folder/NAME.npz."""
     with joined() as world:
-        for kind, size, memory, micro_batch in cases:
+        alone = [case for case in cases if case[1] == 1]
+        for case in alone[world.rank :: world.size]:
+            curve(Path(folder), *case, steps[case[0]], None)
+        for kind, size, memory, micro_batch in [case for case in cases if case[1] > 1]:
             ranks = ranks_among(world, size, memory)
-            stepper = stepper_of(recipe_of(kind, memory, micro_batch), ranks)
-            seen: list[Tensor] = []
-            stepper.model.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0]))
-            taken = [stepper.take(step) for step in range(1, steps[kind] + 1)]
-            order = torch.cat([ranks.world.all_gather(tokens_BT) for tokens_BT in seen])
-            weights = whole_weights(stepper.model)
-            if world.rank == 0:
-                save(Path(folder) / f"{kind}-{size}-{memory}-{micro_batch}.npz", taken, order, weights)
+            curve(Path(folder), kind, size, memory, micro_batch, steps[kind], ranks)
+
+
+def curve(folder: Path, kind: str, size: int, memory: int, micro_batch: int, steps: int, several: Ranks | None) -> None:
+    """Train one case; the first of `several` ranks writes what was found."""
+    stepper = stepper_of(recipe_of(kind, memory, micro_batch), several)
+    ranks = several or Ranks()
+    seen: list[Tensor] = []
+    stepper.model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    taken = [stepper.take(step) for step in range(1, steps + 1)]
+    order = torch.cat([ranks.world.all_gather(tokens_BT) for tokens_BT in seen])
+    weights = whole_weights(stepper.model)
+    if several is None or dist.get_rank() == 0:
+        save(folder / f"{kind}-{size}-{memory}-{micro_batch}.npz", taken, order, weights)
 
 
 def save(path: Path, taken: list[StepResult], order: Tensor, weights: dict[str, np.ndarray]) -> None:
