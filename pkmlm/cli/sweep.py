@@ -147,7 +147,7 @@ def run_all(
     runs = folder / "cells"
     if not results.trains:
         return 0
-    cells.refuse_blind_tuning()
+    cells.refuse_missing_splits()
     make_folder(runs)
     with stop_on_signals() as stop, cell_progress(runs, quiet) as (say, tick):
 

@@ -11,6 +11,7 @@ from pkmlm.recipe.load import dump_recipe, load_recipe
 from pkmlm.recipe.nodes import shorten
 from pkmlm.recipe.schema import Recipe
 from pkmlm.sweep.grid import Grid, Point
+from pkmlm.sweep.measures import MEASURES
 
 LONGEST = 200  # bytes of a cell's name, of the 255 that a file system allows: runs and their pictures are named by it
 
@@ -79,19 +80,20 @@ class Cells:
             raise UserError(f"{where}: {error.message}", error.hint) from None
         return Cell(point, seed, tuned, tuple(overrides), recipe)
 
-    def refuse_blind_tuning(self) -> None:
-        """Refuse to tune on tokens that have no valid split: no loss could choose a value.
+    def refuse_missing_splits(self) -> None:
+        """Refuse tokens without the valid split by which a value is chosen, or the test split that is measured.
 
         Raises:
             UserError: there are such, or what a recipe names holds no tokens.
         """
         tune = self.grid.tune
-        if tune is None or len(tune.values) < 2:
-            return
-        for folder in {cell.recipe.data.dir for cell in self.first.values()} - {None}:
-            if "valid" not in read_index(Path(str(folder))).splits:
-                message = f"{folder} has no valid split, by which the grid chooses {tune.key}"
-                raise UserError(message, "tokenize it with --valid FILE")
+        on_test = [name for name in self.grid.measure if MEASURES[name].source in ("eval", "usage")]
+        needed = {"valid": f"by which the grid chooses {tune.key}"} if tune and len(tune.values) > 1 else {}
+        needed |= {"test": f"on which the grid measures {on_test[0]}"} if on_test else {}
+        for folder in {cell.recipe.data.dir for cell in self.first.values()} - {None} if needed else ():
+            splits = read_index(Path(str(folder))).splits
+            for split in [split for split in needed if split not in splits]:
+                raise UserError(f"{folder} has no {split} split, {needed[split]}", f"tokenize it with --{split} FILE")
 
     def tuning(self, point: Point) -> list[Cell]:
         """The cells of a point's first seed, one for each value of the tuned key."""

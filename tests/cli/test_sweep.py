@@ -178,12 +178,16 @@ def test_a_cell_on_each_device(grid, tmp_path):
     assert f"2 runs in {folder}, 2 at a time" in done.stderr
 
 
-def test_no_value_can_be_chosen_without_a_valid_split(grid, novels, tmp_path):
-    grid.write_text(TUNED)
+def test_splits_that_a_sweep_will_need_are_asked_for_first(grid, novels, tmp_path):
     pkmlm("tokenize", novels / "valid.txt", "-o", tmp_path / "tokens", "--vocab-size", 400)
-    done = pkmlm("sweep", grid, "-o", tmp_path / "swept", "-s", f"data.dir={tmp_path / 'tokens'}", code=2)
-    assert "tokens has no valid split, by which the grid chooses optim.lr" in done.stderr
-    assert not (tmp_path / "swept").exists(), "told before anything is trained"
+    for text, expected in (
+        (TUNED, "tokens has no valid split, by which the grid chooses optim.lr"),
+        (grid.read_text(), "tokens has no test split, on which the grid measures perplexity"),
+    ):
+        grid.write_text(text)
+        done = pkmlm("sweep", grid, "-o", tmp_path / "swept", "-s", f"data.dir={tmp_path / 'tokens'}", code=2)
+        assert expected in done.stderr
+        assert not (tmp_path / "swept").exists(), "told before anything is trained"
 
 
 def test_an_error_ends_the_sweep_at_once(grid, tmp_path):
