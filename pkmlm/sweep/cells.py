@@ -87,9 +87,11 @@ class Cells:
             UserError: there are such, or what a recipe names holds no tokens.
         """
         tune = self.grid.tune
-        on_test = [name for name in self.grid.measure if MEASURES[name].source in ("eval", "usage")]
         needed = {"valid": f"by which the grid chooses {tune.key}"} if tune and len(tune.values) > 1 else {}
-        needed |= {"test": f"on which the grid measures {on_test[0]}"} if on_test else {}
+        for name in self.grid.measure:
+            split = "valid" if name == "valid_loss" else "test" if MEASURES[name].source in ("eval", "usage") else None
+            if split:
+                needed.setdefault(split, f"on which the grid measures {name}")
         for folder in {cell.recipe.data.dir for cell in self.first.values()} - {None} if needed else ():
             splits = read_index(Path(str(folder))).splits
             for split in [split for split in needed if split not in splits]:

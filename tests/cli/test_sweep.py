@@ -182,7 +182,8 @@ def test_splits_that_a_sweep_will_need_are_asked_for_first(grid, novels, tmp_pat
     pkmlm("tokenize", novels / "valid.txt", "-o", tmp_path / "tokens", "--vocab-size", 400)
     for text, expected in (
         (TUNED, "tokens has no valid split, by which the grid chooses optim.lr"),
-        (grid.read_text(), "tokens has no test split, on which the grid measures perplexity"),
+        (GRID, "tokens has no valid split, on which the grid measures valid_loss"),
+        (GRID.replace("valid_loss", "usage"), "tokens has no test split, on which the grid measures usage"),
     ):
         grid.write_text(text)
         done = pkmlm("sweep", grid, "-o", tmp_path / "swept", "-s", f"data.dir={tmp_path / 'tokens'}", code=2)
