@@ -54,11 +54,16 @@ class Cells:
         extra: overrides of the command line, for all cells.
 
     Raises:
-        UserError: a cell's recipe is impossible; it is named.
+        UserError: a cell's recipe is impossible; it is named. Or `extra` has a key in which cells differ.
     """
 
     def __init__(self, grid: Grid, base: Path, extra: Sequence[str] = ()):
         self.grid, self.base, self.extra = grid, base, extra
+        for key in (text.partition("=")[0].strip() for text in extra):
+            for varied, cause in grid.varied().items():
+                if f"{varied}.".startswith(f"{key}.") or f"{key}.".startswith(f"{varied}."):
+                    message = f"-s {key}: the grid sets {varied} by {cause} (expected a key that all cells share)"
+                    raise UserError(message, "change the grid's file")
         values = grid.tune.values if grid.tune else (None,)
         self.first = {(p, value): self._cell(p, grid.seeds[0], value) for p in grid.points() for value in values}
         names = [cell.name for cell in self.first.values()]

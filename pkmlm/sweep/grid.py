@@ -115,6 +115,15 @@ class Grid:
         trees = [self.axes[axis][name] for axis, name in self.place(point).items()]
         return [text for tree in ([self.set] if self.set else []) + trees for text in assignments(tree)]
 
+    def varied(self) -> dict[str, str]:
+        """The keys in which cells differ, and by what."""
+        keys = {"train.seed": "its seeds"} | ({self.tune.key: "its tune"} if self.tune else {})
+        for axis, trees in self.axes.items():
+            keys |= {
+                text.partition("=")[0]: f"its axis {axis}" for tree in trees.values() for text in assignments(tree)
+            }
+        return keys
+
     def paper_value(self, measure: str, point: Point) -> float | None:
         """The paper's number at a point, if it gives one."""
         node = self.paper.get(measure)

@@ -90,6 +90,20 @@ def test_every_cell_is_its_recipe(folder):
     assert cell.name == "256_yes_2e-3_seed-1"
 
 
+@pytest.mark.parametrize(
+    ("key", "cause"),
+    [
+        ("train.seed", "train.seed by its seeds"),
+        ("optim.lr", "optim.lr by its tune"),
+        (" model.memory.num_keys ", "model.memory.num_keys by its axis slots"),
+        ("model", "model.memory."),
+    ],
+)
+def test_what_cells_differ_in_is_not_for_the_command_line(folder, key, cause):
+    with pytest.raises(UserError, match=f"-s {key.strip()}: the grid sets {cause}"):
+        Cells(grid_of(folder), folder / "base.yaml", [f"{key}=3"])
+
+
 def test_the_papers_numbers_are_found_in_lists_and_mappings(folder):
     grid = grid_of(folder)
     assert [grid.paper_value("perplexity", point) for point in P] == [23.0, 22.0, 21.0, 20.5, 19.5]
