@@ -66,21 +66,25 @@ class Results:
         speed, chosen = self.speeds.get(point), self.chosen(point)
         return speed.rounds if speed and chosen and speed.recipe == chosen[0].cell.recipe_sha256 else []
 
-    def values(self, measure: str, point: Point) -> tuple[float, ...]:
-        """What was measured at a point, one number a seed; none where nothing was. Speed: the median of the rounds, in
-        thousands.
+    def by_seed(self, measure: str, point: Point) -> dict[int, float]:
+        """What was measured at a point; none where nothing was. What no seed changes is the first one's: arithmetic,
+        and speed (the median of the rounds, in thousands).
         """
-        read = MEASURES[measure].read
+        read, first = MEASURES[measure].read, self.grid.seeds[0]
         if MEASURES[measure].source == "cost":
-            found = [read({"cost": self.costs[point]})]
+            found = {first: read({"cost": self.costs[point]})}
         elif MEASURES[measure].source == "speed":
-            found = [median(rounds) / 1000] if (rounds := self.rounds(point)) else []
+            found = {first: median(rounds) / 1000} if (rounds := self.rounds(point)) else {}
         else:
-            found = [read(outcome.facts) for outcome in self.chosen(point)]
-        return tuple(value for value in found if value is not None)
+            found = {outcome.cell.seed: read(outcome.facts) for outcome in self.chosen(point)}
+        return {seed: value for seed, value in found.items() if value is not None}
+
+    def values(self, measure: str, point: Point) -> tuple[float, ...]:
+        """The numbers of `by_seed`."""
+        return tuple(self.by_seed(measure, point).values())
 
     def verdicts(self) -> list[Verdict]:
-        return claim_verdicts(self.grid, self.values) + rank_correlations(self.grid, self.values)
+        return claim_verdicts(self.grid, self.by_seed) + rank_correlations(self.grid, self.values)
 
     def as_json(self, name: str, scale: str | None, base: str, machine: Mapping[str, str]) -> dict[str, Any]:
         """Everything, for results.json."""
@@ -124,8 +128,8 @@ class Results:
             found.append(self._tuning())
         verdicts = self.verdicts()
         if verdicts:
-            columns = [Column("Claim or measure"), number("holds"), number("beyond the seeds")]
-            columns_shown = 3 if self.trains else 2
+            columns = [Column("Claim or measure"), number("holds"), number("in every seed"), number("beyond them")]
+            columns_shown = 4 if self.trains else 2
             rows = [verdict.row()[:columns_shown] for verdict in verdicts]
             found.append(Table("What holds", columns[:columns_shown], rows))
         return found

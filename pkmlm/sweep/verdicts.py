@@ -1,6 +1,6 @@
 """Whether the orderings that a paper states are in what was measured."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import correlation, fmean
@@ -10,6 +10,7 @@ from pkmlm.sweep.grid import Claim, Grid, Point
 from pkmlm.sweep.measures import MEASURES
 
 Values = Callable[[str, Point], tuple[float, ...]]  # of a measure at a point: one a seed
+BySeed = Callable[[str, Point], Mapping[int, float]]
 
 
 @dataclass(frozen=True)
@@ -17,38 +18,48 @@ class Verdict:
     """How far a claim holds, or how a measure's order agrees with the paper's.
 
     Attributes:
-        pairs: comparisons that could be made; held: of which the means have the claimed order; clear: of which every
-            seed of one is beyond every seed of the other, with two seeds of each or more.
+        pairs: comparisons that could be made; held: of which the means have the claimed order.
+        seeded: of the pairs, those that two seeds or more have both; in_every: of which each of these seeds by itself
+            has the claimed order; clear: of which every seed of one is beyond every seed of the other.
         correlation: Spearman's rank correlation with the paper, over points; None for claims.
     """
 
     text: str
     pairs: int = 0
     held: int = 0
+    seeded: int = 0
+    in_every: int = 0
     clear: int = 0
     correlation: float | None = None
 
     def row(self) -> list[Any]:
         if self.correlation is not None:
-            return [self.text, f"{self.correlation:+.2f}", None]
-        return [self.text, *(f"{part} of {self.pairs}" if self.pairs else None for part in (self.held, self.clear))]
+            return [self.text, f"{self.correlation:+.2f}", None, None]
+        counts = [(self.held, self.pairs), (self.in_every, self.seeded), (self.clear, self.seeded)]
+        return [self.text, *(f"{part} of {whole}" if whole else None for part, whole in counts)]
 
     def as_json(self) -> dict[str, Any]:
         return dict(vars(self))
 
 
-def claim_verdicts(grid: Grid, values: Values) -> list[Verdict]:
+def claim_verdicts(grid: Grid, values: BySeed) -> list[Verdict]:
     """A verdict for each claim of the grid."""
     return [verdict(grid, claim, values) for claim in grid.claims]
 
 
-def verdict(grid: Grid, claim: Claim, values: Values) -> Verdict:
+def verdict(grid: Grid, claim: Claim, values: BySeed) -> Verdict:
     """Compare all pairs of points that the claim speaks of and that were measured."""
     found = [(values(claim.measure, less), values(claim.measure, more)) for less, more in pairs_of(grid, claim)]
     measured = [(less, more) for less, more in found if less and more]
-    held = sum(fmean(less) < fmean(more) for less, more in measured)
-    clear = sum(max(less) < min(more) for less, more in measured if min(len(less), len(more)) > 1)
-    return Verdict(claim.text, len(measured), held, clear)
+    seeded = [(less, more) for less, more in measured if len(less.keys() & more.keys()) > 1]
+    return Verdict(
+        claim.text,
+        pairs=len(measured),
+        held=sum(fmean(less.values()) < fmean(more.values()) for less, more in measured),
+        seeded=len(seeded),
+        in_every=sum(all(less[seed] < more[seed] for seed in less.keys() & more.keys()) for less, more in seeded),
+        clear=sum(max(less.values()) < min(more.values()) for less, more in seeded),
+    )
 
 
 def pairs_of(grid: Grid, claim: Claim) -> Iterator[tuple[Point, Point]]:

@@ -190,20 +190,23 @@ def numbers(table: dict[tuple[str, tuple[str, str]], tuple[float, ...]]):
     return lambda measure, point: table.get((measure, point), ())
 
 
-def test_claims_are_held_against_means_and_against_every_seed(folder):
+def test_claims_are_held_against_means_and_seeds(folder):
     grid = grid_of(folder)
     measured = {
-        ("perplexity", P[0]): (30.0, 30.2),
-        ("perplexity", P[1]): (29.0, 29.2),
-        ("perplexity", P[2]): (28.0, 29.1),  # lower than P[1] on average, not for every seed
-        ("perplexity", P[3]): (29.5, 29.6),  # higher than P[1]
-        ("usage", P[2]): (0.5,),
-        ("usage", P[4]): (0.4,),
+        ("perplexity", P[0]): {1: 30.0, 2: 31.2},
+        ("perplexity", P[1]): {1: 29.0, 2: 30.2},  # lower than P[0] in each seed, but not beyond the other's
+        ("perplexity", P[2]): {1: 28.0, 2: 30.3},  # lower than P[1] on average, not in each seed
+        ("perplexity", P[3]): {1: 28.5, 2: 28.6},  # beyond both of P[1]
+        ("usage", P[2]): {1: 0.5},
+        ("usage", P[4]): {1: 0.4, 2: 0.4},
     }
-    norm, size, used = claim_verdicts(grid, numbers(measured))
-    assert (norm.pairs, norm.held, norm.clear) == (1, 1, 0), "256 slots with norm were not measured"
-    assert (size.pairs, size.held, size.clear) == (2, 1, 1)
-    assert (used.pairs, used.held) == (1, 0)
+    norm, size, used = claim_verdicts(grid, lambda measure, point: measured.get((measure, point), {}))
+    assert (norm.pairs, norm.held) == (1, 1), "256 slots with norm were not measured"
+    assert (norm.seeded, norm.in_every, norm.clear) == (1, 0, 0)
+    assert (size.pairs, size.held, size.seeded, size.in_every, size.clear) == (2, 2, 2, 2, 1)
+    assert (used.pairs, used.held, used.seeded) == (1, 0, 0), "one seed that has both says nothing of seeds"
+    assert norm.row() == ["norm helps", "1 of 1", "0 of 1", "0 of 1"]
+    assert used.row() == ["used", "0 of 1", None, None]
 
 
 def test_a_claim_along_an_axis_compares_neighbours_with_all_else_equal(folder):
