@@ -84,7 +84,7 @@ class Model:
 
 @dataclass(frozen=True)
 class ValuesOptim:
-    optimizer: Literal["row-adam", "adam"] = key("row-adam", "row-adam updates only the rows read; adam is the paper's")
+    optimizer: Literal["row-adam", "adam"] = key("row-adam", "row-adam updates only the rows read; adam all of them")
     lr: float = key(1e-3, "peak learning rate of the memory values")
     betas: tuple[float, float] = key((0.9, 0.999), "Adam's decay rates")
     schedule: Schedule = key("constant", "learning-rate schedule")
@@ -96,7 +96,9 @@ class ValuesOptim:
 @dataclass(frozen=True)
 class TablesOptim:
     optimizer: Literal["row-adam", "adam"] = key("adam", "row-adam updates only the rows read")
-    lr_scale: float = key(3.0, "the tables' peak rate is optim.lr times this (MF: 3)")
+    lr_scale: float = key(
+        3.0, "the tables' peak rate is optim.lr times this; 1 where that is the rate of all, as in MF"
+    )
     betas: tuple[float, float] | None = key(None, "Adam's decay rates; null: those of optim")
     schedule: Schedule | None = key(None, "learning-rate schedule; null: that of optim")
     warmup_steps: int | None = key(None, "steps of linear warm-up; null: those of optim")

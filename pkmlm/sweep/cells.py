@@ -94,7 +94,9 @@ class Cells:
         tune = self.grid.tune
         needed = {"valid": f"by which the grid chooses {tune.key}"} if tune and len(tune.values) > 1 else {}
         for name in self.grid.measure:
-            split = "valid" if name == "valid_loss" else "test" if MEASURES[name].source in ("eval", "usage") else None
+            split = (
+                "valid" if name.startswith("valid_") else "test" if MEASURES[name].source in ("eval", "usage") else None
+            )
             if split:
                 needed.setdefault(split, f"on which the grid measures {name}")
         for folder in {cell.recipe.data.dir for cell in self.first.values()} - {None} if needed else ():

@@ -58,6 +58,9 @@ MEASURES: dict[str, Measure] = {
     "usage": Measure("usage", "slots used on test", "{:.1%}", "usage", of_memories("usage")),
     "kl": Measure("KL", "KL from uniform on test (nats)", "{:.2f}", "usage", of_memories("kl")),
     "speed": Measure("k tokens/s", "scoring (1,000 tokens a second)", "{:.1f}", "speed", fact("speed")),
+    "valid_perplexity": Measure(
+        "valid ppl", "validation perplexity (token)", "{:,.2f}", "train", fact("valid_token_ppl")
+    ),
     "seconds": Measure("train s", "training (seconds)", "{:,.0f}", "train", fact("seconds")),
     "lr": Measure("lr", "learning rate", "{:g}", "train", fact("lr")),
     "dim": Measure("dim", "width", "{:,.0f}", "train", fact("dim")),
