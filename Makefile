@@ -3,7 +3,8 @@
 # make torture kill, corrupt, fill disks, mutate: about an hour; goes on where it was stopped
 # make check   linter, formatter, type checker
 # make pkm-table-2, pkm-headline, memoryformer-table-5, ...: a table or figure of a paper (recipes/*/grids)
-#              SCALE=cpu|gpu|paper; CORPUS=FOLDER with train.txt, valid.txt and test.txt (or .gz, .zst), for the first one
+#              SCALE=cpu|gpu|paper; CORPUS=FOLDER with train.txt, valid.txt and test.txt (or .gz, .zst), for the first one;
+#              TASK_DATA=FOLDER with the rows of zero-shot tasks; JOBS=N runs at a time, or DEVICES=0,1,... one a GPU
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
@@ -16,8 +17,11 @@ RUNS := $(MODELS:%=demo/runs/%)
 # The tables and figures of the papers.
 SCALE ?= cpu
 JOBS ?= 1
+DEVICES ?=
 TOKENS ?= data/novels-4k
 TASK_DATA ?=
+AT_A_TIME = $(if $(DEVICES),--device $(DEVICES),--jobs $(JOBS))
+split = $(firstword $(wildcard $(CORPUS)/$(1).txt $(CORPUS)/$(1).txt.zst $(CORPUS)/$(1).txt.gz))
 
 .PHONY: demo test torture check golden clean
 
@@ -56,13 +60,13 @@ golden: .venv/installed-dev
 	$(BIN)/python tests/golden/test_curves.py
 
 pkm-%: recipes/pkm/grids/%.yaml $(TOKENS)/index.json
-	$(PKMLM) sweep $< -o sweeps/$@-$(SCALE) --scale $(SCALE) --jobs $(JOBS) -s data.dir=$(TOKENS)
+	$(PKMLM) sweep $< -o sweeps/$@-$(SCALE) --scale $(SCALE) $(AT_A_TIME) -s data.dir=$(TOKENS)
 
 memoryformer-figure-1: recipes/memoryformer/grids/figure-1.yaml | .venv/installed
 	$(PKMLM) sweep $< -o sweeps/$@
 
 memoryformer-%: recipes/memoryformer/grids/%.yaml $(TOKENS)/index.json
-	$(PKMLM) sweep $< -o sweeps/$@-$(SCALE) --scale $(SCALE) --jobs $(JOBS) -s data.dir=$(TOKENS) \
+	$(PKMLM) sweep $< -o sweeps/$@-$(SCALE) --scale $(SCALE) $(AT_A_TIME) -s data.dir=$(TOKENS) \
 	  $(if $(TASK_DATA),--task-data $(TASK_DATA))
 
 memoryformer-figure-4: recipes/memoryformer/grids/figure-4.yaml $(TOKENS)/index.json
@@ -70,10 +74,10 @@ memoryformer-figure-4: recipes/memoryformer/grids/figure-4.yaml $(TOKENS)/index.
 	$(PKMLM) usage-report sweeps/$@-$(SCALE)/cells/* --plots sweeps/$@-$(SCALE) --force
 
 $(TOKENS)/index.json: | .venv/installed
-	@test -n "$(CORPUS)" || { echo "error: there are no tokens in $(TOKENS)"; \
-	  echo "hint: add CORPUS=FOLDER with train.txt, valid.txt and test.txt (or .gz, .zst); see recipes/README.md"; exit 2; }
-	$(PKMLM) tokenize $(wildcard $(CORPUS)/train.txt*) --valid $(wildcard $(CORPUS)/valid.txt*) \
-	  --test $(wildcard $(CORPUS)/test.txt*) \
+	@test -n "$(call split,train)" -a -n "$(call split,valid)" -a -n "$(call split,test)" || { \
+	  echo "error: no tokens in $(TOKENS), nor train.txt, valid.txt and test.txt in CORPUS=$(CORPUS)"; \
+	  echo "hint: add CORPUS=FOLDER with these three (or .gz, .zst); see recipes/README.md"; exit 2; }
+	$(PKMLM) tokenize $(call split,train) --valid $(call split,valid) --test $(call split,test) \
 	  --separator '\n\n\n' --vocab-size 4096 -o $(TOKENS)
 
 # torch first and by itself, in the version that was tested; TORCH= may name another build and pip's options for it.

@@ -5,7 +5,6 @@ Importing this file, and every `--help`, stays free of torch: the commands impor
 
 import errno
 import importlib
-import io
 import os
 import sys
 from typing import Any
@@ -88,14 +87,15 @@ def main() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     streams.prepare()
     try:
-        code = cli.main(standalone_mode=False)
+        code = cli.main(prog_name="pkmlm", standalone_mode=False)
         sys.stdout.flush()  # a closed pipe shows here, not in the interpreter's shutdown
     except click.exceptions.Exit as stop:
         code = stop.exit_code
-    except click.ClickException as error:
-        error.show(told := io.StringIO())
-        sys.stderr.write("".join(c if c == "\n" else printable(c) for c in told.getvalue()))
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
         code = 2
+    except click.ClickException as error:
+        code = report(UserError(printable(error.format_message()).rstrip("."), help_of(error)))
     except UserError as error:
         code = report(error)
     except (KeyboardInterrupt, click.Abort):
@@ -109,6 +109,12 @@ def main() -> None:
     except OSError as error:
         code = system_refused(error)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def help_of(error: click.ClickException) -> str:
+    """Where the usage of the command stands that could not be understood."""
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    return f"`{context.command_path} --help` shows how it is used" if context else ""
 
 
 def torch_refused(error: RuntimeError) -> int:

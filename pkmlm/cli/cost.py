@@ -133,7 +133,7 @@ def whole_model(
     tables = [layer_table(recipe, cost), total_table(cost, rows), training_table(recipe, cost)]
     result = cost.as_json()
     if world is not None:
-        result["world"], more = ranks_report(recipe, cost, rows, world, device_memory)
+        result["world"], more = ranks_report(file, recipe, cost, rows, world, device_memory)
         tables += more
     return result, "\n".join(table.render() for table in tables).rstrip()
 

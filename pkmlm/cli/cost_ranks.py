@@ -28,7 +28,7 @@ def byte_size(context: click.Context, parameter: click.Parameter, value: str | N
 
 
 def ranks_report(
-    recipe: "Recipe", cost: "Cost", vocab_size: int, ranks: int, device_bytes: int | None
+    file: str, recipe: "Recipe", cost: "Cost", vocab_size: int, ranks: int, device_bytes: int | None
 ) -> "tuple[dict[str, Any], list[Table]]":
     """What one of `ranks` ranks holds and sends, for each way to divide the tables: as JSON and as tables.
 
@@ -41,7 +41,7 @@ def ranks_report(
     from pkmlm.recipe.ranks import check_ranks
     from pkmlm.recipe.schema import Parallel
 
-    check_ranks(replace(recipe, parallel=Parallel()), ranks)
+    check_ranks(replace(recipe, parallel=Parallel()), ranks, file)
     costs = [rank_cost(recipe, cost, ranks, memory) for memory in divisions(cost, ranks)]
     entries = [
         {

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from pkmlm.errors import UserError
 from pkmlm.runtime.cores import usable_cores
 from pkmlm.runtime.launcher import patience, started
-from pkmlm.runtime.signals import Handler, handled
+from pkmlm.runtime.signals import EXIT_CODES, Handler, handled
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import ProcessFailure
@@ -54,7 +54,7 @@ def launch(processes: int, run: str | None) -> int:
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
         if passed:
-            return 128 + passed[-1]
+            return EXIT_CODES[passed[-1]]
         if 0 < torch.cuda.device_count() < processes:
             raise UserError(f"--nproc {processes}: this machine has {torch.cuda.device_count()} GPUs")
         with threads_shared(processes), quiet_logs(), TemporaryDirectory() as logs, handled(passing_on(passed)):
@@ -103,7 +103,7 @@ def passing_on(passed: list[int]) -> Handler:
             with suppress(psutil.NoSuchProcess):
                 rank.send_signal(number)
         if not ranks:  # none has been started so far
-            raise SystemExit(128 + number)
+            raise SystemExit(EXIT_CODES[number])
 
     return send
 
@@ -140,7 +140,7 @@ def outcome(failures: "Mapping[int, ProcessFailure]", passed: list[int], run: st
         late = killed[rank].timestamp > min(each.timestamp for each in failures.values()) + 1
         raise silent(rank, run) if late else lost(rank, signal.Signals(-killed[rank].exitcode).name, run)
     if not codes:  # before they could heed a signal
-        return 128 + passed[-1] if passed else 1
+        return EXIT_CODES[passed[-1]] if passed else 1
     return 1 if 1 in codes else max(codes)
 
 

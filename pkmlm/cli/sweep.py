@@ -77,6 +77,7 @@ def command(
     if own and (jobs or 0) > len(own):
         raise UserError(f"--jobs {jobs}: found {len(own)} devices (expected one a job)", "name more, or lower it")
     code = 0
+    refuse_other_sweep(folder, path.stem, scale)
     recall_speeds(results, folder)
     if table_only:
         collect(results, folder)
@@ -138,8 +139,12 @@ def run_all(
     results: "Results", folder: "Path", jobs: int, devices: list[str], task_data: str | None, quiet: bool
 ) -> int:
     """Run the cells and time their models; the exit code: 0, 1 where a cell failed, or what a signal stands for."""
+    from pathlib import Path
+
+    from pkmlm.evaluate.tasks import find_tasks
     from pkmlm.runtime.files import make_folder
     from pkmlm.runtime.signals import stop_on_signals
+    from pkmlm.sweep.measures import MEASURES, tasks_of
     from pkmlm.sweep.results import progress_line
     from pkmlm.sweep.runner import Outcome, Runner
 
@@ -148,6 +153,8 @@ def run_all(
     if not results.trains:
         return 0
     cells.refuse_missing_splits()
+    if any(MEASURES[name].source == "tasks" for name in grid.measure):
+        find_tasks(",".join(tasks_of(grid.measure)), None if task_data is None else Path(task_data), None)
     make_folder(runs)
     with stop_on_signals() as stop, cell_progress(runs, quiet) as (say, tick):
 
@@ -206,6 +213,22 @@ def time_models(results: "Results", folder: "Path", quiet: bool) -> None:
     runs = {point: folder / "cells" / cell.name for point, cell in cells.items()}
     timed = time_scoring(runs, lambda text: None if quiet else click.echo(f"timing: {text}", err=True))
     results.speeds = {point: Speed(cells[point].recipe_sha256, rounds) for point, rounds in timed.items()}
+
+
+def refuse_other_sweep(folder: "Path", grid: str, scale: str | None) -> None:
+    """Refuse a folder whose table and results are another grid's, or that holds something else."""
+    from pkmlm.runtime.shapes import read_shaped
+
+    path = folder / "results.json"
+    if path.exists():
+        shape = {"grid": (str,), "scale?": (str,)}
+        found = read_shaped(path, shape, "the sweep's results", "delete it: it is made from the runs")
+        theirs = found["grid"], found.get("scale")
+        if theirs != (grid, scale):
+            held, asked = (" at scale ".join(filter(None, each)) for each in (theirs, (grid, scale)))
+            raise UserError(f"{folder} holds the sweep of {held} (expected {asked})", "name another folder with -o")
+    elif folder.is_dir() and any(folder.iterdir()) and not (folder / "cells").exists():
+        raise UserError(f"{folder} holds no sweep, but other files", "name a new folder with -o")
 
 
 def recall_speeds(results: "Results", folder: "Path") -> None:

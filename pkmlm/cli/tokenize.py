@@ -24,6 +24,26 @@ if TYPE_CHECKING:
 
 LEARNING = "tokenizer"  # a stage beside the splits
 KEPT_BY_JOIN = {"train", "output", "joins", "force", "quiet", "as_json"}
+TAKE_ALL = ("--valid", "--test")
+
+
+class TokenizeCommand(click.Command):
+    """Lets `--valid` and `--test` take all files up to the next option, as a shell's glob gives them: a file that is to
+    measure a model never becomes one that it learns from."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        spread: list[str] = []
+        option, files = "", 0
+        for word in [*args, "--end"]:
+            if not word.startswith("-") or word == "-":
+                spread += [option, word] if option else [word]
+                files += 1
+                continue
+            if option and not files:
+                raise click.UsageError(f"Option '{option}' requires a file.", ctx)
+            option, files = (word, 0) if word in TAKE_ALL else ("", 0)
+            spread += [] if option else [word]
+        return super().parse_args(ctx, spread[:-1])
 
 
 def part_of(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, int] | None:
@@ -36,10 +56,10 @@ def part_of(context: click.Context, parameter: click.Parameter, value: str | Non
     return int(numbers[1]), int(numbers[2])
 
 
-@click.command()
+@click.command(cls=TokenizeCommand)
 @click.argument("train", nargs=-1, required=True, metavar="TRAIN...")
-@click.option("--valid", multiple=True, metavar="FILE", help="Text to validate on. May be repeated.")
-@click.option("--test", multiple=True, metavar="FILE", help="Text to test on. May be repeated.")
+@click.option("--valid", multiple=True, metavar="FILE...", help="Text to validate on: all files up to the next option.")
+@click.option("--test", multiple=True, metavar="FILE...", help="Text to test on, likewise.")
 @click.option("-o", "--output", required=True, metavar="DIR", help="Folder to write; must not be there yet.")
 @click.option(
     "--vocab-size",

@@ -109,7 +109,7 @@ def open_all(
             f"model.vocab_size: {recipe.model.vocab_size} (expected at least the tokenizer's {tokenizer.size})",
             "leave it null, or tokenize with a smaller --vocab-size",
         )
-    check_ranks(recipe, ranks)
+    check_ranks(recipe, ranks, recipe_file)
     return recipe, corpus, tokenizer
 
 

@@ -54,6 +54,10 @@ def check_recipe(recipe: Recipe, places: Mapping[str, str] | None = None) -> Rec
     if recipe.model.memory.kind != "none":
         check_memory(check, recipe.model)
     check_division(check, recipe)
+    if recipe.parallel.shard and recipe.train.compile:
+        check.fail("parallel.shard", "found true with train.compile", "one of the two", "train.compile")
+    if recipe.parallel.shard and recipe.train.precision == "fp16":
+        check.fail("parallel.shard", "found true with train.precision fp16", "bf16 or fp32", "train.precision")
     return recipe
 
 

@@ -10,7 +10,7 @@ from types import FrameType
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SAME_REQUEST = 1.0  # seconds: make and launchers pass on a signal that the process group has had already
 Handler = Callable[[int, FrameType | None], None]
-EXIT_CODES = {signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGINT: 130}
+EXIT_CODES: dict[int, int] = {signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGINT: 130}
 
 
 class StopRequest:

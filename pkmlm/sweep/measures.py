@@ -1,6 +1,6 @@
 """What a grid can measure of its cells: where each number comes from and how it is shown."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal
@@ -85,6 +85,11 @@ MEASURES: dict[str, Measure] = {
     **{name: Measure(name, f"accuracy on {name}", "{:.3f}", "tasks", fact("tasks", name, "acc")) for name in TASKS},
     "average_acc": Measure("average", "average accuracy", "{:.3f}", "tasks", fact("average_acc")),
 }
+
+
+def tasks_of(measures: Sequence[str]) -> list[str]:
+    """The zero-shot tasks that have to be scored: those that are measured, or all for their average alone."""
+    return [name for name in TASKS if name in measures] or list(TASKS)
 
 
 def facts_of_cost(recipe: Recipe, vocab_size: int) -> dict[str, Any]:

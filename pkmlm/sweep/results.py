@@ -15,6 +15,8 @@ from pkmlm.sweep.measures import MEASURES
 from pkmlm.sweep.runner import Outcome, best
 from pkmlm.sweep.verdicts import Verdict, claim_verdicts, rank_correlations
 
+COSTS = ("dense", "memory", "operations", "bytes", "seconds")  # stand beside every perplexity
+
 
 class Speed(NamedTuple):
     """Of one model.
@@ -123,7 +125,10 @@ class Results:
 
     def tables(self) -> list[Table]:
         """The paper-style table, the tuned values, and the verdicts."""
-        found = [self._points()]
+        found = [self._points(self.grid.title, self.grid.measure)]
+        costs = [name for name in COSTS if name not in self.grid.measure]
+        if self.trains and costs:
+            found.append(self._points("What each takes", costs))
         if self.grid.tune and len(self.grid.tune.values) > 1:
             found.append(self._tuning())
         verdicts = self.verdicts()
@@ -134,26 +139,26 @@ class Results:
             found.append(Table("What holds", columns[:columns_shown], rows))
         return found
 
-    def _points(self) -> Table:
+    def _points(self, title: str, measures: Sequence[str]) -> Table:
         columns = [Column(axis) for axis in self.grid.axes]
         if self.grid.tune:
             columns.append(number(self.grid.tune.key.rpartition(".")[2]))
         if self.trains:
             columns.append(number("seeds"))
-        for measure in self.grid.measure:
+        for measure in measures:
             columns.append(number(MEASURES[measure].heading))
             if measure in self.grid.paper:
                 columns.append(number("paper", MEASURES[measure].format))
-        return Table(self.grid.title, columns, [self._row(point) for point in self.grid.points()])
+        return Table(title, columns, [self._row(point, measures) for point in self.grid.points()])
 
-    def _row(self, point: Point) -> list[Any]:
+    def _row(self, point: Point, measures: Sequence[str]) -> list[Any]:
         chosen = self.chosen(point)
         row: list[Any] = list(point)
         if self.grid.tune:
             row.append(chosen[0].cell.tuned if chosen else None)
         if self.trains:
             row.append(len(chosen) or None)
-        for measure in self.grid.measure:
+        for measure in measures:
             row.append(shown(self.values(measure, point), MEASURES[measure].format))
             if measure in self.grid.paper:
                 row.append(self.grid.paper_value(measure, point))

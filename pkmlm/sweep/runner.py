@@ -18,7 +18,7 @@ from pkmlm.runtime.cores import usable_cores
 from pkmlm.runtime.rundir import RunDirectory
 from pkmlm.runtime.signals import StopRequest
 from pkmlm.sweep.cells import Cell, Cells
-from pkmlm.sweep.measures import MEASURES, TASKS
+from pkmlm.sweep.measures import MEASURES, tasks_of
 
 DIVERGED = 3  # the exit code of `pkmlm train`
 
@@ -69,7 +69,7 @@ class Runner:
     ):
         self.base, self.folder, self.task_data, self.stop, self.jobs = base, folder, task_data, stop, jobs
         self.sources = {MEASURES[name].source for name in measures}
-        self.tasks = [name for name in TASKS if name in measures] or list(TASKS)
+        self.tasks = tasks_of(measures)
         self.devices, self.free_devices = devices, list(devices)
         self.running: list[Cell] = []
         self.children: list[subprocess.Popen[str]] = []

@@ -57,8 +57,14 @@ def test_help_needs_no_torch_and_comes_at_once(arguments):
 
 def test_versions_and_wrong_words():
     assert pkmlm("--version").stdout.startswith("pkmlm 0.")
-    assert "Did you mean 'train'?" in pkmlm("trian", code=2).stderr
-    assert "No such option" in pkmlm("train", "--frobnicate", code=2).stderr
+    hint = "hint: `pkmlm {}--help` shows how it is used\n"
+    told = "error: No such command 'trian'. Did you mean 'train'?\n" + hint.format("")
+    assert pkmlm("trian", code=2).stderr == told
+    told = "error: No such option '--frob\\x1b'\n" + hint.format("train ")
+    assert pkmlm("train", "--frob\x1b", code=2).stderr == told
+    told = "error: Invalid value for '--jobs': 0 is not in the range 1<=x<=1024\n" + hint.format("tokenize ")
+    assert pkmlm("tokenize", "a.txt", "-o", "b", "--jobs", "0", code=2).stderr == told
+    assert pkmlm(code=2).stderr.startswith("Usage: pkmlm [OPTIONS] COMMAND")
 
 
 def test_a_closed_pipe_is_no_error():

@@ -191,6 +191,38 @@ def test_splits_that_a_sweep_will_need_are_asked_for_first(grid, novels, tmp_pat
         assert not (tmp_path / "swept").exists(), "told before anything is trained"
 
 
+def test_a_folder_of_another_sweep_or_of_other_files_is_left_alone(grid, tmp_path):
+    folder = tmp_path / "swept"
+    folder.mkdir()
+    (folder / "table.md").write_text("mine")
+    said = pkmlm("sweep", grid, "-o", folder, "--table", code=2).stderr
+    assert said.startswith(f"error: {folder} holds no sweep, but other files\n")
+    assert (folder / "table.md").read_text() == "mine"
+    (folder / "table.md").unlink()
+    pkmlm("sweep", grid, "-o", folder, "--table")
+    other = grid.with_name("other.yaml")
+    other.write_text(GRID + "scales: {small: {}, large: {}}\n")
+    pkmlm("sweep", other, "-o", tmp_path / "two", "--table")
+    for words, said in (
+        ([other, "-o", folder], f"{folder} holds the sweep of grid (expected other at scale small)"),
+        (
+            [other, "-o", tmp_path / "two", "--scale", "large"],
+            "at scale small (expected other at scale large)",
+        ),
+    ):
+        before = (words[2] / "results.json").read_bytes()
+        assert said in pkmlm("sweep", *words, "--table", code=2).stderr
+        assert (words[2] / "results.json").read_bytes() == before
+
+
+def test_rows_of_tasks_are_asked_for_before_anything_is_trained(grid, tmp_path):
+    grid.write_text(GRID.replace("valid_loss", "average_acc"))
+    done = pkmlm("sweep", grid, "-o", tmp_path / "swept", code=2)
+    assert "error: logiqa cannot come from the hub" in done.stderr
+    assert "--task-data" in done.stderr
+    assert not (tmp_path / "swept").exists()
+
+
 def test_an_error_ends_the_sweep_at_once(grid, tmp_path):
     """One cell is done, one trains for long, one waits: the second saves a checkpoint, and the third never begins."""
     grid.write_text("""base: product-key.yaml
@@ -241,9 +273,10 @@ def test_a_cell_that_fails_fails_alone(grid, tmp_path, trained):
     pkmlm("train", grid.parent / "product-key.yaml", "-o", folder / "cells" / "256_seed-1", "-q", *settings)
     for content in (
         "[]",
-        '{"speed": 5}',
-        '{"speed": [{}]}',
-        '{"speed": [{"point": {"slots": 5}, "tokens_per_second": []}]}',
+        "{}",
+        '{"grid": "grid", "speed": 5}',
+        '{"grid": "grid", "speed": [{}]}',
+        '{"grid": "grid", "speed": [{"point": {"slots": 5}, "tokens_per_second": []}]}',
     ):
         (folder / "results.json").write_text(content)
         said = pkmlm("sweep", grid, "-o", folder, "--table", code=2).stderr

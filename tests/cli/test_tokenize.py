@@ -54,6 +54,28 @@ def process(*arguments, data=b"", **options):
     return subprocess.run(command, input=data, capture_output=True, timeout=60, check=False, **options)
 
 
+def test_each_split_takes_all_the_files_after_it_and_no_other_does(texts):
+    for name in ("valid", "test"):
+        (texts / f"{name}-2.txt").write_text(f"more to {name}")
+    files = {name: [texts / f"{name}.txt", texts / f"{name}-2.txt"] for name in ("valid", "test")}
+    common = ("--vocab-size", 300, "--separator", r"\n\n\n", "-q")
+    tokenize(texts / "train.txt", "--valid", *files["valid"], "--test", *files["test"], *common, "-o", texts / "out")
+    read = lambda name: (texts / f"{name}.txt").read_bytes().decode()  # noqa: E731
+    assert text_of(texts / "out") == read("train")
+    for name in ("valid", "test"):
+        assert text_of(texts / "out", name).endswith(f"\n\n\n{read(name)}"), "in the order of their names"
+        assert text_of(texts / "out", name).startswith(f"more to {name}")
+    for words, said in (
+        (["--valid", texts / "valid.txt", texts / "train.txt"], b"error: Missing argument 'TRAIN...'"),
+        ([texts / "train.txt", "--valid", "--test", texts / "test.txt"], b"error: Option '--valid' requires a file"),
+        ([texts / "train.txt", "--valid"], b"error: Option '--valid' requires a file"),
+    ):
+        done = process(*words, "-o", texts / "none")
+        assert (done.returncode, done.stderr.startswith(said)) == (2, True), done.stderr
+    tokenize("--valid=" + str(texts / "valid.txt"), *common, "-o", texts / "two", "--", texts / "train.txt")
+    assert text_of(texts / "two", "valid") == read("valid")
+
+
 def text_of(folder, split="train", separator="\n\n\n"):
     """The text of a split, decoded."""
     corpus, tokenizer = Corpus.open(folder, split, verify=True), open_tokenizer(folder)

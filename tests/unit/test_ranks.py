@@ -26,16 +26,30 @@ RECIPE = Recipe(model=Model(dim=24, heads=2, context=10, memory=MEMORY), train=T
     [
         (4, 1, "(expected a train.batch_tokens of 80 or 160, or a micro-batch of 1 or 3)"),
         (5, 1, "(expected a train.batch_tokens of 100 or 200)"),
-        (3, 2, "parallel.memory: 3 processes do not fall into groups of 2 (expected 1 or 3)"),
+        (3, 2, "my.yaml: parallel.memory: 3 processes do not fall into groups of 2 (expected 1 or 3)"),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused_with_the_nearest_that_do(ranks, memory, expected):
     recipe = replace(RECIPE, parallel=Parallel(memory=memory))
     with pytest.raises(UserError, match=re.escape(expected)):
-        check_ranks(recipe, ranks)
+        check_ranks(recipe, ranks, "my.yaml")
     for fitting in (1, 2, 3, 6):
-        check_ranks(RECIPE, fitting)
+        check_ranks(RECIPE, fitting, "my.yaml")
         assert RECIPE.micro_batches(fitting) * fitting * 2 == 12
+
+
+@pytest.mark.parametrize(
+    ("train", "expected"),
+    [
+        ({"compile": True}, "parallel.shard: found true with train.compile (expected one of the two)"),
+        ({"precision": "fp16"}, "parallel.shard: found true with train.precision fp16 (expected bf16 or fp32)"),
+    ],
+)
+def test_what_shards_cannot_do_is_refused_with_the_recipe(train, expected):
+    recipe = replace(RECIPE, train=replace(RECIPE.train, **train))
+    check_recipe(recipe)
+    with pytest.raises(UserError, match=re.escape(expected)):
+        check_recipe(replace(recipe, parallel=Parallel(shard=True)))
 
 
 @pytest.mark.parametrize(

@@ -233,16 +233,20 @@ def test_rank_correlation_with_the_paper(folder):
 
 def test_other_seeds_count_at_the_best_tuned_value_only(folder):
     cells = Cells(grid_of(folder), folder / "base.yaml")
-    results = Results(cells.grid, cells, {point: {"dense": 2_000_000} for point in P})
+    results = Results(cells.grid, cells, {point: {"dense": 2_000_000, "memory": 3_000_000} for point in P})
     tuning = cells.tuning(P[2])
     for cell, loss, ppl in zip(tuning, (5.0, 4.0, 4.5), (150.0, 50.0, 80.0), strict=True):
         results.add(Outcome(cell, "measured", {"valid_loss": loss, "test_token_ppl": ppl}))
     (other,) = cells.others(tuning[1])
     results.add(Outcome(other, "measured", {"valid_loss": 4.1, "test_token_ppl": 60.0}))
     assert results.values("perplexity", P[2]) == (50.0, 60.0)
-    table, tried, _ = results.tables()
+    table, costs, tried, _ = results.tables()
     row = next(row for row in table.rows if tuple(row[:2]) == P[2])
     assert row == ["64", "yes", "2e-3", 2, "55.00 +-5.00", 21.0, None, "2.00"]
+    assert [column.name for column in costs.columns][4:] == ["memory M", "M ops", "MB read", "train s"], (
+        "dense is above"
+    )
+    assert next(row for row in costs.rows if tuple(row[:2]) == P[2])[2:5] == ["2e-3", 2, "3.0"]
     assert next(row for row in tried.rows if tuple(row[:2]) == P[2])[2:] == [5.0, 4.0, 4.5]
     made = results.as_json("grid", "large", "base.yaml", {"device": "cpu", "torch": "2"})
     point = next(point for point in made["points"] if tuple(point["point"].values()) == P[2])
@@ -259,7 +263,7 @@ def test_a_diverged_rate_is_never_the_best(folder):
     results.add(Outcome(second, "diverged", {}, "training diverged"))
     results.add(Outcome(third, "measured", {"valid_loss": 4.9}))
     assert results.chosen(P[0])[0].cell == third
-    assert results.tables()[1].rows[0][2:] == [5.0, "diverged", 4.9]
+    assert results.tables()[2].rows[0][2:] == [5.0, "diverged", 4.9]
 
 
 def test_a_figure_has_a_panel_for_the_paper_and_a_line_for_each_value(folder):
@@ -332,7 +336,7 @@ def test_a_speed_is_that_of_the_recipe_that_was_timed(folder):
 
 def test_what_a_value_stands_for_is_in_the_table():
     path = ROOT / "recipes" / "memoryformer" / "grids" / "table-4.yaml"
-    grid = read_grid(path, "gpu")
+    grid = read_grid(path, "cpu")
     cells = Cells(grid, path.parent / grid.base)
     results = Results(grid, cells, {point: {} for point in grid.points()})
     for cell in cells.first.values():
@@ -340,10 +344,10 @@ def test_what_a_value_stands_for_is_in_the_table():
             results.add(Outcome(each, "measured", {"lr": each.recipe.optim.lr, "test_token_ppl": 20.0}))
     rows = results.tables()[0].rows
     assert [row[:3] for row in rows] == [
-        ["first", 2, "0.0015"],
-        ["second", 2, "0.003"],
-        ["third", 2, "0.006"],
-        ["fourth", 2, "0.012"],
+        ["first", 2, "0.004"],
+        ["second", 2, "0.008"],
+        ["third", 2, "0.012"],
+        ["fourth", 2, "0.016"],
     ]
 
 
