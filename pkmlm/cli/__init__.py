@@ -7,6 +7,7 @@ import errno
 import importlib
 import os
 import sys
+import traceback
 from typing import Any
 
 import click
@@ -65,7 +66,9 @@ class LazyGroup(click.Group):
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="pkmlm %(version)s")
-def cli() -> None:
+@click.option("-v", "--verbose", is_flag=True, help="With an error, also show where in the program it arose.")
+@click.pass_context
+def cli(context: click.Context, verbose: bool) -> None:
     """Train and measure language models whose capacity lies in a large, sparsely read memory.
 
     \b
@@ -77,6 +80,7 @@ def cli() -> None:
 
     Results go to standard output, progress to standard error. Shell completion: see the README.
     """
+    context.ensure_object(dict)["verbose"] = verbose
 
 
 def main() -> None:
@@ -86,8 +90,9 @@ def main() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     streams.prepare()
+    settings: dict[str, bool] = {}
     try:
-        code = cli.main(prog_name="pkmlm", standalone_mode=False)
+        code = cli.main(prog_name="pkmlm", standalone_mode=False, obj=settings)
         sys.stdout.flush()  # a closed pipe shows here, not in the interpreter's shutdown
     except click.exceptions.Exit as stop:
         code = stop.exit_code
@@ -98,6 +103,8 @@ def main() -> None:
         code = report(UserError(printable(error.format_message()).rstrip("."), help_of(error)))
     except UserError as error:
         code = report(error)
+        if settings.get("verbose"):
+            traceback.print_exception(error)
     except (KeyboardInterrupt, click.Abort):
         if os.environ.get("RANK", "0") == "0":
             print("\ninterrupted", file=sys.stderr)

@@ -175,8 +175,8 @@ def train_in(
 
 @contextmanager
 def noting_failure(run: "RunDirectory", recipe: "Recipe", tokenizer: "Tokenizer", world: "World") -> Iterator[None]:
-    """Note a failure and the step of the last checkpoint in run.json, by rank 0; where memory ran out, say what to
-    lower; where the network failed, which rank noticed."""
+    """Note a failure, the step of the last checkpoint and whose error it was (where that is known) in run.json, by
+    rank 0; where memory ran out, say what to lower; where the network failed, which rank noticed."""
     from pkmlm.runtime.device import is_shortage
     from pkmlm.runtime.distributed import is_network
     from pkmlm.train.shortage import out_of_memory
@@ -185,7 +185,7 @@ def noting_failure(run: "RunDirectory", recipe: "Recipe", tokenizer: "Tokenizer"
         if world.rank > 0:
             return
         with suppress(UserError):  # no room for that either: the failure itself is what must be told
-            run.note(status=status, exit_code=exit_code, step=max(run.steps(), default=0))
+            run.note(status=status, exit_code=exit_code, step=max(run.steps(), default=0), rank=world.tally.failed)
 
     try:
         yield

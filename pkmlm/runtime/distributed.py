@@ -33,10 +33,12 @@ class Tally:
     Attributes:
         sent: bytes, as the usual ring and pairwise algorithms send them.
         step: the training step that it is in, for errors; 0: none.
+        failed: the rank whose error ended a block that all were in; None: none, or it is not known which.
     """
 
     sent: float = 0.0
     step: int = 0
+    failed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ class World:
             failure = error
         codes = self.gather_objects(failure.exit_code if failure else 0) if self.size > 1 else []
         first = next((rank for rank, code in enumerate(codes) if code), None)
+        self.tally.failed = first
         if first is None:
             return
         if first != self.rank or failure is None:

@@ -67,6 +67,15 @@ def test_versions_and_wrong_words():
     assert pkmlm(code=2).stderr.startswith("Usage: pkmlm [OPTIONS] COMMAND")
 
 
+def test_verbose_shows_where_an_error_arose():
+    words = ("recipe", "check", "nowhere.yaml")
+    short, long = pkmlm(*words, code=2).stderr, pkmlm("-v", *words, code=2).stderr
+    assert short.startswith("error: ")
+    assert len(short.splitlines()) <= 2
+    assert long.startswith(short + "Traceback (most recent call last):\n")
+    assert "in read_tree" in long
+
+
 def test_a_closed_pipe_is_no_error():
     command = f"{sys.executable} -m pkmlm recipe keys | head -1"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, cwd=ROOT)
