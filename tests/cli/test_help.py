@@ -68,8 +68,10 @@ def test_versions_and_wrong_words():
 
 
 def test_verbose_shows_where_an_error_arose():
-    words = ("recipe", "check", "nowhere.yaml")
-    short, long = pkmlm(*words, code=2).stderr, pkmlm("-v", *words, code=2).stderr
+    words = ["recipe", "check", "nowhere.yaml"]
+    short = pkmlm(*words, code=2).stderr
+    command = [sys.executable, "-m", "pkmlm", "-v", *words]
+    long = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60).stderr
     assert short.startswith("error: ")
     assert len(short.splitlines()) <= 2
     assert long.startswith(short + "Traceback (most recent call last):\n")
