@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pkmlm.bench.bandwidth import bandwidth, copying
 from pkmlm.bench.models import Variant, check_room, decode, prefilled, random_tokens
 from pkmlm.bench.rounds import Timing, in_turn
 from pkmlm.model.transformer import Transformer, build_model
@@ -22,6 +23,7 @@ class InferenceTimes:
     Attributes:
         decode, score: by (index of the model, batch).
         decoded, scored: tokens of a sequence that one time is for.
+        copy: see `bench.bandwidth`.
     """
 
     models: list[Variant]
@@ -29,6 +31,7 @@ class InferenceTimes:
     score: dict[tuple[int, int], Timing]
     decoded: int
     scored: int
+    copy: Timing
 
     def speed(self, what: str, model: int, batch: int) -> float:
         """Median tokens a second over all sequences of a batch; `what` is "decode" or "score"."""
@@ -48,7 +51,8 @@ class InferenceTimes:
                 if owner == index
             ]
             found.append({**model.as_json(), "times": times})
-        return {"decoded": self.decoded, "scored": self.scored, "models": found}
+        sizes = {"decoded": self.decoded, "scored": self.scored}
+        return {**sizes, "copy_bytes_per_second": bandwidth(self.copy), "models": found}
 
 
 def time_inference(
@@ -74,12 +78,13 @@ def time_inference(
             filled = prefilled(model, ids_BT[:, : half - 1])
             actions["decode", index, batch] = partial(decode, model, filled, ids_BT[:, half - 1 : half], tokens)
             actions["score", index, batch] = partial(score, model, ids_BT)
+    actions["copy", 0, 0] = copying(device)
     times = in_turn(actions, rounds, device, say)
     decoding, scoring = (
         {(index, batch): timing for (what, index, batch), timing in times.items() if what == name}
         for name in ("decode", "score")
     )
-    return InferenceTimes(chosen, decoding, scoring, tokens, context)
+    return InferenceTimes(chosen, decoding, scoring, tokens, context, times["copy", 0, 0])
 
 
 @torch.no_grad()

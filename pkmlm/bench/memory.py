@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pkmlm.bench import PHASES
+from pkmlm.bench.bandwidth import bandwidth, copying
 from pkmlm.bench.plain_memory import PlainMemory, plain_ffn
 from pkmlm.bench.rounds import Timing, in_turn
 from pkmlm.errors import UserError
@@ -24,7 +25,6 @@ from pkmlm.runtime.device import choose_device
 from pkmlm.runtime.seeds import generator
 from pkmlm.train.optim import parameter_groups
 
-COPIED = 1 << 28  # bytes of the buffer whose copy gives the memory bandwidth
 WIDTH = 4  # bytes of an fp32 number
 RATE = 1e-3
 
@@ -94,7 +94,7 @@ class LayerTimes:
 
     Attributes:
         touched: distinct slots that the tokens read.
-        copy: the copy of a buffer of `COPIED` bytes.
+        copy: see `bench.bandwidth`.
         times: by layer and phase.
         peaks: bytes of a step at its highest, by layer; empty where it was not asked for.
     """
@@ -108,7 +108,7 @@ class LayerTimes:
     @property
     def bandwidth(self) -> float:
         """Bytes a second, read and written, of a copy."""
-        return 2 * COPIED / self.copy.median
+        return bandwidth(self.copy)
 
     def ratio(self, layer: str, phase: str) -> float | None:
         """Median time over that of this package's layer, where that was timed."""
@@ -161,9 +161,7 @@ def time_memory(
     actions: dict[tuple[str, str], Callable[[], object]] = {
         (name, phase): action(one, phase, x_1ND, grad_1ND) for name, one in contenders.items() for phase in PHASES
     }
-    buffer = torch.ones(COPIED // WIDTH, device=device)
-    target = torch.empty_like(buffer)
-    actions["copy", ""] = lambda: target.copy_(buffer)
+    actions["copy", ""] = copying(device)
     times = in_turn(actions, rounds, device, say)
     return LayerTimes(shape, touched_slots(source, x_1ND), times.pop(("copy", "")), times, peaks)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pkmlm.bench.bandwidth import bandwidth, copying
 from pkmlm.bench.models import RandomBatches, Variant, check_room, decode, prefilled, random_tokens
 from pkmlm.bench.rounds import Timing, in_turn
 from pkmlm.model.attention import Cache
@@ -25,18 +26,21 @@ class TrainingTimes:
 
     Attributes:
         times: by (index of the model, phase): the forward of one micro-batch, an optimizer step of
-            `train.batch_tokens`, and the decoding of one token of one sequence.
+            `train.batch_tokens`, and the decoding of one token of one sequence, in fp32.
+        copy: see `bench.bandwidth`.
     """
 
     models: list[Variant]
     times: dict[tuple[int, str], Timing]
+    copy: Timing
 
     def as_json(self) -> dict[str, Any]:
         return {
+            "copy_bytes_per_second": bandwidth(self.copy),
             "models": [
                 {**model.as_json(), **{phase: self.times[index, phase].as_json() for phase in PHASES}}
                 for index, model in enumerate(self.models)
-            ]
+            ],
         }
 
 
@@ -58,7 +62,9 @@ def time_training(chosen: list[Variant], precision: str, rounds: int, say: Calla
         actions[index, "forward"] = partial(forward, model, ids_BT, precision)
         actions[index, "step"] = partial(stepper.take, 1)
         actions[index, "token"] = partial(one_token, model, filled, prompt_1T[:, -1:])
-    return TrainingTimes(chosen, in_turn(actions, rounds, device, say))
+    actions[0, "copy"] = copying(device)
+    times = in_turn(actions, rounds, device, say)
+    return TrainingTimes(chosen, times, times.pop((0, "copy")))
 
 
 @torch.no_grad()

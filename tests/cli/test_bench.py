@@ -57,6 +57,7 @@ def test_bench_generate_times_models_side_by_side(tmp_path, write_recipe):
     models = {model["name"]: model for model in found["models"]}
     assert list(models) == ["dense-2L", "memory-64", "memory-256", "dense-4L", "hash-2L"]
     assert (found["decoded"], found["scored"]) == (2, 32)
+    assert 1e8 < found["copy_bytes_per_second"] < 1e14
     for model in models.values():
         assert [(time["what"], time["batch"]) for time in model["times"]] == [
             (what, batch) for what in ("decode", "score") for batch in (1, 8)
@@ -67,6 +68,12 @@ def test_bench_generate_times_models_side_by_side(tmp_path, write_recipe):
     assert said.index("dense-2L") < said.index("dense-4L")
     assert "memory-" not in said
     assert all(len(line) <= 80 for line in said.splitlines())
+    assert "One token" not in said, "a batch of two reads the dense weights for both"
+    said = pkmlm("bench", "generate", recipe, *short, "--only", "memory", "--batch", 1).stdout
+    (row,) = [line.split() for line in said[said.index("One token") :].splitlines() if line.startswith("memory-")]
+    megabytes, milliseconds, speed = map(float, row[1:4])
+    assert megabytes == round(models["memory-256"]["bytes_read_per_token"] / 1e6, 1) > 0
+    assert speed == pytest.approx(megabytes / milliseconds, abs=0.1)
     hashed = write_recipe(tmp_path, "hash")
     assert "no memory to time" in pkmlm("bench", "generate", hashed, "--only", "memory", code=2).stderr
     assert "expected some of dense" in pkmlm("bench", "generate", hashed, "--only", "fast", code=2).stderr
@@ -82,7 +89,8 @@ def test_bench_train_needs_no_data(tmp_path, write_recipe):
         assert all(model[phase]["median"] > 0 for phase in ("forward", "step", "token"))
     assert found["precision"] == "fp32"
     said = pkmlm("bench", "train", recipe, *anywhere, "--only", "hash").stdout
-    assert "one token" in said
+    assert "token, fp32" in said
+    assert "One token of one sequence; a copy: " in said
     said = pkmlm("bench", "train", recipe, "-s", "data.dir=null", code=2).stderr
     assert re.search(r"model.vocab_size is open.*\n.* -s model.vocab_size=8192\n", said)
 

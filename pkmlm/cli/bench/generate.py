@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pkmlm.cli.bench.models import chosen_models, only_option, slots_option
+from pkmlm.cli.bench.models import chosen_models, only_option, reading_table, slots_option
 from pkmlm.cli.bench.waiting import waiting
 from pkmlm.cli.options import json_option, quiet_option, set_option
 
@@ -66,6 +66,7 @@ def command(
       pkmlm bench generate recipes/pkm/ablation.yaml -s model.dim=1024 \\
         -s model.vocab_size=32768 --only memory --slots 16k,1M
     """
+    from pkmlm.bench.bandwidth import bandwidth
     from pkmlm.bench.generate import time_inference
     from pkmlm.recipe.load import load_recipe
 
@@ -80,6 +81,9 @@ def command(
         return
     sys.stdout.write(speed_table(recipe.name, times, "decode").render() + "\n")
     sys.stdout.write(speed_table(recipe.name, times, "score").render())
+    if 1 in times.batches():
+        seconds = [times.decode[index, 1].median / times.decoded for index in range(len(chosen))]
+        sys.stdout.write("\n" + reading_table(chosen, seconds, bandwidth(times.copy)).render())
 
 
 def speed_table(name: str, times: "InferenceTimes", what: str) -> "Table":

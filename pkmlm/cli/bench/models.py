@@ -1,5 +1,6 @@
 """What `bench generate` and `bench train` share on the command line: which models are timed."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -10,6 +11,7 @@ from pkmlm.cli.bench.memory import numbers_of_keys
 if TYPE_CHECKING:
     from pkmlm.bench.models import Variant
     from pkmlm.recipe.schema import Recipe
+    from pkmlm.report.tables import Table
 
 
 def kinds_of(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...] | None:
@@ -53,3 +55,21 @@ def chosen_models(recipe: "Recipe", num_keys: tuple[int, ...], kinds: tuple[str,
         }
         kinds = tuple(kind for kind in MODELS if possible.get(kind, True))
     return variants(recipe, vocabulary(recipe), num_keys, kinds)
+
+
+def reading_table(models: "Sequence[Variant]", seconds: Sequence[float], bandwidth: float) -> "Table":
+    """How fast one token of one sequence reads the weights that it needs, beside a copy.
+
+    Args:
+        seconds: of each model, for one token.
+        bandwidth: of a copy, in bytes a second.
+    """
+    from pkmlm.report.tables import Column, Table, number
+
+    columns = [Column("model"), number("MB read", "{:,.1f}"), number("ms", "{:,.2f}")]
+    columns += [number("GB/s", "{:,.1f}"), number("of a copy", "{:.0%}")]
+    rows = []
+    for model, taken in zip(models, seconds, strict=True):
+        speed = model.read / taken
+        rows.append([model.name, model.read / 1e6, taken * 1e3, speed / 1e9, speed / bandwidth])
+    return Table(f"One token of one sequence; a copy: {bandwidth / 1e9:.1f} GB/s", columns, rows)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pkmlm.cli.bench.models import chosen_models, only_option, slots_option
+from pkmlm.cli.bench.models import chosen_models, only_option, reading_table, slots_option
 from pkmlm.cli.bench.waiting import waiting
 from pkmlm.cli.options import json_option, quiet_option, set_option
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pkmlm.bench.train import TrainingTimes
     from pkmlm.report.tables import Table
 
-PHASE_NAMES = {"forward": "forward", "step": "step", "token": "one token"}
+PHASE_NAMES = {"forward": "forward", "step": "step", "token": "token, fp32"}
 
 
 @click.command("train", short_help="Whole models taking training steps.")
@@ -46,6 +46,7 @@ def command(
       pkmlm bench train recipes/memoryformer/tiny.yaml --only dense,hash \\
         -s train.batch_tokens=2048 -s train.micro_batch=1
     """
+    from pkmlm.bench.bandwidth import bandwidth
     from pkmlm.bench.machine import machine
     from pkmlm.bench.train import time_training
     from pkmlm.recipe.load import load_recipe
@@ -59,7 +60,9 @@ def command(
     if as_json:
         click.echo(json.dumps({"machine": machine(), "precision": precision, **times.as_json()}, indent=2))
         return
-    sys.stdout.write(training_table(recipe.name, precision, times).render())
+    sys.stdout.write(training_table(recipe.name, precision, times).render() + "\n")
+    seconds = [times.times[index, "token"].median for index in range(len(chosen))]
+    sys.stdout.write(reading_table(chosen, seconds, bandwidth(times.copy)).render())
 
 
 def training_table(name: str, precision: str, times: "TrainingTimes") -> "Table":
