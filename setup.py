@@ -22,7 +22,7 @@ setup(
         "torch>=2.10,<3",
         "numba>=0.61,<1",
         "numpy>=1.26,<3",
-        "click>=8.1,<9",
+        "click>=8.2,<9",
         "sentencepiece>=0.2.2,<0.3",
         "rich>=13.7,<16",
         "pyyaml>=6.0,<7",
