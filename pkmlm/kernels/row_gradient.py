@@ -16,12 +16,14 @@ class RowGradient:
     """The gradient of a table, between the backward passes of a step and its update.
 
     The row s of the gradient is scale * (sum over reads (t, j) with slots[t, j] = s of weights[t, j] * x[t]), x being
-    the gradient of the output. Kept are slots, weights and x: never a row for each row of the table, nor one for each
-    read. More backward passes (accumulation) add more reads. Whoever updates the table sums each row's reads on the
-    way: `pkmlm.train.row_adam`.
+    the gradient of the output. Kept are slots, weights and x: never a row for each read. More backward passes
+    (accumulation) add more reads; once these take more bytes than the table, all but those of the last pass are kept
+    as sums of rows: a step takes no more memory however many passes it has. Whoever updates the table sums each row's
+    reads on the way: `pkmlm.train.row_adam`.
 
     Attributes:
-        reads: of each backward pass.
+        reads: of each backward pass that is not in the sums.
+        sums: of rows (K, D), in fp32 (fp64 for fp64 reads), and which of them have been read (K); None: no sums yet.
     """
 
     def __init__(self, rows: int):
@@ -31,27 +33,60 @@ class RowGradient:
     def clear(self) -> None:
         """Forget all reads."""
         self.reads: list[Reads] = []
+        self.sums: tuple[Tensor, Tensor] | None = None
         self._joined: tuple[Tensor, Segments] | None = None
         self.scale = 1.0
 
     def __bool__(self) -> bool:
         """Whether there has been a backward pass."""
-        return bool(self.reads)
+        return bool(self.reads) or self.sums is not None
 
     def add(self, x_ND: Tensor, slots_Nr: Tensor, weights_Nr: Tensor) -> None:
         """Add the reads of a backward pass."""
+        # Counted as ranks send them, so that what is to travel as reads is never folded.
+        taken = sum(x.numel() * x.element_size() + 8 * slots.numel() for x, slots, _ in self.reads)
+        if self.reads and (self.sums is not None or taken > 4 * self.rows * (x_ND.shape[1] + 1)):
+            self.fold()
         self.reads.append((x_ND.detach(), slots_Nr, weights_Nr.detach()))
         self._joined = None
 
-    def replace(self, reads: list[Reads]) -> None:
-        """Take other reads in place of those so far: those of all ranks, say."""
-        self.reads, self._joined = reads, None
+    def replace(self, reads: list[Reads], sums: tuple[Tensor, Tensor] | None = None) -> None:
+        """Take other reads and sums in place of those so far: those of all ranks, say."""
+        self.reads, self.sums, self._joined = reads, sums, None
+
+    def fold(self) -> tuple[Tensor, Tensor]:
+        """Turn all reads into sums, and return these.
+
+        Raises:
+            ValueError: there has been no backward pass.
+        """
+        sums = self.sums
+        for x_ND, slots_Nr, weights_Nr in self.reads:
+            dtype = torch.promote_types(x_ND.dtype, torch.float32)
+            x_ND, weights_Nr = x_ND.to(dtype), weights_Nr.to(dtype)
+            kernels = backend.of(x_ND)
+            segments = kernels.sort_reads(slots_Nr, weights_Nr, self.rows)
+            if sums is None:
+                read_K = torch.zeros(self.rows, dtype=torch.bool, device=x_ND.device)
+                sums = x_ND.new_zeros(self.rows, x_ND.shape[1]), read_K
+            sums[0].index_add_(0, segments.rows_U, kernels.segment_sum(x_ND, segments))
+            sums[1][segments.rows_U] = True
+        if sums is None:
+            raise ValueError("no reads to sum")
+        self.replace([], sums)
+        return sums
 
     def joined(self) -> tuple[Tensor, Segments]:
-        """Output gradients of all passes (N, D), and the reads sorted by row."""
-        if self._joined is None:
+        """Output gradients of all passes (N, D), and the reads sorted by row; of sums, each row as a token of its own
+        that is read once, with weight 1."""
+        if self._joined is None and self.sums is not None:
+            sums_KD, read_K = self.fold()
+            rows_U = read_K.nonzero()[:, 0]
+            start_S = torch.arange(len(rows_U) + 1, device=rows_U.device)
+            self._joined = sums_KD, Segments(rows_U, start_S, rows_U, sums_KD.new_ones(len(rows_U)))
+        elif self._joined is None:
             x_ND, slots_Nr, weights_Nr = (torch.cat(parts) for parts in zip(*self.reads, strict=True))
-            self.reads = [(x_ND, slots_Nr, weights_Nr)]
+            self.replace([(x_ND, slots_Nr, weights_Nr)])
             self._joined = x_ND, backend.of(x_ND).sort_reads(slots_Nr, weights_Nr, self.rows)
         return self._joined
 

@@ -7,7 +7,7 @@ columns; t: tokens of a rank in a step; r: reads of a token from a table of K ro
 import math
 from dataclasses import dataclass, replace
 
-from pkmlm.model.cost import Cost, Part, cost_of
+from pkmlm.model.cost import Cost, Part, cost_of, row_gradient_bytes
 from pkmlm.recipe.limits import MOST_PARAMETERS
 from pkmlm.recipe.schema import Recipe
 
@@ -69,13 +69,15 @@ def bytes_held(recipe: Recipe, cost: Cost, ranks: int, memory: int) -> dict[str,
     parameters, and whole ones of two blocks and of what is outside of blocks.
     """
     away = cost.memory - cost.memory // memory
-    columns = sum(part.width - part.width // memory for part in table_parts(cost))
-    reads = sum(part.reads for part in table_parts(cost))
+    parts, tokens = table_parts(cost), recipe.train.micro_batch * recipe.model.context
+    reads = sum(part.reads for part in parts)
     held = dict(cost.training)
     held["weights"] -= 4 * away
     held["moments"] -= 8 * away
-    held["gradients"] -= 4 * recipe.train.batch_tokens * columns
-    held["activations"] += recipe.train.micro_batch * recipe.model.context * (memory - 1) * reads * 12
+    for part in parts:
+        whole, columns = (row_gradient_bytes(part, recipe.train.batch_tokens, tokens, m) for m in (1, memory))
+        held["gradients"] += columns - whole
+    held["activations"] += tokens * (memory - 1) * reads * 12
     if recipe.parallel.shard:
         inside, outside = shardable(recipe, cost)
         others = inside + outside - (inside + outside) // ranks

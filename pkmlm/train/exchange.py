@@ -57,24 +57,22 @@ def exchange_reads(table: RowGradient, ranks: World) -> None:
     """Make a table's gradient that of the reads of all ranks.
 
     The reads themselves travel where that is less, and stand then in the order in which one process would have made
-    them; else the sums of rows, of which those that no rank has read are left out again.
+    them; else the sums of rows.
     """
     if ranks.size == 1 or not table:
         return
-    tokens, (x_ND, slots_Nr, _) = sum(len(x) for x, _, _ in table.reads), table.reads[0]
-    reads, rows = exchange_bytes(
-        tokens, slots_Nr.shape[1], table.rows, x_ND.shape[1], x_ND.element_size(), ranks=ranks.size
-    )
-    if reads <= rows:
-        table.replace(
-            [
-                (ranks.all_gather(x), ranks.all_gather(slots.int()).long(), ranks.all_gather(w))
-                for x, slots, w in table.reads
-            ]
+    if table.sums is None:
+        tokens, (x_ND, slots_Nr, _) = sum(len(x) for x, _, _ in table.reads), table.reads[0]
+        reads, rows = exchange_bytes(
+            tokens, slots_Nr.shape[1], table.rows, x_ND.shape[1], x_ND.element_size(), ranks=ranks.size
         )
-        return
-    read_K = torch.zeros(table.rows, dtype=torch.bool, device=slots_Nr.device)
-    for _, slots, _ in table.reads:
-        read_K[slots.flatten()] = True
-    sums_KD, rows_U = ranks.sum(table.dense()), ranks.any(read_K).nonzero()[:, 0]
-    table.replace([(sums_KD[rows_U], rows_U[:, None], sums_KD.new_ones(len(rows_U), 1))])
+        if reads <= rows:
+            table.replace(
+                [
+                    (ranks.all_gather(x), ranks.all_gather(slots.int()).long(), ranks.all_gather(w))
+                    for x, slots, w in table.reads
+                ]
+            )
+            return
+    sums_KD, read_K = table.fold()
+    table.replace([], (ranks.sum(sums_KD), ranks.any(read_K)))

@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from pkmlm.model.attention_cost import attention_flops
-from pkmlm.model.cost import Cost, cost_of, hash_layer_cost
+from pkmlm.model.cost import Cost, cost_of, hash_layer_cost, row_gradient_bytes
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.check import check_recipe
 from pkmlm.recipe.load import load_recipe
@@ -248,6 +248,11 @@ def test_memory_to_train_by_hand() -> None:
     few = Recipe(model=Model(**{**vars(few.model), "memory": Memory(**{**vars(memory), "topk": 1})}), train=few.train)
     assert cost_of(few, 30).training["gradients"] == 4 * cost.dense + 10 * (2 * 40 + 4 * 16)
     assert cost.training["logits"] == 2 * 10 * 30 * 12
+    many = cost_of(key_memory_model(train=Train(batch_tokens=4000, micro_batch=2, precision="fp32")), vocab_size=30)
+    # One pass of 20 tokens, and twice the values: the sums of their 64 rows, and what turns into sums.
+    assert many.training["gradients"] == 4 * cost.dense + 20 * (2 * 4 * 40 + 4 * 16) + 2 * 4 * 64 * 16
+    # Of a rank that holds half of the columns: two ranks' tokens.
+    assert row_gradient_bytes(many.blocks[1].parts[-1], 4000, 20, 2) == 2 * 20 * (2 * 4 * 40 + 4 * 8) + 2 * 4 * 64 * 8
 
 
 def saved_bytes(recipe: Recipe, vocab_size: int) -> int:

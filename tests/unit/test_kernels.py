@@ -239,6 +239,38 @@ def test_a_row_gradient_adds_up_scales_and_forgets():
     assert gradient.scale == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_reads_that_outgrow_the_table_are_kept_as_sums_of_rows(dtype):
+    """Of six passes never more than one, and no row that was not read; after the norm, passes may follow."""
+    _, slots, weights, x = random_reads(30, 120, 4, 6, seed=8)
+    slots[slots == 7] = 8
+    weights, x = weights.to(dtype), x.to(dtype)
+    reads = (weights.double()[..., None] * x.double()[:, None]).flatten(0, 1)
+    gradient = RowGradient(30)
+    for first in range(0, 120, 20):
+        gradient.add(x[first : first + 20], slots[first : first + 20], weights[first : first + 20])
+        assert [len(part) for part, _, _ in gradient.reads] == [20]
+        if first in (60, 100):
+            whole = torch.zeros(30, 6, dtype=torch.float64).index_add_(
+                0, slots[: first + 20].flatten(), reads[: 4 * first + 80]
+            )
+            torch.testing.assert_close(gradient.dense().double(), whole, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(gradient.norm(), whole.norm(), rtol=1e-5, atol=0)
+            assert gradient.joined()[1].rows_U.tolist() == slots[: first + 20].unique().tolist()
+    gradient.clear()
+    assert not gradient
+
+
+def test_reads_are_kept_as_they_are_while_the_table_is_larger():
+    """1,120 bytes a pass, 2,800 of sums: three passes are more. From then on one pass is kept beside the sums."""
+    _, slots, weights, x = random_reads(100, 120, 4, 6, seed=9)
+    gradient, kept = RowGradient(100), []
+    for part in torch.arange(120).split(20):
+        gradient.add(x[part], slots[part], weights[part])
+        kept.append(len(gradient.reads))
+    assert kept == [1, 2, 3, 1, 1, 1]
+
+
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_a_row_gradient_that_is_not_finite_has_such_a_norm(bad):
     _, slots, weights, x = random_reads(30, 20, 4, 6, seed=7)
