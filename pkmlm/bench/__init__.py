@@ -3,7 +3,9 @@
 # Of `bench memory`: this package's layer with row Adam; the same in plain torch with a dense gradient and Adam as it
 # comes or fused, and with a sparse gradient and SparseAdam; the FFN of the same width with fused Adam.
 LAYERS = ("pkmlm", "plain-adam", "plain-fused", "plain-sparse", "ffn")
-PHASES = ("forward", "backward", "step")  # of a layer; each holds the one before it
+# What is timed of a layer, each phase with those before it, and of a model; with the names that tables give them.
+LAYER_PHASES = {"forward": "forward", "backward": "+ backward", "step": "+ update"}
+MODEL_PHASES = {"forward": "forward", "step": "step", "token": "token, fp32"}
 # Of a recipe: its layers without the memory, with it, twice the layers without, and a MemoryFormer of the same shape.
 MODELS = ("dense", "memory", "double", "hash")
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pkmlm.bench.bandwidth import bandwidth, copying
+from pkmlm.bench.bandwidth import bandwidth, beside_a_copy
 from pkmlm.bench.models import Variant, check_room, decode, prefilled, random_tokens
-from pkmlm.bench.rounds import Timing, in_turn
+from pkmlm.bench.rounds import Timing
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.runtime.device import choose_device
 from pkmlm.train.step import summed_loss
@@ -78,13 +78,12 @@ def time_inference(
             filled = prefilled(model, ids_BT[:, : half - 1])
             actions["decode", index, batch] = partial(decode, model, filled, ids_BT[:, half - 1 : half], tokens)
             actions["score", index, batch] = partial(score, model, ids_BT)
-    actions["copy", 0, 0] = copying(device)
-    times = in_turn(actions, rounds, device, say)
+    times, copy = beside_a_copy(actions, rounds, device, say)
     decoding, scoring = (
         {(index, batch): timing for (what, index, batch), timing in times.items() if what == name}
         for name in ("decode", "score")
     )
-    return InferenceTimes(chosen, decoding, scoring, tokens, context, times["copy", 0, 0])
+    return InferenceTimes(chosen, decoding, scoring, tokens, context, copy)
 
 
 @torch.no_grad()

@@ -1,14 +1,16 @@
 """What the training loop costs beside the arithmetic that it runs."""
 
-import statistics
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 from torch.nn.functional import cross_entropy
 
+from pkmlm.bench.rounds import Overhead, in_rounds, synchronize
 from pkmlm.data.batches import Batches
 from pkmlm.data.corpus import Corpus
 from pkmlm.model.transformer import Transformer, build_model
@@ -21,28 +23,17 @@ from pkmlm.train.loop import train
 from pkmlm.train.optim import parameter_groups
 
 
-@dataclass(frozen=True)
-class LoopCost:
-    """Seconds a step, one number a round, of the loop of `pkmlm train` and of a bare one over the same batches.
-
-    Attributes:
-        tokens: a step's.
-    """
-
-    loop: list[float]
-    bare: list[float]
-    tokens: int
-
-    @property
-    def ratio(self) -> float:
-        """The median over rounds of loop / bare, each pair run back to back."""
-        return statistics.median(a / b for a, b in zip(self.loop, self.bare, strict=True))
-
-
 def loop_cost(
-    recipe: Recipe, corpus: Corpus, device: torch.device, precision: str, rounds: int, steps: int
-) -> LoopCost:
-    """Time both loops in turn, after one round of each that is not counted; each round starts from a new model.
+    recipe: Recipe,
+    corpus: Corpus,
+    device: torch.device,
+    precision: str,
+    rounds: int,
+    steps: int,
+    say: Callable[[str], None],
+) -> Overhead:
+    """Time a step of the loop of `pkmlm train` and of a bare one over the same batches; each round of each starts from
+    a new model.
 
     The loop of `pkmlm train` runs with its checks, metrics and log file, without validation; the one checkpoint that it
     saves, at the end, is not timed. The bare one is forward, loss, backward, optimizer step, with the same optimizers
@@ -56,23 +47,24 @@ def loop_cost(
         checkpoint=replace(recipe.checkpoint, every=0),
     )
     batches = Batches(corpus, recipe.model.context, recipe.sequences, recipe.train.seed)
-    timed: dict[str, list[float]] = {"loop": [], "bare": []}
-    for _ in range(rounds + 1):
-        for name, loop in (("loop", full_loop), ("bare", bare_loop)):
-            model = build_model(recipe, recipe.model.vocab_size or corpus.vocab_size, device)
-            begun = note_forwards(model)
-            loop(model, batches, recipe, precision)
-            timed[name].append((begun[-recipe.micro_batches()] - begun[recipe.micro_batches()]) / steps)
-    return LoopCost(timed["loop"][1:], timed["bare"][1:], recipe.train.batch_tokens)
+    first, last = recipe.micro_batches(), -recipe.micro_batches()
+
+    def seconds_a_step(loop: Callable[[Transformer, Batches, Recipe, str], None]) -> float:
+        model = build_model(recipe, recipe.model.vocab_size or corpus.vocab_size, device)
+        begun = note_forwards(model, device)
+        loop(model, batches, recipe, precision)
+        return (begun[last] - begun[first]) / steps
+
+    times = in_rounds({loop: partial(seconds_a_step, loop) for loop in (full_loop, bare_loop)}, rounds, say)
+    return Overhead(times[full_loop], times[bare_loop], recipe.train.batch_tokens)
 
 
-def note_forwards(model: Transformer) -> list[float]:
+def note_forwards(model: Transformer, device: torch.device) -> list[float]:
     """A list that gets the time at which each forward of the model begins, the device's earlier work being done."""
     begun: list[float] = []
 
     def note(*_: object) -> None:
-        if next(model.parameters()).is_cuda:
-            torch.cuda.synchronize()
+        synchronize(device)
         begun.append(time.perf_counter())
 
     model.register_forward_pre_hook(note)

@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
 from pkmlm.bench import short
+from pkmlm.bench.shape import WIDTH
 from pkmlm.data.batches import Batch, Batches
 from pkmlm.errors import UserError
 from pkmlm.model.attention import Cache
@@ -16,9 +16,8 @@ from pkmlm.model.cost import cost_of
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.check import check_recipe
 from pkmlm.recipe.schema import Hash, Memory, Model, Recipe
+from pkmlm.runtime.device import choose_device, free_bytes
 from pkmlm.runtime.seeds import generator
-
-WIDTH = 4  # bytes of an fp32 number
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ def variant(kind: str, name: str, recipe: Recipe) -> Variant:
 def check_room(chosen: Iterable[Variant], *, training: bool) -> None:
     """Refuse models that do not fit into memory together: they are timed in turn."""
     needed = sum(one.training if training else (one.dense + one.memory) * WIDTH for one in chosen)
-    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else psutil.virtual_memory().available
+    free = free_bytes(choose_device())
     if needed > free:
         raise UserError(
             f"these models need {needed / 1e9:.1f} GB together, {free / 1e9:.1f} GB are free",
@@ -117,7 +116,7 @@ def check_room(chosen: Iterable[Variant], *, training: bool) -> None:
 
 
 class RandomBatches(Batches):
-    """Batches of uniformly random tokens, every target scored: timing needs no text."""
+    """Batches of uniformly random tokens, every target scored: timing needs no text. All steps have the same."""
 
     def __init__(self, recipe: Recipe, vocab_size: int):
         self.vocab_size, self.context, self.batch = vocab_size, recipe.model.context, recipe.sequences
@@ -126,13 +125,13 @@ class RandomBatches(Batches):
         return self.batch * self.context
 
     def micro_batch(self, step: int, index: int, size: int, rank: int = 0, world: int = 1) -> Batch:
-        tokens = random_tokens(self.vocab_size, size, self.context + 1)
+        tokens = random_tokens(self.vocab_size, size, self.context + 1, index)
         return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
-def random_tokens(vocab_size: int, sequences: int, length: int) -> Tensor:
-    """Uniform ids (sequences, length), int64, the same on every call."""
-    return torch.randint(vocab_size, (sequences, length), generator=generator(1, "bench tokens"))
+def random_tokens(vocab_size: int, sequences: int, length: int, index: int = 0) -> Tensor:
+    """Uniform ids (sequences, length), int64: the same on every call, others for another `index`."""
+    return torch.randint(vocab_size, (sequences, length), generator=generator(1, "bench tokens", index))
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -29,18 +30,47 @@ class Timing:
         return {"seconds": self.seconds, "median": self.median}
 
 
+@dataclass(frozen=True)
+class Overhead:
+    """Something of this package's timed beside the bare thing within it.
+
+    Attributes:
+        amount: what a time is for: a step's tokens, a text's bytes.
+    """
+
+    whole: Timing
+    bare: Timing
+    amount: int
+
+    @property
+    def ratio(self) -> float:
+        """The median over rounds of whole / bare, which run back to back."""
+        return statistics.median(a / b for a, b in zip(self.whole.seconds, self.bare.seconds, strict=True))
+
+
 def in_turn(
     actions: Mapping[Name, Callable[[], object]],
     rounds: int,
     device: torch.device,
     say: Callable[[str], None],
 ) -> dict[Name, Timing]:
-    """Run every action once a round and time it; each round starts with another one, so that none has a fixed place.
+    """Time every action once a round, see `in_rounds`.
+
+    Args:
+        device: whose queued work belongs to the action that queued it.
+    """
+    return in_rounds({name: partial(seconds_of, action, device) for name, action in actions.items()}, rounds, say)
+
+
+def in_rounds(
+    actions: Mapping[Name, Callable[[], float]], rounds: int, say: Callable[[str], None]
+) -> dict[Name, Timing]:
+    """Run every action once a round; each round starts with another one, so that none has a fixed place.
 
     One round more comes first and is not counted: in it things are allocated and compiled.
 
     Args:
-        device: whose queued work belongs to the action that queued it.
+        actions: each gives the seconds that count of what it did.
         say: is told which round runs.
     """
     seconds: dict[Name, list[float]] = {name: [] for name in actions}
@@ -49,13 +79,19 @@ def in_turn(
         say(f"round {number} of {rounds}" if number else "warming up")
         start = number % len(names)
         for name in names[start:] + names[:start]:
-            synchronize(device)
-            began = time.perf_counter()
-            actions[name]()
-            synchronize(device)
+            taken = actions[name]()
             if number:
-                seconds[name].append(time.perf_counter() - began)
+                seconds[name].append(taken)
     return {name: Timing(values) for name, values in seconds.items()}
+
+
+def seconds_of(action: Callable[[], object], device: torch.device) -> float:
+    """How long an action takes, with what it queues on a device."""
+    synchronize(device)
+    began = time.perf_counter()
+    action()
+    synchronize(device)
+    return time.perf_counter() - began
 
 
 def synchronize(device: torch.device) -> None:

@@ -1,47 +1,43 @@
 """What `pkmlm tokenize` costs beside the bare encoding of the same text."""
 
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
+
+from pkmlm.bench.rounds import Overhead, in_turn
 from pkmlm.data.shards import Encoding, write_corpus
 from pkmlm.data.sources import Source
 from pkmlm.data.text import read_chunks
 from pkmlm.data.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class TokenizeCost:
-    """Seconds of each round: reading, encoding, counting and writing; and of SentencePiece alone on text in memory.
-
-    Attributes:
-        bytes: of the text, in UTF-8.
-    """
-
-    whole: list[float]
-    bare: list[float]
-    bytes: int
-
-
 def tokenize_cost(
-    sources: Sequence[Source], separator: str | None, vocab_size: int, jobs: int, rounds: int
-) -> TokenizeCost:
-    """Time both in turn, after one round that is not counted, with a tokenizer that is learnt from the text before."""
+    sources: Sequence[Source],
+    separator: str | None,
+    vocab_size: int,
+    jobs: int,
+    rounds: int,
+    say: Callable[[str], None],
+) -> Overhead:
+    """Time reading, encoding, counting and writing a text beside SentencePiece alone on it in memory, with a tokenizer
+    that is learnt from it before; the amount is its bytes, in UTF-8.
+    """
     chunks = []
     for source in sources:
         with source.open() as stream:
             chunks += [chunk.text for chunk in read_chunks(stream, separator)]
+    say("learning a tokenizer")
     tokenizer = Tokenizer.learn(chunks, vocab_size)
     encoding = Encoding(tokenizer, separator, jobs=jobs)
-    whole, bare = [], []
-    for _ in range(rounds + 1):
-        began = time.perf_counter()
-        tokenizer.encode_chunks(chunks, jobs)
-        bare.append(time.perf_counter() - began)
+
+    def whole() -> None:
         with TemporaryDirectory() as folder:
-            began = time.perf_counter()
             write_corpus(Path(folder) / "tokens", {"train": sources}, encoding)
-            whole.append(time.perf_counter() - began)
-    return TokenizeCost(whole[1:], bare[1:], sum(len(text.encode()) for text in chunks))
+
+    def bare() -> None:
+        tokenizer.encode_chunks(chunks, jobs)
+
+    times = in_turn({"whole": whole, "bare": bare}, rounds, torch.device("cpu"), say)
+    return Overhead(times["whole"], times["bare"], sum(len(text.encode()) for text in chunks))

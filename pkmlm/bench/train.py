@@ -8,16 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pkmlm.bench.bandwidth import bandwidth, copying
+from pkmlm.bench import MODEL_PHASES
+from pkmlm.bench.bandwidth import bandwidth, beside_a_copy
 from pkmlm.bench.models import RandomBatches, Variant, check_room, decode, prefilled, random_tokens
-from pkmlm.bench.rounds import Timing, in_turn
+from pkmlm.bench.rounds import Timing
 from pkmlm.model.attention import Cache
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.runtime.device import autocast, choose_device
 from pkmlm.train.optim import parameter_groups
 from pkmlm.train.step import Stepper
-
-PHASES = ("forward", "step", "token")
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,8 @@ class TrainingTimes:
     """Times of each model.
 
     Attributes:
-        times: by (index of the model, phase): the forward of one micro-batch, an optimizer step of
-            `train.batch_tokens`, and the decoding of one token of one sequence, in fp32.
+        times: by (index of the model, one of `pkmlm.bench.MODEL_PHASES`): the forward of one micro-batch, an optimizer
+            step of `train.batch_tokens`, and the decoding of one token of one sequence, in fp32.
         copy: see `bench.bandwidth`.
     """
 
@@ -38,7 +37,7 @@ class TrainingTimes:
         return {
             "copy_bytes_per_second": bandwidth(self.copy),
             "models": [
-                {**model.as_json(), **{phase: self.times[index, phase].as_json() for phase in PHASES}}
+                {**model.as_json(), **{phase: self.times[index, phase].as_json() for phase in MODEL_PHASES}}
                 for index, model in enumerate(self.models)
             ],
         }
@@ -62,9 +61,8 @@ def time_training(chosen: list[Variant], precision: str, rounds: int, say: Calla
         actions[index, "forward"] = partial(forward, model, ids_BT, precision)
         actions[index, "step"] = partial(stepper.take, 1)
         actions[index, "token"] = partial(one_token, model, filled, prompt_1T[:, -1:])
-    actions[0, "copy"] = copying(device)
-    times = in_turn(actions, rounds, device, say)
-    return TrainingTimes(chosen, times, times.pop((0, "copy")))
+    times, copy = beside_a_copy(actions, rounds, device, say)
+    return TrainingTimes(chosen, times, copy)
 
 
 @torch.no_grad()

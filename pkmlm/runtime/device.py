@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import psutil
 import torch
 
 from pkmlm.errors import UserError
@@ -27,6 +28,12 @@ def choose_device() -> torch.device:
 def name_of(device: torch.device) -> str:
     """A GPU by its name; a CPU by its threads."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+
+
+def free_bytes(device: torch.device) -> int:
+    """What can still be allocated: memory of a GPU, or main memory without swapping."""
+    free: int = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    return free
 
 
 def choose_precision(requested: str, device: torch.device) -> tuple[Precision, str]:

@@ -5,9 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pkmlm.bench.memory import Shape, contender, inputs, peak_of_step, product_key_layer, time_memory
+from pkmlm.bench import LAYERS
+from pkmlm.bench.contenders import CONTENDERS, beside_one_another, inputs, product_key_layer
+from pkmlm.bench.memory import time_memory
 from pkmlm.bench.models import RandomBatches, decode, prefilled, random_tokens, variants
-from pkmlm.bench.rounds import in_turn
+from pkmlm.bench.peak import peak_of_step
+from pkmlm.bench.rounds import Overhead, Timing, in_turn
+from pkmlm.bench.shape import Shape
 from pkmlm.errors import UserError
 from pkmlm.evaluate.generate import Sampling, generate
 from pkmlm.model.transformer import build_model
@@ -28,7 +32,7 @@ def quiet(text: str) -> None:
 @pytest.mark.parametrize("name", ["plain-adam", "plain-fused", "plain-sparse"])
 def test_the_plain_layer_is_the_memory(name):
     source = product_key_layer(SHAPE, CPU)
-    plain = contender(name, SHAPE, source).layer
+    plain = CONTENDERS[name](SHAPE, source).layer
     x, grad = inputs(SHAPE, CPU)
     found = []
     for layer in (source, plain):
@@ -50,7 +54,7 @@ def test_row_adam_and_sparse_adam_move_the_same_rows_alike():
     for name in ("pkmlm", "plain-sparse"):
         source = product_key_layer(SHAPE, CPU)
         before = source.values.weight_KD.detach().clone()
-        one = contender(name, SHAPE, source)
+        one = CONTENDERS[name](SHAPE, source)
         x, grad = inputs(SHAPE, CPU)
         one.layer(x).backward(grad)
         one.update()
@@ -63,7 +67,7 @@ def test_row_adam_and_sparse_adam_move_the_same_rows_alike():
 def test_gradients_are_forgotten_after_each_action():
     source = product_key_layer(SHAPE, CPU)
     for name in ("pkmlm", "plain-fused", "ffn"):
-        one = contender(name, SHAPE, source)
+        one = CONTENDERS[name](SHAPE, source)
         x, grad = inputs(SHAPE, CPU)
         one.layer(x).backward(grad)
         one.clear()
@@ -71,8 +75,27 @@ def test_gradients_are_forgotten_after_each_action():
         assert not source.values.gradient
 
 
-def test_all_memories_of_a_round_train_one_table():
-    result = time_memory(SHAPE, ["pkmlm", "plain-adam", "plain-fused", "plain-sparse", "ffn"], 2, quiet, peak=False)
+def test_all_memories_train_one_table_with_one_pair_of_moments():
+    source = product_key_layer(SHAPE, CPU)
+    values = source.values.weight_KD
+    assert tuple(CONTENDERS) == LAYERS
+    contenders = beside_one_another(LAYERS, SHAPE, source).values()
+    x, grad = inputs(SHAPE, CPU)
+    for one in contenders:
+        one.layer(x).backward(grad)
+        one.update()
+        one.clear()
+    states = [
+        optimizer.state[values] for one in contenders for optimizer in one.optimizers if values in optimizer.state
+    ]
+    assert len(states) == len(LAYERS) - 1, "one of each layer but the FFN"
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert len({id(state[name]) for state in states}) == 1
+    assert [int(state["step"]) for state in states] == [1, 1, 1, 1]
+
+
+def test_a_round_times_every_phase_of_every_layer():
+    result = time_memory(SHAPE, LAYERS, 2, quiet, peak=False)
     assert len(result.times) == 15
     assert all(len(timing.seconds) == 2 and min(timing.seconds) > 0 for timing in result.times.values())
     assert result.ratio("pkmlm", "step") == 1
@@ -102,6 +125,10 @@ def test_rounds_are_interleaved_and_the_first_is_not_counted():
     assert "".join(order) == "abc" + "bca" + "cab"
     assert [len(timing.seconds) for timing in times.values()] == [2, 2, 2]
     assert said == ["warming up", "round 1 of 2", "round 2 of 2"]
+
+
+def test_an_overhead_is_taken_within_rounds():
+    assert Overhead(Timing([2, 30, 3]), Timing([1, 10, 2]), 1).ratio == 2
 
 
 def test_models_follow_from_the_recipe():
@@ -141,3 +168,5 @@ def test_random_batches_score_every_target():
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
     assert batches.scored(1) == 64
     assert 0 <= int(targets.min()) <= int(targets.max()) < 50
+    assert not torch.equal(tokens, batches.micro_batch(1, 1, 2).tokens_BT), "a step reads other slots in each"
+    assert torch.equal(tokens, batches.micro_batch(2, 0, 2).tokens_BT)

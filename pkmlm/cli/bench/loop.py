@@ -1,12 +1,12 @@
 """`pkmlm bench loop`: what the training loop costs over a bare one."""
 
 import json
-import statistics
 import sys
 
 import click
 
-from pkmlm.cli.options import json_option, set_option
+from pkmlm.cli.bench.waiting import waiting
+from pkmlm.cli.options import json_option, quiet_option, set_option
 from pkmlm.errors import UserError
 
 
@@ -16,7 +16,8 @@ from pkmlm.errors import UserError
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Times that both are timed.")
 @click.option("--steps", default=20, show_default=True, type=click.IntRange(min=1), help="Optimizer steps a round.")
 @json_option
-def command(recipe_file: str, overrides: tuple[str, ...], rounds: int, steps: int, as_json: bool) -> None:
+@quiet_option
+def command(recipe_file: str, overrides: tuple[str, ...], rounds: int, steps: int, as_json: bool, quiet: bool) -> None:
     """What the training loop costs over a bare PyTorch loop around the same model and batches.
 
     Rounds of both are interleaved; the ratio is the median over rounds.
@@ -37,14 +38,16 @@ def command(recipe_file: str, overrides: tuple[str, ...], rounds: int, steps: in
         raise UserError(f"{recipe_file}: data.dir is not set", "add -s data.dir=DIR, a folder from `pkmlm tokenize`")
     device = choose_device()
     precision, _ = choose_precision(recipe.train.precision, device)
-    cost = loop_cost(recipe, Corpus.open(recipe.data.dir, "train"), device, precision, rounds, steps)
+    corpus = Corpus.open(recipe.data.dir, "train")
+    with waiting(quiet) as say:
+        cost = loop_cost(recipe, corpus, device, precision, rounds, steps, say)
     if as_json:
-        click.echo(json.dumps({"loop": cost.loop, "bare": cost.bare, "tokens": cost.tokens, "ratio": cost.ratio}))
+        seconds = {"loop": cost.whole.seconds, "bare": cost.bare.seconds}
+        click.echo(json.dumps({**seconds, "tokens": cost.amount, "ratio": cost.ratio}))
         return
     rows = []
-    for name, seconds in (("pkmlm train", cost.loop), ("bare loop", cost.bare)):
-        median = statistics.median(seconds)
-        rows.append([name, 1000 * median, 1000 * min(seconds), 1000 * max(seconds), cost.tokens / median])
+    for name, timing in (("pkmlm train", cost.whole), ("bare loop", cost.bare)):
+        rows.append([name, *timing.milliseconds(), cost.amount / timing.median])
     times = [number(name, "{:,.1f}") for name in ("median (ms/step)", "min", "max")]
     columns = [Column("loop"), *times, number("tokens/s", "{:,.0f}")]
     sys.stdout.write(Table(f"{recipe.name}: {rounds} rounds of {steps} steps", columns, rows).render())

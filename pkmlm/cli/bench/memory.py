@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pkmlm.bench import LAYERS, short
+from pkmlm.bench import LAYER_PHASES, LAYERS, short
 from pkmlm.cli.bench.waiting import waiting
 from pkmlm.cli.options import json_option, quiet_option
 from pkmlm.errors import UserError
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
     from pkmlm.bench.memory import LayerTimes
     from pkmlm.report.tables import Table
-
-PHASE_NAMES = {"forward": "forward", "backward": "+ backward", "step": "+ update"}
-
 
 # 1k, 4k, 16k, 65k, 262k, 1M ...: the powers of four, by the names that papers give them.
 NAMED_SLOTS = {short(4**power): 4**power for power in range(5, 16)}
@@ -101,7 +98,8 @@ def command(
       pkmlm bench memory --slots 262k,1M --only pkmlm,plain-fused --peak
       pkmlm bench memory --slots 65k --dim 1024 --tokens 8192 --json
     """
-    from pkmlm.bench.memory import Shape, time_memory
+    from pkmlm.bench.memory import time_memory
+    from pkmlm.bench.shape import Shape
 
     if topk > min(num_keys):
         slots = min(num_keys) ** 2
@@ -145,7 +143,7 @@ def times_table(result: "LayerTimes") -> "Table":
     for (layer, phase), timing in result.times.items():
         speed = result.bytes_per_second(layer, phase)
         speeds = [None, None] if speed is None else [speed / 1e9, speed / result.bandwidth]
-        rows.append([layer, PHASE_NAMES[phase], *timing.milliseconds(), result.ratio(layer, phase), *speeds])
+        rows.append([layer, LAYER_PHASES[phase], *timing.milliseconds(), result.ratio(layer, phase), *speeds])
     shape = result.shape
     title = (
         f"{shape.slots:,} slots of width {shape.dim}, {shape.tokens:,} tokens reading {shape.heads} x {shape.topk} "

@@ -1,11 +1,11 @@
 """`pkmlm bench tokenize`: what tokenizing costs over SentencePiece alone."""
 
 import json
-import statistics
 
 import click
 
-from pkmlm.cli.options import json_option, separator_option
+from pkmlm.cli.bench.waiting import waiting
+from pkmlm.cli.options import json_option, quiet_option, separator_option
 
 
 @click.command("tokenize", short_help="Tokenizing over SentencePiece alone.")
@@ -15,12 +15,14 @@ from pkmlm.cli.options import json_option, separator_option
 @click.option("--jobs", default=2, show_default=True, type=click.IntRange(1, 1024), help="Threads that encode.")
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Times that both are timed.")
 @json_option
+@quiet_option
 def command(
-    files: tuple[str, ...], separator: str | None, vocab_size: int, jobs: int, rounds: int, as_json: bool
+    files: tuple[str, ...], separator: str | None, vocab_size: int, jobs: int, rounds: int, as_json: bool, quiet: bool
 ) -> None:
     """What tokenizing costs over SentencePiece's own encoding of the same text in memory.
 
-    The learning of the tokenizer comes first and is not timed; rounds of both are interleaved.
+    The learning of the tokenizer comes first and is not timed. Rounds of both are interleaved; the ratio is the median
+    over rounds.
 
     \b
     Examples:
@@ -29,11 +31,12 @@ def command(
     from pkmlm.bench.tokenize import tokenize_cost
     from pkmlm.data.sources import find_sources
 
-    cost = tokenize_cost(find_sources(files), separator, vocab_size, jobs, rounds)
-    whole, bare = statistics.median(cost.whole), statistics.median(cost.bare)
+    with waiting(quiet) as say:
+        cost = tokenize_cost(find_sources(files), separator, vocab_size, jobs, rounds, say)
     if as_json:
-        click.echo(json.dumps({"whole": cost.whole, "bare": cost.bare, "bytes": cost.bytes, "ratio": bare / whole}))
+        seconds = {"whole": cost.whole.seconds, "bare": cost.bare.seconds}
+        click.echo(json.dumps({**seconds, "bytes": cost.amount, "ratio": cost.ratio}))
         return
-    for name, median in (("pkmlm tokenize", whole), ("bare encode", bare)):
-        click.echo(f"{name:14}  {median:8.2f} s  {cost.bytes / median / 1e6:6.1f} MB/s")
-    click.echo(f"pkmlm tokenize runs at {bare / whole:.2f} of the speed of the bare encoding (medians)")
+    for name, timing in (("pkmlm tokenize", cost.whole), ("bare encode", cost.bare)):
+        click.echo(f"{name:14}  {timing.median:8.2f} s  {cost.amount / timing.median / 1e6:6.1f} MB/s")
+    click.echo(f"pkmlm tokenize takes {cost.ratio:.3f} times the bare encoding (median of the rounds' ratios)")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pkmlm.bench import MODEL_PHASES
 from pkmlm.cli.bench.models import chosen_models, only_option, reading_table, slots_option
 from pkmlm.cli.bench.waiting import waiting
 from pkmlm.cli.options import json_option, quiet_option, set_option
@@ -13,8 +14,6 @@ from pkmlm.cli.options import json_option, quiet_option, set_option
 if TYPE_CHECKING:
     from pkmlm.bench.train import TrainingTimes
     from pkmlm.report.tables import Table
-
-PHASE_NAMES = {"forward": "forward", "step": "step", "token": "token, fp32"}
 
 
 @click.command("train", short_help="Whole models taking training steps.")
@@ -72,7 +71,7 @@ def training_table(name: str, precision: str, times: "TrainingTimes") -> "Table"
     columns = [Column("model"), Column("time of"), *(number(name, "{:,.1f}") for name in ("ms", "min", "max"))]
     columns += [number("x first", "{:.2f}"), number("M ops", "{:,.1f}"), number("MB read", "{:,.1f}")]
     rows = []
-    for phase, shown in PHASE_NAMES.items():
+    for phase, shown in MODEL_PHASES.items():
         for index, model in enumerate(times.models):
             timing = times.times[index, phase]
             ratio = timing.median / times.times[0, phase].median
