@@ -1,8 +1,6 @@
 """`pkmlm eval`: how well a trained model predicts text."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +88,7 @@ def command(
     measured = asked.tasks is None or choice.made
     if stride is not None and not measured:
         raise UserError("--stride goes with a perplexity", "with --tasks, also give --split or --text")
-    with joined() as world, told_once(world):
+    with joined() as world, world.told_once():
         prepared = None if asked.tasks is None else prepare(asked)
         choice.refuse_shared_input(world)
         run = load_same(run_path, step, world)
@@ -107,15 +105,6 @@ def command(
         store(run, record, choice.text is not None, stride)
     except UserError as error:  # another's run, say: the result is no worse for it
         click.echo(f"warning: not kept in the run: {printable(error.message)}", err=True)
-
-
-@contextmanager
-def told_once(world: "World") -> Iterator[None]:
-    """Let a mistake of the user's, which all ranks meet alike, be told by rank 0 alone; a rank's failure is its own."""
-    try:
-        yield
-    except UserError as error:
-        raise (error if error.exit_code == 1 else world.same(error)) from None
 
 
 def perplexity(run: "LoadedRun", choice: TextChoice, stride: int | None, quiet: bool, world: "World") -> dict[str, Any]:

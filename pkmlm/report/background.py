@@ -4,7 +4,8 @@ Of each memory, by layer and name ("3.memory", "1.ffn2"):
     3.memory.counts   int64 (heads, slots): reads of each slot by each head (hash layers: (tables, buckets))
     3.memory.masses   float64, same shape: the sum of their weights after the softmax
     3.memory.tokens   int64: positions that were counted
-and of the whole: run, step, split, and sha256 (of the checkpoint's manifest, which lists that of every file).
+and of the whole: run, step, split, and sha256 (of the checkpoint's manifest, which lists that of every file; of
+an exported folder's, or, where it has none, of such a list).
 """
 
 from pathlib import Path

@@ -149,6 +149,16 @@ class World:
         return error if self.rank == 0 else SystemExit(error.exit_code)
 
     @contextmanager
+    def told_once(self) -> Iterator[None]:
+        """Let a mistake of the user's, which all ranks meet alike, be told by rank 0 alone; a rank's failure is its
+        own.
+        """
+        try:
+            yield
+        except UserError as error:
+            raise (error if error.exit_code == 1 else self.same(error)) from None
+
+    @contextmanager
     def _sending(self, size: float) -> Iterator[None]:
         try:
             with torch.no_grad():

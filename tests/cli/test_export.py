@@ -1,5 +1,6 @@
 """`pkmlm export`, what `transformers` makes of it, and the commands that take an exported folder."""
 
+import hashlib
 import json
 import os
 import resource
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -102,6 +104,32 @@ def test_commands_take_it_in_place_of_the_run(exports, trained, kind):
     ours.pop("source")
     assert its == ours
     assert {path.name for path in folder.iterdir()} == FILES
+
+
+def test_a_folder_without_a_manifest_is_known_by_its_files(exports, tmp_path):
+    folder = shutil.copytree(exports["product-key"], tmp_path / "again")
+    found = []
+    for changed in (
+        lambda: None,
+        (folder / "manifest.json").unlink,
+        (folder / "README.md").unlink,
+        lambda: rename(folder),
+    ):
+        changed()
+        pkmlm("usage-report", folder, "--export", tmp_path / "counts.npz", "--force")
+        with np.load(tmp_path / "counts.npz") as arrays:
+            found.append(str(arrays["sha256"]))
+    assert found[0] == hashlib.sha256((exports["product-key"] / "manifest.json").read_bytes()).hexdigest()
+    assert len(found[1]) == 64
+    assert len(set(found[:3])) == 2, "the card is the user's"
+    assert found[3] not in found[:3]
+
+
+def rename(folder: Path) -> None:
+    """Let an export be of another run."""
+    config = json.loads((folder / "config.json").read_text())
+    config["trained"]["run"] = "another"
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def test_steps_and_dtypes(trained, tmp_path):

@@ -1,0 +1,121 @@
+"""What `usage-report` measures: a checkpoint of a run, which keeps the result in RUN/usage/, or an exported folder."""
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+
+from pkmlm.errors import UserError, printable
+
+if TYPE_CHECKING:
+    from pkmlm.cli.texts import TextChoice
+    from pkmlm.report.slots import Holding
+    from pkmlm.report.usage import MemoryUsage
+    from pkmlm.runtime.distributed import World
+    from pkmlm.runtime.rundir import RunDirectory
+
+
+class Report(NamedTuple):
+    """An entry of the report, its counts, and (where they were asked for) what is shown of single slots."""
+
+    entry: dict[str, Any]
+    memories: "list[MemoryUsage]"
+    holdings: "list[Holding]"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint of a run, or an exported folder: a product, into which nothing is written.
+
+    Attributes:
+        label: what the report calls it.
+        run: of an exported folder only its path, name and metrics (none) are used.
+        step: the number of the run's checkpoint; of an exported folder as it was asked for.
+        stem: of the files that keep the run's report; None: an exported folder.
+        origin: what the run's report depends on: hashes of the checkpoint and of the text or the tokens, and how the
+            text is read.
+    """
+
+    label: str
+    run: "RunDirectory"
+    step: str
+    stem: Path | None = None
+    origin: dict[str, Any] = field(default_factory=dict)
+
+    def fingerprint(self) -> str:
+        """The sha256 of the manifest of the checkpoint or the folder; of a folder without one (`transformers` has saved
+        it again), of what a manifest would say.
+        """
+        from pkmlm.export.config import CONFIG
+        from pkmlm.export.folder import TOKENIZER
+        from pkmlm.runtime.files import json_text, sha256_of
+        from pkmlm.runtime.manifest import MANIFEST, entry_of
+
+        folder = self.run.path
+        if self.stem is not None:
+            return str(self.origin["checkpoint"])
+        if (folder / MANIFEST).exists():
+            return sha256_of(folder / MANIFEST)
+        files = [folder / CONFIG, folder / TOKENIZER, *sorted(folder.glob("*.safetensors"))]
+        return hashlib.sha256(json_text({file.name: entry_of(file) for file in files}).encode()).hexdigest()
+
+    def kept(self) -> Report | None:
+        """The report that an earlier command has left, if it is whole and of the same checkpoint and text."""
+        from pkmlm.report.usage_files import load_usage
+
+        found = self.stem and load_usage(self.stem, self.origin)
+        return Report(*found, []) if found else None
+
+    def keep(self, report: Report) -> Report:
+        """The report, kept in the run for the next time."""
+        from pkmlm.report.usage_files import save_usage
+
+        if self.stem is None:
+            return report
+        report = report._replace(entry={**report.entry, "source": self.origin})
+        try:
+            save_usage(self.stem, report.entry, report.memories)
+        except UserError as error:  # another's run, say: the report is no worse for it
+            click.echo(f"warning: not kept for the next time: {printable(error.message)}", err=True)
+        return report
+
+
+def run_or_export(path: str) -> "RunDirectory":
+    """A run, or an exported folder as if it were one."""
+    from pkmlm.export.config import is_export
+    from pkmlm.runtime.rundir import RunDirectory
+
+    return RunDirectory(path) if is_export(Path(path)) else RunDirectory.existing(path)
+
+
+def source_of(label: str, run: "RunDirectory", step: str, choice: "TextChoice", world: "World | None") -> Source:
+    """What is at a step of a run or in an exported folder: the same in all processes.
+
+    Raises:
+        UserError: there is no such checkpoint or text.
+    """
+    from pkmlm.data.index import read_index
+    from pkmlm.export.config import is_export
+    from pkmlm.runtime.files import sha256_of
+    from pkmlm.runtime.manifest import MANIFEST
+
+    if is_export(run.path):
+        return Source(label, run, step)
+    number = run.resolve(step)
+    number = world.broadcast(number) if world else number
+    origin: dict[str, Any] = {"checkpoint": sha256_of(run.checkpoint(number) / MANIFEST)}
+    if choice.text is not None:
+        text = Path(choice.text)
+        if not text.is_file():
+            raise UserError(f"--text {choice.text} is not a file")
+        name = f"text-{text.name[:100]}"
+        origin |= {"text": sha256_of(text), "separator": choice.separator, "field": choice.field}
+    else:
+        folder = run.recipe().data.dir
+        if folder is None:
+            raise UserError(f"run {run.path} names no data.dir", "give a text with --text FILE")
+        name = choice.split or "test"
+        origin["tokens"] = read_index(Path(folder)).sha256
+    return Source(label, run, str(number), run.path / "usage" / f"{name}-step-{number}", origin)
