@@ -70,7 +70,7 @@ memoryformer-%: recipes/memoryformer/grids/%.yaml $(TOKENS)/index.json
 	  $(if $(TASK_DATA),--task-data $(TASK_DATA))
 
 memoryformer-figure-4: recipes/memoryformer/grids/figure-4.yaml $(TOKENS)/index.json
-	$(PKMLM) sweep $< -o sweeps/$@-$(SCALE) --scale $(SCALE) -s data.dir=$(TOKENS)
+	$(PKMLM) sweep $< -o sweeps/$@-$(SCALE) --scale $(SCALE) $(AT_A_TIME) -s data.dir=$(TOKENS)
 	$(PKMLM) usage-report sweeps/$@-$(SCALE)/cells/* --plots sweeps/$@-$(SCALE) --force
 
 $(TOKENS)/index.json: | .venv/installed

@@ -1,5 +1,7 @@
 """`pkmlm sweep`: every run of a grid, and its table beside the paper's."""
 
+import os
+import re
 import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -10,7 +12,7 @@ from pkmlm.cli.options import quiet_option, set_option
 from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from rich.progress import TaskID
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from pkmlm.sweep.grid import Grid
     from pkmlm.sweep.results import Results
 
-FASTEST = 1e12  # tokens a second: what is beyond was never measured
+GPU = re.compile(r"[0-9]+|(GPU|MIG)-[\w/-]+", re.ASCII)  # as CUDA_VISIBLE_DEVICES has it
 
 
 @click.command()
@@ -48,8 +50,9 @@ def command(
 ) -> int:
     """Train and measure every cell of GRID, and print the table beside the paper's numbers.
 
-    The same command again goes on where it stopped: cells that are done are skipped. Means are over seeds,
-    +- half of what lies between the least and the greatest.
+    The same command again goes on where it stopped: cells that are done or diverged are skipped. What is tuned is
+    chosen by the validation at the last step. Means are over seeds, +- half of what lies between the least and the
+    greatest.
 
     \b
     Examples:
@@ -61,11 +64,10 @@ def command(
     from pathlib import Path
 
     from pkmlm.sweep.cells import Cells
-    from pkmlm.sweep.grid import read_grid, scales_of
+    from pkmlm.sweep.grid import read_grid
 
     path = Path(grid_file)
-    grid = read_grid(path, scale)
-    scale = scale or next(iter(scales_of(path)), None)
+    grid, scale = read_grid(path, scale)
     cells = Cells(grid, path.parent / grid.base, overrides)
     results = with_costs(grid, cells)
     if dry_run:
@@ -73,18 +75,41 @@ def command(
         return 0
     if not output:
         raise UserError("Missing option '-o': the folder to write", "add -o DIR, or --dry-run")
-    folder, own = Path(output), [] if devices is None else devices.split(",")
+    folder, own = Path(output), devices_of(devices)
     if own and (jobs or 0) > len(own):
         raise UserError(f"--jobs {jobs}: found {len(own)} devices (expected one a job)", "name more, or lower it")
+    if own:
+        os.environ["CUDA_VISIBLE_DEVICES"] = own[0]  # of this process, which times the models; each cell has its own
     code = 0
     refuse_other_sweep(folder, path.stem, scale)
+    if table_only and results.trains and not (folder / "cells").is_dir():
+        raise UserError(
+            f"{folder} holds no runs of a sweep (expected {folder / 'cells'})", "leave --table out to train"
+        )
     recall_speeds(results, folder)
     if table_only:
         collect(results, folder)
     else:
         code = run_all(results, folder, jobs or len(own) or 1, own, task_data, quiet)
+        if code in (0, 1) and results.lack_speeds:
+            write_tables(results, folder, path, scale)  # whatever comes of the timing
+            code |= time_models(results, folder, quiet)
     publish(results, folder, path, scale)
     return code
+
+
+def devices_of(names: str | None) -> list[str]:
+    """The GPUs of --device.
+
+    Raises:
+        UserError: one is no name of a GPU, with which torch would train on the CPU without a word; or named twice.
+    """
+    found = [] if names is None else names.split(",")
+    for place, name in enumerate(found):
+        if not GPU.fullmatch(name) or name in found[:place]:
+            what = f"{name} twice" if name in found[:place] else name or "nothing"
+            raise UserError(f"--device {names}: found {what} (expected GPUs, each once)", "for example --device 0,1")
+    return found
 
 
 def with_costs(grid: "Grid", cells: "Cells") -> "Results":
@@ -122,26 +147,21 @@ def collect(results: "Results", folder: "Path") -> None:
     """Take in what is there already."""
     from pkmlm.sweep.runner import finished
 
-    cells = list(results.cells.first.values())
-    for cell in cells:
-        outcome = finished(cell, folder / "cells")
-        if outcome is not None:
-            results.add(outcome)
+    def take(cells: "Iterable[Cell]") -> None:
+        for cell in cells:
+            if (outcome := finished(cell, folder / "cells")) is not None:
+                results.add(outcome)
+
+    take(results.cells.first.values())
     for point in results.grid.points():
         for chosen in results.chosen(point)[:1]:
-            for cell in results.cells.others(chosen.cell):
-                outcome = finished(cell, folder / "cells")
-                if outcome is not None:
-                    results.add(outcome)
+            take(results.cells.others(chosen.cell))
 
 
 def run_all(
     results: "Results", folder: "Path", jobs: int, devices: list[str], task_data: str | None, quiet: bool
 ) -> int:
-    """Run the cells and time their models; the exit code: 0, 1 where a cell failed, or what a signal stands for."""
-    from pathlib import Path
-
-    from pkmlm.evaluate.tasks import find_tasks
+    """Run the cells; the exit code: 0, 1 where a cell failed, or what a signal stands for."""
     from pkmlm.runtime.files import make_folder
     from pkmlm.runtime.signals import stop_on_signals
     from pkmlm.sweep.measures import MEASURES, tasks_of
@@ -154,7 +174,7 @@ def run_all(
         return 0
     cells.refuse_missing_splits()
     if any(MEASURES[name].source == "tasks" for name in grid.measure):
-        find_tasks(",".join(tasks_of(grid.measure)), None if task_data is None else Path(task_data), None)
+        read_tasks(",".join(tasks_of(grid.measure)), task_data)
     make_folder(runs)
     with stop_on_signals() as stop, cell_progress(runs, quiet) as (say, tick):
 
@@ -168,9 +188,17 @@ def run_all(
         if stop.exit_code is not None:
             click.echo("stopped on request; the same command goes on", err=True)
             return stop.exit_code
-    if "speed" in grid.measure and any(results.chosen(p) and not results.rounds(p) for p in grid.points()):
-        time_models(results, folder, quiet)
     return int(any(outcome.status == "failed" for outcome in results.outcomes.values()))
+
+
+def read_tasks(names: str, task_data: str | None) -> None:
+    """Have the tasks and their rows looked at: what is wrong with them is told before anything is trained."""
+    from pathlib import Path
+
+    from pkmlm.evaluate.harness import build_tasks
+    from pkmlm.evaluate.tasks import find_tasks
+
+    build_tasks(find_tasks(names, None if task_data is None else Path(task_data), None), None)
 
 
 @contextmanager
@@ -204,15 +232,21 @@ def cell_progress(
         yield say, tick
 
 
-def time_models(results: "Results", folder: "Path", quiet: bool) -> None:
-    """Time the models of all points in turn."""
+def time_models(results: "Results", folder: "Path", quiet: bool) -> int:
+    """Time the models of all points in turn; the exit code: 1 where that fails."""
+    from pkmlm.bench.machine import machine
     from pkmlm.sweep.results import Speed
     from pkmlm.sweep.speed import time_scoring
 
     cells = {point: chosen[0].cell for point in results.grid.points() if (chosen := results.chosen(point))}
     runs = {point: folder / "cells" / cell.name for point, cell in cells.items()}
-    timed = time_scoring(runs, lambda text: None if quiet else click.echo(f"timing: {text}", err=True))
-    results.speeds = {point: Speed(cells[point].recipe_sha256, rounds) for point, rounds in timed.items()}
+    try:
+        timed = time_scoring(runs, lambda text: None if quiet else click.echo(f"timing: {text}", err=True))
+    except UserError as error:
+        click.echo(f"error: nothing was timed: {printable(error.message)}", err=True)
+        return 1
+    results.speeds = {point: Speed(cells[point].recipe_sha256, rounds, machine()) for point, rounds in timed.items()}
+    return 0
 
 
 def refuse_other_sweep(folder: "Path", grid: str, scale: str | None) -> None:
@@ -238,26 +272,30 @@ def recall_speeds(results: "Results", folder: "Path") -> None:
 
     path, points = folder / "results.json", set(results.grid.points())
     if path.exists():
-        shape = {"speed?": [{"point": {str: (str,)}, "recipe?": (str,), "tokens_per_second": [NUMBER]}]}
-        found = read_shaped(path, shape, "the sweep's results", "delete it: it is made from the runs")
-        for timed in found.get("speed", []):
-            point = tuple(timed["point"].values())
-            rounds = timed["tokens_per_second"]
-            if point in points and all(0 < rate < FASTEST for rate in rounds):
-                results.speeds[point] = Speed(timed.get("recipe"), rounds)
+        timed = {"point": {str: (str,)}, "recipe?": (str,), "timed_on?": {str: (str,)}, "tokens_per_second": [NUMBER]}
+        found = read_shaped(path, {"speed?": [timed]}, "the sweep's results", "delete it: it is made from the runs")
+        for speed in found.get("speed") or []:
+            point = tuple(speed["point"].values())
+            if point in points:
+                results.speeds[point] = Speed(speed.get("recipe"), speed["tokens_per_second"], speed.get("timed_on"))
 
 
-def publish(results: "Results", folder: "Path", grid_file: "Path", scale: str | None) -> None:
-    """Print the tables and write them, the plots and results.json."""
-    from pkmlm.bench.machine import machine
+def write_tables(results: "Results", folder: "Path", grid_file: "Path", scale: str | None) -> "list[Table]":
+    """Write the tables and results.json; the tables."""
     from pkmlm.runtime.files import make_folder, write_json, write_text
-    from pkmlm.sweep.plots import draw
 
     tables = results.tables()
     make_folder(folder)
-    write_json(folder / "results.json", results.as_json(grid_file.stem, scale, str(results.grid.base), machine()))
+    write_json(folder / "results.json", results.as_json(grid_file.stem, scale, str(results.grid.base)))
     write_text(folder / "table.md", "\n".join(table.render("md") for table in tables))
-    drawn = draw(results, folder)
+    return tables
+
+
+def publish(results: "Results", folder: "Path", grid_file: "Path", scale: str | None) -> None:
+    """Write the tables, results.json and the plots, and print the tables."""
+    from pkmlm.sweep.plots import draw
+
+    tables, drawn = write_tables(results, folder, grid_file, scale), draw(results, folder)
     sys.stdout.write("\n".join(table.render() for table in tables))
     if drawn:
         click.echo(f"{len(drawn)} plot{'s' if len(drawn) > 1 else ''} in {printable(str(folder))}", err=True)

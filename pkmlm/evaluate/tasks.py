@@ -11,9 +11,8 @@ from lm_eval.tasks._yaml_loader import load_yaml
 
 from pkmlm.errors import UserError
 from pkmlm.evaluate.own_task import LOCAL, read_definition
-from pkmlm.evaluate.task_rows import FIELDS
+from pkmlm.evaluate.task_rows import FIELDS, SUITES
 
-SUITES = {"memoryformer": ("piqa", "winogrande", "wsc", "arc_easy", "arc_challenge", "logiqa")}  # its table 1
 KINDS = ("multiple_choice", "loglikelihood", "loglikelihood_rolling")
 NAME = re.compile(r"""^["']?(task|group)["']?:[ \t]*["']?([^\s"'#\[{]+)""", re.MULTILINE)
 SCRIPTED = {"EleutherAI/logiqa"}  # on the hub these are Python scripts, which `datasets` runs no more

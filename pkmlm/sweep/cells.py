@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pkmlm.data.index import read_index
@@ -66,6 +66,8 @@ class Cells:
                     raise UserError(message, "change the grid's file")
         values = grid.tune.values if grid.tune else (None,)
         self.first = {(p, value): self._cell(p, grid.seeds[0], value) for p in grid.points() for value in values}
+        for seed in grid.seeds[1:]:  # one that no recipe can have is refused now
+            self._cell(grid.points()[0], seed, values[0])
         names = [cell.name for cell in self.first.values()]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice:
@@ -94,10 +96,8 @@ class Cells:
         tune = self.grid.tune
         needed = {"valid": f"by which the grid chooses {tune.key}"} if tune and len(tune.values) > 1 else {}
         for name in self.grid.measure:
-            split = (
-                "valid" if name.startswith("valid_") else "test" if MEASURES[name].source in ("eval", "usage") else None
-            )
-            if split:
+            on_test = MEASURES[name].source in ("eval", "usage", "speed")
+            if split := "valid" if name.startswith("valid_") else "test" if on_test else None:
                 needed.setdefault(split, f"on which the grid measures {name}")
         for folder in {cell.recipe.data.dir for cell in self.first.values()} - {None} if needed else ():
             splits = read_index(Path(str(folder))).splits
@@ -109,8 +109,16 @@ class Cells:
         return [cell for (p, _), cell in self.first.items() if p == point]
 
     def others(self, chosen: Cell) -> list[Cell]:
-        """The cells of the other seeds, at the tuned value that `chosen` has."""
-        return [self._cell(chosen.point, seed, chosen.tuned) for seed in self.grid.seeds[1:]]
+        """The cells of the other seeds, at the tuned value of `chosen`, whatever became of the base's file."""
+        return [
+            replace(
+                chosen,
+                seed=seed,
+                overrides=(*chosen.overrides[:-1], f"train.seed={seed}"),
+                recipe=replace(chosen.recipe, train=replace(chosen.recipe.train, seed=seed)),
+            )
+            for seed in self.grid.seeds[1:]
+        ]
 
     def __len__(self) -> int:
         return len(self.first) + len(self.grid.points()) * (len(self.grid.seeds) - 1)

@@ -141,44 +141,33 @@ class Grid:
         return number
 
 
-def read_grid(path: Path, scale: str | None = None) -> Grid:
-    """Read and check a grid file, at one of its scales (None: its first, if it has any).
+def read_grid(path: Path, scale: str | None = None) -> tuple[Grid, str | None]:
+    """Read and check a grid file, at one of its scales (None: its first, if it has any); the grid, and that scale.
 
     Raises:
         UserError: it is no grid; names the file and the line.
     """
-    tree = read_file(path)
-    assert isinstance(tree.value, dict)
+    tree = parse(yaml_text(path), str(path))
+    if not isinstance(tree.value, dict):
+        raise UserError(f"{tree.place}: found {tree.shown()} (expected keys such as base: and axes:)")
     scales = tree.value.get("scales", Node({}, tree.place))
     if not isinstance(scales.value, dict):
         raise wrong(scales, "scales", "a mapping of names to keys of a grid")
     for name, keys in scales.value.items():
         if not isinstance(keys.value, dict):
             raise wrong(keys, f"scales.{name}", "a mapping, {} where nothing is laid over")
-    if scale is not None and scale not in scales.value:
+    if scale is None:
+        scale = next(iter(scales.value), None)
+    elif scale not in scales.value:
         have = f"has {alternatives(list(scales.value))}" if scales.value else "has none"
         raise UserError(f"{path}: no scale {scale} ({have})")
     tree = Node({key: node for key, node in tree.value.items() if key != "scales"}, tree.place)
-    if scales.value:
-        tree = merge(tree, scales.value[scale or next(iter(scales.value))])
+    if scale is not None:
+        tree = merge(tree, scales.value[scale])
     places: dict[str, str] = {}
     grid: Grid = bind(tree, Grid, "", places)
     check_grid(grid, path, places)
-    return grid
-
-
-def scales_of(path: Path) -> list[str]:
-    """The names of a grid file's scales."""
-    value = read_file(path).value
-    scales = value.get("scales") if isinstance(value, dict) else None
-    return list(scales.value) if scales and isinstance(scales.value, dict) else []
-
-
-def read_file(path: Path) -> Node:
-    tree = parse(yaml_text(path), str(path))
-    if not isinstance(tree.value, dict):
-        raise UserError(f"{tree.place}: found {tree.shown()} (expected keys such as base: and axes:)")
-    return tree
+    return grid, scale
 
 
 def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:
@@ -229,6 +218,10 @@ def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:
         known(figure.y, grid.measure, "figures", "a measure of this grid")
         if figure.line is not None:
             known(figure.line, list(grid.axes), "figures", "an axis")
+        if "x" in figure.log and figure.x in grid.axes:
+            raise UserError(
+                f"{places['figures']}: figures: found log: x along the axis {figure.x} (expected a measure)"
+            )
     if not grid.points():
         raise UserError(f"{path}: no point is left (only and without leave none)")
 

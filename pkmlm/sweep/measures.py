@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal
 
+from pkmlm.evaluate.task_rows import SUITES
 from pkmlm.recipe.schema import Recipe
 
 Source = Literal["cost", "train", "eval", "usage", "tasks", "speed"]
-TASKS = ("piqa", "winogrande", "wsc", "arc_easy", "arc_challenge", "logiqa")  # MemoryFormer table 1
+TASKS = SUITES["memoryformer"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,8 @@ class Measure:
         heading: of its column; label: of a plot's axis, with the unit.
         format: of the number.
         source: what has to be done for it: arithmetic, training, `eval`, `usage-report`, tasks, or timing all models.
-        read: takes it from what is known of a run (`report.compare.facts_of`, and "cost", see `facts_of_cost`).
+        read: takes it from what is known of a run (`runner.facts_at_end`), or from a point's "cost" (`facts_of_cost`)
+            and "speed" (tokens a second).
     """
 
     heading: str
@@ -57,7 +59,7 @@ MEASURES: dict[str, Measure] = {
     "valid_loss": Measure("valid", "validation loss (nats a token)", "{:.4f}", "train", fact("valid_loss")),
     "usage": Measure("usage", "slots used on test", "{:.1%}", "usage", of_memories("usage")),
     "kl": Measure("KL", "KL from uniform on test (nats)", "{:.2f}", "usage", of_memories("kl")),
-    "speed": Measure("k tokens/s", "scoring (1,000 tokens a second)", "{:.1f}", "speed", fact("speed")),
+    "speed": Measure("k tokens/s", "scoring (1,000 tokens a second)", "{:.1f}", "speed", fact("speed", scale=1e-3)),
     "valid_perplexity": Measure(
         "valid ppl", "validation perplexity (token)", "{:,.2f}", "train", fact("valid_token_ppl")
     ),

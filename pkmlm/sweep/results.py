@@ -24,10 +24,12 @@ class Speed(NamedTuple):
     Attributes:
         recipe: `Cell.recipe_sha256` of the run that was timed.
         rounds: tokens a second, one number a round.
+        timed_on: see `bench.machine`.
     """
 
     recipe: str | None
     rounds: list[float]
+    timed_on: Mapping[str, str] | None = None
 
 
 @dataclass
@@ -51,6 +53,12 @@ class Results:
         """Whether runs are needed, not arithmetic alone."""
         return any(MEASURES[name].source != "cost" for name in self.grid.measure)
 
+    @property
+    def lack_speeds(self) -> bool:
+        """Whether models are there that have to be timed."""
+        points = self.grid.points() if "speed" in self.grid.measure else []
+        return any(self.chosen(point) and not self.rounds(point) for point in points)
+
     def add(self, outcome: Outcome) -> None:
         self.outcomes[outcome.cell.name] = outcome
 
@@ -70,13 +78,13 @@ class Results:
 
     def by_seed(self, measure: str, point: Point) -> dict[int, float]:
         """What was measured at a point; none where nothing was. What no seed changes is the first one's: arithmetic,
-        and speed (the median of the rounds, in thousands).
+        and speed (the median of the rounds).
         """
-        read, first = MEASURES[measure].read, self.grid.seeds[0]
-        if MEASURES[measure].source == "cost":
-            found = {first: read({"cost": self.costs[point]})}
-        elif MEASURES[measure].source == "speed":
-            found = {first: median(rounds) / 1000} if (rounds := self.rounds(point)) else {}
+        read = MEASURES[measure].read
+        if MEASURES[measure].source in ("cost", "speed"):
+            rounds = self.rounds(point)
+            facts = {"cost": self.costs[point], "speed": median(rounds) if rounds else None}
+            found = {self.grid.seeds[0]: read(facts)}
         else:
             found = {outcome.cell.seed: read(outcome.facts) for outcome in self.chosen(point)}
         return {seed: value for seed, value in found.items() if value is not None}
@@ -88,8 +96,12 @@ class Results:
     def verdicts(self) -> list[Verdict]:
         return claim_verdicts(self.grid, self.by_seed) + rank_correlations(self.grid, self.values)
 
-    def as_json(self, name: str, scale: str | None, base: str, machine: Mapping[str, str]) -> dict[str, Any]:
-        """Everything, for results.json."""
+    def as_json(self, name: str, scale: str | None, base: str) -> dict[str, Any]:
+        """Everything, for results.json; a cell's "trained_by" is a place in the list of that name."""
+        trainers: list[Any] = []
+        for outcome in self.outcomes.values():
+            if outcome.facts.get("trained_by") not in (None, *trainers):
+                trainers.append(outcome.facts["trained_by"])
         points = [
             {
                 "point": self.grid.place(point),
@@ -107,14 +119,21 @@ class Results:
             "base": base,
             "set": list(self.cells.extra),
             "seeds": list(self.grid.seeds),
-            "versions": {"pkmlm": __version__, "python": platform.python_version(), "torch": machine["torch"]},
-            "commit": source_commit(),
-            "device": machine["device"],
+            "trained_by": trainers,
+            "published_by": {
+                "versions": {"pkmlm": __version__, "python": platform.python_version()},
+                "commit": source_commit(),
+            },
             "points": points,
             "verdicts": [verdict.as_json() for verdict in self.verdicts()],
-            "cells": [cell_json(self.grid, outcome) for outcome in self.outcomes.values()],
+            "cells": [cell_json(self.grid, outcome, trainers) for outcome in self.outcomes.values()],
             "speed": [
-                {"point": self.grid.place(point), "recipe": speed.recipe, "tokens_per_second": speed.rounds}
+                {
+                    "point": self.grid.place(point),
+                    "recipe": speed.recipe,
+                    "timed_on": speed.timed_on,
+                    "tokens_per_second": speed.rounds,
+                }
                 for point, speed in self.speeds.items()
             ],
         }
@@ -186,7 +205,7 @@ def shown(values: Sequence[float], format: str) -> str | None:
     return f"{text} +-{format.format(half)}" if half else text
 
 
-def cell_json(grid: Grid, outcome: Outcome) -> dict[str, Any]:
+def cell_json(grid: Grid, outcome: Outcome, trainers: Sequence[Any]) -> dict[str, Any]:
     cell, facts = outcome.cell, outcome.facts
     kept = ("valid_loss", "test_token_ppl", "test_word_ppl", "test_bits_per_byte", "step", "tokens", "seconds")
     return {
@@ -197,6 +216,7 @@ def cell_json(grid: Grid, outcome: Outcome) -> dict[str, Any]:
         "overrides": list(cell.overrides),
         "status": outcome.status,
         "message": outcome.message,
+        "trained_by": trainers.index(facts["trained_by"]) if "trained_by" in facts else None,
         **{key: facts.get(key) for key in kept},
         "tasks": {name: task.get("acc") for name, task in (facts.get("tasks") or {}).items()},
         "usage": [
@@ -211,7 +231,7 @@ def progress_line(outcome: Outcome, number: int, total: int, measures: Sequence[
     told = [
         f"{MEASURES[name].heading} {MEASURES[name].format.format(value)}"
         for name in measures
-        if MEASURES[name].source not in ("cost", "speed") and (value := MEASURES[name].read(outcome.facts)) is not None
+        if (value := MEASURES[name].read(outcome.facts)) is not None
     ]
-    what = ", ".join(told[:4]) if outcome.status == "measured" else f"{outcome.status}: {outcome.message}"
-    return f"{number}/{total} {outcome.cell.name}: {what or outcome.status}"
+    what = ", ".join(told[:4] or [outcome.status])
+    return f"{number}/{total} {outcome.cell.name}: " + (f"{what}: {outcome.message}" if outcome.message else what)

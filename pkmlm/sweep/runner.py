@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pkmlm.errors import UserError
+from pkmlm.recipe.load import flatten
 from pkmlm.report.compare import Facts, facts_of
 from pkmlm.runtime.cores import usable_cores
 from pkmlm.runtime.rundir import RunDirectory
@@ -21,6 +22,7 @@ from pkmlm.sweep.cells import Cell, Cells
 from pkmlm.sweep.measures import MEASURES, tasks_of
 
 DIVERGED = 3  # the exit code of `pkmlm train`
+CIRCUMSTANCES = ("versions", "commit", "device", "precision", "ranks", "earlier")  # of run.json
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Outcome:
 
     @property
     def loss(self) -> float:
-        """The best validation loss, by which tuned values are chosen; without validation, infinite."""
+        """The last validation loss, by which tuned values are chosen; without validation, infinite."""
         loss = self.facts.get("valid_loss")
         return loss if isinstance(loss, float) else float("inf")
 
@@ -127,7 +129,9 @@ class Runner:
             self.running.remove(cell)
 
     def _measured(self, cell: Cell) -> Outcome:
-        run = RunDirectory(self.folder / cell.name)
+        run, before = RunDirectory(self.folder / cell.name), finished(cell, self.folder)
+        if before is not None and before.status != "measured":
+            return before
         for command in self.commands(cell, run):
             if self.stopping:
                 return Outcome(cell, "stopped", {})
@@ -135,7 +139,7 @@ class Runner:
             if code:
                 status = "stopped" if self.stopping else "diverged" if code == DIVERGED else "failed"
                 return Outcome(cell, status, {}, said)
-        return Outcome(cell, "measured", facts_at_end(cell, run))
+        return finished(cell, self.folder) or Outcome(cell, "failed", {}, other_recipe(cell, run))
 
     def commands(self, cell: Cell, run: RunDirectory) -> Iterable[list[str]]:
         """The arguments of `pkmlm`, one call after the other, without what has been done already."""
@@ -196,8 +200,14 @@ def best(outcomes: Sequence[Outcome]) -> Outcome | None:
 
 
 def facts_at_end(cell: Cell, run: RunDirectory) -> Facts:
-    """What is known of a cell's run (see `facts_of`), less what was measured of another step than its last."""
-    facts, last = facts_of(cell.name, run), run.done()
+    """What is known of a cell's run (see `facts_of`) and "trained_by", of run.json: under what circumstances. What was
+    measured of another step than its last is left out; validation is the last one, not the best.
+    """
+    facts, last, recorded = facts_of(cell.name, run), run.done(), run.facts()
+    facts["trained_by"] = {key: recorded[key] for key in CIRCUMSTANCES if key in recorded}
+    valid = [event for event in run.metrics() if event["event"] == "valid"][-1:]
+    for key in ("step", "loss", "token_ppl", "bits_per_byte"):
+        facts[f"valid_{key}"] = valid[0].get(key) if valid else None
     if facts["test_step"] != last:
         facts |= {key: None for key in facts if key.startswith("test_")}
     if facts["usage_step"] != last:
@@ -211,11 +221,22 @@ def finished(cell: Cell, folder: Path) -> Outcome | None:
     """The outcome of a cell that was run before, or None; "failed" where its files cannot be read."""
     run = RunDirectory(folder / cell.name)
     try:
-        if not (run.path / "done").exists() or run.recipe() != cell.recipe:
+        if not run.recipe_file.exists() or run.recipe() != cell.recipe:
             return None
-        return Outcome(cell, "measured", facts_at_end(cell, run))
+        if run.facts().get("status") == "diverged":
+            return Outcome(cell, "diverged", {}, "as its run.json says; delete its folder to train it again")
+        return Outcome(cell, "measured", facts_at_end(cell, run)) if run.done() is not None else None
     except UserError as error:
         return Outcome(cell, "failed", {}, error.message)
+
+
+def other_recipe(cell: Cell, run: RunDirectory) -> str:
+    """What to say of a run that has ended but is not the cell's: training took it for complete, say, in spite of other
+    eval.tokens, or the base's file was changed meanwhile.
+    """
+    before, now = flatten(run.recipe()), flatten(cell.recipe)
+    changed = ", ".join(key for key in now if before[key] != now[key])
+    return f"its run was trained with another {changed}: name another folder with -o"
 
 
 def steps_taken(cell: Cell, folder: Path) -> int:

@@ -8,8 +8,9 @@ from pkmlm.bench.generate import score
 from pkmlm.bench.rounds import in_turn
 from pkmlm.data.batches import Batches
 from pkmlm.data.corpus import Corpus
+from pkmlm.errors import UserError
 from pkmlm.evaluate.load import load_run
-from pkmlm.runtime.device import choose_device
+from pkmlm.runtime.device import choose_device, is_shortage
 from pkmlm.sweep.grid import Point
 
 TOKENS = 4096  # scored at once
@@ -17,7 +18,20 @@ ROUNDS = 7
 
 
 def time_scoring(runs: Mapping[Point, Path], say: Callable[[str], None]) -> dict[Point, list[float]]:
-    """Tokens a second that each run's model scores of the test split, one number a round."""
+    """Tokens a second that each run's model scores of the test split, one number a round.
+
+    Raises:
+        UserError: a run or the test split cannot be read; (exit code 1) memory does not hold all models together.
+    """
+    try:
+        return scored_in_turn(runs, say)
+    except (RuntimeError, MemoryError) as error:
+        if is_shortage(error):
+            raise UserError("memory does not hold all models together", exit_code=1) from None
+        raise
+
+
+def scored_in_turn(runs: Mapping[Point, Path], say: Callable[[str], None]) -> dict[Point, list[float]]:
     actions: dict[Point, Callable[[], object]] = {}
     counted: dict[Point, int] = {}
     for point, path in runs.items():

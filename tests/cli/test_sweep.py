@@ -16,11 +16,12 @@ from threading import Thread
 
 import pytest
 
+from pkmlm.cli.sweep import devices_of
 from pkmlm.runtime.rundir import RunDirectory
 from pkmlm.runtime.signals import StopRequest, handled
 from pkmlm.sweep.cells import Cell, Cells
 from pkmlm.sweep.grid import read_grid
-from pkmlm.sweep.runner import Outcome, Runner
+from pkmlm.sweep.runner import Outcome, Runner, facts_at_end
 from tests.conftest import pkmlm
 
 GRID = """title: Two memories
@@ -54,17 +55,23 @@ def grid(tmp_path, write_recipe) -> Path:
 
 
 def cells_of(grid: Path, steps: int) -> dict[str, Cell]:
-    cells = Cells(read_grid(grid), grid.parent / "product-key.yaml", [f"train.steps={steps}"])
+    cells = Cells(read_grid(grid)[0], grid.parent / "product-key.yaml", [f"train.steps={steps}"])
     return {cell.name: cell for cell in cells.first.values()}
 
 
 def runner_of(grid: Path, runs: Path, task_data: Path | None = None) -> Runner:
     rows = None if task_data is None else str(task_data)
-    return Runner(grid.parent / "product-key.yaml", runs, read_grid(grid).measure, 1, [], rows, StopRequest())
+    return Runner(grid.parent / "product-key.yaml", runs, read_grid(grid)[0].measure, 1, [], rows, StopRequest())
 
 
 def cells_in(folder: Path) -> dict[str, dict]:
     return {cell["name"]: cell for cell in json.loads((folder / "results.json").read_text())["cells"]}
+
+
+def train_cell(grid: Path, folder: Path, *settings: str) -> None:
+    """The cell 256_seed-1, in this process."""
+    shared = ("-q", "-s", "train.steps=2", "-s", "model.memory.num_keys=16", "-s", "train.seed=1")
+    pkmlm("train", grid.parent / "product-key.yaml", "-o", folder / "cells" / "256_seed-1", *shared, *settings)
 
 
 def wait_for(log: Path) -> None:
@@ -76,7 +83,7 @@ def wait_for(log: Path) -> None:
 
 
 def test_a_sweep_trains_measures_and_tells(grid, tmp_path):
-    """One value of the rate diverges: it is a result, not a failure; the second call only tells again."""
+    """One value of the rate diverges: it is a result, not a failure; other calls only tell again, the same."""
     folder = tmp_path / "swept"
     grid.write_text(TUNED)
     sweep = ("sweep", grid, "-o", folder, "-s", "train.steps=12")
@@ -92,15 +99,75 @@ def test_a_sweep_trains_measures_and_tells(grid, tmp_path):
     assert (folder / "perplexity-by-slots.png").read_bytes().startswith(b"\x89PNG")
     assert "diverged" in (folder / "table.md").read_text()
     assert "2/2" in done.stderr
-    times = {path: path.stat().st_mtime_ns for path in run.rglob("*.safetensors")}
+    trained = RunDirectory(run).facts()
+    told = {key: trained[key] for key in ("versions", "commit", "device", "precision", "ranks")}
+    assert results["trained_by"] == [told]
+    assert {cell["tuned"]: cell["trained_by"] for cell in results["cells"]} == {"3e-3": 0, "1e30": None}
+    assert results["speed"][0]["timed_on"]["device"] == trained["device"]
+    times = {path: path.stat().st_mtime_ns for path in (folder / "cells").rglob("*.*")}
+    again = pkmlm(*sweep)
+    assert again.stdout == done.stdout
+    assert "1e30_seed-1: diverged: as its run.json says" in again.stderr
+    kept = json.loads((folder / "results.json").read_text())
+    assert kept["speed"] == results["speed"], "timed once, told twice"
+    assert times == {path: path.stat().st_mtime_ns for path in (folder / "cells").rglob("*.*")}
+    assert pkmlm(*sweep, "--table").stdout == done.stdout
+    assert json.loads((folder / "results.json").read_text()) == kept
     grid.write_text(TUNED.replace(", 1e30", ""))
-    again = pkmlm(*sweep, "-q")
-    assert json.loads((folder / "results.json").read_text())["speed"] == results["speed"], "timed once, told twice"
-    assert times == {path: path.stat().st_mtime_ns for path in run.rglob("*.safetensors")}
-    assert pkmlm(*sweep, "--table").stdout == again.stdout
     other = pkmlm(*sweep, "-s", "model.dim=16", "--table").stdout.splitlines()[4].split()
     assert other == ["256", "-", "-", "-", "21.00", "-"], "of another model nothing is known"
-    assert pkmlm(*sweep, "--table").stdout == again.stdout
+    assert "3e-3" in pkmlm(*sweep, "--table").stdout
+
+
+def test_a_run_under_other_settings_is_not_the_cells(grid, tmp_path):
+    """For training it is complete, whatever eval.tokens are; and the base's file may change while a sweep runs."""
+    folder = tmp_path / "swept"
+    grid.write_text(GRID.replace("{none: {model.memory.kind: none}, 64", "{64"))
+    sweep = ("sweep", grid, "-o", folder, "-q", "-s", "train.steps=2")
+    train_cell(grid, folder)
+    pkmlm(*sweep)
+    assert cells_in(folder)["256_seed-1"]["status"] == "measured"
+    table = pkmlm(*sweep, "-s", "eval.tokens=500", code=1).stdout
+    cell = cells_in(folder)["256_seed-1"]
+    assert (cell["status"], cell["valid_loss"]) == ("failed", None)
+    assert cell["message"] == "its run was trained with another eval.tokens: name another folder with -o"
+    assert pkmlm(*sweep, "-s", "eval.tokens=500", "--table").stdout == table
+
+
+def test_validation_is_that_of_the_last_step(grid, tmp_path, trained):
+    """As test perplexity and all else that is measured of a cell."""
+    run = RunDirectory(tmp_path / "run")
+    shutil.copytree(trained("flat-key"), run.path, symlinks=True)
+    lines = [line | {"loss": 0.5} if line["step"] == 15 else line for line in run.metrics()]
+    run.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    last = next(line for line in lines if line["event"] == "valid" and line["step"] == 30)
+    facts = facts_at_end(cells_of(grid, 30)["256_seed-1"], run)
+    assert (facts["valid_step"], facts["valid_loss"]) == (30, last["loss"])
+    assert facts["valid_token_ppl"] == last["token_ppl"]
+
+
+def test_an_error_in_timing_leaves_the_table(grid, tmp_path, tokens, monkeypatch):
+    folder, copied = tmp_path / "swept", tmp_path / "tokens"
+    shutil.copytree(tokens, copied)
+    grid.write_text(GRID.replace("{none: {model.memory.kind: none}, 64", "{64").replace("dense", "speed"))
+    sweep = ("sweep", grid, "-o", folder, "-q", "-s", "train.steps=2", "-s", f"data.dir={copied}")
+    train_cell(grid, folder, "-s", f"data.dir={copied}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    (copied / "test.documents").unlink()
+    said = pkmlm(*sweep, "--device", "3,1", code=1).stderr
+    assert f"error: nothing was timed: {copied / 'test.documents'}" in said
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3", "of the process that times"
+    assert cells_in(folder)["256_seed-1"]["status"] == "measured"
+
+    def crowded(path: Path) -> None:
+        assert "256_seed-1" in cells_in(folder), "the table is there before anything is timed"
+        (folder / "results.json").unlink()
+        raise MemoryError
+
+    monkeypatch.setattr("pkmlm.sweep.speed.load_run", crowded)
+    done = pkmlm(*sweep, code=1)
+    assert "error: nothing was timed: memory does not hold all models together" in done.stderr
+    assert done.stdout.startswith("Two memories\n")
 
 
 def test_a_stopped_sweep_goes_on(grid, tmp_path):
@@ -166,16 +233,57 @@ def test_a_cell_that_trains_longer_is_measured_again(grid, tmp_path):
     assert [command[0] for command in commands] == ["eval", "eval"], "no memory, no usage"
 
 
-def test_a_cell_on_each_device(grid, tmp_path):
+def test_a_cell_on_each_device(grid, tmp_path, monkeypatch):
     folder = tmp_path / "swept"
     said = pkmlm("sweep", grid, "-o", folder, "--device", "0,1", "--jobs", 3, code=2).stderr
     assert "--jobs 3: found 2 devices (expected one a job)" in said
     assert not folder.exists()
-    for name in ("none_seed-1", "256_seed-1"):  # no runs: these cells fail before anything is started
+    for name in ("none_seed-1", "256_seed-1"):  # these cells fail before anything is started
         (folder / "cells" / name).mkdir(parents=True)
-        (folder / "cells" / name / "done").touch()
+        (folder / "cells" / name / "recipe.yaml").write_text("name: &a x\n")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the command changes it
     done = pkmlm("sweep", grid, "-o", folder, "--device", "0,1", code=1)
     assert f"2 runs in {folder}, 2 at a time" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [("", "nothing"), ("abc", "abc"), ("0,,1", "nothing"), ("0,0", "0 twice"), ("-1", "-1"), ("0, 1", " 1")],
+)
+def test_devices_are_gpus_each_once(grid, tmp_path, names, found):
+    said = pkmlm("sweep", grid, "-o", tmp_path / "swept", "--device", names, code=2).stderr
+    assert f"error: --device {names}: found {found} (expected GPUs, each once)" in said
+    assert not (tmp_path / "swept").exists()
+
+
+def test_gpus_have_numbers_or_names():
+    names = "0,11,GPU-5f3a2b1c-0001-4d5e-8f9a-0b1c2d3e4f5a,MIG-GPU-5f3a2b1c/1/0,MIG-41b3e2"
+    assert devices_of(names) == names.split(",")
+
+
+def test_each_command_has_a_device_of_its_own(grid, tmp_path):
+    """Three cells on two devices: two train at once, are ended, and the third has one of the devices again."""
+    if not Path("/proc/self/environ").exists():
+        pytest.skip("what a process was given stands in /proc")
+    grid.write_text(GRID.replace("without: [{slots: 64}]\n", ""))
+    base, stop, given = grid.parent / "product-key.yaml", StopRequest(), {}
+    runner = Runner(base, tmp_path / "cells", ["valid_loss"], 2, ["4", "5"], None, stop)
+
+    def tick(running: list[Cell]) -> None:
+        children = list(runner.children)
+        if len(given) < 2 and len(children) < 2:
+            return
+        for child in (child for child in children if child.pid not in given):
+            entries = Path(f"/proc/{child.pid}/environ").read_bytes().split(b"\0")
+            given[child.pid] = dict(entry.split(b"=", 1) for entry in entries if entry)[b"CUDA_VISIBLE_DEVICES"]
+            child.kill()
+
+    ended: list[Outcome] = []
+    runner.run(Cells(read_grid(grid)[0], base, ["train.steps=5000"]), ended.append, tick)
+    assert [outcome.status for outcome in ended] == ["failed"] * 3
+    *first, third = given.values()
+    assert sorted(first) == [b"4", b"5"]
+    assert third in first
 
 
 def test_splits_that_a_sweep_will_need_are_asked_for_first(grid, novels, tmp_path):
@@ -184,6 +292,7 @@ def test_splits_that_a_sweep_will_need_are_asked_for_first(grid, novels, tmp_pat
         (TUNED, "tokens has no valid split, by which the grid chooses optim.lr"),
         (GRID, "tokens has no valid split, on which the grid measures valid_loss"),
         (GRID.replace("valid_loss", "usage"), "tokens has no test split, on which the grid measures usage"),
+        (GRID.replace("valid_loss", "speed"), "tokens has no test split, on which the grid measures speed"),
     ):
         grid.write_text(text)
         done = pkmlm("sweep", grid, "-o", tmp_path / "swept", "-s", f"data.dir={tmp_path / 'tokens'}", code=2)
@@ -199,6 +308,13 @@ def test_a_folder_of_another_sweep_or_of_other_files_is_left_alone(grid, tmp_pat
     assert said.startswith(f"error: {folder} holds no sweep, but other files\n")
     assert (folder / "table.md").read_text() == "mine"
     (folder / "table.md").unlink()
+    for missing in (folder, tmp_path / "swetp"):
+        said = pkmlm("sweep", grid, "-o", missing, "--table", code=2).stderr
+        assert f"error: {missing} holds no runs of a sweep" in said
+    assert not (tmp_path / "swetp").exists()
+    assert not list(folder.iterdir())
+    (folder / "cells").mkdir()
+    (tmp_path / "two" / "cells").mkdir(parents=True)
     pkmlm("sweep", grid, "-o", folder, "--table")
     other = grid.with_name("other.yaml")
     other.write_text(GRID + "scales: {small: {}, large: {}}\n")
@@ -221,6 +337,11 @@ def test_rows_of_tasks_are_asked_for_before_anything_is_trained(grid, tmp_path):
     assert "error: logiqa cannot come from the hub" in done.stderr
     assert "--task-data" in done.stderr
     assert not (tmp_path / "swept").exists()
+    grid.write_text(GRID.replace("valid_loss", "piqa"))
+    (tmp_path / "piqa.jsonl").write_text(PIQA + '{"goal": 3}\n')
+    done = pkmlm("sweep", grid, "-o", tmp_path / "swept", "--task-data", tmp_path, code=2)
+    assert f"{tmp_path / 'piqa.jsonl'}:5" in done.stderr
+    assert not (tmp_path / "swept").exists()
 
 
 def test_an_error_ends_the_sweep_at_once(grid, tmp_path):
@@ -238,7 +359,7 @@ measure: [valid_loss]
 
     runner = runner_of(grid, runs)
     with pytest.raises(RuntimeError, match="told of 2_seed-1"):
-        runner.run(Cells(read_grid(grid), base), done, lambda running: None)
+        runner.run(Cells(read_grid(grid)[0], base), done, lambda running: None)
     assert RunDirectory(runs / "5000_seed-1").facts()["status"] == "stopped"
     assert len(runner.asked) == 1, "no other command began"
     assert not (runs / "3_seed-1").exists()
@@ -269,14 +390,14 @@ def test_a_cell_that_fails_fails_alone(grid, tmp_path, trained):
     (bad / "done").touch()
     (bad / "recipe.yaml").write_text("name: &a x\n")
     shutil.copytree(trained("flat-key"), folder / "cells" / "64_seed-1", symlinks=True)
-    settings = ("-s", "train.steps=2", "-s", "model.memory.num_keys=16")
-    pkmlm("train", grid.parent / "product-key.yaml", "-o", folder / "cells" / "256_seed-1", "-q", *settings)
+    train_cell(grid, folder)
     for content in (
         "[]",
         "{}",
         '{"grid": "grid", "speed": 5}',
         '{"grid": "grid", "speed": [{}]}',
         '{"grid": "grid", "speed": [{"point": {"slots": 5}, "tokens_per_second": []}]}',
+        '{"grid": "grid", "speed": [{"point": {"slots": "64"}, "tokens_per_second": [], "timed_on": 5}]}',
     ):
         (folder / "results.json").write_text(content)
         said = pkmlm("sweep", grid, "-o", folder, "--table", code=2).stderr

@@ -10,9 +10,10 @@ import pytest
 from pkmlm.cli.sweep import recall_speeds
 from pkmlm.errors import UserError
 from pkmlm.recipe.load import load_recipe
+from pkmlm.recipe.nodes import parse, yaml_text
 from pkmlm.runtime.files import write_json
 from pkmlm.sweep.cells import Cells
-from pkmlm.sweep.grid import Grid, read_grid, scales_of
+from pkmlm.sweep.grid import Grid, read_grid
 from pkmlm.sweep.plots import draw, picture
 from pkmlm.sweep.results import Results, Speed
 from pkmlm.sweep.runner import Outcome
@@ -67,14 +68,14 @@ def folder(tmp_path: Path) -> Path:
 
 def grid_of(folder: Path, text: str = GRID, scale: str | None = "large") -> Grid:
     (folder / "grid.yaml").write_text(text)
-    return read_grid(folder / "grid.yaml", scale)
+    return read_grid(folder / "grid.yaml", scale)[0]
 
 
 def test_points_are_the_product_without_what_is_left_out(folder):
     assert grid_of(folder).points() == list(P)
     assert grid_of(folder, scale="small").points() == list(P[:3])
-    assert grid_of(folder, scale=None).seeds == (1,), "the first scale is the one that is taken"
-    assert scales_of(folder / "grid.yaml") == ["small", "large"]
+    grid, scale = read_grid(folder / "grid.yaml")
+    assert (grid.seeds, scale) == ((1,), "small"), "the first scale is the one that is taken"
 
 
 def test_every_cell_is_its_recipe(folder):
@@ -86,7 +87,10 @@ def test_every_cell_is_its_recipe(folder):
     assert (cell.recipe.model.dim, cell.recipe.optim.lr, cell.recipe.train.steps) == (16, 2e-3, 7)
     others = cells.others(cell)
     assert [(other.seed, other.tuned, other.recipe.train.seed) for other in others] == [(2, "2e-3", 2)]
-    assert load_recipe(folder / "base.yaml", cell.overrides) == cell.recipe
+    for each in (cell, *others):
+        assert load_recipe(folder / "base.yaml", each.overrides) == each.recipe
+    (folder / "base.yaml").unlink()
+    assert cells.others(cell) == others, "the base as it was at first"
     assert cell.name == "256_yes_2e-3_seed-1"
 
 
@@ -126,6 +130,8 @@ def test_the_papers_numbers_are_found_in_lists_and_mappings(folder):
         ("base: base.yaml\n", "", "base is missing or empty"),
         ("seeds: [1, 2]", "seeds: [one]", "grid.yaml:3:"),
         ("seeds: [1, 2]", "seeds: []", "seeds is missing or empty"),
+        ("seeds: [1, 2]", "seeds: [1, -2]", "slots none, norm no: -s train.seed=-2: train.seed"),
+        ("y: perplexity, line", "y: perplexity, log: x, line", "figures: found log: x along the axis slots"),
         ("no: {model: {", "no: {mode: {", "slots none, norm no: -s mode.memory.query_norm=none: unknown key mode"),
         ("num_keys: 8}", "num_keys: -8}", "slots 64, norm no: "),
         ("    none: {model.memory.kind: none}", "    none: [3]", "expected recipe keys"),
@@ -248,7 +254,7 @@ def test_other_seeds_count_at_the_best_tuned_value_only(folder):
     )
     assert next(row for row in costs.rows if tuple(row[:2]) == P[2])[2:5] == ["2e-3", 2, "3.0"]
     assert next(row for row in tried.rows if tuple(row[:2]) == P[2])[2:] == [5.0, 4.0, 4.5]
-    made = results.as_json("grid", "large", "base.yaml", {"device": "cpu", "torch": "2"})
+    made = results.as_json("grid", "large", "base.yaml")
     point = next(point for point in made["points"] if tuple(point["point"].values()) == P[2])
     assert point["measured"]["perplexity"] == {"mean": 55.0, "values": [50.0, 60.0]}
     assert point["tuned"] == "2e-3"
@@ -321,22 +327,22 @@ def test_a_speed_is_that_of_the_recipe_that_was_timed(folder):
         return results
 
     results = recalled(cells)
-    results.speeds = {P[0]: Speed(cells.tuning(P[0])[0].recipe_sha256, [1000.0, 3000.0, 2000.0])}
-    machine = {"device": "cpu", "torch": "2"}
-    write_json(folder / "results.json", results.as_json("grid", None, "base.yaml", machine))
+    timed_on = {"device": "cpu", "torch": "2"}
+    results.speeds = {P[0]: Speed(cells.tuning(P[0])[0].recipe_sha256, [1000.0, 3000.0, 2000.0], timed_on)}
+    write_json(folder / "results.json", results.as_json("grid", None, "base.yaml"))
     assert recalled(cells).values("speed", P[0]) == (2.0,)
+    assert recalled(cells).speeds == results.speeds
     assert recalled(other).values("speed", P[0]) == ()
-    write_json(folder / "results.json", recalled(other).as_json("grid", None, "base.yaml", machine))
+    write_json(folder / "results.json", recalled(other).as_json("grid", None, "base.yaml"))
     assert recalled(cells).values("speed", P[0]) == (2.0,), "another's table loses no time"
     kept = json.loads((folder / "results.json").read_text())
-    for change in ({"recipe": None}, {"tokens_per_second": [1e308, 1e308]}, {"tokens_per_second": [-1, 2, 3]}):
-        write_json(folder / "results.json", kept | {"speed": [kept["speed"][0] | change]})
-        assert recalled(cells).values("speed", P[0]) == (), change
+    write_json(folder / "results.json", kept | {"speed": [kept["speed"][0] | {"recipe": None}]})
+    assert recalled(cells).values("speed", P[0]) == ()
 
 
 def test_what_a_value_stands_for_is_in_the_table():
     path = ROOT / "recipes" / "memoryformer" / "grids" / "table-4.yaml"
-    grid = read_grid(path, "cpu")
+    grid, _ = read_grid(path, "cpu")
     cells = Cells(grid, path.parent / grid.base)
     results = Results(grid, cells, {point: {} for point in grid.points()})
     for cell in cells.first.values():
@@ -356,21 +362,22 @@ GRIDS = sorted((ROOT / "recipes").glob("*/grids/*.yaml"))
 
 @pytest.mark.parametrize("path", GRIDS, ids=lambda path: f"{path.parts[-3]}-{path.stem}")
 def test_the_papers_grids_are_possible_at_every_scale(path):
-    for scale in scales_of(path) or [None]:
-        grid = read_grid(path, scale)
+    scales, tested = parse(yaml_text(path), str(path)).value.get("scales"), set()
+    for scale in scales.value if scales else [None]:
+        grid, _ = read_grid(path, scale)
         cells = Cells(grid, path.parent / grid.base)
         assert len(cells) >= len(grid.points())
         for measure in grid.paper:
             assert any(grid.paper_value(measure, point) is not None for point in grid.points()), (path, measure)
-        for claim in grid.claims:
-            assert list(pairs_of(grid, claim)), (path, scale, claim.text)
+        tested |= {claim.text for claim in grid.claims if list(pairs_of(grid, claim))}
+    assert tested == {claim.text for claim in grid.claims}, "some scale has points for each claim"
 
 
 @pytest.mark.parametrize("path", GRIDS, ids=lambda path: f"{path.parts[-3]}-{path.stem}")
 def test_every_grid_has_a_make_target(path):
     target = f"{path.parts[-3]}-{path.stem}"
-    command = ["make", "-n", target, "SCALE=gpu", "TOKENS=some/tokens", "CORPUS=some"]
+    command = ["make", "-n", target, "SCALE=gpu", "TOKENS=some/tokens", "CORPUS=some", "DEVICES=0,1"]
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout
     (line,) = [line for line in told.splitlines() if "pkmlm sweep" in line]
     assert f"sweep {path.relative_to(ROOT)} -o sweeps/{target}" in line
-    assert target == "memoryformer-figure-1" or "--scale gpu" in line
+    assert target == "memoryformer-figure-1" or "--scale gpu --device 0,1" in line
