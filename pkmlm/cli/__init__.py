@@ -64,11 +64,21 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
 
+def set_verbose(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    context.ensure_object(dict)["verbose"] = value
+
+
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="pkmlm %(version)s")
-@click.option("-v", "--verbose", is_flag=True, help="With an error, also show where in the program it arose.")
-@click.pass_context
-def cli(context: click.Context, verbose: bool) -> None:
+@click.option(
+    "-v",
+    "--verbose",
+    is_flag=True,
+    expose_value=False,
+    callback=set_verbose,
+    help="With an error, also show where in the program it arose.",
+)
+def cli() -> None:
     """Train and measure language models whose capacity lies in a large, sparsely read memory.
 
     \b
@@ -80,7 +90,6 @@ def cli(context: click.Context, verbose: bool) -> None:
 
     Results go to standard output, progress to standard error. Shell completion: see the README.
     """
-    context.ensure_object(dict)["verbose"] = verbose
 
 
 def main() -> None:
@@ -99,23 +108,28 @@ def main() -> None:
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         code = 2
-    except click.ClickException as error:
-        code = report(UserError(printable(error.format_message()).rstrip("."), help_of(error)))
-    except UserError as error:
-        code = report(error)
-        if settings.get("verbose"):
-            traceback.print_exception(error)
     except (KeyboardInterrupt, click.Abort):
         if os.environ.get("RANK", "0") == "0":
             print("\ninterrupted", file=sys.stderr)
         code = 130
-    except MemoryError:
-        code = report(UserError("out of memory", exit_code=1))
-    except RuntimeError as error:
-        code = torch_refused(error)
-    except OSError as error:
-        code = system_refused(error)
+    except Exception as error:
+        code = told(error)
+        if code and settings.get("verbose"):
+            traceback.print_exception(error)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def told(error: Exception) -> int:
+    """Say in two lines what a user can mend, or the machine refuses, and return the exit code; raise all else again."""
+    if isinstance(error, click.ClickException):
+        return report(UserError(printable(error.format_message()).rstrip("."), help_of(error)))
+    if isinstance(error, UserError):
+        return report(error)
+    if isinstance(error, OSError):
+        return system_refused(error)
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and torch_is_short(error)):
+        return report(UserError("out of memory", exit_code=1))  # `pkmlm train` has said what to lower
+    raise error
 
 
 def help_of(error: click.ClickException) -> str:
@@ -124,13 +138,11 @@ def help_of(error: click.ClickException) -> str:
     return f"`{context.command_path} --help` shows how it is used" if context else ""
 
 
-def torch_refused(error: RuntimeError) -> int:
-    """Say that memory has run out, where that is what torch says; `pkmlm train` has said what to lower."""
+def torch_is_short(error: RuntimeError) -> bool:
+    """Whether torch says that memory has run out."""
     from pkmlm.runtime.device import is_shortage
 
-    if not is_shortage(error):
-        raise error
-    return report(UserError("out of memory", exit_code=1))
+    return is_shortage(error)
 
 
 def system_refused(error: OSError) -> int:

@@ -21,7 +21,6 @@ SIZE = click.IntRange(1, 1 << 40)  # beyond it, counts would not fit into floati
 @click.command(short_help="Parameters, operations, bytes and memory of a recipe.")
 @click.argument("recipe", required=False, metavar="RECIPE")
 @set_option
-@click.option("--vocab-size", type=SIZE, help="Rows of the embedding, where the recipe leaves them open.")
 @click.option(
     "--entry-bytes",
     type=click.Choice(["2", "4"]),
@@ -56,7 +55,6 @@ SIZE = click.IntRange(1, 1 << 40)  # beyond it, counts would not fit into floati
 def command(
     recipe: str | None,
     overrides: tuple[str, ...],
-    vocab_size: int | None,
     entry_bytes: str,
     hash_layer: tuple[int, int, int] | None,
     tokens: int,
@@ -74,7 +72,7 @@ def command(
     \b
     Examples:
       pkmlm cost recipes/memoryformer/tiny.yaml
-      pkmlm cost recipes/demo.yaml --vocab-size 4096 --json
+      pkmlm cost recipes/demo.yaml -s model.vocab_size=4096 --json
       pkmlm cost recipes/pkm/16-layers.yaml -s model.memory.num_keys=1024
       pkmlm cost recipes/pkm/16-layers.yaml --world 8 --device-memory 80GB
       pkmlm cost --hash-layer 8 64 512
@@ -92,7 +90,7 @@ def command(
         result, text = one_layer(hash_layer, tokens, width)
     else:
         assert recipe is not None
-        result, text = whole_model(recipe, overrides, vocab_size, width, world, device_memory)
+        result, text = whole_model(recipe, overrides, width, world, device_memory)
     click.echo(json.dumps(result, indent=2) if as_json else text)
 
 
@@ -118,7 +116,6 @@ def one_layer(shape: tuple[int, int, int], tokens: int, entry_bytes: int) -> tup
 def whole_model(
     file: str,
     overrides: tuple[str, ...],
-    vocab_size: int | None,
     entry_bytes: int,
     world: int | None,
     device_memory: int | None,
@@ -128,7 +125,7 @@ def whole_model(
     from pkmlm.recipe.load import load_recipe
 
     recipe = load_recipe(file, overrides)
-    rows = vocab_size or vocabulary(recipe)
+    rows = vocabulary(recipe)
     cost = cost_of(recipe, rows, entry_bytes)
     tables = [layer_table(recipe, cost), total_table(cost, rows), training_table(recipe, cost)]
     result = cost.as_json()

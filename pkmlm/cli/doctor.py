@@ -10,7 +10,7 @@ from pkmlm.errors import UserError
 
 NEEDED = (
     *("torch", "numpy", "numba", "sentencepiece", "click", "rich", "pyyaml", "safetensors", "zstandard", "pyarrow"),
-    *("matplotlib", "psutil", "lm-eval", "datasets"),
+    *("matplotlib", "psutil", "lm-eval", "datasets", "huggingface-hub", "jinja2"),
 )
 OLDEST_TORCH = (2, 10)
 GIGA = 10**9

@@ -29,9 +29,9 @@ def report(recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokenizer", world: "W
     cost = cost_of(recipe, recipe.model.vocab_size or tokenizer.size)
     train = recipe.train
     epochs = train.steps * train.batch_tokens / corpus.tokens
-    total = sum(cost.training.values()) / 2**20
-    sizes = f"{total:,.0f} MiB to train: " + ", ".join(
-        f"{name} {size / 2**20:,.0f} MiB" for name, size in cost.training.items()
+    total = sum(cost.training.values()) / 1e6
+    sizes = f"{total:,.0f} MB to train: " + ", ".join(
+        f"{name} {size / 1e6:,.0f} MB" for name, size in cost.training.items()
     )
     several = f" on each of {world.size} processes" if world.size > 1 else ""
     lines = [
@@ -53,7 +53,7 @@ def report(recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokenizer", world: "W
     began = time.monotonic()
     result = stepper.take(1)
     seconds = time.monotonic() - began
-    resident = psutil.Process().memory_info().rss / 2**20
+    resident = psutil.Process().memory_info().rss / 1e6
     if world.rank == 0:
-        click.echo(f"first step   loss {result.loss:.3f}, {seconds:.2f} s (with warm-up), {resident:,.0f} MiB resident")
+        click.echo(f"first step   loss {result.loss:.3f}, {seconds:.2f} s (with warm-up), {resident:,.0f} MB resident")
     return 0

@@ -125,7 +125,7 @@ def train_in(
     from pkmlm.runtime.signals import stop_on_signals
     from pkmlm.train.checkpoint import fall_back
 
-    run, lead, damage, complete = RunDirectory(output), world.rank == 0, [], False
+    run, lead, warnings, complete = RunDirectory(output), world.rank == 0, [], False
     device = choose_device()
     with ExitStack() as held, stop_on_signals(world.largest) as stop:
         with world.together():
@@ -138,7 +138,7 @@ def train_in(
                 held.enter_context(run.locked())
                 if run.steps():
                     refuse_changes(run, recipe)
-                    damage = fall_back(run)
+                    warnings = fall_back(run)
                     refuse_other_data(run, recipe, corpus)
                 complete = ended_already(run, recipe)
         if world.broadcast(complete):
@@ -157,13 +157,11 @@ def train_in(
                 begin(run, recipe, corpus, tokenizer)
                 facts = circumstances(recipe, tokenizer, device, precision, reason, world.size)
                 if run.steps():
-                    damage += changes(before, facts, earlier, recipe) + lost_metrics(run)
+                    warnings += changes(before, facts, earlier, recipe) + lost_metrics(run)
                     facts = with_earlier(before, facts, run.steps()[-1])
                 run.note(**facts, status="running", exit_code=None, rank=None)
         with noting_failure(run, recipe, tokenizer, world):
-            outcome = run_loop(
-                run, recipe, corpus, tokenizer, device, precision, f"{precision}: {reason}", damage, stop, quiet, world
-            )
+            outcome = run_loop(run, recipe, corpus, tokenizer, device, precision, reason, warnings, stop, quiet, world)
         with world.together():
             if lead:
                 run.note(status=outcome.status, exit_code=outcome.exit_code, step=outcome.step)
@@ -227,13 +225,13 @@ def run_loop(
     tokenizer: "Tokenizer",
     device: "torch.device",
     precision: str,
-    precision_line: str,
-    damage: list[str],
+    reason: str,
+    warnings: list[str],
     stop: "StopRequest",
     quiet: bool,
     world: "World",
 ) -> "Outcome":
-    """Build the model and train it; `damage` is what to warn of first."""
+    """Build the model and train it; the log begins with `warnings` and the `reason` for the precision."""
     from pkmlm.data.batches import Batches
     from pkmlm.evaluate.validation import validation
     from pkmlm.runtime.distributed import ranks_of
@@ -250,11 +248,11 @@ def run_loop(
                 heard = TrainingLog(run.path, recipe.name, recipe.train.steps, recipe.log, quiet=quiet, judge=judge)
                 log = opened.enter_context(heard)
         steps = world.broadcast(run.steps())
-        for text in damage:
+        for text in warnings:
             log.warn(steps[-1], text)
         doing = f"resuming at step {steps[-1]}" if steps else "training"
         several = f" and {world.size - 1} more" if world.size > 1 else ""
-        log.say(f"{doing} in {run.path} on {device}{several}, {precision_line}")
+        log.say(f"{doing} in {run.path} on {device}{several}, {precision}: {reason}")
         with world.together():
             if steps:
                 check_shapes(run.checkpoint(steps[-1]), recipe, tokenizer)

@@ -12,11 +12,11 @@ OF_A_FORWARD = ("activations", "logits", "search")  # parts of `Cost.training` t
 def out_of_memory(recipe: Recipe, vocab_size: int) -> UserError:
     """The error that names the key to lower, and to what; exit code 1."""
     training = cost_of(recipe, vocab_size).training
-    parts = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in training.items() if size >= 1 << 20)
-    total = sum(training.values()) / 2**20
+    parts = ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in training.items() if size >= 1e6)
+    total = sum(training.values()) / 1e6
     key, value, lower = what_to_lower(recipe, training)
     return UserError(
-        f"out of memory: training needs about {total:,.0f} MiB and the framework ({parts or 'little of each part'})",
+        f"out of memory: training needs about {total:,.0f} MB and the framework ({parts or 'little of each part'})",
         f"lower {key} from {value} to {lower}: -s {key}={lower} (under another -o, if the run has a checkpoint)",
         exit_code=1,
     )

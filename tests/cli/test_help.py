@@ -67,19 +67,33 @@ def test_versions_and_wrong_words():
     assert pkmlm(code=2).stderr.startswith("Usage: pkmlm [OPTIONS] COMMAND")
 
 
-def test_verbose_shows_where_an_error_arose():
-    words = ["recipe", "check", "nowhere.yaml"]
-    short = pkmlm(*words, code=2).stderr
-    command = [sys.executable, "-m", "pkmlm", "-v", *words]
-    long = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60).stderr
-    assert short.startswith("error: ")
+GONE = "os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone'); "
+
+
+@pytest.mark.parametrize(
+    ("before", "words", "told", "where"),
+    [
+        ("", ["recipe", "check", "nowhere.yaml"], "error: no such recipe: nowhere.yaml\n", "in read_tree"),
+        ("", ["trian"], "error: No such command 'trian'. Did you mean 'train'?\n", "in resolve_command"),
+        (GONE, ["compare", "run"], "error: the working directory is gone\nhint: cd to another one\n", "in open_runs"),
+    ],
+)
+def test_verbose_shows_where_an_error_arose(tmp_path, before, words, told, where):
+    program = f"import os, sys; from pkmlm.cli import main; {before}sys.argv = ['pkmlm', *sys.argv[1:]]; main()"
+    short, long = (
+        subprocess.run(
+            [sys.executable, "-c", program, *some, *words], capture_output=True, text=True, cwd=tmp_path, timeout=60
+        ).stderr
+        for some in ([], ["-v"])
+    )
+    assert short.startswith(told)
     assert len(short.splitlines()) <= 2
     assert long.startswith(short + "Traceback (most recent call last):\n")
-    assert "in read_tree" in long
+    assert where in long
 
 
 def test_a_closed_pipe_is_no_error():
-    command = f"{sys.executable} -m pkmlm recipe keys | head -1"
+    command = f"{sys.executable} -m pkmlm -v recipe keys | true"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, cwd=ROOT)
     assert done.stderr == ""
     assert done.returncode in (0, 141)

@@ -359,7 +359,7 @@ def test_sigterm_saves_wherever_it_comes(ground):
 def test_out_of_memory_says_what_to_lower(ground):
     arguments = ["-s", "model.memory.num_keys=2048", "-s", "model.dim=64", "-s", "model.memory.topk=4"]
     said = ground.train("product-key", ground.folder / "oom", *arguments, code=1, memory=1 << 30).stderr
-    found = re.search(r"^error: out of memory: training needs about [\d,]+ MiB", said, re.MULTILINE)
+    found = re.search(r"^error: out of memory: training needs about [\d,]+ MB", said, re.MULTILINE)
     assert found, said
     assert "hint: lower model.memory.num_keys from 2048 to 1448: -s model.memory.num_keys=1448" in said
     assert said.count("error: ") == 1
