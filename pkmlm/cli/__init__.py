@@ -63,6 +63,12 @@ class LazyGroup(click.Group):
             raise click.UsageError(f"No such command '{args[0]}'.{hint}", ctx)
         return super().resolve_command(ctx, args)
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:  # click itself would call it a failure
+            ctx.exit(told(error))
+
 
 def set_verbose(context: click.Context, parameter: click.Parameter, value: bool) -> None:
     context.ensure_object(dict)["verbose"] = value
@@ -112,10 +118,6 @@ def main() -> None:
         if os.environ.get("RANK", "0") == "0":
             print("\ninterrupted", file=sys.stderr)
         code = 130
-    except SystemExit as stop:
-        if not isinstance(stop.__context__, BrokenPipeError):
-            raise
-        code = told(stop.__context__)  # click would call a closed pipe a failure
     except Exception as error:
         code = told(error)
         if code and settings.get("verbose"):

@@ -92,9 +92,8 @@ def test_verbose_shows_where_an_error_arose(tmp_path, before, words, told, where
     assert where in long
 
 
-@pytest.mark.parametrize("words", ["-v recipe keys", "--help"])
-def test_a_closed_pipe_is_no_error(words):
-    command = f"{sys.executable} -m pkmlm {words} | true"
+def test_a_closed_pipe_is_no_error():
+    command = f"{sys.executable} -m pkmlm -v recipe keys | true"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, cwd=ROOT)
     assert done.stderr == ""
     assert done.returncode == 0
