@@ -161,9 +161,9 @@ def test_an_error_in_timing_leaves_the_table(grid, tmp_path, tokens, monkeypatch
 
     def crowded(path: Path) -> None:
         assert "256_seed-1" in cells_in(folder), "the table is there before anything is timed"
-        (folder / "results.json").unlink()
         raise MemoryError
 
+    (folder / "results.json").unlink()
     monkeypatch.setattr("pkmlm.sweep.speed.load_run", crowded)
     done = pkmlm(*sweep, code=1)
     assert "error: nothing was timed: memory does not hold all models together" in done.stderr
