@@ -5,6 +5,7 @@ S: slots of a memory.
 
 import base64
 import json
+import re
 import zlib
 from collections.abc import Sequence
 from importlib.resources import files
@@ -22,14 +23,6 @@ from pkmlm.report.usage import MemoryUsage
 
 CODES = 65534  # steps of a mass on the page's logarithmic scale
 CONTEXTS = 6  # shown of a slot
-PARTS = {
-    "/*chart style*/": "uPlot.min.css",
-    "/*style*/": "page.css",
-    "/*chart licence*/": "uPlot.LICENSE",
-    "/*chart*/": "uPlot.iife.min.js",
-    "/*map*/": "map.js",
-    "/*script*/": "page.js",
-}
 
 
 def usage_page(
@@ -58,10 +51,12 @@ def usage_page(
     # Base64 holds nothing that ends a script, whatever the text.
     data = packed(json.dumps({"runs": runs, "colours": colours}, allow_nan=False).encode())
     folder = files("pkmlm.report") / "page"
-    page = (folder / "page.html").read_text(encoding="utf-8")
-    for mark, name in PARTS.items():
-        page = page.replace(mark, (folder / name).read_text(encoding="utf-8").strip(), 1)
-    return page.replace("/*data*/", data, 1)
+
+    def part(mark: re.Match[str]) -> str:
+        return data if mark[1] == "data" else (folder / mark[1]).read_text(encoding="utf-8").strip()
+
+    # What stands in the page as /*charts.js*/ is that file.
+    return re.sub(r"/\*([\w.]+)\*/", part, (folder / "page.html").read_text(encoding="utf-8"))
 
 
 def memory_data(memory: MemoryUsage, holding: Holding) -> dict[str, Any]:

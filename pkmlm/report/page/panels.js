@@ -1,0 +1,203 @@
+"use strict";
+// One function a panel, but for the map of slots; null where there is nothing to show.
+
+const NAMES = { mass: "mass", count: "count", uniform: "random" };
+const MEASURES = [
+  ["usage", "Slots used", share],
+  ["kl", "KL (nats)", fixed(4)],
+  ["gini", "Gini", fixed(3)],
+  ["top50", "hold 50 %", count],
+  ["top90", "90 %", count],
+  ["top99", "99 %", count],
+  ["effective", "Effective", fixed(0)],
+];
+
+function summary(entry, facts) {
+  const rows = Object.entries(NAMES).map(([by, name]) => [
+    name,
+    ...MEASURES.map(([key, , shown]) => [facts[by][key], shown]),
+  ]);
+  const text =
+    `${entry.run} at step ${count(entry.step)}, ${entry.split}: ${count(facts.tokens)} tokens, ` +
+    `${count(facts.reads)} reads of ${count(facts.slots)} slots (${facts.kind}).`;
+  const caption = "By mass, by count, and what as many random reads give";
+  const headings = ["By", ...MEASURES.map(([, name]) => name)];
+  return panel("summary", "Summary", make("p", {}, text), table(caption, headings, rows));
+}
+
+function sortedMass(data) {
+  const title = "Sorted slot mass";
+  if (!data.sorted) return panel("sorted", title, make("p", {}, "Nothing was read."));
+  const [ranks, shares] = data.sorted;
+  const [floorX, floorY] = data.uniform || [[], []];
+  const x = [...new Set([...ranks, ...floorX])].sort((a, b) => a - b);
+  const along = (xs, ys) => {
+    const at = new Map(xs.map((v, i) => [v, ys[i]]));
+    return x.map((v) => at.get(v) ?? null);
+  };
+  const lines = [
+    { label: "measured", values: along(ranks, shares), colour: "blue" },
+    { label: "random", values: along(floorX, floorY), colour: "red", dash: DASHED },
+  ];
+  const options = { log: true, xLabel: "slots, most used first", yLabel: "share of the mass" };
+  const drawn = chart("Share of the mass of each slot by rank, both logarithmic", x, lines, options);
+  const few = ranks
+    .map((rank, i) => [count(rank), [shares[i], share]])
+    .filter((_, i) => i < 20 || i % Math.ceil(ranks.length / 60) === 0);
+  return panel("sorted", title, drawn, behind("Share by rank", ["Rank", "Share"], few));
+}
+
+// One bar for each of some parts; of numbers that may be null.
+function bars(label, name, colour, values, xLabel, ticks) {
+  const line = { label: name, values, colour, bars: true };
+  const options = { xLabel, yLabel: name, zero: true, ticks };
+  return chart(label, values.map((_, i) => i + 1), [line], options);
+}
+
+function heads(facts) {
+  const unit = facts.heads ? "head" : "table";
+  const parts = facts[unit + "s"], floor = facts.uniform_head;
+  const row = (name, part) => [name, [part.usage, share], [part.kl, fixed(4)]];
+  const rows = [...parts.map((part) => row(`${unit} ${part[unit]}`, part)), row("random", floor)];
+  const percent = parts.map((part) => 100 * part.usage), kl = parts.map((part) => part.kl);
+  const ticks = (at) => (parts[at - 1] ? String(parts[at - 1][unit]) : "");
+  return panel(
+    "heads",
+    `Each ${unit} by itself`,
+    bars(`slots used (%) of each ${unit}`, "slots used (%)", "blue", percent, unit, ticks),
+    bars(`KL (nats) of each ${unit}`, "KL (nats)", "green", kl, unit, ticks),
+    behind(`By mass, each ${unit}`, [unit, "Slots used", "KL (nats)"], rows),
+  );
+}
+
+function layers(entry) {
+  const name = (m) => `${m.layer} ${m.name}`;
+  const ticks = (at) => (entry.memories[at - 1] ? name(entry.memories[at - 1]) : "");
+  const percent = entry.memories.map((m) => 100 * m.mass.usage);
+  const rows = entry.memories.map((m) => [
+    name(m),
+    [m.mass.usage, share],
+    [m.uniform.usage, share],
+    [m.mass.kl, fixed(4)],
+    [m.uniform.kl, fixed(4)],
+    [m.mass.gini, fixed(3)],
+  ]);
+  return panel(
+    "layers",
+    "Each layer",
+    bars("Share of slots used in each memory", "slots used (%)", "blue", percent, "memory", ticks),
+    behind("By mass", ["Layer", "Slots used", "random", "KL (nats)", "random", "Gini"], rows),
+  );
+}
+
+function overlap(facts, colours) {
+  const matrix = facts.head_overlap_matrix;
+  if (!matrix) return null;
+  const most = Math.max(1e-12, ...matrix.flatMap((row, g) => row.filter((_, h) => h !== g)));
+  const cell = (value, own) => {
+    const node = make("td", { "data-value": String(value) }, own ? "-" : share(value));
+    if (!own) {
+      const tone = Math.round((255 * value) / most);
+      node.style.background = colours[tone];
+      node.style.color = tone > 140 ? "#000" : "#fff";
+    }
+    return node;
+  };
+  const name = (h, scope) => make("th", { scope }, String(h + 1));
+  const rows = matrix.map((row, g) =>
+    make("tr", {}, name(g, "row"), ...row.map((value, h) => cell(value, g === h))));
+  const head = make("tr", {}, make("th", { scope: "col" }, "Head"), ...matrix.map((_, h) => name(h, "col")));
+  const caption = `Share of a head's slots, for one token; random: ${share(facts.head_overlap_uniform)}`;
+  return panel(
+    "overlap",
+    "Slots that two heads have in common",
+    make(
+      "table",
+      { class: "overlap" },
+      make("caption", {}, caption),
+      make("thead", {}, head),
+      make("tbody", {}, ...rows),
+    ),
+  );
+}
+
+function buckets(facts, counts) {
+  if (facts.kind !== "hash") return null;
+  const each = facts.slots / facts.tables.length;
+  const choice = make("select", {}, ...facts.tables.map((t) => make("option", {}, String(t.table))));
+  const place = make("div");
+  const draw = () => {
+    const start = each * choice.selectedIndex, own = Array.from(counts.slice(start, start + each));
+    const total = own.reduce((a, b) => a + b, 0) || 1;
+    const lines = [
+      { label: "reads (%)", values: own.map((n) => (100 * n) / total), colour: "blue", bars: true },
+      { label: "uniform", values: own.map(() => 100 / each), colour: "red", dash: DASHED },
+    ];
+    const options = { xLabel: "bucket", yLabel: "reads (%)", zero: true };
+    place.replaceChildren(
+      chart("Reads of each bucket", own.map((_, i) => i), lines, options),
+      behind(`Buckets of table ${choice.value}`, ["Bucket", "Reads"], own.map((n, i) => [String(i), [n, count]])),
+    );
+  };
+  choice.addEventListener("change", draw);
+  draw();
+  return panel("buckets", "Bucket frequency", make("label", {}, "Table ", choice), place);
+}
+
+// On the validation text, at each validation.
+function validations([step, usage, kl, floorUsage, floorKl], slots) {
+  const dead = usage.map((u) => Math.round((1 - u) * slots));
+  const percent = (values) => values.map((u) => 100 * u);
+  const over = (name, yLabel, values, floor) => {
+    const lines = [{ label: "measured", values, colour: "blue", points: true }];
+    if (floor) lines.push({ label: "random", values: floor, colour: "red", dash: DASHED });
+    return chart(name, step, lines, { xLabel: "step", yLabel, zero: true });
+  };
+  const rows = step.map((s, i) => [count(s), [usage[i], share], [kl[i], fixed(4)], [dead[i], count]]);
+  return [
+    over("Slots used over training", "slots used (%)", percent(usage), percent(floorUsage)),
+    over("KL over training", "KL (nats)", kl, floorKl),
+    over("Dead slots over training", "slots not read", dead),
+    behind("On the validation text", ["Step", "Slots used", "KL (nats)", "Dead slots"], rows),
+  ];
+}
+
+// In training, between two records.
+function drifts(records) {
+  const step = records.map((d) => d.step);
+  const line = (key, colour) => ({ label: key, values: records.map((d) => d[key]), colour, points: true });
+  const moved = {
+    label: "moved (%)",
+    values: records.map((d) => (d.moved === null ? null : 100 * d.moved)),
+    colour: "pink",
+    points: true,
+  };
+  const rows = records.map((d) => [
+    count(d.step),
+    [d.read, count],
+    [d.died, count],
+    [d.woke, count],
+    [d.never, count],
+    [d.moved, share],
+  ]);
+  return [
+    make("h3", {}, "Drift: slots that died, woke, never learnt"),
+    chart(
+      "Slots that died, woke, and were never read, between records of training",
+      step,
+      [line("died", "red"), line("woke", "green"), line("never", "blue")],
+      { xLabel: "step", yLabel: "slots", zero: true },
+    ),
+    chart("How far values moved", step, [moved], { xLabel: "step", yLabel: "moved (% of size)", zero: true }),
+    note(
+      "In training, between two records: died = read before, not since; woke = not read before, read since; never = " +
+        "not read so far, so never learnt; moved = median way of read values, over their size before.",
+    ),
+    behind("Drift", ["Step", "Read", "Died", "Woke", "Never", "Moved"], rows),
+  ];
+}
+
+function training(valid, drift, slots) {
+  const parts = [...(valid ? validations(valid, slots) : []), ...(drift ? drifts(drift) : [])];
+  return parts.length ? panel("training", "Over training", ...parts) : null;
+}
