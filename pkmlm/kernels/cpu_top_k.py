@@ -100,10 +100,12 @@ def _best(n: int, k: int, scratch: Any, column_k: Any) -> None:
     """The columns of the k highest of the n integers in scratch, highest first, equal ones by column."""
     x_n, lane_l, found_m, column_m, above_m, equal_k = scratch
     bound = _bound(x_n, n, k, lane_l, above_m)
-    found = 0
-    for column in range(n):  # without a branch: written always, kept if it reaches the bound
-        found_m[found], column_m[found] = x_n[column], column
-        found += np.int64(x_n[column] >= bound)
+    found = equal = 0
+    for column in range(n):  # without a branch: written always, kept if above the bound or of the first k that equal it
+        x = x_n[column]
+        found_m[found], column_m[found] = x, column
+        found += np.int64((x > bound) | ((x == bound) & (equal < k)))
+        equal += np.int64(x == bound)
     padded = (found + VECTOR - 1) // VECTOR * VECTOR
     found_m[found:padded] = LOWEST
     _count_above(found_m, padded, above_m)

@@ -153,6 +153,7 @@ def prune(run: RunDirectory, keep: int) -> None:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write tensors as safetensors, and sync the file."""
     with disk_errors(path):
         try:
             save_file(tensors, path, metadata)

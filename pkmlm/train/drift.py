@@ -32,7 +32,8 @@ class Drift:
     """Records a "drift" event in metrics.jsonl every `eval.every` steps and at the end, and RUN/usage/drift-step-N.npz.
 
     Reads of all slots are noted; the values of SAMPLE slots, drawn from the recipe's seed, are compared with those of
-    the record before. A run that goes on reads the file of its checkpoint; without a whole one, recording begins there.
+    the record before. What a run needs that goes on from a checkpoint between two records is in kept-step-N.npz, as
+    long as there is the checkpoint; without a whole one, recording begins there.
 
     Args:
         folder: RUN/usage.
@@ -71,37 +72,47 @@ class Drift:
         log.event("drift", step, since=self.since, began=self.began, memories=[numbers for numbers, _ in found])
         moved = {f"{number}-{name}": array for number, (_, ways) in enumerate(found) for name, array in ways.items()}
         self.since = step
-        self._write(step, {**arrays, **moved})
+        self._write(self.file(step), step, {**arrays, **moved})
         for memory in self.memories:
             memory.begin()
 
     def keep(self, step: int) -> None:
-        """With a checkpoint between two records: keep what a run that goes on from it needs."""
+        """Beside a checkpoint between two records: keep what a run that goes on from it needs."""
         if not self.memories or step == self.since:
             return
         for memory in self.memories:
             memory.meet()
         arrays = {name: array for number, memory in enumerate(self.memories) for name, array in memory.arrays(number)}
         before = {f"{number}-before_SD": memory.before_SD.cpu().numpy() for number, memory in enumerate(self.memories)}
-        self._write(step, {**arrays, **before})
+        self._write(self.kept(step), step, {**arrays, **before})
 
-    def _write(self, step: int, arrays: dict[str, Any]) -> None:
+    def forget(self, steps: list[int]) -> None:
+        """Delete what was kept beside checkpoints, but for those of `steps`."""
+        kept = {self.kept(step) for step in steps}
+        for file in self.folder.glob(self.kept("*").name):
+            if file not in kept:
+                file.unlink(missing_ok=True)
+
+    def _write(self, path: Path, step: int, arrays: dict[str, Any]) -> None:
         with self.world.together():
             if self.world.rank == 0:
                 self.allowed()
                 make_folder(self.folder)
-                with writing(self.file(step)) as file:
+                with writing(path) as file:
                     np.savez_compressed(file, steps=np.array([self.began, self.since, step]), **arrays)
 
     def file(self, step: int) -> Path:
         return self.folder / f"drift-step-{step}.npz"
 
+    def kept(self, step: int | str) -> Path:
+        return self.folder / f"kept-step-{step}.npz"
+
     def _go_on(self, step: int) -> None:
         try:
-            arrays = read_arrays(self.file(step))
+            arrays = read_arrays(next(file for file in (self.kept(step), self.file(step)) if file.exists()))
             held = [memory.held(number, arrays) for number, memory in enumerate(self.memories)]
             began, since, at = (int(number) for number in arrays["steps"])
-        except (UserError, KeyError, ValueError, TypeError, OverflowError):
+        except (StopIteration, UserError, KeyError, ValueError, TypeError, OverflowError):
             return
         if not 0 <= began <= since <= at == step:
             return

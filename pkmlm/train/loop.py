@@ -135,15 +135,16 @@ def save(run: RunDirectory, stepper: Stepper, progress: Progress, log: RunLog, d
     with world.together():
         log.sync()
     checkpoint.save(run, stepper.model, stepper.groups, progress, stepper.ranks)
-    prune(run, stepper)
+    prune(run, stepper, drift)
     log.event("save", progress.step)
 
 
-def prune(run: RunDirectory, stepper: Stepper) -> None:
-    """Delete checkpoints that need not be kept."""
+def prune(run: RunDirectory, stepper: Stepper, drift: Drift) -> None:
+    """Delete checkpoints that need not be kept, and what was kept beside them."""
     with stepper.ranks.world.together():
         if stepper.ranks.world.rank == 0:
             checkpoint.prune(run, stepper.recipe.checkpoint.keep)
+            drift.forget(run.steps())
 
 
 def take_step(stepper: Stepper, progress: Progress, log: RunLog, reads: list[RecentReads]) -> None:
@@ -185,9 +186,7 @@ def measure(
     """Validate, record it, and keep the best; a validation that a stop request cuts short is made up for on resume."""
     world = stepper.ranks.world
     recalibrate(stepper, progress.step)
-    with world.together():
-        numbers = validate(stop)
-    numbers = world.broadcast(numbers)
+    numbers = world.broadcast(validate(stop))
     if numbers is None:
         return
     log.event("valid", progress.step, **numbers)
@@ -199,7 +198,7 @@ def measure(
         with world.together():
             if world.rank == 0:
                 run.point("best", progress.step)
-        prune(run, stepper)  # the one that was best
+        prune(run, stepper, drift)  # the one that was best
 
 
 def finite_or_none(value: float) -> float | None:

@@ -154,6 +154,7 @@ def summed_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 
 
 def diverged(step: int, loss: float, norms: dict[str, float], after: str = "") -> UserError:
+    """The error that ends training (exit code 3)."""
     bad = [name for name, norm in norms.items() if not abs(norm) < float("inf")]
     where = f", gradient norm of {' and '.join(bad)} not finite" if bad else ""
     return UserError(

@@ -10,6 +10,7 @@ import torch
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.load import load_recipe
 from pkmlm.runtime.arrays import read_arrays
+from pkmlm.runtime.rundir import RunDirectory
 from pkmlm.train import drift as drifting
 from pkmlm.train.drift import Drift
 from tests.conftest import pkmlm
@@ -98,6 +99,16 @@ def test_going_on_from_a_checkpoint_changes_no_record(watched, tmp_path: Path) -
     assert told[0] == told[1] == told[2]
 
 
+def test_what_is_kept_goes_with_its_checkpoint(watched, tmp_path: Path) -> None:
+    recipe, model, _ = watched
+    drift = Drift(tmp_path / "usage", recipe, model, 0)
+    drift.keep(10)
+    drift.keep(12)
+    drift.record(15, Events())
+    drift.forget([12, 15])
+    assert sorted(file.name for file in drift.folder.iterdir()) == ["drift-step-15.npz", "kept-step-12.npz"]
+
+
 def test_a_file_that_is_damaged_or_of_another_memory_begins_anew(watched, tmp_path: Path) -> None:
     recipe, model, read = watched
     drift = Drift(tmp_path / "usage", recipe, model, 0)
@@ -148,4 +159,6 @@ def test_training_records_drift(trained, kind: str) -> None:
             assert 0 < memory["read"] <= memory["slots"]
             assert memory["read"] + memory["never"] <= memory["slots"]
             assert memory["moved"] > 0
+    kept = {f"kept-step-{step}.npz" for step in RunDirectory(run).steps() if step % 15 and memories}
+    assert {file.name for file in run.glob("usage/kept-*")} == kept
     assert pkmlm("compare", run).stdout, "other readers of metrics.jsonl pass over it"

@@ -61,6 +61,15 @@ def test_top_k_equals_its_reference_in_every_dtype(fast, dtype, ties):
             assert torch.equal(found[1], slow[1])
 
 
+def test_many_equal_scores_take_no_longer_than_others():
+    """A query of zeros, or of no numbers, against a million flat keys: to rank all that are equal would take hours."""
+    x = torch.zeros(4, 1 << 20)
+    x[1] = float("nan")
+    x[2, -2:] = 1.0
+    for k in (1, 40):
+        assert torch.equal(cpu.top_k(x, k)[1], reference.top_k(x, k)[1])
+
+
 @pytest.mark.parametrize("fast", [cpu, packed_top_k])
 def test_scores_that_are_no_numbers_come_first(fast):
     x = torch.full((4, 200), float("nan"))
