@@ -108,8 +108,8 @@ def flat_key_select(q_NHd: Tensor, keys_HKd: Tensor, k: int) -> tuple[Tensor, Te
         raise ValueError(f"cannot select {k} of {keys_HKd.shape[1]} keys")
     step = max(1, SCORES // keys_HKd.shape[1])
     scores, slots = [], []
-    for head in range(len(keys_HKd)):
-        q_Nd, keys_Kd = q_NHd[:, head].contiguous(), keys_HKd[head]
+    for q_Nd, keys_Kd in zip(q_NHd.unbind(1), keys_HKd.unbind(0), strict=True):  # one gradient of all heads' keys
+        q_Nd = q_Nd.contiguous()
         with torch.no_grad():
             slots_Nk = torch.cat([backend.of(q_Nd).top_k(q_Cd @ keys_Kd.T, k)[1] for q_Cd in q_Nd.split(step)])
         scores.append(_RowScores.apply(q_Nd, keys_Kd, slots_Nk))

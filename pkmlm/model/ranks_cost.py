@@ -8,10 +8,8 @@ import math
 from dataclasses import dataclass, replace
 
 from pkmlm.model.cost import Cost, Part, cost_of, row_gradient_bytes
-from pkmlm.recipe.limits import MOST_PARAMETERS
+from pkmlm.recipe.limits import MOST_PARAMETERS, MOST_SLOTS
 from pkmlm.recipe.schema import Recipe
-
-MOST_SLOTS = 2**31  # slots travel as int32
 
 
 @dataclass(frozen=True)

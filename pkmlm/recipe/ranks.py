@@ -1,6 +1,9 @@
 """What must hold between a recipe and the processes that train it together."""
 
+import math
+
 from pkmlm.recipe.check import Check, nearest_divisors, nearest_multiples
+from pkmlm.recipe.limits import MOST_SLOTS
 from pkmlm.recipe.schema import Recipe
 
 
@@ -11,13 +14,18 @@ def check_ranks(recipe: Recipe, ranks: int, file: str) -> None:
         file: of the recipe, for the errors.
 
     Raises:
-        UserError: a step does not fall into whole micro-batches on all of them, or they not into groups.
+        UserError: a step does not fall into whole micro-batches on all of them, or they not into groups; more slots
+            than they can tell each other of.
     """
-    check = Check(dict.fromkeys(("parallel.memory", "train.micro_batch"), file))
+    check = Check(dict.fromkeys(("parallel.memory", "train.micro_batch", "model.memory.num_keys"), file))
     portion, sequences, parts = recipe.train.micro_batch, recipe.sequences, recipe.parallel.memory
+    memory = recipe.model.memory
+    if ranks > 1 and memory.kind != "none" and memory.num_keys**2 > MOST_SLOTS:
+        message = f"found {memory.num_keys}, {memory.num_keys**2:.2g} slots"
+        check.fail("model.memory.num_keys", message, f"at most {math.isqrt(MOST_SLOTS)} with more than one process")
     if ranks % parts:
-        message = f"{ranks} processes do not fall into groups of {parts}"
-        check.fail("parallel.memory", message, nearest_divisors(ranks, parts))
+        who = "1 process does" if ranks == 1 else f"{ranks} processes do"
+        check.fail("parallel.memory", f"{who} not fall into groups of {parts}", nearest_divisors(ranks, parts))
     if sequences % (portion * ranks):
         unit = portion * ranks * recipe.model.context
         expected = f"a train.batch_tokens of {nearest_multiples(recipe.train.batch_tokens, unit)}"

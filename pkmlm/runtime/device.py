@@ -73,7 +73,8 @@ def precision_on_cpu(requested: str, capabilities: Mapping[str, Any]) -> tuple[P
 
 def is_shortage(error: BaseException) -> bool:
     """Whether an error says that memory has run out, in the words of Python, numpy, torch on CPUs or CUDA."""
-    told = isinstance(error, RuntimeError) and "allocate memory" in str(error)
+    words = ("allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    told = isinstance(error, RuntimeError) and any(each in str(error) for each in words)
     return told or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pkmlm.errors import UserError
-from pkmlm.runtime.device import is_shortage
 from pkmlm.runtime.launcher import TIMEOUT, patience, started
 
 # torch 2.13 has new names for these, and warns of the old ones.
@@ -163,10 +162,10 @@ class World:
         try:
             with torch.no_grad():
                 yield
-        except RuntimeError as error:
-            if is_shortage(error):
-                raise
-            raise self.lost(error) from error
+        except RuntimeError as error:  # an earlier kernel's too, which the device tells of here
+            if is_network(error):
+                raise self.lost(error) from error
+            raise
         self.tally.sent += size
 
     def lost(self, error: BaseException) -> UserError:

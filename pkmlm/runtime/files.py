@@ -255,11 +255,13 @@ def locked(path: Path, what: str) -> Iterator[Callable[[], bool]]:
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             file.seek(0)
             holder = file.read(100).decode(errors="replace").strip() or "another process"
             hint = "wait for it, stop it, or choose another -o"
             raise UserError(f"{what} is in use by {holder}", hint, exit_code=1) from None
+        except OSError:
+            pass  # a file system without locks (a cluster's, often): nobody can be kept out
         with disk_errors(path):
             file.truncate(0)
             file.write(f"process {os.getpid()}".encode())

@@ -43,12 +43,13 @@ def sum_gradients(grads: list[Tensor], ranks: World) -> None:
 
 def buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Tensors in order, in lists that end where they reach BUCKET numbers."""
-    bucket: list[Tensor] = []
+    bucket, numbers = [], 0
     for tensor in tensors:
         bucket.append(tensor)
-        if sum(each.numel() for each in bucket) >= BUCKET:
+        numbers += tensor.numel()
+        if numbers >= BUCKET:
             yield bucket
-            bucket = []
+            bucket, numbers = [], 0
     if bucket:
         yield bucket
 

@@ -15,10 +15,13 @@ from pkmlm.train.step import Stepper
 def recalibrate(stepper: Stepper, step: int) -> None:
     """Set the running statistics of the query's batch norms to means over `eval.recalibrate` forwards (0: leave them).
 
-    The forwards are those of the steps that end with `step`, without dropout; all ranks take theirs together. Nothing
-    else changes: training goes on as it would have, and the same step gives the same statistics.
+    The forwards are those of the steps that end with `step` (of all steps, where these are fewer), without dropout; all
+    ranks take theirs together. Nothing else changes: training goes on as it would have, and the same step gives the
+    same statistics.
     """
-    forwards, ranks = stepper.recipe.eval.recalibrate, stepper.ranks.world
+    ranks = stepper.ranks.world
+    count, size = stepper.recipe.micro_batches(ranks.size), stepper.recipe.train.micro_batch
+    forwards = min(stepper.recipe.eval.recalibrate, step * count)
     norms = [module for module in stepper.model.modules() if isinstance(module, QueryBatchNorm)]
     if not forwards or not norms:
         return
@@ -27,8 +30,7 @@ def recalibrate(stepper: Stepper, step: int) -> None:
     for module in stepper.model.modules():
         if isinstance(module, QueryBatchNorm | Values):  # whose ranks have tokens of their own
             module.train()
-    count, size = stepper.recipe.micro_batches(ranks.size), stepper.recipe.train.micro_batch
-    first = max(1, step + 1 - -(-forwards // count))
+    first = step + 1 - -(-forwards // count)
     for number in range(forwards):
         for norm in norms:
             norm.momentum = 1 / (number + 1)

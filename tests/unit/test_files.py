@@ -1,5 +1,6 @@
 """Two writers of one name, links and strange files in the way, and what a killed process leaves."""
 
+import errno
 import os
 import re
 import resource
@@ -236,6 +237,16 @@ def test_a_lock_says_who_holds_it_whatever_stands_in_it(tmp_path):
         (run.path / ".lock").write_bytes(b"\xff\x1b[31m")
         with pytest.raises(UserError, match="in use by \ufffd"), RunDirectory(run.path).locked():
             pass
+
+
+def test_a_file_system_without_locks_keeps_nobody_out(tmp_path, monkeypatch):
+    def unsupported(*_):
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", unsupported)
+    run = RunDirectory(tmp_path / "run")
+    with run.locked(), RunDirectory(run.path).locked():
+        run.point("latest", 3)
 
 
 def test_a_full_disk_under_the_lock_is_told_as_such(tmp_path):

@@ -200,9 +200,21 @@ def test_kernels_give_the_same_bits_every_time_and_for_any_number_of_threads():
         tables = [values.clone(), torch.zeros_like(values), torch.zeros_like(values)]
         how = {"scale": 0.5, "step": 3, "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.2}
         cpu.segment_row_adam_(*tables, x, segments, **how)
+        cpu.segment_row_adam_(*tables, x, segments.every_row(len(values)), **how)
+        gradient = RowGradient(len(values))
+        for _ in range(6):
+            gradient.add(x, slots, weights)
+        assert gradient.sums is not None
         sums = cpu.weighted_row_sum(values, slots, weights), cpu.segment_sum(x, segments)
         norm = cpu.squared_norm(x, segments)
-        return [*tables, *sums, norm, cpu.row_products(values, x, slots), *cpu.product_top_k(scores1, scores2, 32)]
+        return [
+            *tables,
+            *sums,
+            gradient.dense(),
+            norm,
+            cpu.row_products(values, x, slots),
+            *cpu.product_top_k(scores1, scores2, 32),
+        ]
 
     threads = torch.get_num_threads()
     first = everything()

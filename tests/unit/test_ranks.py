@@ -17,6 +17,7 @@ from pkmlm.runtime.launcher import SIZE, TIMEOUT, patience, started
 from pkmlm.train import exchange
 from pkmlm.train.exchange import buckets
 
+KEYS = (46_340, 46_341)  # their squares lie on both sides of 2^31
 MEMORY = Memory(kind="product-key", layers=("2",))
 RECIPE = Recipe(model=Model(dim=24, heads=2, context=10, memory=MEMORY), train=Train(batch_tokens=120, micro_batch=2))
 
@@ -36,6 +37,18 @@ def test_ranks_that_do_not_fit_are_refused_with_the_nearest_that_do(ranks, memor
     for fitting in (1, 2, 3, 6):
         check_ranks(RECIPE, fitting, "my.yaml")
         assert RECIPE.micro_batches(fitting) * fitting * 2 == 12
+    with pytest.raises(UserError, match="1 process does not fall into groups of 2"):
+        check_ranks(replace(RECIPE, parallel=Parallel(memory=2)), 1, "my.yaml")
+
+
+def test_slots_that_ranks_cannot_tell_each_other_of_are_refused():
+    sizes = {keys: replace(RECIPE, model=replace(RECIPE.model, memory=replace(MEMORY, num_keys=keys))) for keys in KEYS}
+    check_ranks(sizes[46_340], 2, "my.yaml")
+    check_ranks(sizes[46_341], 1, "my.yaml")
+    with pytest.raises(UserError, match=r"num_keys: found 46341, 2.1e\+09 slots \(expected at most 46340 "):
+        UserError, match=r"my.yaml: model.memory.num_keys: found 46341, 2.1e\+09 slots .expected at most 46340"
+    ):
+        check_ranks(sizes[46_341], 2, "my.yaml")
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,9 @@ def test_recalibration_takes_the_statistics_of_the_last_weights(recipe):
     torch.testing.assert_close(norm.running_var, torch.stack([q.var(0) for q in queries]).mean(0))
     changed = {name for name, tensor in weights(stepper).items() if not torch.equal(tensor, before[name])}
     assert {name.rpartition(".")[2] for name in changed} == {"running_mean", "running_var"}
+    recalibrate(stepper, 1)
+    assert len(queries) == 3 + stepper.recipe.micro_batches(1), "no step that has not been trained on"
+    recalibrate(stepper, 3)
     statistics = norm.running_mean.clone()
     recalibrate(stepper, 3)
     torch.testing.assert_close(norm.running_mean, statistics, rtol=0, atol=0)
