@@ -46,8 +46,6 @@ def test_slots_that_ranks_cannot_tell_each_other_of_are_refused():
     check_ranks(sizes[46_340], 2, "my.yaml")
     check_ranks(sizes[46_341], 1, "my.yaml")
     with pytest.raises(UserError, match=r"num_keys: found 46341, 2.1e\+09 slots \(expected at most 46340 "):
-        UserError, match=r"my.yaml: model.memory.num_keys: found 46341, 2.1e\+09 slots .expected at most 46340"
-    ):
         check_ranks(sizes[46_341], 2, "my.yaml")
 
 
