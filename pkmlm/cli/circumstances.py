@@ -21,6 +21,7 @@ def circumstances(
     import platform
     import sys
 
+    import numpy as np
     import torch
 
     from pkmlm import __version__
@@ -31,7 +32,12 @@ def circumstances(
     cost = cost_of(recipe, recipe.model.vocab_size or tokenizer.size)
     return {
         "argv": sys.argv[1:],
-        "versions": {"pkmlm": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": {
+            "pkmlm": __version__,
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
         "commit": source_commit(),
         "device": name_of(device),
         "precision": precision,
@@ -54,8 +60,10 @@ def changes(before: dict[str, Any], now: dict[str, Any], earlier: "Recipe", reci
     """
     from pkmlm.recipe.load import flatten
 
-    known = {"torch": before.get("versions", {}).get("torch"), **before}
-    changed = {"torch": now["versions"]["torch"], **{key: now[key] for key in ("device", "precision", "ranks")}}
+    libraries = ("torch", "numpy")  # numpy draws the order of the data
+    known = {name: before.get("versions", {}).get(name) for name in libraries} | before
+    changed = {name: now["versions"][name] for name in libraries}
+    changed |= {key: now[key] for key in ("device", "precision", "ranks")}
     machine = [told(key, known[key], new) for key, new in changed.items() if known.get(key) not in (None, new)]
     old = flatten(earlier)
     keys = {key: told(key, old[key], new) for key, new in flatten(recipe).items() if new != old[key]}

@@ -147,13 +147,12 @@ def test_lost_metrics_and_other_circumstances_are_warned_of(begun, copy):
     lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
     (copy / "metrics.jsonl").write_text("".join(lines[3:]))
     facts = json.loads((copy / "run.json").read_text())
-    changed = {**facts, "device": "cpu, 64 threads", "versions": {**facts["versions"], "torch": "1.0"}}
+    changed = {**facts, "device": "cpu, 64 threads", "versions": {**facts["versions"], "torch": "1.0", "numpy": "0"}}
     (copy / "run.json").write_text(json.dumps(changed))
     said = on(begun, copy, "-s", "train.steps=9").stderr
     assert "warning: step 8: metrics.jsonl lacks 3 of 8 steps: " in said
-    told = (
-        r"warning: step 8: torch was 1.0 and is now \S+, device was cpu, 64 threads and is now cpu, \d+ threads: from"
-    )
+    parts = ("torch was 1.0 and is now", "numpy was 0 and is now", "device was cpu, 64 threads and is now cpu,")
+    told = r"warning: step 8: {} \S+, {} \S+, {} \d+ threads: from".format(*parts)
     assert re.search(told, said)
     kept = json.loads((copy / "run.json").read_text())
     assert kept["versions"] == facts["versions"]
@@ -175,7 +174,7 @@ def test_keys_that_change_what_numbers_mean_are_warned_of(begun, copy):
 
 
 def test_what_is_told_of_another_division_of_a_step():
-    machine = {"versions": {"torch": "2"}, "device": "cpu", "precision": "fp32", "ranks": 1}
+    machine = {"versions": {"torch": "2", "numpy": "2"}, "device": "cpu", "precision": "fp32", "ranks": 1}
     plain = Recipe()
     dropping = replace(plain, model=replace(plain.model, dropout=0.1))
     divided = replace(plain, parallel=replace(plain.parallel, shard=True), train=replace(plain.train, recompute=True))
