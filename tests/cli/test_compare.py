@@ -179,7 +179,7 @@ def test_neither_torch_nor_numpy_is_needed(run: Path) -> None:
         "import sys; from pkmlm.cli import cli; cli.main(sys.argv[1:], standalone_mode=False);"
         "assert not {'torch', 'numpy', 'matplotlib'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", program, "compare", str(run)], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-c", program, "compare", str(run)], check=True, capture_output=True, timeout=300)
 
 
 def test_damaged_results_are_named(run: Path) -> None:

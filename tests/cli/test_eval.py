@@ -107,6 +107,6 @@ def test_a_model_with_more_rows_than_pieces_generates_pieces_alone(tmp_path, wri
 def test_a_full_disk_behind_standard_output_is_told(trained):
     command = [sys.executable, "-m", "pkmlm", "recipe", "show", "recipes/demo.yaml"]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 1
     assert done.stderr == "error: cannot write to standard output: No space left on device\n"

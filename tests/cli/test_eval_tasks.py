@@ -248,7 +248,7 @@ def test_two_processes_give_the_numbers_of_one(run, rows, tmp_path):
     command += ["-m", "pkmlm", "eval", str(run), "--tasks", "piqa,arc_easy,boolq,wikitext", "--task-data", str(rows)]
     command += ["--batch-size", "1", "--json"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr
     together = json.loads(done.stdout)
     assert together["harness"].pop("processes") == 2

@@ -73,7 +73,7 @@ def test_transformers_alone_gives_our_logits_ids_and_texts(exports, trained, tmp
     folders = [shutil.copytree(folder, tmp_path / kind) for kind, folder in exports.items()]
     environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", USER, *map(str, folders)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     answers = json.loads(done.stdout.splitlines()[-1])
     for kind, folder in zip(exports, folders, strict=True):
@@ -196,7 +196,7 @@ def test_a_full_disk_leaves_nothing(trained, tmp_path):
     limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (30000, 30000)); "
     code = f"{limit}import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); from pkmlm.cli import main; main()"
     command = [sys.executable, "-c", code, "export", trained("dense"), "-o", tmp_path / "exported"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 1
     assert done.stderr.startswith("error: cannot write ")
     assert "Traceback" not in done.stderr
@@ -302,7 +302,7 @@ def test_reading_needs_no_transformers_and_runs_no_code(exports, novels, tmp_pat
     (folder / "manifest.json").unlink()  # which would tell that the code is another
     code = "import sys; sys.modules['transformers'] = None; from pkmlm.cli import main; main()"
     command = [sys.executable, "-c", code, "eval", folder, "--text", novels / "test.txt", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=300)
     assert done.returncode == 0, done.stderr
     ours = json.loads(pkmlm("eval", exports["product-key"], "--text", novels / "test.txt", "--json").stdout)
     assert json.loads(done.stdout)["perplexity"] == ours["perplexity"]

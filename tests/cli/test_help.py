@@ -50,7 +50,9 @@ def test_help_needs_no_torch_and_comes_at_once(arguments):
         "finally:\n    print('torch' in sys.modules, 'numpy' in sys.modules)"
     )
     began = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=300
+    )
     assert done.stdout.splitlines()[-1] == "False False"
     assert time.monotonic() - began < 5  # hangs, not speed: speed is in recipes/README.md
 
@@ -94,6 +96,8 @@ def test_verbose_shows_where_an_error_arose(tmp_path, before, words, told, where
 
 def test_a_closed_pipe_is_no_error():
     command = f"{sys.executable} -m pkmlm -v recipe keys | true"
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, cwd=ROOT, timeout=300
+    )
     assert done.stderr == ""
     assert done.returncode == 0

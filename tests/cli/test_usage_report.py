@@ -72,7 +72,7 @@ def test_the_second_report_needs_no_forward_pass(run_of: Callable[[str], Path]) 
         "assert 'torch' not in sys.modules"
     )
     command = [sys.executable, "-c", program, "usage-report", str(run), "--format", "json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["runs"] == before
 

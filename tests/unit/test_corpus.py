@@ -405,5 +405,5 @@ def test_memory_does_not_grow_with_the_text(tmp_path, tokenizer):
         path = tmp_path / f"{size}.txt"
         path.write_bytes(b"some words in a line " * (size * 50_000))
         done = [sys.executable, "-c", program, str(path), str(tmp_path / "m.model")]
-        peaks.append(int(subprocess.run(done, capture_output=True, text=True, check=True).stdout))
+        peaks.append(int(subprocess.run(done, capture_output=True, text=True, check=True, timeout=300).stdout))
     assert (peaks[1] - peaks[0]) * (1 if sys.platform == "darwin" else 1024) < 60 << 20

@@ -31,6 +31,7 @@ def test_under_the_interpreter():
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout

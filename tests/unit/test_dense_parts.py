@@ -69,7 +69,11 @@ def test_without_a_compiler_training_does_not_begin(tmp_path: Path, write_recipe
     nothing = {"CXX": str(tmp_path / "no-compiler"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     arguments = ["train", recipe, "-o", tmp_path / "run", "-s", "train.compile=true", "-q"]
     done = subprocess.run(
-        [sys.executable, "-m", "pkmlm", *map(str, arguments)], env=os.environ | nothing, capture_output=True, text=True
+        [sys.executable, "-m", "pkmlm", *map(str, arguments)],
+        env=os.environ | nothing,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 1
     error, hint = done.stderr.splitlines()

@@ -259,7 +259,9 @@ def test_a_long_line_is_read_in_little_memory(tmp_path):
         "with find_sources([sys.argv[1]])[0].open() as s: print(sum(len(c.text) for c in read_chunks(s)))\n"
         "print(peak() - before)"
     )
-    done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True, timeout=300
+    )
     characters, grown = map(int, done.stdout.split())
     assert characters == 55_000_000
     assert grown * (1 if sys.platform == "darwin" else 1024) < 25 << 20
