@@ -199,7 +199,7 @@ def noting_failure(run: "RunDirectory", recipe: "Recipe", tokenizer: "Tokenizer"
     except BaseException as error:
         note("failed", 1)
         if is_shortage(error):
-            raise out_of_memory(recipe, recipe.model.vocab_size or tokenizer.size) from None
+            raise out_of_memory(recipe, recipe.model.vocab_size or tokenizer.size, world.size) from None
         if is_network(error):
             raise world.lost(error) from None
         raise

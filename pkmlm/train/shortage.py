@@ -4,26 +4,28 @@ import math
 
 from pkmlm.errors import UserError
 from pkmlm.model.cost import cost_of
+from pkmlm.model.ranks_cost import bytes_held
 from pkmlm.recipe.schema import Recipe
 
 OF_A_FORWARD = ("activations", "logits", "search")  # parts of `Cost.training` that grow with the micro-batch
 
 
-def out_of_memory(recipe: Recipe, vocab_size: int) -> UserError:
-    """The error that names the key to lower, and to what; exit code 1."""
-    training = cost_of(recipe, vocab_size).training
+def out_of_memory(recipe: Recipe, vocab_size: int, ranks: int) -> UserError:
+    """The error that names the key to lower, and to what, for a run of so many ranks; exit code 1."""
+    training = bytes_held(recipe, cost_of(recipe, vocab_size), ranks, recipe.parallel.memory)
     parts = ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in training.items() if size >= 1e6)
     total = sum(training.values()) / 1e6
-    key, value, lower = what_to_lower(recipe, training)
+    key, value, lower = what_to_lower(recipe, training, ranks)
+    what = f"{'each rank' if ranks > 1 else 'training'} needs about {total:,.0f} MB and the framework"
     return UserError(
-        f"out of memory: training needs about {total:,.0f} MB and the framework ({parts or 'little of each part'})",
+        f"out of memory: {what} ({parts or 'little of each part'})",
         f"lower {key} from {value} to {lower}: -s {key}={lower} (under another -o, if the run has a checkpoint)",
         exit_code=1,
     )
 
 
-def what_to_lower(recipe: Recipe, training: dict[str, int]) -> tuple[str, int, int]:
-    """A key, its value, and the nearest value that halves what takes the most.
+def what_to_lower(recipe: Recipe, training: dict[str, int], ranks: int) -> tuple[str, int, int]:
+    """A key, its value, and the nearest value that halves what takes the most of a rank's `training` memory.
 
     That is the micro-batch where a forward takes more than what does not depend on it (or has nothing else to give);
     else the slots of the memory, the rows of the hash tables, or the layers.
@@ -31,10 +33,12 @@ def what_to_lower(recipe: Recipe, training: dict[str, int]) -> tuple[str, int, i
     model, size = recipe.model, recipe.train.micro_batch
     forward = sum(training.get(name, 0) for name in OF_A_FORWARD)
     if size > 1 and 2 * forward > sum(training.values()):
-        lower = max(n for n in range(1, size // 2 + 1) if recipe.sequences % n == 0)
+        lower = max(n for n in range(1, size // 2 + 1) if recipe.sequences // ranks % n == 0)
         return "train.micro_batch", size, lower
     if model.memory.kind != "none":
-        return "model.memory.num_keys", model.memory.num_keys, max(1, math.floor(model.memory.num_keys / math.sqrt(2)))
+        least = model.memory.topk if model.memory.kind == "product-key" else math.ceil(math.sqrt(model.memory.topk))
+        halved = math.floor(model.memory.num_keys / math.sqrt(2))
+        return "model.memory.num_keys", model.memory.num_keys, max(least, halved)
     if model.projections == "hash":
         return "model.hash.bits", model.hash.bits, max(1, model.hash.bits // 2)
     return "model.layers", model.layers, max(1, model.layers // 2)

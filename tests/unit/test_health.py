@@ -88,6 +88,17 @@ def test_the_key_to_lower_is_that_of_what_takes_most(write_recipe, tmp_path):
         ("product-key", small, ("model.memory.num_keys", 16, 11)),
         ("hash", small, ("model.hash.bits", 4, 2)),
     ):
-        assert what_to_lower(load_recipe(write_recipe(tmp_path, kind)), training) == expected
+        assert what_to_lower(load_recipe(write_recipe(tmp_path, kind)), training, 1) == expected
     one = load_recipe(write_recipe(tmp_path, "dense"), ["train.micro_batch=1"])
-    assert what_to_lower(one, large)[0] == "model.layers"
+    assert what_to_lower(one, large, 1)[0] == "model.layers"
+
+
+def test_what_is_to_be_lowered_is_lowered_to_what_a_recipe_may_hold(write_recipe, tmp_path):
+    large, small = {"activations": 4, "weights": 3}, {"activations": 3, "weights": 4}
+    sizes = ["model.context=8", "train.batch_tokens=288", "train.micro_batch=9"]
+    dense = load_recipe(write_recipe(tmp_path, "dense"), sizes)  # 36 sequences: 9 of each of four ranks
+    assert [what_to_lower(dense, large, ranks)[2] for ranks in (1, 4)] == [4, 3]
+    for kind, least in (("product-key", 14), ("flat-key", 11)):
+        keys = ["model.memory.num_keys=16", "model.memory.topk=14", f"model.memory.kind={kind}"]
+        memory = load_recipe(write_recipe(tmp_path, "product-key"), keys)
+        assert what_to_lower(memory, small, 1) == ("model.memory.num_keys", 16, least)
