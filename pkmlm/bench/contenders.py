@@ -85,6 +85,7 @@ def ffn(shape: Shape, source: ProductKeyMemory) -> Contender:
 
 
 def plain_layer(shape: Shape, source: ProductKeyMemory, *, sparse: bool = False) -> PlainMemory:
+    """The memory in plain torch, with the weights and the values of `source`."""
     layer = PlainMemory(shape.dim, shape.memory, sparse=sparse)
     layer.take_weights(source)
     return layer.to(source.values.weight_KD.device)
@@ -128,10 +129,12 @@ def action(one: Contender, phase: str, x_1ND: Tensor, grad_1ND: Tensor) -> Calla
 
 @torch.no_grad()
 def forward(one: Contender, x_1ND: Tensor) -> None:
+    """A forward, without gradients."""
     one.layer(x_1ND)
 
 
 def backward(one: Contender, x_1ND: Tensor, grad_1ND: Tensor, *, update: bool) -> None:
+    """A forward and backward, with or without the optimizers' update."""
     one.layer(x_1ND).backward(grad_1ND)
     if update:
         one.update()

@@ -90,6 +90,7 @@ def reshaped(recipe: Recipe, model: Model) -> Recipe:
 
 
 def variant(kind: str, name: str, recipe: Recipe) -> Variant:
+    """A model with what it costs."""
     cost = cost_of(recipe, recipe.model.vocab_size or 0, WIDTH)
     return Variant(
         kind,

@@ -74,5 +74,6 @@ def forward(model: Transformer, ids_BT: Tensor, precision: str) -> None:
 
 
 def one_token(model: Transformer, filled: Cache, last_11: Tensor) -> None:
+    """The decoding of one token of one sequence."""
     model.eval()
     decode(model, filled, last_11, 1)

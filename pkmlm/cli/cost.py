@@ -187,6 +187,7 @@ def layer_row(blocks: "list[Block]", with_paper: bool) -> list[object]:
 
 
 def total_table(cost: "Cost", vocab_size: int) -> "Table":
+    """What the whole model costs."""
     from pkmlm.report.tables import Column, Table, number
 
     table_bytes = cost.memory * cost.entry_bytes
@@ -202,6 +203,7 @@ def total_table(cost: "Cost", vocab_size: int) -> "Table":
 
 
 def training_table(recipe: "Recipe", cost: "Cost") -> "Table":
+    """What training holds, part by part."""
     from pkmlm.report.tables import Column, Table, number
 
     rows = [(name, size / MEGA) for name, size in cost.training.items() if size]

@@ -61,6 +61,7 @@ def ranks_report(
 
 
 def held_table(costs: "list[RankCost]", ranks: int) -> "Table":
+    """What a rank holds, for each division of the tables."""
     from pkmlm.report.tables import Table, number
 
     names = list(costs[0].training)
@@ -70,6 +71,7 @@ def held_table(costs: "list[RankCost]", ranks: int) -> "Table":
 
 
 def sent_table(costs: "list[RankCost]", recipe: "Recipe") -> "Table":
+    """What a rank sends in a step, for each division of the tables."""
     from pkmlm.report.tables import Table, number
 
     rows = [
@@ -81,6 +83,7 @@ def sent_table(costs: "list[RankCost]", recipe: "Recipe") -> "Table":
 
 
 def largest_table(costs: "list[RankCost]", keys: list[int | None], recipe: "Recipe", device_bytes: int) -> "Table":
+    """The largest memory that fits, for each division of the tables."""
     from pkmlm.report.tables import Table, number
 
     rows = []

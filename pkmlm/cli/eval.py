@@ -140,6 +140,7 @@ def store(run: "LoadedRun", record: dict[str, Any], of_text: bool, stride: int |
 
 
 def print_result(record: dict[str, Any], as_json: bool) -> None:
+    """Print the tables, or the JSON."""
     import json
 
     from pkmlm.report.tasks import task_report

@@ -109,6 +109,7 @@ def passing_on(passed: list[int]) -> Handler:
 
 
 def leads_session(process: int) -> bool:
+    """Whether a process began a session of its own."""
     with suppress(ProcessLookupError):
         return os.getsid(process) == process
     return False

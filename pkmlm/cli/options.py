@@ -24,6 +24,7 @@ quiet_option = click.option("-q", "--quiet", is_flag=True, help="No progress on 
 
 
 def unescaped(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """An option's value with its escapes, such as \\n, resolved."""
     from pkmlm.data.text import unescape
 
     return None if value is None else unescape(value)

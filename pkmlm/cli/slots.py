@@ -97,6 +97,7 @@ def heading(run: "LoadedRun", memory: int) -> dict[str, Any]:
 
 
 def title(record: dict[str, Any]) -> str:
+    """What a report is of."""
     where = f"{record['run']} at step {record['step']}, layer {record['layer']} {record['name']}"
     return where + (f", {record['split']}" if "split" in record else "")
 

@@ -18,6 +18,7 @@ from pkmlm.runtime.launcher import started
 if TYPE_CHECKING:
     from pkmlm.report.tables import Format
     from pkmlm.runtime.distributed import World
+    from pkmlm.runtime.rundir import RunDirectory
 
 
 @click.command()
@@ -74,12 +75,7 @@ def command(
         background = free_file("--export", export, force)
         choice.refuse_shared_input(world)
         named = [(f"{name}@{s}" if len(steps) > 1 else name, run, s) for name, run in runs.items() for s in steps]
-        if page is None:
-            sources = (source_of(label, run, s, choice, world) for label, run, s in named)
-            found = [(source, report_on(source, choice, quiet, world)) for source in sources]
-        elif world is None or world.rank == 0:  # the strongest readers are not merged: it works alone
-            sources = (source_of(label, run, s, choice, None) for label, run, s in named)
-            found = [(source, source.keep(measured(source, choice, quiet, None, look_into=True))) for source in sources]
+        found = reports_on(named, choice, quiet, world, look_into=page is not None)
     if world and world.rank > 0:
         return
     entries = [{**report.entry, "run": source.label} for source, report in found]
@@ -109,6 +105,24 @@ def launched() -> "Iterator[World | None]":
 
     with joined() as world, world.told_once():
         yield world
+
+
+def reports_on(
+    named: "list[tuple[str, RunDirectory, str]]",
+    choice: TextChoice,
+    quiet: bool,
+    world: "World | None",
+    *,
+    look_into: bool,
+) -> list[tuple[Source, Report]]:
+    """A report of each run at each step. Rank 0 alone looks into slots: their strongest readers are not merged."""
+    if look_into and world and world.rank > 0:
+        return []
+    world = None if look_into else world
+    sources = (source_of(label, run, step, choice, world) for label, run, step in named)
+    if look_into:
+        return [(source, source.keep(measured(source, choice, quiet, None, look_into=True))) for source in sources]
+    return [(source, report_on(source, choice, quiet, world)) for source in sources]
 
 
 def report_on(source: Source, choice: TextChoice, quiet: bool, world: "World | None") -> Report:
@@ -144,6 +158,7 @@ def measured(
 
 
 def draw(folder: Path, found: "list[tuple[Source, Report]]") -> None:
+    """Draw each report's pictures."""
     from pkmlm.report.plots import draw_usage
 
     drawn = [draw_usage(folder, source.label, report.memories, source.run.metrics()) for source, report in found]
@@ -151,6 +166,7 @@ def draw(folder: Path, found: "list[tuple[Source, Report]]") -> None:
 
 
 def write_page(path: Path, entries: list[dict[str, Any]], found: "list[tuple[Source, Report]]") -> None:
+    """Write the page of all reports."""
     from pkmlm.report.html import usage_page
     from pkmlm.runtime.files import write_text
 

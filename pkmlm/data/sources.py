@@ -147,6 +147,7 @@ def plain_blocks(stored: io.BufferedReader) -> Iterator[bytes]:
 
 
 def gzip_blocks(stored: io.BufferedReader) -> Iterator[bytes]:
+    """The decompressed bytes, in blocks."""
     import gzip
 
     with gzip.GzipFile(fileobj=stored) as file:

@@ -147,6 +147,7 @@ def decoded(stream: Stream) -> Iterator[str]:
 
 
 def bad_utf8(stream: Stream, offset: int, error: UnicodeDecodeError) -> UserError:
+    """The error that names the byte, counted from the beginning of the file."""
     byte = error.object[error.start]
     return UserError(
         f"{stream.source.label}: not UTF-8 at byte {stream.source.start + offset:,} (0x{byte:02x}: {error.reason})",

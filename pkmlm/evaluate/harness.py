@@ -172,6 +172,7 @@ def build(source: TaskSource, fewshot: int | None, offline: bool) -> Configurabl
 
 
 def data_set(file: Path, task: str) -> datasets.Dataset:
+    """The rows of a task's file, as the harness takes them."""
     rows = read_rows(file, task)
     try:
         return datasets.Dataset.from_list(rows)

@@ -48,6 +48,7 @@ def is_path(value: Any) -> bool:
 
 
 def are_paths(value: Any) -> bool:
+    """Whether it is a path, a list of paths, or either of these by split."""
     if isinstance(value, dict):
         return all(
             is_name(split) and not isinstance(paths, dict) and are_paths(paths) for split, paths in value.items()
@@ -56,6 +57,7 @@ def are_paths(value: Any) -> bool:
 
 
 def are_choices(value: Any) -> bool:
+    """Whether it is a template, or templates in a list or by name, none of them empty."""
     choices = list(value.values()) if isinstance(value, dict) else value
     return is_name(choices) or (are_texts(choices) and bool(choices) and all(choices))
 

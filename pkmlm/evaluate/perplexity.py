@@ -125,6 +125,7 @@ def documents_of_text(path: str, tokenizer: Tokenizer, separator: str | None = N
 
 
 def documents_of_texts(name: str, ids: list[np.ndarray], texts: list[str]) -> Documents:
+    """Documents of which both tokens and texts are known."""
     words = sum(len(re.split(r"\s+", text)) for text in texts)
     return Documents(name, ids, sum(map(len, ids)), words, sum(len(text.encode()) for text in texts))
 

@@ -39,6 +39,7 @@ def are_answers(value: Any, count: int | None = None) -> bool:
 
 
 def are_choices(value: Any, row: Row) -> bool:
+    """Whether it is what arc has: texts, and as many labels, no two the same."""
     if not isinstance(value, dict) or not value.keys() >= {"text", "label"}:
         return False
     texts, labels = value["text"], value["label"]
@@ -46,16 +47,19 @@ def are_choices(value: Any, row: Row) -> bool:
 
 
 def one_of(*values: str | int) -> Field:
+    """A field that is one of some values."""
     expected = " or ".join(json.dumps(value) for value in values)
     return Field(expected, lambda found, row: any(type(found) is type(value) and found == value for value in values))
 
 
 def answers(count: int) -> Field:
+    """A field that is a list of `count` answers."""
     expected = f"a list of {count} strings, none blank and no two the same"
     return Field(expected, lambda found, row: are_answers(found, count))
 
 
 def other_than(name: str) -> Field:
+    """A field that is an answer other than that of another field."""
     expected = f"a string that is not blank and differs from {name}"
     return Field(expected, lambda found, row: are_answers([row.get(name), found]))
 
@@ -65,6 +69,7 @@ def names_a_choice(found: Any, row: Row) -> bool:
 
 
 def starts_the_pronoun(found: Any, row: Row) -> bool:
+    """Whether it is the place in the row's text at which its pronoun stands."""
     text, pronoun = row.get("text"), row.get("pronoun")
     known = isinstance(text, str) and isinstance(pronoun, str) and is_index(found, row)
     return known and text.startswith(pronoun, found)  # type: ignore[union-attr]
@@ -84,6 +89,7 @@ ARC = {"question": FULL_TEXT, "choices": CHOICES, "answerKey": ANSWER}
 
 
 def words(row: Row) -> int:
+    """How many words the row's text has."""
     text = row.get("text")
     return len(text.split()) if isinstance(text, str) else 0
 

@@ -19,6 +19,7 @@ class Blocks(NamedTuple):
 
 
 def blocks(model: Model) -> Blocks:
+    """The blocks of a model's context."""
     options = model.attention_options
     number = -(-model.context // options.block)
     return Blocks(number, options.block, (number - 1) * options.rank)

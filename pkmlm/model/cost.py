@@ -189,6 +189,7 @@ def rotation(model: Model) -> int:
 
 
 def ffn(model: Model) -> Part:
+    """The dense FFN: two maps and their biases."""
     d, inner = model.dim, model.ffn_dim or 4 * model.dim
     bias = inner + d if model.bias else 0
     return Part("ffn", 2 * d * inner + bias, model.context * 2 * d * inner, saved=2 * inner)

@@ -96,6 +96,7 @@ def check_ranges(check: Check, section: Any, prefix: str) -> None:
 
 
 def check_interval(check: Check, name: str, number: float) -> None:
+    """A number lies within its key's bounds."""
     low, with_low, high, with_high = INTERVALS[name]
     if not ((low < number or (with_low and number == low)) and (number < high or (with_high and number == high))):
         lower = f"{low:g} or more" if with_low else f"more than {low:g}"
@@ -133,6 +134,7 @@ def check_sizes(check: Check, model: Model) -> None:
 
 
 def check_attention(check: Check, recipe: Recipe) -> None:
+    """Heads, positions and kind of attention go together."""
     model = recipe.model
     if model.dim % model.heads:
         near = nearest_divisors(model.dim, model.heads)
@@ -211,6 +213,7 @@ def check_batch(check: Check, recipe: Recipe) -> None:
 
 
 def check_schedules(check: Check, recipe: Recipe) -> None:
+    """What a schedule needs is there."""
     optim = recipe.optim
     schedules = {
         "optim": (optim.schedule, optim.warmup_steps),
@@ -231,6 +234,7 @@ def check_schedules(check: Check, recipe: Recipe) -> None:
 
 
 def check_hash(check: Check, model: Model) -> None:
+    """Hash tables divide the width, and are no larger than a code of 16 bits."""
     bits, extra = model.hash.bits, model.hash.extra_bits
     if model.dim % bits:
         check.fail(
@@ -251,6 +255,7 @@ def check_hash(check: Check, model: Model) -> None:
 
 
 def check_memory(check: Check, model: Model) -> None:
+    """A memory's sizes go together."""
     memory = model.memory
     limit = memory.num_keys if memory.kind == "product-key" else memory.num_keys**2
     if memory.topk > limit:
@@ -291,6 +296,7 @@ def memory_layers(model: Model) -> dict[int, bool]:
 
 
 def places_of(check: Check, model: Model) -> dict[int, bool]:
+    """The layers that have a memory (from 1), and whether it stands beside the FFN."""
     beside: dict[int, bool] = {}
     for text in model.memory.layers:
         match = re.fullmatch(r"(auto:)?([0-9]{1,9})(\+?)", text)
@@ -325,5 +331,6 @@ def nearest_divisors(number: int, value: int, most: int | None = None) -> str:
 
 
 def nearest_multiples(number: int, unit: int) -> str:
+    """The multiples of `unit` around a number, for a hint."""
     below = number // unit * unit
     return " or ".join(str(n) for n in (below, below + unit) if n)

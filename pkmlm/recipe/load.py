@@ -145,6 +145,7 @@ def bind(node: Node, kind: Any, name: str, places: dict[str, str]) -> Any:
 
 
 def bind_section(node: Node, kind: Any, name: str, places: dict[str, str]) -> Any:
+    """A dataclass of the schema from a mapping of its keys."""
     hints = get_type_hints(kind)
     entries = {} if node.value == "" and not node.quoted else node.value
     if not isinstance(entries, dict):
@@ -208,6 +209,7 @@ def bind_scalar(node: Node, text: str, kind: Any, name: str) -> Any:
 
 
 def bind_choice(node: Node, text: str, choices: tuple[str, ...], name: str) -> str:
+    """One of some words."""
     if text in choices:
         return text
     near = difflib.get_close_matches(text.lower().replace("_", "-"), choices, n=1)
@@ -325,6 +327,7 @@ def scalar_text(value: Any) -> str:
 
 
 def escaped(c: str) -> str:
+    """A character as a double-quoted string of YAML has it."""
     if c in '"\\':
         return f"\\{c}"
     if c.isprintable():

@@ -87,6 +87,8 @@ def mass_data(masses_S: NDArray[np.float64]) -> dict[str, Any]:
 
 
 def slot_data(slot: Slot) -> dict[str, Any]:
+    """One slot."""
+
     def shown(words: list[Word] | None) -> list[Any] | None:
         return None if words is None else [[printable(word.token), round(word.logit, 3)] for word in words]
 

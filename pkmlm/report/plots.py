@@ -214,6 +214,7 @@ def save(path: Path, figure: Figure) -> Path:
 
 
 def new_figure(title: str) -> tuple[Figure, Axes]:
+    """An empty figure with one plot."""
     figure = Figure(figsize=(12, 7), dpi=100, layout="constrained")
     axes = figure.add_subplot()
     axes.set_title(title)

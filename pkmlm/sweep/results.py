@@ -206,6 +206,7 @@ def shown(values: Sequence[float], format: str) -> str | None:
 
 
 def cell_json(grid: Grid, outcome: Outcome, trainers: Sequence[Any]) -> dict[str, Any]:
+    """What results.json says of a cell."""
     cell, facts = outcome.cell, outcome.facts
     kept = ("valid_loss", "test_token_ppl", "test_word_ppl", "test_bits_per_byte", "step", "tokens", "seconds")
     return {

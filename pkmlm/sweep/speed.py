@@ -32,6 +32,7 @@ def time_scoring(runs: Mapping[Point, Path], say: Callable[[str], None]) -> dict
 
 
 def scored_in_turn(runs: Mapping[Point, Path], say: Callable[[str], None]) -> dict[Point, list[float]]:
+    """`time_scoring`, within this process."""
     actions: dict[Point, Callable[[], object]] = {}
     counted: dict[Point, int] = {}
     for point, path in runs.items():

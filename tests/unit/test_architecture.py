@@ -88,6 +88,7 @@ METHODS = {"mkdir", "unlink", "rmdir", "touch", "write_text", "write_bytes", "sy
 WRITES = {
     ("cli/streams.py", "open(1, 'w', closefd=False)"),  # the standard streams
     ("cli/streams.py", "open(2, 'w', closefd=False)"),
+    ("runtime/lock.py", "open(path, 'a+b', buffering=0, opener=own_file)"),  # it holds nothing but a number
     ("train/checkpoint.py", "save_file(tensors, path, metadata)"),  # into a folder that is not there yet
 }
 
@@ -145,3 +146,12 @@ def test_every_file_and_public_name_says_what_it_is(path):
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             base_only = not node.body or isinstance(node.body[0], ast.AnnAssign | ast.Pass)
             assert ast.get_docstring(node) or base_only, node.name
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            assert ast.get_docstring(node) or len(node.body) == 1, node.name  # a single statement says it itself
+
+
+@pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
+def test_no_test_waits_for_a_process_for_ever(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"subprocess.run", "subprocess.check_output"}:
+            assert {keyword.arg for keyword in node.keywords} & {"timeout", None}, f"line {node.lineno}"

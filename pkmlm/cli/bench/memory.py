@@ -30,6 +30,7 @@ def numbers_of_keys(context: click.Context, parameter: click.Parameter, value: s
 
 
 def keys_of(text: str) -> int:
+    """Sub-keys of a half for a number of slots such as 16k or 147456."""
     slots = NAMED_SLOTS.get(text) or (int(text) if text.isdecimal() and len(text) < 12 else 0)
     keys = math.isqrt(slots)
     if not slots or keys**2 != slots:
@@ -126,6 +127,7 @@ def say_of(say: "Callable[[str], None]", slots: int, text: str) -> None:
 
 
 def as_whole(results: "list[LayerTimes]") -> dict[str, Any]:
+    """The results of all sizes, as JSON."""
     from dataclasses import asdict
 
     from pkmlm.bench.machine import machine
@@ -135,6 +137,7 @@ def as_whole(results: "list[LayerTimes]") -> dict[str, Any]:
 
 
 def times_table(result: "LayerTimes") -> "Table":
+    """Times of one size: milliseconds, and beside this package's layer and a copy."""
     from pkmlm.report.tables import Column, Table, number
 
     columns = [Column("layer"), Column("time of"), *(number(name, "{:,.1f}") for name in ("ms", "min", "max"))]
@@ -153,6 +156,7 @@ def times_table(result: "LayerTimes") -> "Table":
 
 
 def peak_table(results: "list[LayerTimes]") -> "Table":
+    """Peaks of all sizes, beside the values and their moments."""
     from pkmlm.report.tables import Column, Table, number
 
     columns = [number("slots"), Column("layer"), number("peak (MB)", "{:,.0f}")]
