@@ -14,7 +14,6 @@ from pkmlm.errors import UserError
 from pkmlm.recipe.load import dump_recipe, load_recipe
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runtime.files import (
-    locked,
     make_folder,
     read_bytes,
     refuse_link,
@@ -26,6 +25,7 @@ from pkmlm.runtime.files import (
     write_json,
     write_text,
 )
+from pkmlm.runtime.lock import locked
 from pkmlm.runtime.shapes import DRIFT, EVENT, FACTS, misfit, read_shaped
 
 CHECKPOINT = re.compile(r"step-([0-9]{8,18})")

@@ -20,7 +20,7 @@ from pkmlm.model.memory.memories import memories
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runtime.arrays import read_arrays
 from pkmlm.runtime.distributed import World
-from pkmlm.runtime.files import make_folder, writing
+from pkmlm.runtime.files import make_folder, remove_file, writing
 from pkmlm.runtime.log import RunLog
 from pkmlm.runtime.seeds import derived_seed
 
@@ -91,7 +91,7 @@ class Drift:
         kept = {self.kept(step) for step in steps}
         for file in self.folder.glob(self.kept("*").name):
             if file not in kept:
-                file.unlink(missing_ok=True)
+                remove_file(file)
 
     def _write(self, path: Path, step: int, arrays: dict[str, Any]) -> None:
         with self.world.together():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "pkmlm"
+PACKAGE, TESTS = (Path(__file__).parents[2] / name for name in ("pkmlm", "tests"))
 FILES = sorted(PACKAGE.rglob("*.py"))
 OWN = [path for path in FILES if not path.stem.endswith("_pkmlm")]  # the others go out with exported models
 # A room may import from rooms of a lower number, and from itself.

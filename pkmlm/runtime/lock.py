@@ -1,0 +1,44 @@
+"""A file that one process at a time holds."""
+
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from pkmlm.errors import UserError
+from pkmlm.runtime.files import disk_errors, own_file
+
+
+@contextmanager
+def locked(path: Path, what: str) -> Iterator[Callable[[], bool]]:
+    """Hold a lock file for this process; the kernel releases it however the process ends.
+
+    Yields:
+        whether it still keeps others out: not once somebody has deleted the file.
+
+    Raises:
+        UserError: (exit code 1) another process holds it; `what` names what is locked.
+    """
+    with disk_errors(path):
+        file = open(path, "a+b", buffering=0, opener=own_file)  # noqa: SIM115 (closing releases the lock)
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read(100).decode(errors="replace").strip() or "another process"
+            hint = "wait for it, stop it, or choose another -o"
+            raise UserError(f"{what} is in use by {holder}", hint, exit_code=1) from None
+        except OSError:
+            pass  # a file system without locks (a cluster's, often): nobody can be kept out
+        with disk_errors(path):
+            file.truncate(0)
+            file.write(f"process {os.getpid()}".encode())
+
+        def keeps() -> bool:
+            with suppress(OSError):
+                return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
+            return False
+
+        yield keeps
