@@ -271,8 +271,8 @@ def hash_layer_cost(bits: int, tables: int, width: int, tokens: int) -> HashLaye
 def training_bytes(recipe: Recipe, dense: int, blocks: tuple[Block, ...], vocab_size: int) -> dict[str, int]:
     """An estimate of the memory that training takes in one process, by what holds it.
 
-    weights, gradients, moments: fp32, 4 + 4 + 8 bytes a parameter under Adam; for values and hash tables
-    `row_gradient_bytes` in place of a gradient.
+    weights, gradients, moments: fp32, 4 + 4 + 8 bytes a parameter under Adam, and 2 for the copy that a GPU reads in
+    bf16 and fp16; for values and hash tables `row_gradient_bytes` in place of a gradient.
     activations: what maps, norms, attention and memories keep of one micro-batch for the backward, without
     dropout (with `train.recompute`: each block's input, and one block whole); 2 bytes a number in bf16 and fp16,
     otherwise 4 ("auto" too); SDPA is taken to keep no s^2 scores.
@@ -291,13 +291,18 @@ def training_bytes(recipe: Recipe, dense: int, blocks: tuple[Block, ...], vocab_
     in_blocks = [sum(part.saved for part in block.parts) for block in blocks]
     saved = 3 * model.dim + (len(blocks) * model.dim + max(in_blocks) if train.recompute else sum(in_blocks))
     return {
-        "weights": 4 * (dense + values + tables),
+        "weights": bytes_of_weight(recipe) * (dense + values + tables),
         "gradients": 4 * dense + kept,
         "moments": 8 * (dense + values + tables),
         "activations": tokens * saved * width,
         "logits": tokens * vocab_size * 12,
         "search": search,
     }
+
+
+def bytes_of_weight(recipe: Recipe) -> int:
+    """Of one number in fp32, and of its copy in half precision, if training has one."""
+    return 6 if recipe.train.precision in ("bf16", "fp16") else 4
 
 
 def row_gradient_bytes(part: Part, tokens: int, tokens_of_pass: int, memory: int = 1) -> int:

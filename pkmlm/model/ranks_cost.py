@@ -7,7 +7,7 @@ columns; t: tokens of a rank in a step; r: reads of a token from a table of K ro
 import math
 from dataclasses import dataclass, replace
 
-from pkmlm.model.cost import Cost, Part, cost_of, row_gradient_bytes
+from pkmlm.model.cost import Cost, Part, bytes_of_weight, cost_of, row_gradient_bytes
 from pkmlm.recipe.limits import MOST_PARAMETERS, MOST_SLOTS
 from pkmlm.recipe.schema import Recipe
 
@@ -70,7 +70,7 @@ def bytes_held(recipe: Recipe, cost: Cost, ranks: int, memory: int) -> dict[str,
     parts, tokens = table_parts(cost), recipe.train.micro_batch * recipe.model.context
     reads = sum(part.reads for part in parts)
     held = dict(cost.training)
-    held["weights"] -= 4 * away
+    held["weights"] -= bytes_of_weight(recipe) * away
     held["moments"] -= 8 * away
     for part in parts:
         whole, columns = (row_gradient_bytes(part, recipe.train.batch_tokens, tokens, m) for m in (1, memory))
@@ -79,7 +79,8 @@ def bytes_held(recipe: Recipe, cost: Cost, ranks: int, memory: int) -> dict[str,
     if recipe.parallel.shard:
         inside, outside = shardable(recipe, cost)
         others = inside + outside - (inside + outside) // ranks
-        held["weights"] += 4 * (outside + 2 * max(block.dense for block in cost.blocks)) - 4 * others
+        held["weights"] += 4 * (outside + 2 * max(block.dense for block in cost.blocks))
+        held["weights"] -= bytes_of_weight(recipe) * others
         held["gradients"] -= 4 * others
         held["moments"] -= 8 * others
     return held

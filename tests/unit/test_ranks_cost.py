@@ -64,6 +64,10 @@ def test_memory_is_divided_and_reads_are_held_by_all():
     assert cost.training["moments"] - halves["moments"] == 8 * values // 2
     assert cost.training["gradients"] - halves["gradients"] == 8192 * 256 * 4
     assert halves["activations"] - cost.training["activations"] == 4 * 512 * 128 * 12
+    half = replace(MILLION, train=replace(MILLION.train, precision="bf16"))
+    copied = cost_of(half, 1000)
+    assert copied.training["weights"] - cost.training["weights"] == 2 * (cost.dense + values)
+    assert copied.training["weights"] - bytes_held(half, copied, 2, 2)["weights"] == 6 * values // 2
 
 
 def test_dense_parameters_are_divided_too():
