@@ -24,7 +24,7 @@ def draw(results: Results, folder: Path) -> list[Path]:
 
 def picture(results: Results, figure: Figure) -> Canvas | None:
     """One figure: a panel of what was measured (bars from the least to the greatest of the seeds), and one of the
-    paper's numbers where it gives any.
+    paper's numbers where it gives some that differ.
     """
     grid = results.grid
 
@@ -35,7 +35,8 @@ def picture(results: Results, figure: Figure) -> Canvas | None:
     if not known(grid, figure, results.values):
         return None
     panels: list[tuple[str, Values]] = [("measured", results.values)]
-    if known(grid, figure, published):
+    places = [(position(grid, figure, p, published), published(figure.y, p)) for p in known(grid, figure, published)]
+    if len(set(places)) > 1:
         panels.append(("the paper", published))
     canvas = Canvas(figsize=(12, 7), dpi=100, layout="constrained")
     canvas.suptitle(label(grid.title) if len(grid.title) <= 40 else grid.title.replace("$", r"\$"))
