@@ -3,6 +3,7 @@
 import json
 import subprocess
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -290,7 +291,7 @@ def test_a_figure_has_a_panel_for_the_paper_and_a_line_for_each_value(folder):
     assert against is not None
     (panel,) = against.axes  # the paper gives no usage
     assert len(panel.texts) == 4, "the point without a memory has no usage"
-    alike = {point[0]: {norm: 0.7 for norm in ("no", "yes")} for point in P if point[0] != "none"}
+    alike = {point[0]: dict.fromkeys(("no", "yes"), 0.7) for point in P if point[0] != "none"}
     one_place = {"usage": alike, "perplexity": {slots: dict.fromkeys(("no", "yes"), 20.5) for slots in alike}}
     results.grid = replace(results.grid, paper=one_place)
     assert len(picture(results, by_usage).axes) == 1, "and one place of the paper's is no picture"
