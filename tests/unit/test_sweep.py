@@ -3,7 +3,6 @@
 import json
 import subprocess
 import warnings
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -291,10 +290,10 @@ def test_a_figure_has_a_panel_for_the_paper_and_a_line_for_each_value(folder):
     assert against is not None
     (panel,) = against.axes  # the paper gives no usage
     assert len(panel.texts) == 4, "the point without a memory has no usage"
-    alike = {point[0]: dict.fromkeys(("no", "yes"), 0.7) for point in P if point[0] != "none"}
-    one_place = {"usage": alike, "perplexity": {slots: dict.fromkeys(("no", "yes"), 20.5) for slots in alike}}
-    results.grid = replace(results.grid, paper=one_place)
-    assert len(picture(results, by_usage).axes) == 1, "and one place of the paper's is no picture"
+    (given,) = (line for line in GRID.splitlines() if "{none: [23.0]" in line)
+    alike = "  perplexity: {64: [20.5, 20.5]}\n  usage: {64: [0.7, 0.7]}"
+    results.grid = grid_of(folder, GRID.replace(given, alike))
+    assert len(picture(results, by_usage).axes) == 1, "one place of the paper's is no picture"
 
 
 def test_a_figure_shows_names_as_they_are(folder):
