@@ -1,0 +1,63 @@
+"""What training a recipe holds in memory, by arithmetic (no torch): an estimate."""
+
+from typing import TYPE_CHECKING
+
+from pkmlm.kernels import SCORES
+from pkmlm.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from pkmlm.model.cost import Block, Part
+
+
+def training_bytes(recipe: Recipe, dense: int, blocks: "tuple[Block, ...]", vocab_size: int) -> dict[str, int]:
+    """An estimate of the memory that training takes in one process, by what holds it.
+
+    weights, gradients, moments: fp32, 4 + 4 + 8 bytes a parameter under Adam, and 2 for the copy that a GPU reads in
+    bf16 and fp16; for values and hash tables `row_gradient_bytes` in place of a gradient.
+    activations: what maps, norms, attention and memories keep of one micro-batch for the backward, without
+    dropout (with `train.recompute`: each block's input, and one block whole); 2 bytes a number in bf16 and fp16,
+    otherwise 4 ("auto" too); SDPA is taken to keep no s^2 scores.
+    logits: the head's output, its log-softmax and its gradient in fp32.
+    search: the scores of keys that exist at a time, and their ordering, at 28 bytes a score.
+    Left out: the allocator's slack, the framework itself and the data.
+    """
+    model, train, memory = recipe.model, recipe.train, recipe.model.memory
+    values = sum(part.values for block in blocks for part in block.parts)
+    tables = sum(part.tables for block in blocks for part in block.parts)
+    tokens = train.micro_batch * model.context
+    kept = sum(row_gradient_bytes(part, train.batch_tokens, tokens) for block in blocks for part in block.parts)
+    rows = 2 * memory.num_keys if memory.kind == "product-key" else memory.num_keys**2
+    search = min(SCORES, tokens * memory.heads * rows) * 28 if values else 0
+    width = 2 if train.precision in ("bf16", "fp16") else 4
+    in_blocks = [sum(part.saved for part in block.parts) for block in blocks]
+    saved = 3 * model.dim + (len(blocks) * model.dim + max(in_blocks) if train.recompute else sum(in_blocks))
+    return {
+        "weights": bytes_of_weight(recipe) * (dense + values + tables),
+        "gradients": 4 * dense + kept,
+        "moments": 8 * (dense + values + tables),
+        "activations": tokens * saved * width,
+        "logits": tokens * vocab_size * 12,
+        "search": search,
+    }
+
+
+def bytes_of_weight(recipe: Recipe) -> int:
+    """Of one number in fp32, and of its copy in half precision, if training has one."""
+    return 6 if recipe.train.precision in ("bf16", "fp16") else 4
+
+
+def row_gradient_bytes(part: "Part", tokens: int, tokens_of_pass: int, memory: int = 1) -> int:
+    """What the gradient of a table of rows takes until the update (`pkmlm.kernels.row_gradient`).
+
+    For each read its slot and weight, twice while they are sorted, and for each token the gradient of the output: of
+    all tokens of a step, or, where that is less, of one backward pass beside sums of rows, and as much again while
+    reads turn into sums.
+
+    Args:
+        tokens: of a step.
+        tokens_of_pass: of one backward pass.
+        memory: ranks that divide the table's columns; the tokens of all of them read it in a pass.
+    """
+    of_a_token = 40 * part.reads + 4 * part.width // memory
+    sums = 8 * (part.values + part.tables) // memory
+    return min(tokens * of_a_token, sums + memory * tokens_of_pass * of_a_token)
