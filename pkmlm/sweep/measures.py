@@ -76,10 +76,10 @@ MEASURES: dict[str, Measure] = {
     ),
     "bytes": Measure("MB read", "weights read a token (MB, fp32)", "{:,.2f}", "cost", fact("cost", "read", scale=4e-6)),
     "block_flops": Measure(
-        "block G", "operations of a block (G)", "{:,.2f}", "cost", fact("cost", "block_flops", scale=1e-9)
+        "block G", "operations of a block (G)", "{:,.4g}", "cost", fact("cost", "block_flops", scale=1e-9)
     ),
     "map_flops": Measure(
-        "no attn G", "of which not attention (G)", "{:,.2f}", "cost", fact("cost", "map_flops", scale=1e-9)
+        "no attn G", "of which not attention (G)", "{:,.4g}", "cost", fact("cost", "map_flops", scale=1e-9)
     ),
     "table_mb": Measure(
         "tables MB", "tables of a block (MB, 2 bytes an entry)", "{:,.1f}", "cost", fact("cost", "tables", scale=2e-6)
