@@ -75,11 +75,9 @@ def command(
         return 0
     if not output:
         raise UserError("Missing option '-o': the folder to write", "add -o DIR, or --dry-run")
-    folder, own = Path(output), devices_of(devices)
-    if own and (jobs or 0) > len(own):
-        raise UserError(f"--jobs {jobs}: found {len(own)} devices (expected one a job)", "name more, or lower it")
-    if own:
-        os.environ["CUDA_VISIBLE_DEVICES"] = own[0]  # of this process, which times the models; each cell has its own
+    folder, own = Path(output), devices_of(devices, jobs)
+    if own and not table_only:
+        refuse_missing_devices(own)
     code = 0
     refuse_other_sweep(folder, path.stem, scale)
     if table_only and results.trains and not (folder / "cells").is_dir():
@@ -88,28 +86,47 @@ def command(
         )
     recall_speeds(results, folder)
     if table_only:
-        collect(results, folder)
+        code = collect(results, folder)
     else:
         code = run_all(results, folder, jobs or len(own) or 1, own, task_data, quiet)
         if code in (0, 1) and results.lack_speeds:
             write_tables(results, folder, path, scale)  # whatever comes of the timing
             code |= time_models(results, folder, quiet)
-    publish(results, folder, path, scale)
+    if results.ended or not results.trains:  # else an empty table would take the place of one that is there
+        publish(results, folder, path, scale)
     return code
 
 
-def devices_of(names: str | None) -> list[str]:
+def devices_of(names: str | None, jobs: int | None = None) -> list[str]:
     """The GPUs of --device.
 
     Raises:
-        UserError: one is no name of a GPU, with which torch would train on the CPU without a word; or named twice.
+        UserError: one is no name of a GPU, with which torch would train on the CPU without a word; or named twice; or
+            there are fewer than jobs.
     """
     found = [] if names is None else names.split(",")
     for place, name in enumerate(found):
         if not GPU.fullmatch(name) or name in found[:place]:
             what = f"{name} twice" if name in found[:place] else name or "nothing"
             raise UserError(f"--device {names}: found {what} (expected GPUs, each once)", "for example --device 0,1")
+    if found and (jobs or 0) > len(found):
+        raise UserError(f"--jobs {jobs}: found {len(found)} devices (expected one a job)", "name more, or lower it")
     return found
+
+
+def refuse_missing_devices(devices: list[str]) -> None:
+    """See to it that this process, which times the models on the first of them, and its children have these GPUs.
+
+    Raises:
+        UserError: one is not there; torch would train on the CPU without a word.
+    """
+    import torch
+
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    found = torch.cuda.device_count()
+    if found < len(devices):
+        message = f"--device {','.join(devices)}: there is no GPU {devices[found]} here"
+        raise UserError(message, "pkmlm doctor lists the devices")
 
 
 def with_costs(grid: "Grid", cells: "Cells") -> "Results":
@@ -143,19 +160,34 @@ def plan(results: "Results") -> "Table":
     return Table(f"{grid.title}: {len(results.cells)} runs", columns, rows)
 
 
-def collect(results: "Results", folder: "Path") -> None:
-    """Take in what is there already."""
+def collect(results: "Results", folder: "Path") -> int:
+    """Take in what is there already; the exit code: 1 where it cannot be read or is another grid's.
+
+    Raises:
+        UserError: nothing of this grid is there, so that an empty table would take the place of another's.
+    """
     from pkmlm.sweep.runner import finished
+
+    failed: list[str] = []
 
     def take(cells: "Iterable[Cell]") -> None:
         for cell in cells:
             if (outcome := finished(cell, folder / "cells")) is not None:
                 results.add(outcome)
+                if outcome.status == "failed":
+                    failed.append(f"{outcome.cell.name}: {outcome.message}")
 
     take(results.cells.first.values())
     for point in results.grid.points():
         for chosen in results.chosen(point)[:1]:
             take(results.cells.others(chosen.cell))
+    if results.trains and len(failed) == len(results.outcomes):
+        raise UserError(
+            f"{folder} holds no run of this grid that has ended", failed[0] if failed else "leave --table out"
+        )
+    for text in failed:
+        click.echo(f"error: {printable(text)}", err=True)
+    return int(bool(failed))
 
 
 def run_all(
@@ -163,6 +195,7 @@ def run_all(
 ) -> int:
     """Run the cells; the exit code: 0, 1 where a cell failed, or what a signal stands for."""
     from pkmlm.runtime.files import make_folder
+    from pkmlm.runtime.lock import locked
     from pkmlm.runtime.signals import stop_on_signals
     from pkmlm.sweep.measures import MEASURES, tasks_of
     from pkmlm.sweep.results import progress_line
@@ -176,7 +209,8 @@ def run_all(
     if any(MEASURES[name].source == "tasks" for name in grid.measure):
         read_tasks(",".join(tasks_of(grid.measure)), task_data)
     make_folder(runs)
-    with stop_on_signals() as stop, cell_progress(runs, quiet) as (say, tick):
+    held = locked(runs / ".lock", f"the sweep {folder}")
+    with held, stop_on_signals() as stop, cell_progress(runs, quiet) as (say, tick):
 
         def done(outcome: Outcome) -> None:
             results.add(outcome)

@@ -10,7 +10,7 @@ from pkmlm.errors import UserError
 from pkmlm.recipe.load import dump_recipe, load_recipe
 from pkmlm.recipe.nodes import shorten
 from pkmlm.recipe.schema import Recipe
-from pkmlm.sweep.grid import Grid, Point
+from pkmlm.sweep.grid import Grid, Point, overlap
 from pkmlm.sweep.measures import MEASURES
 
 LONGEST = 200  # bytes of a cell's name, of the 255 that a file system allows: runs and their pictures are named by it
@@ -60,8 +60,8 @@ class Cells:
     def __init__(self, grid: Grid, base: Path, extra: Sequence[str] = ()):
         self.grid, self.base, self.extra = grid, base, extra
         for key in (text.partition("=")[0].strip() for text in extra):
-            for varied, cause in grid.varied().items():
-                if f"{varied}.".startswith(f"{key}.") or f"{key}.".startswith(f"{varied}."):
+            for varied, cause in grid.varied():
+                if overlap(key, varied):
                     message = f"-s {key}: the grid sets {varied} by {cause} (expected a key that all cells share)"
                     raise UserError(message, "change the grid's file")
         values = grid.tune.values if grid.tune else (None,)

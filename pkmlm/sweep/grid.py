@@ -4,9 +4,9 @@ A grid is YAML as a recipe is (no anchors, no tags); its keys are the fields of 
 are laid over the rest, as a recipe lies over its base: one grid file serves a laptop and a cluster.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +16,7 @@ from pkmlm.recipe.nodes import Node, parse, yaml_text
 from pkmlm.sweep.measures import MEASURES
 
 Point = tuple[str, ...]  # the name of one value of each axis
+Known = Callable[[str, Sequence[str], str, str], None]  # refuses a name that is none of the choices
 
 
 @dataclass(frozen=True)
@@ -115,13 +116,12 @@ class Grid:
         trees = [self.axes[axis][name] for axis, name in self.place(point).items()]
         return [text for tree in ([self.set] if self.set else []) + trees for text in assignments(tree)]
 
-    def varied(self) -> dict[str, str]:
-        """The keys in which cells differ, and by what."""
-        keys = {"train.seed": "its seeds"} | ({self.tune.key: "its tune"} if self.tune else {})
+    def varied(self) -> list[tuple[str, str]]:
+        """The keys in which cells differ, each with what sets it."""
+        keys = [("train.seed", "its seeds"), *([(self.tune.key, "its tune")] if self.tune else [])]
         for axis, trees in self.axes.items():
-            keys |= {
-                text.partition("=")[0]: f"its axis {axis}" for tree in trees.values() for text in assignments(tree)
-            }
+            texts = [text for tree in trees.values() for text in assignments(tree)]
+            keys += [(key, f"its axis {axis}") for key in dict.fromkeys(text.partition("=")[0] for text in texts)]
         return keys
 
     def paper_value(self, measure: str, point: Point) -> float | None:
@@ -167,6 +167,7 @@ def read_grid(path: Path, scale: str | None = None) -> tuple[Grid, str | None]:
     places: dict[str, str] = {}
     grid: Grid = bind(tree, Grid, "", places)
     check_grid(grid, path, places)
+    check_causes(grid, path)
     return grid, scale
 
 
@@ -187,8 +188,10 @@ def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:
         if missing:
             raise UserError(f"{places.get(key, path)}: {key} is missing or empty (expected in every grid)")
     for axis, values in grid.axes.items():
-        if not values:
-            raise UserError(f"{places[f'axes.{axis}']}: axes.{axis} has no values")
+        if not values or "" in values:
+            raise UserError(f"{places[f'axes.{axis}']}: axes.{axis} has no values, or one without a name")
+    if grid.tune and not grid.tune.values:
+        raise UserError(f"{places['tune']}: tune has no values (expected some of {grid.tune.key})")
     figures = [f"{figure.y} by {figure.x}" for figure in grid.figures]
     tuned = grid.tune.values if grid.tune else ()
     for key, listed in (("seeds", grid.seeds), ("tune.values", tuned), ("measure", grid.measure), ("figures", figures)):
@@ -205,25 +208,51 @@ def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:
     for measure, node in grid.paper.items():
         check_paper(node, f"paper.{measure}", list(grid.axes.items()))
     for claim in grid.claims:
-        known(claim.measure, grid.measure, "claims", "a measure of this grid")
         for place in (claim.greater, claim.less, *({a: v} for a, vs in claim.at.items() for v in vs)):
             position(place, "claims")
-        ways = (bool(claim.greater and claim.less), claim.rising is not None, claim.falling is not None)
-        if sum(ways) != 1 or bool(claim.greater) != bool(claim.less):
-            raise UserError(f"{places['claims']}: claims: expected greater: and less:, or rising:, or falling:")
-        for axis in filter(None, (claim.rising, claim.falling)):
-            known(axis, list(grid.axes), "claims", "an axis")
+        check_claim(claim, grid, known, places["claims"])
     for figure in grid.figures:
-        known(figure.x, [*grid.axes, *grid.measure], "figures", "an axis or a measure of this grid")
-        known(figure.y, grid.measure, "figures", "a measure of this grid")
-        if figure.line is not None:
-            known(figure.line, list(grid.axes), "figures", "an axis")
-        if "x" in figure.log and figure.x in grid.axes:
-            raise UserError(
-                f"{places['figures']}: figures: found log: x along the axis {figure.x} (expected a measure)"
-            )
+        check_figure(figure, grid, known, places["figures"])
     if not grid.points():
         raise UserError(f"{path}: no point is left (only and without leave none)")
+
+
+def check_claim(claim: Claim, grid: Grid, known: Known, place: str) -> None:
+    """A claim speaks of one measure, and of two sides that differ or of an axis of two values and more."""
+    if not claim.text:
+        raise UserError(f"{place}: claims: one has no text")
+    known(claim.measure, grid.measure, "claims", "a measure of this grid")
+    ways = (bool(claim.greater and claim.less), claim.rising is not None, claim.falling is not None)
+    if sum(ways) != 1 or bool(claim.greater) != bool(claim.less):
+        raise UserError(f"{place}: claims: expected greater: and less:, or rising:, or falling:")
+    if claim.greater and (claim.greater.keys() != claim.less.keys() or claim.greater == claim.less):
+        raise UserError(f"{place}: claims: {claim.text}: expected other values of the same axes in greater: and less:")
+    for axis in filter(None, (claim.rising, claim.falling)):
+        known(
+            axis, [axis for axis, values in grid.axes.items() if len(values) > 1], "claims", "an axis of several values"
+        )
+
+
+def check_figure(figure: Figure, grid: Grid, known: Known, place: str) -> None:
+    """A figure has a measure along y, another or an axis along x, and perhaps another axis for its lines."""
+    known(figure.x, [*grid.axes, *grid.measure], "figures", "an axis or a measure of this grid")
+    known(figure.y, [name for name in grid.measure if name != figure.x], "figures", "another measure of this grid")
+    if figure.line is not None:
+        known(figure.line, [axis for axis in grid.axes if axis != figure.x], "figures", "another axis")
+    if "x" in figure.log and figure.x in grid.axes:
+        raise UserError(f"{place}: figures: found log: x along the axis {figure.x} (expected a measure)")
+
+
+def check_causes(grid: Grid, path: Path) -> None:
+    """Refuse a key that two axes set, or an axis and the seeds or what is tuned: one of them would do nothing."""
+    for (key, cause), (other, by) in combinations(grid.varied(), 2):
+        if cause != by and overlap(key, other):
+            raise UserError(f"{path}: {other} is set by {cause} and by {by} (expected one of them)")
+
+
+def overlap(key: str, other: str) -> bool:
+    """Whether two keys are the same, or one is a section that holds the other."""
+    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
 
 
 def check_paper(node: Node, key: str, axes: Sequence[tuple[str, Mapping[str, Node]]]) -> None:

@@ -6,6 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
 from pkmlm.report.plots import file_name, label, line_style, save
+from pkmlm.runtime.files import remove_file
 from pkmlm.sweep.grid import Figure, Grid, Point
 from pkmlm.sweep.measures import MEASURES
 from pkmlm.sweep.results import Results
@@ -13,12 +14,14 @@ from pkmlm.sweep.verdicts import Values
 
 
 def draw(results: Results, folder: Path) -> list[Path]:
-    """Draw the grid's figures into a folder and return the files; one without a point is left out."""
+    """Draw the grid's figures into a folder and return the files; one without a point is not there afterwards."""
     drawn = []
     for figure in results.grid.figures:
-        canvas = picture(results, figure)
-        if canvas is not None:
-            drawn.append(save(folder / f"{file_name(figure.y)}-by-{file_name(figure.x)}.png", canvas))
+        canvas, path = picture(results, figure), folder / f"{file_name(figure.y)}-by-{file_name(figure.x)}.png"
+        if canvas is None:
+            remove_file(path)
+        else:
+            drawn.append(save(path, canvas))
     return drawn
 
 

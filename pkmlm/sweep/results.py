@@ -54,6 +54,11 @@ class Results:
         return any(MEASURES[name].source != "cost" for name in self.grid.measure)
 
     @property
+    def ended(self) -> int:
+        """How many runs were measured or have diverged."""
+        return sum(outcome.status in ("measured", "diverged") for outcome in self.outcomes.values())
+
+    @property
     def lack_speeds(self) -> bool:
         """Whether models are there that have to be timed."""
         points = self.grid.points() if "speed" in self.grid.measure else []
@@ -64,8 +69,9 @@ class Results:
 
     def chosen(self, point: Point) -> list[Outcome]:
         """The measured cells of a point that count: those at its best tuned value."""
-        tried = [self.outcomes[cell.name] for cell in self.cells.tuning(point) if cell.name in self.outcomes]
-        first = best(tried)
+        tuning = self.cells.tuning(point)
+        tried = [self.outcomes[cell.name] for cell in tuning if cell.name in self.outcomes]
+        first = best(tried) if len(tried) == len(tuning) and all(one.status != "stopped" for one in tried) else None
         if first is None:
             return []
         others = [self.outcomes.get(cell.name) for cell in self.cells.others(first.cell)]
@@ -144,7 +150,9 @@ class Results:
 
     def tables(self) -> list[Table]:
         """The paper-style table, the tuned values, and the verdicts."""
-        found = [self._points(self.grid.title, self.grid.measure)]
+        some = self.trains and self.ended < len(self.cells)
+        so_far = f": {self.ended} of {len(self.cells)} runs" if some else ""
+        found = [self._points(self.grid.title + so_far, self.grid.measure)]
         costs = [name for name in COSTS if name not in self.grid.measure]
         if self.trains and costs:
             found.append(self._points("What each takes", costs))
@@ -176,12 +184,19 @@ class Results:
         if self.grid.tune:
             row.append(chosen[0].cell.tuned if chosen else None)
         if self.trains:
-            row.append(len(chosen) or None)
+            seeds = len(self.grid.seeds)
+            row.append(f"{len(chosen)} of {seeds}" if 0 < len(chosen) < seeds else len(chosen) or None)
         for measure in measures:
-            row.append(shown(self.values(measure, point), MEASURES[measure].format))
+            value = shown(self.values(measure, point), MEASURES[measure].format)
+            row.append(value if value or measure != measures[0] else self._ended(point))
             if measure in self.grid.paper:
                 row.append(self.grid.paper_value(measure, point))
         return row
+
+    def _ended(self, point: Point) -> str | None:
+        """How the runs of a point ended that was not measured: "diverged", say."""
+        found = {self.outcomes[cell.name].status for cell in self.cells.tuning(point) if cell.name in self.outcomes}
+        return " and ".join(sorted(found - {"measured", "stopped"})) or None
 
     def _tuning(self) -> Table:
         assert self.grid.tune is not None

@@ -139,7 +139,7 @@ class Runner:
             if code:
                 status = "stopped" if self.stopping else "diverged" if code == DIVERGED else "failed"
                 return Outcome(cell, status, {}, said)
-        return finished(cell, self.folder) or Outcome(cell, "failed", {}, other_recipe(cell, run))
+        return finished(cell, self.folder) or Outcome(cell, "failed", {}, "its run is not there any more")
 
     def commands(self, cell: Cell, run: RunDirectory) -> Iterable[list[str]]:
         """The arguments of `pkmlm`, one call after the other, without what has been done already."""
@@ -192,10 +192,16 @@ class Runner:
 
 
 def best(outcomes: Sequence[Outcome]) -> Outcome | None:
-    """The one of lowest validation loss; None where none was measured. A single one needs no validation."""
+    """The one of lowest validation loss; None where none was measured. A single one needs no validation.
+
+    Raises:
+        UserError: one of several was measured, but its validation is not known.
+    """
     measured = [outcome for outcome in outcomes if outcome.status == "measured"]
-    if len(measured) > 1 and all(outcome.loss == float("inf") for outcome in measured):
-        raise UserError("nothing was validated, so that no value can be chosen", "give data with a valid split")
+    unknown = [outcome.cell.name for outcome in measured if outcome.loss == float("inf")]
+    if len(measured) > 1 and unknown:
+        message = f"{unknown[0]} has lost its validation, so that no value can be chosen"
+        raise UserError(message, "delete its folder to train it again")
     return min(measured, key=lambda outcome: outcome.loss, default=None)
 
 
@@ -221,8 +227,10 @@ def finished(cell: Cell, folder: Path) -> Outcome | None:
     """The outcome of a cell that was run before, or None; "failed" where its files cannot be read."""
     run = RunDirectory(folder / cell.name)
     try:
-        if not run.recipe_file.exists() or run.recipe() != cell.recipe:
+        if not run.recipe_file.exists():
             return None
+        if run.recipe() != cell.recipe:  # one that has only begun begins anew
+            return Outcome(cell, "failed", {}, other_recipe(cell, run)) if run.steps() else None
         if run.facts().get("status") == "diverged":
             return Outcome(cell, "diverged", {}, "as its run.json says; delete its folder to train it again")
         return Outcome(cell, "measured", facts_at_end(cell, run)) if run.done() is not None else None
@@ -231,8 +239,8 @@ def finished(cell: Cell, folder: Path) -> Outcome | None:
 
 
 def other_recipe(cell: Cell, run: RunDirectory) -> str:
-    """What to say of a run that has ended but is not the cell's: training took it for complete, say, in spite of other
-    eval.tokens, or the base's file was changed meanwhile.
+    """What to say of a run that is not the cell's: training would take it for complete, say, in spite of other
+    eval.tokens, or train it longer, at other rates than one that begins with as many steps.
     """
     before, now = flatten(run.recipe()), flatten(cell.recipe)
     changed = ", ".join(key for key in now if before[key] != now[key])

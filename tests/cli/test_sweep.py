@@ -17,6 +17,7 @@ from threading import Thread
 import pytest
 
 from pkmlm.cli.sweep import devices_of
+from pkmlm.runtime.lock import locked
 from pkmlm.runtime.rundir import RunDirectory
 from pkmlm.runtime.signals import StopRequest, handled
 from pkmlm.sweep.cells import Cell, Cells
@@ -104,18 +105,20 @@ def test_a_sweep_trains_measures_and_tells(grid, tmp_path):
     assert results["trained_by"] == [told]
     assert {cell["tuned"]: cell["trained_by"] for cell in results["cells"]} == {"3e-3": 0, "1e30": None}
     assert results["speed"][0]["timed_on"]["device"] == trained["device"]
-    times = {path: path.stat().st_mtime_ns for path in (folder / "cells").rglob("*.*")}
+    times = {path: path.stat().st_mtime_ns for path in (folder / "cells").rglob("[!.]*.*")}
     again = pkmlm(*sweep)
     assert again.stdout == done.stdout
     assert "1e30_seed-1: diverged: as its run.json says" in again.stderr
     kept = json.loads((folder / "results.json").read_text())
     assert kept["speed"] == results["speed"], "timed once, told twice"
-    assert times == {path: path.stat().st_mtime_ns for path in (folder / "cells").rglob("*.*")}
+    assert times == {path: path.stat().st_mtime_ns for path in (folder / "cells").rglob("[!.]*.*")}
     assert pkmlm(*sweep, "--table").stdout == done.stdout
     assert json.loads((folder / "results.json").read_text()) == kept
     grid.write_text(TUNED.replace(", 1e30", ""))
-    other = pkmlm(*sweep, "-s", "model.dim=16", "--table").stdout.splitlines()[4].split()
-    assert other == ["256", "-", "-", "-", "21.00", "-"], "of another model nothing is known"
+    said = pkmlm(*sweep, "-s", "model.dim=16", "--table", code=2).stderr
+    assert f"{folder} holds no run of this grid that has ended\nhint: " in said
+    assert "256_3e-3_seed-1: its run was trained with another model.dim: name another folder with -o" in said
+    assert json.loads((folder / "results.json").read_text()) == kept, "an empty table takes no other's place"
     assert "3e-3" in pkmlm(*sweep, "--table").stdout
 
 
@@ -127,11 +130,13 @@ def test_a_run_under_other_settings_is_not_the_cells(grid, tmp_path):
     train_cell(grid, folder)
     pkmlm(*sweep)
     assert cells_in(folder)["256_seed-1"]["status"] == "measured"
-    table = pkmlm(*sweep, "-s", "eval.tokens=500", code=1).stdout
-    cell = cells_in(folder)["256_seed-1"]
-    assert (cell["status"], cell["valid_loss"]) == ("failed", None)
-    assert cell["message"] == "its run was trained with another eval.tokens: name another folder with -o"
-    assert pkmlm(*sweep, "-s", "eval.tokens=500", "--table").stdout == table
+    message = "256_seed-1: its run was trained with another {}: name another folder with -o"
+    for key, value in (("eval.tokens", 500), ("train.steps", 4)):  # a longer training would have other rates on its way
+        told = pkmlm("sweep", grid, "-o", folder, "-s", "train.steps=2", "-s", f"{key}={value}", code=1)
+        assert message.format(key).replace(": ", ": failed: ", 1) in told.stderr
+        assert message.format(key) in pkmlm(*sweep, "-s", f"{key}={value}", "--table", code=2).stderr
+        assert cells_in(folder)["256_seed-1"]["status"] == "measured", "the table that is there stays"
+    assert RunDirectory(folder / "cells" / "256_seed-1").done() == 2
 
 
 def test_validation_is_that_of_the_last_step(grid, tmp_path, trained):
@@ -153,10 +158,11 @@ def test_an_error_in_timing_leaves_the_table(grid, tmp_path, tokens, monkeypatch
     sweep = ("sweep", grid, "-o", folder, "-q", "-s", "train.steps=2", "-s", f"data.dir={copied}")
     train_cell(grid, folder, "-s", f"data.dir={copied}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     (copied / "test.documents").unlink()
     said = pkmlm(*sweep, "--device", "3,1", code=1).stderr
     assert f"error: nothing was timed: {copied / 'test.documents'}" in said
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3", "of the process that times"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3,1", "of the process that times, on the first"
     assert cells_in(folder)["256_seed-1"]["status"] == "measured"
 
     def crowded(path: Path) -> None:
@@ -181,22 +187,32 @@ def test_a_stopped_sweep_goes_on(grid, tmp_path):
     asking = Thread(target=ask)
     with handled(lambda number, frame: None):  # a request that comes when no sweep hears it ends no tests
         asking.start()
-        said = pkmlm("sweep", grid, "-o", folder, "-s", "train.steps=5000", code=75).stderr
+        said = pkmlm("sweep", grid, "-o", folder, "-s", "train.steps=600", code=75).stderr
         asking.join()
     assert "the same command goes on" in said
     assert run.facts()["status"] == "stopped", "the cell saved a checkpoint"
     assert not (folder / "cells" / "256_seed-1").exists()
     stopped = run.steps()[-1]
-    (command,) = runner_of(grid, folder / "cells").commands(cells_of(grid, stopped + 4)["none_seed-1"], run)
+    (command,) = runner_of(grid, folder / "cells").commands(cells_of(grid, 600)["none_seed-1"], run)
     pkmlm(*command)
     trained = [event["step"] for event in run.metrics() if event["event"] == "train"]
-    assert trained == list(range(1, stopped + 5))
+    assert trained == list(range(1, 601))
     assert f"resuming at step {stopped}" in run.log_file.read_text()
-    pkmlm("sweep", grid, "-o", folder, "-s", f"train.steps={stopped + 4}", "--table")
-    assert {name: cell["step"] for name, cell in cells_in(folder).items()} == {"none_seed-1": stopped + 4}
+    told = pkmlm("sweep", grid, "-o", folder, "-s", "train.steps=600", "--table").stdout
+    assert told.startswith("Two memories: 1 of 2 runs\n")
+    assert {name: cell["step"] for name, cell in cells_in(folder).items()} == {"none_seed-1": 600}
 
 
-def test_a_cell_that_trains_longer_is_measured_again(grid, tmp_path):
+def test_one_sweep_at_a_time_works_in_a_folder(grid, tmp_path):
+    runs = tmp_path / "swept" / "cells"
+    runs.mkdir(parents=True)
+    with locked(runs / ".lock", "it"):
+        said = pkmlm("sweep", grid, "-o", tmp_path / "swept", code=1).stderr
+    assert f"error: the sweep {tmp_path / 'swept'} is in use by process {os.getpid()}" in said
+    assert not (runs / "none_seed-1").exists()
+
+
+def test_a_run_that_was_trained_longer_is_measured_again(grid, tmp_path):
     folder, task_data = tmp_path / "swept", tmp_path / "tasks"
     task_data.mkdir()
     (task_data / "piqa.jsonl").write_text(PIQA)
@@ -214,13 +230,15 @@ def test_a_cell_that_trains_longer_is_measured_again(grid, tmp_path):
         pkmlm(*next(commands))
     (run.path / "eval" / "tasks-piqa-step-4.json").write_text('{"step": 4, "tasks": {"piqa": {"acc": 0.875}}}')
     assert (row(4)[-1], "-" in row(4)) == ("0.875", False)
+    longer = cells_of(grid, 8)["256_seed-1"]
+    assert not list(runner.commands(longer, run)), "a sweep does not train it longer"
+    pkmlm("train", runner.base, "-o", run.path, "-q", *(part for text in longer.overrides for part in ("-s", text)))
+    assert row(8) == ["256", "1", "-", "-", "-"], "what was measured at step 4 is not that of step 8"
     asked = []
-    for command in runner.commands(cells_of(grid, 8)["256_seed-1"], run):
+    for command in runner.commands(longer, run):
         pkmlm(*command)
         asked.append(command[0])
-        if asked == ["train"]:
-            assert row(8) == ["256", "1", "-", "-", "-"], "what was measured at step 4 is not that of step 8"
-    assert asked == ["train", "eval", "usage-report", "eval"]
+    assert asked == ["eval", "usage-report", "eval"]
     assert not list(runner.commands(cells_of(grid, 8)["256_seed-1"], run)), "it lacks nothing"
     assert "-" not in row(8)
     cell = cells_in(folder)["256_seed-1"]
@@ -242,6 +260,10 @@ def test_a_cell_on_each_device(grid, tmp_path, monkeypatch):
         (folder / "cells" / name).mkdir(parents=True)
         (folder / "cells" / name / "recipe.yaml").write_text("name: &a x\n")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the command changes it
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    said = pkmlm("sweep", grid, "-o", folder, "--device", "0,1", code=2).stderr
+    assert "error: --device 0,1: there is no GPU 1 here" in said
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     done = pkmlm("sweep", grid, "-o", folder, "--device", "0,1", code=1)
     assert f"2 runs in {folder}, 2 at a time" in done.stderr
 
@@ -313,12 +335,13 @@ def test_a_folder_of_another_sweep_or_of_other_files_is_left_alone(grid, tmp_pat
         assert f"error: {missing} holds no runs of a sweep" in said
     assert not (tmp_path / "swetp").exists()
     assert not list(folder.iterdir())
-    (folder / "cells").mkdir()
-    (tmp_path / "two" / "cells").mkdir(parents=True)
-    pkmlm("sweep", grid, "-o", folder, "--table")
+    for place, theirs in ((folder, {"grid": "grid"}), (tmp_path / "two", {"grid": "other", "scale": "small"})):
+        (place / "cells").mkdir(parents=True)
+        said = pkmlm("sweep", grid, "-o", place, "--table", code=2).stderr
+        assert f"error: {place} holds no run of this grid that has ended" in said
+        (place / "results.json").write_text(json.dumps(theirs))
     other = grid.with_name("other.yaml")
     other.write_text(GRID + "scales: {small: {}, large: {}}\n")
-    pkmlm("sweep", other, "-o", tmp_path / "two", "--table")
     for words, said in (
         ([other, "-o", folder], f"{folder} holds the sweep of grid (expected other at scale small)"),
         (
@@ -403,8 +426,11 @@ def test_a_cell_that_fails_fails_alone(grid, tmp_path, trained):
         said = pkmlm("sweep", grid, "-o", folder, "--table", code=2).stderr
         assert "the sweep's results" in said
     (folder / "results.json").unlink()
-    pkmlm("sweep", grid, "-o", folder, "--table")
+    told = pkmlm("sweep", grid, "-o", folder, "-s", "train.steps=2", "--table", code=1)
+    assert "error: none_seed-1: " in told.stderr
+    assert told.stdout.splitlines()[4].split()[:3] == ["none", "-", "failed"]
     done = pkmlm("sweep", grid, "-o", folder, "-s", "train.steps=2", code=1)
+    assert done.stdout == told.stdout
     cells = cells_in(folder)
     assert {name: cell["status"] for name, cell in cells.items()} == {
         "none_seed-1": "failed",
@@ -412,7 +438,7 @@ def test_a_cell_that_fails_fails_alone(grid, tmp_path, trained):
         "256_seed-1": "measured",
     }
     assert "anchors" in cells["none_seed-1"]["message"]
-    assert "was started with another recipe" in cells["64_seed-1"]["message"]
+    assert cells["64_seed-1"]["message"].startswith("its run was trained with another ")
     assert "1:7: anchors" in done.stderr
 
 

@@ -122,9 +122,34 @@ def test_the_papers_numbers_are_found_in_lists_and_mappings(folder):
         ("less: {norm: yes}", "less: {norm: maybe}", "claims: found maybe (expected a value of norm: no, yes)"),
         ("falling: slots}", "falling: size}", "claims: found size (expected an axis"),
         ("falling: slots}", "falling: slots, rising: slots}", "claims: expected greater: and less:"),
-        ("y: perplexity, line", "y: kl, line", "figures: found kl (expected a measure of this grid"),
+        ("y: perplexity, line", "y: kl, line", "figures: found kl (expected another measure of this grid"),
+        (
+            "y: perplexity, line: norm",
+            "y: perplexity, line: slots",
+            "figures: found slots (expected another axis: norm)",
+        ),
+        ("less: {norm: yes}", "less: {norm: no}", "norm helps: expected other values of the same axes"),
+        ("less: {norm: yes}", "less: {slots: none}", "norm helps: expected other values of the same axes"),
+        ("text: size helps, ", "", "claims: one has no text"),
+        ("tune: {values: [1e-3, 2e-3, 4e-3]}", "tune: {values: []}", "tune has no values (expected some of optim.lr)"),
+        ("    256: {", "    '': {", "axes.slots has no values, or one without a name"),
+        (
+            "tune: {",
+            "tune: {key: model.memory.num_keys, ",
+            "model.memory.num_keys is set by its tune and by its axis slots",
+        ),
+        (
+            "query_norm: batch,",
+            "query_norm: batch, train: {seed: 3},",
+            "train.seed is set by its seeds and by its axis norm",
+        ),
+        (
+            "query_norm: batch,",
+            "query_norm: batch, model.memory.num_keys: 3,",
+            "is set by its axis slots and by its axis norm",
+        ),
         ("x: slots", "x: slot", "figures: found slot (expected an axis or a measure"),
-        ("line: norm", "line: nor", "figures: found nor (expected an axis"),
+        ("line: norm", "line: nor", "figures: found nor (expected another axis"),
         ("none, norm: yes", "none, norm: ye", "without: found ye (expected a value of norm"),
         ("base: base.yaml", "bas: base.yaml", "unknown key bas (did you mean base?)"),
         ("base: base.yaml\n", "", "base is missing or empty"),
@@ -261,6 +286,27 @@ def test_other_seeds_count_at_the_best_tuned_value_only(folder):
     assert point["paper"]["perplexity"] == 21.0
 
 
+def test_nothing_is_chosen_while_values_are_still_to_be_tried(folder):
+    cells = Cells(grid_of(folder), folder / "base.yaml")
+    results = Results(cells.grid, cells, {point: {} for point in P})
+    first, second, third = cells.tuning(P[0])
+    for cell in (first, second):
+        results.add(Outcome(cell, "measured", {"valid_loss": 5.0, "test_token_ppl": 9.0}))
+        assert results.values("perplexity", P[0]) == ()
+    results.add(Outcome(third, "stopped", {}))
+    assert results.values("perplexity", P[0]) == ()
+    assert results.tables()[0].title == "Size and norm: 2 of 20 runs"
+    results.add(Outcome(third, "measured", {"valid_loss": 6.0}))
+    assert results.values("perplexity", P[0]) == (9.0,)
+    assert results.tables()[0].rows[0][2:5] == ["1e-3", "1 of 2", "9.00"]
+    results.add(Outcome(third, "measured", {}))
+    with pytest.raises(UserError, match="none_no_4e-3_seed-1 has lost its validation, so that no value can be chosen"):
+        results.values("perplexity", P[0])
+    for cell, status in zip(cells.tuning(P[1]), ("diverged", "failed", "diverged"), strict=True):
+        results.add(Outcome(cell, status, {}))
+    assert results._row(P[1], ["perplexity", "dense"])[2:5] == [None, None, "diverged and failed"]
+
+
 def test_a_diverged_rate_is_never_the_best(folder):
     cells = Cells(grid_of(folder), folder / "base.yaml")
     results = Results(cells.grid, cells, {point: {} for point in P})
@@ -280,7 +326,8 @@ def test_a_figure_has_a_panel_for_the_paper_and_a_line_for_each_value(folder):
     for point in P:
         usage = [] if point[0] == "none" else [{"layer": 2, "name": "memory", "mass": {"usage": 0.5, "kl": 1.0}}]
         facts = {"valid_loss": 1.0, "test_token_ppl": 20.0, "usage": usage}
-        results.add(Outcome(cells.tuning(point)[0], "measured", facts))
+        for cell in cells.tuning(point):
+            results.add(Outcome(cell, "measured", facts))
     canvas = picture(results, by_slots)
     assert canvas is not None
     measured, paper = canvas.axes
@@ -326,7 +373,8 @@ def test_a_speed_is_that_of_the_recipe_that_was_timed(folder):
     def recalled(cells: Cells) -> Results:
         results = Results(cells.grid, cells, {point: {} for point in P})
         assert results.values("speed", P[0]) == (), "nothing is there"
-        results.add(Outcome(cells.tuning(P[0])[0], "measured", {"valid_loss": 4.0}))
+        for cell, loss in zip(cells.tuning(P[0]), (4.0, 5.0, 6.0), strict=True):
+            results.add(Outcome(cell, "measured", {"valid_loss": loss}))
         recall_speeds(results, folder)
         return results
 
