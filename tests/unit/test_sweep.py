@@ -3,6 +3,7 @@
 import json
 import subprocess
 import warnings
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,15 @@ def folder(tmp_path: Path) -> Path:
 def grid_of(folder: Path, text: str = GRID, scale: str | None = "large") -> Grid:
     (folder / "grid.yaml").write_text(text)
     return read_grid(folder / "grid.yaml", scale)[0]
+
+
+def test_the_example_of_the_readme_has_every_key(tmp_path):
+    text = (ROOT / "recipes" / "README.md").read_text().partition("All its keys:\n\n```yaml\n")[2].partition("```")[0]
+    (tmp_path / "small.yaml").write_text(BASE)
+    assert grid_of(tmp_path, text, "large").points()[-1] == ("4k", "yes")
+    assert len(Cells(grid_of(tmp_path, text, "small"), tmp_path / "small.yaml")) == 9
+    keys = parse(text, "README").value
+    assert set(keys) | {"set", "only"} == {field.name for field in fields(Grid)} | {"scales"}
 
 
 def test_points_are_the_product_without_what_is_left_out(folder):
