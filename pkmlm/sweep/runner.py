@@ -80,6 +80,7 @@ class Runner:
 
     def run(self, cells: Cells, done: Callable[[Outcome], None], tick: Callable[[list[Cell]], None]) -> None:
         """Run all cells: of every point the first seed at each tuned value, then the other seeds at the best of them.
+        What is to be chosen from is trained, and measured only if it is chosen.
 
         Args:
             done: is told of every cell that has ended, in this thread.
@@ -88,7 +89,9 @@ class Runner:
         outcomes: dict[tuple[str, ...], list[Outcome]] = {}
         pool = ThreadPoolExecutor(self.jobs)
         try:
-            waiting = {pool.submit(self._run_cell, cell) for cell in cells.first.values()}
+            waiting = {
+                pool.submit(self._run_cell, cell, len(cells.tuning(cell.point)) == 1) for cell in cells.first.values()
+            }
             while waiting:
                 ended, waiting = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
                 tick(list(self.running))
@@ -100,8 +103,9 @@ class Runner:
                     known.append(outcome)
                     if len(known) == len(cells.tuning(outcome.cell.point)) and not self.stopping:
                         chosen = best(known)
-                        others = cells.others(chosen.cell) if chosen else []
-                        waiting |= {pool.submit(self._run_cell, cell) for cell in others}
+                        also = [chosen.cell] if chosen and len(known) > 1 else []
+                        also += cells.others(chosen.cell) if chosen else []
+                        waiting |= {pool.submit(self._run_cell, cell, True) for cell in also}
         finally:
             self._end(pool)
 
@@ -119,20 +123,20 @@ class Runner:
             time.sleep(0.05)
         pool.shutdown()
 
-    def _run_cell(self, cell: Cell) -> Outcome:
+    def _run_cell(self, cell: Cell, measure: bool) -> Outcome:
         self.running.append(cell)
         try:
-            return self._measured(cell)
+            return self._measured(cell, measure)
         except UserError as error:  # a run of another's hand in its place, say: the other cells go on
             return Outcome(cell, "failed", {}, error.message)
         finally:
             self.running.remove(cell)
 
-    def _measured(self, cell: Cell) -> Outcome:
+    def _measured(self, cell: Cell, measure: bool) -> Outcome:
         run, before = RunDirectory(self.folder / cell.name), finished(cell, self.folder)
         if before is not None and before.status != "measured":
             return before
-        for command in self.commands(cell, run):
+        for command in self.commands(cell, run, measure):
             if self.stopping:
                 return Outcome(cell, "stopped", {})
             code, said = self._call(command)
@@ -141,12 +145,14 @@ class Runner:
                 return Outcome(cell, status, {}, said)
         return finished(cell, self.folder) or Outcome(cell, "failed", {}, "its run is not there any more")
 
-    def commands(self, cell: Cell, run: RunDirectory) -> Iterable[list[str]]:
+    def commands(self, cell: Cell, run: RunDirectory, measure: bool = True) -> Iterable[list[str]]:
         """The arguments of `pkmlm`, one call after the other, without what has been done already."""
         path, model = str(run.path), cell.recipe.model
         if finished(cell, self.folder) is None:
             settings = [part for text in cell.overrides for part in ("-s", text)]
             yield ["train", str(self.base), "-o", path, "-q", *settings]
+        if not measure:
+            return
         facts = facts_at_end(cell, run)
         if "eval" in self.sources and facts["test_step"] is None:
             yield ["eval", path, "-q"]
