@@ -247,6 +247,7 @@ def test_a_file_system_without_locks_keeps_nobody_out(tmp_path, monkeypatch):
     run = RunDirectory(tmp_path / "run")
     with run.locked(), RunDirectory(run.path).locked():
         run.point("latest", 3)
+    assert (run.path / "latest").read_text() == "step-00000003\n"
 
 
 def test_a_full_disk_under_the_lock_is_told_as_such(tmp_path):
