@@ -243,10 +243,10 @@ def cell_json(grid: Grid, outcome: Outcome, trainers: Sequence[Any]) -> dict[str
 
 
 def progress_line(outcome: Outcome, number: int, total: int, measures: Sequence[str]) -> str:
-    """One line for a cell that has ended."""
+    """One line for a cell that has ended; of one that is only trained so far, its validation."""
     told = [
         f"{MEASURES[name].heading} {MEASURES[name].format.format(value)}"
-        for name in measures
+        for name in dict.fromkeys((*measures, "valid_loss"))
         if (value := MEASURES[name].read(outcome.facts)) is not None
     ]
     what = ", ".join(told[:4] or [outcome.status])

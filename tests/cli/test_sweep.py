@@ -6,6 +6,7 @@ that a cell still lacks) is done in this one.
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -35,7 +36,7 @@ measure: [valid_loss, dense]
 TUNED = """title: One memory
 base: product-key.yaml
 axes: {slots: {256: {model.memory.num_keys: 16}}}
-tune: {values: [3e-3, 1e30]}
+tune: {values: [3e-3, 1e-9, 1e30]}
 measure: [perplexity, speed]
 paper: {perplexity: [21.0]}
 figures: [{x: slots, y: perplexity}]
@@ -90,7 +91,11 @@ def test_a_sweep_trains_measures_and_tells(grid, tmp_path):
     sweep = ("sweep", grid, "-o", folder, "-s", "train.steps=12")
     done = pkmlm(*sweep, "--jobs", 2)
     results = json.loads((folder / "results.json").read_text())
-    assert {cell["tuned"]: cell["status"] for cell in results["cells"]} == {"3e-3": "measured", "1e30": "diverged"}
+    status = {cell["tuned"]: cell["status"] for cell in results["cells"]}
+    assert status == {"3e-3": "measured", "1e-9": "measured", "1e30": "diverged"}
+    found = {cell["tuned"]: cell["test_token_ppl"] is not None for cell in results["cells"]}
+    assert found == {"3e-3": True, "1e-9": False, "1e30": False}, "what is not chosen is trained, no more"
+    assert re.search(r"256_1e-9_seed-1: valid \d\.\d{4}\n", done.stderr)
     (point,) = results["points"]
     run = folder / "cells" / "256_3e-3_seed-1"
     kept = json.loads((run / "eval" / "test-step-12.json").read_text())
@@ -99,11 +104,11 @@ def test_a_sweep_trains_measures_and_tells(grid, tmp_path):
     assert (point["tuned"], point["paper"]["perplexity"]) == ("3e-3", 21.0)
     assert (folder / "perplexity-by-slots.png").read_bytes().startswith(b"\x89PNG")
     assert "diverged" in (folder / "table.md").read_text()
-    assert "2/2" in done.stderr
+    assert "3/3" in done.stderr
     trained = RunDirectory(run).facts()
     told = {key: trained[key] for key in ("versions", "commit", "device", "precision", "ranks")}
     assert results["trained_by"] == [told]
-    assert {cell["tuned"]: cell["trained_by"] for cell in results["cells"]} == {"3e-3": 0, "1e30": None}
+    assert {cell["tuned"]: cell["trained_by"] for cell in results["cells"]} == {"3e-3": 0, "1e-9": 0, "1e30": None}
     assert results["speed"][0]["timed_on"]["device"] == trained["device"]
     times = {path: path.stat().st_mtime_ns for path in (folder / "cells").rglob("[!.]*.*")}
     again = pkmlm(*sweep)
@@ -114,7 +119,7 @@ def test_a_sweep_trains_measures_and_tells(grid, tmp_path):
     assert times == {path: path.stat().st_mtime_ns for path in (folder / "cells").rglob("[!.]*.*")}
     assert pkmlm(*sweep, "--table").stdout == done.stdout
     assert json.loads((folder / "results.json").read_text()) == kept
-    grid.write_text(TUNED.replace(", 1e30", ""))
+    grid.write_text(TUNED.replace(", 1e-9, 1e30", ""))
     said = pkmlm(*sweep, "-s", "model.dim=16", "--table", code=2).stderr
     assert f"{folder} holds no run of this grid that has ended\nhint: " in said
     assert "256_3e-3_seed-1: its run was trained with another model.dim: name another folder with -o" in said
