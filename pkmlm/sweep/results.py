@@ -185,7 +185,7 @@ class Results:
             row.append(chosen[0].cell.tuned if chosen else None)
         if self.trains:
             seeds = len(self.grid.seeds)
-            row.append(f"{len(chosen)} of {seeds}" if 0 < len(chosen) < seeds else len(chosen) or None)
+            row.append(f"{len(chosen)}/{seeds}" if 0 < len(chosen) < seeds else len(chosen) or None)
         for measure in measures:
             value = shown(self.values(measure, point), MEASURES[measure].format)
             row.append(value if value or measure != measures[0] else self._ended(point))

@@ -308,7 +308,7 @@ def test_nothing_is_chosen_while_values_are_still_to_be_tried(folder):
     assert results.tables()[0].title == "Size and norm: 2 of 20 runs"
     results.add(Outcome(third, "measured", {"valid_loss": 6.0}))
     assert results.values("perplexity", P[0]) == (9.0,)
-    assert results.tables()[0].rows[0][2:5] == ["1e-3", "1 of 2", "9.00"]
+    assert results.tables()[0].rows[0][2:5] == ["1e-3", "1/2", "9.00"]
     results.add(Outcome(third, "measured", {}))
     with pytest.raises(UserError, match="none_no_4e-3_seed-1 has lost its validation, so that no value can be chosen"):
         results.values("perplexity", P[0])
