@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.torture.forks import ROOT, Forks
+from tests.torture.forks import CRASHED, ROOT, Forks
 
 STEPS = 12
 RECIPE = """name: torture-{kind}
@@ -167,9 +167,9 @@ def forget(item: str) -> None:
     else:
         copy = checkpoint.copy_tensors
 
-        def copy_tensors(path: Path, expected: dict[str, Any]) -> None:
+        def copy_tensors(path: Path, expected: dict[str, Any], tables: Any) -> None:
             mine = {tensor: value.clone() for tensor, value in expected.items()}
-            copy(path, expected)
+            copy(path, expected, tables)
             if path.name == f"{kind}.safetensors":
                 import torch
 
@@ -183,5 +183,7 @@ def forget_one(ground: Ground, item: str, step: int) -> tuple[bool, str]:
     """The negative control: resume from `step` without one saved item; the oracle survives if it notices."""
     run = ground.stopped_at("product-key", step, ground.folder / "forgetful")
     ended = ground.train("product-key", run, "-s", "checkpoint.keep=100", code=None, drop=item)
+    if ended.code == CRASHED:
+        return False, f"without {item}: {ended.stderr[-300:]}"
     noticed = ended.code != 0 or bool(ground.differences("product-key", run))
     return noticed, item.partition(":")[0] if noticed else f"nobody noticed that {item} was left out"
