@@ -167,9 +167,7 @@ def weighted_row_sum(
     return out_ND
 
 
-def bucket_codes(z_NTb: Tensor) -> Tensor:
-    """`reference.bucket_codes`: integer arithmetic, exact in every dtype."""
-    return reference.bucket_codes(z_NTb)
+bucket_codes = reference.bucket_codes  # integer arithmetic, exact in every dtype
 
 
 def bucket_scores(z_NTb: Tensor, temperature: float) -> Tensor:

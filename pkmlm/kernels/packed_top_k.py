@@ -8,7 +8,7 @@ R: rows (queries); n: scores of a row; k: columns to select.
 import torch
 from torch import Tensor
 
-from pkmlm.kernels.reference import candidate_pairs
+from pkmlm.kernels import reference
 
 
 def top_k(scores_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -25,11 +25,4 @@ def top_k(scores_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def product_top_k(scores1_Rn: Tensor, scores2_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """`reference.product_top_k`, on `top_k`."""
-    n = scores1_Rn.shape[-1]
-    best1_Rk, i_Rk = top_k(scores1_Rn, min(n, k))
-    best2_Rk, j_Rk = top_k(scores2_Rn, min(n, k))
-    pairs = torch.tensor(candidate_pairs(n, k), device=scores1_Rn.device)
-    sums_Rc = best1_Rk.index_select(1, pairs[0]) + best2_Rk.index_select(1, pairs[1])
-    chosen_Rk = top_k(sums_Rc, k)[1]
-    a_Rk, b_Rk = pairs[0].take(chosen_Rk), pairs[1].take(chosen_Rk)
-    return i_Rk.gather(1, a_Rk), j_Rk.gather(1, b_Rk)
+    return reference.product_top_k(scores1_Rn, scores2_Rn, k, top_k)

@@ -6,6 +6,8 @@ R: rows (queries); n: sub-keys of a half; k: slots to select; N: tokens; r: read
 value; M, U, S: see `Segments`.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,9 @@ def top_k(scores_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return best_Rn[..., :k], column_Rn[..., :k]
 
 
+Search = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+
+
 def candidate_pairs(n: int, k: int) -> tuple[list[int], list[int]]:
     """Pairs of ranks (a, b), from 0, that can be among the k best sums of two lists of n sorted downwards.
 
@@ -28,19 +33,21 @@ def candidate_pairs(n: int, k: int) -> tuple[list[int], list[int]]:
     return [a for a, _ in pairs], [b for _, b in pairs]
 
 
-def product_top_k(scores1_Rn: Tensor, scores2_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def product_top_k(scores1_Rn: Tensor, scores2_Rn: Tensor, k: int, search: Search = top_k) -> tuple[Tensor, Tensor]:
     """Exact top-k over the n^2 sums scores1[i] + scores2[j] (Lample et al. 2019, eq. 4).
 
     Returns (i_Rk, j_Rk), int64, in the order: sum, then rank of i in half 1, then rank of j in half 2, where ranks
     within a half are by score, then by index. The slot of a pair is i * n + j.
+
+    Args:
+        search: `top_k`, or what gives the same faster.
     """
     n = scores1_Rn.shape[-1]
-    best1_Rk, i_Rk = top_k(scores1_Rn, min(n, k))
-    best2_Rk, j_Rk = top_k(scores2_Rn, min(n, k))
-    a, b = candidate_pairs(n, k)
-    _, chosen_Rk = top_k(best1_Rk[:, a] + best2_Rk[:, b], k)
-    a_Rk, b_Rk = chosen_Rk.new_tensor(a)[chosen_Rk], chosen_Rk.new_tensor(b)[chosen_Rk]
-    return i_Rk.gather(1, a_Rk), j_Rk.gather(1, b_Rk)
+    best1_Rk, i_Rk = search(scores1_Rn, min(n, k))
+    best2_Rk, j_Rk = search(scores2_Rn, min(n, k))
+    a_c, b_c = torch.tensor(candidate_pairs(n, k), device=scores1_Rn.device)
+    _, chosen_Rk = search(best1_Rk[:, a_c] + best2_Rk[:, b_c], k)
+    return i_Rk.gather(1, a_c[chosen_Rk]), j_Rk.gather(1, b_c[chosen_Rk])
 
 
 def weighted_row_sum(values_KD: Tensor, slots_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
@@ -63,7 +70,8 @@ def sort_reads(slots_Nr: Tensor, weights_Nr: Tensor, rows: int) -> Segments:
 
 def segment_sum(x_ND: Tensor, segments: Segments) -> Tensor:
     """out[u] = sum over the reads of row u of weight * x[token]: the gradient of `weighted_row_sum` to the rows that it
-    read, for the gradient x of its output; (U, D)."""
+    read, for the gradient x of its output; (U, D), in the dtype of the weights, which is that of the table: x has that
+    of its copy in half precision, where this was read."""
     starts = zip(segments.start_S[:-1].tolist(), segments.start_S[1:].tolist(), strict=True)
     x_ND = x_ND.to(segments.weight_M.dtype)
     sums = [segments.weight_M[a:b] @ x_ND[segments.token_M[a:b]] for a, b in starts]
