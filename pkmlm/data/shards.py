@@ -7,10 +7,9 @@ import hashlib
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
@@ -25,7 +24,6 @@ SHARD_BYTES = 1 << 30
 BATCH_CHARACTERS = 1 << 20
 BATCH_CHUNKS = 1 << 13
 Watch = Callable[[str, int], None]
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -121,7 +119,7 @@ def write_split(folder: Path, split: str, sources: Sequence[Source], encoding: E
     """Write the files of one split into a folder and return its part of the index."""
     reader = SplitReader(split, sources, encoding.separator, encoding.field, encoding.watch)
     encoding.watch(split, 0)
-    arrays = encoded(ahead(reader.batches()), encoding.tokenizer, encoding.jobs)
+    arrays = encoded(reader.batches(), encoding.tokenizer, encoding.jobs)
     eos, shard_bytes = encoding.tokenizer.eos, encoding.shard_bytes
     about = write_tokens(folder, split, arrays, eos, shard_bytes, reader.tally, reader.origins)
     assert about.documents == reader.tally.documents, "an end token within a document"
@@ -169,29 +167,33 @@ def write_tokens(
     )
 
 
-def ahead(items: Iterator[Item]) -> Iterator[Item]:
-    """The same items, each made in a second thread while the one before it is used."""
-    with ThreadPoolExecutor(1) as thread:
-        coming = thread.submit(next, items, None)
-        while (item := coming.result()) is not None:
-            coming = thread.submit(next, items, None)
-            yield item
-
-
 def encoded(batches: Iterable[list[Chunk]], tokenizer: Tokenizer, jobs: int) -> Iterator[np.ndarray]:
-    """The ids of every batch as one array, with the end token after each document."""
-    dtype = np.dtype(dtype_for(tokenizer.size)).newbyteorder("<")
+    """The ids of every batch as one array, with the end token after each document.
+
+    A batch is encoded in a second thread while the next one is read in this one, where Ctrl-C ends a wait for input.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        coming: Future[np.ndarray] | None = None
+        for batch in batches:
+            before, coming = coming, thread.submit(encoded_batch, batch, tokenizer, jobs)
+            if before:
+                yield before.result()
+        if coming:
+            yield coming.result()
+
+
+def encoded_batch(batch: list[Chunk], tokenizer: Tokenizer, jobs: int) -> np.ndarray:
+    """The ids of one batch, little-endian in the smallest type that holds every id."""
     end = np.array([tokenizer.eos], np.int32)
-    for batch in batches:
-        parts = []
-        for chunk, ids in zip(batch, tokenizer.encode_chunks([c.text for c in batch], jobs), strict=True):
-            parts.append(ids)
-            if chunk.ends_document:
-                parts.append(end)
-        tokens = np.concatenate(parts)
-        if (tokens == tokenizer.unknown).any():
-            raise unspellable(batch, tokenizer)
-        yield tokens.astype(dtype)
+    parts = []
+    for chunk, ids in zip(batch, tokenizer.encode_chunks([c.text for c in batch], jobs), strict=True):
+        parts.append(ids)
+        if chunk.ends_document:
+            parts.append(end)
+    tokens = np.concatenate(parts)
+    if (tokens == tokenizer.unknown).any():
+        raise unspellable(batch, tokenizer)
+    return tokens.astype(np.dtype(dtype_for(tokenizer.size)).newbyteorder("<"))
 
 
 def unspellable(batch: list[Chunk], tokenizer: Tokenizer) -> UserError:

@@ -331,6 +331,26 @@ def test_a_killed_run_leaves_nothing_that_looks_finished(texts):
     assert not list(texts.glob(".tmp-*-out"))
 
 
+def test_an_interrupt_ends_the_wait_for_standard_input(texts):
+    tokenize(texts / "train.txt", "--vocab-size", 320, "-o", texts / "first")
+    command = [sys.executable, "-m", "pkmlm", "tokenize", "-", "--tokenizer", "first/tokenizer.model", "-o", "out"]
+    heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    pipe = subprocess.PIPE
+    running = subprocess.Popen(command, cwd=texts, stdin=pipe, stderr=pipe, preexec_fn=heed)
+    until = time.monotonic() + 30
+    while not list(texts.glob(".tmp-*-out/tokenizer.model")) and time.monotonic() < until:
+        time.sleep(0.005)
+    time.sleep(0.1)  # for the first read, which nothing ends
+    running.send_signal(signal.SIGINT)
+    try:
+        assert running.wait(30) == 130
+    finally:
+        running.kill()
+        errors = running.communicate()[1]
+    assert errors.split() == [b"interrupted"]
+    assert not list(texts.glob("*out"))
+
+
 def test_help_has_examples_and_is_free_of_heavy_imports():
     program = (
         "import sys; from click.testing import CliRunner; from pkmlm.cli import cli\n"
