@@ -58,7 +58,7 @@ def changes(before: dict[str, Any], now: dict[str, Any], earlier: "Recipe", reci
     """What to warn of where a run, until now of the recipe `earlier`, goes on under circumstances in which arithmetic
     gives other bits, or validation another measure.
     """
-    from pkmlm.recipe.load import flatten
+    from pkmlm.recipe.dump import flatten
 
     libraries = ("torch", "numpy")  # numpy draws the order of the data
     known = {name: before.get("versions", {}).get(name) for name in libraries} | before

@@ -8,7 +8,7 @@ import click
 from pkmlm.cli.options import set_option
 
 if TYPE_CHECKING:
-    from pkmlm.recipe.load import Key
+    from pkmlm.recipe.dump import Key
     from pkmlm.recipe.schema import Recipe
     from pkmlm.report.tables import Format
 
@@ -76,7 +76,8 @@ def show(file: str, overrides: tuple[str, ...]) -> None:
       pkmlm recipe show recipes/demo.yaml
       pkmlm recipe show recipes/demo.yaml -s optim.lr=1e-3 > mine.yaml
     """
-    from pkmlm.recipe.load import dump_recipe, load_recipe
+    from pkmlm.recipe.dump import dump_recipe
+    from pkmlm.recipe.load import load_recipe
 
     click.echo(dump_recipe(load_recipe(file, overrides)), nl=False)
 
@@ -98,14 +99,14 @@ def keys(style: str) -> None:
       pkmlm recipe keys
       pkmlm recipe keys --format md > keys.md
     """
-    from pkmlm.recipe import load
+    from pkmlm.recipe import dump
     from pkmlm.report.tables import Column, Table
 
     if style == "table":
-        click.echo(by_section(load.keys()), nl=False)
+        click.echo(by_section(dump.keys()), nl=False)
     else:
         columns = [Column("key"), Column("type"), Column("default"), Column("help")]
-        click.echo(Table("", columns, load.keys()).render(cast("Format", style)), nl=False)
+        click.echo(Table("", columns, dump.keys()).render(cast("Format", style)), nl=False)
 
 
 def by_section(keys: "list[Key]") -> str:

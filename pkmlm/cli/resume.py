@@ -28,7 +28,7 @@ def refuse_resume(run: "RunDirectory", resume: str) -> None:
 
 def refuse_changes(run: "RunDirectory", recipe: "Recipe") -> None:
     """Refuse to go on with another recipe, but for keys that do not touch what is trained."""
-    from pkmlm.recipe.load import flatten
+    from pkmlm.recipe.dump import flatten
 
     before, now = flatten(run.recipe()), flatten(recipe)
     changed = [key for key in now if before[key] != now[key] and not key.startswith(FREE_KEYS)]

@@ -6,10 +6,10 @@ Each error names the key, what was found, what was expected, and the nearest val
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from pkmlm.errors import UserError
+from pkmlm.recipe.dump import flatten
 from pkmlm.recipe.limits import INTERVALS, LARGEST_SIZE, LEAST, MOST, MOST_PARAMETERS
 from pkmlm.recipe.schema import Model, Recipe
 
@@ -36,7 +36,7 @@ def check_recipe(recipe: Recipe, places: Mapping[str, str] | None = None) -> Rec
         UserError: something cannot hold.
     """
     check = Check(places or {})
-    check_ranges(check, recipe, "")
+    check_ranges(check, recipe)
     if not re.fullmatch(r"\w[\w.+-]{0,99}", recipe.name):
         check.fail(
             "name",
@@ -79,13 +79,10 @@ def check_division(check: Check, recipe: Recipe) -> None:
         )
 
 
-def check_ranges(check: Check, section: Any, prefix: str) -> None:
+def check_ranges(check: Check, recipe: Recipe) -> None:
     """Every number by itself."""
-    for field in fields(section):
-        name, value = f"{prefix}{field.name}", getattr(section, field.name)
-        if is_dataclass(value):
-            check_ranges(check, value, f"{name}.")
-        elif isinstance(value, int) and not isinstance(value, bool):
+    for name, value in flatten(recipe).items():
+        if isinstance(value, int) and not isinstance(value, bool):
             low, high = LEAST.get(name, 1), MOST.get(name, LARGEST_SIZE)
             if not low <= value <= high:
                 limit = f"{low} or more" if value < low else f"at most {high}"
@@ -279,32 +276,34 @@ def check_memory(check: Check, model: Model) -> None:
             "model.memory.kind",
             hint="without a memory: model.memory.kind: none",
         )
-    places_of(check, model)
+    memory_layers(model, check)
 
 
-def memory_layers(model: Model) -> dict[int, bool]:
+def memory_layers(model: Model, check: Check | None = None) -> dict[int, bool]:
     """The layers with a memory, counted from 1 and in order; the value says whether it stands beside the FFN.
 
     `5` replaces the FFN of layer 5, `5+` adds beside it. `auto:N` spreads N memories at equal distances, over
     layers i * ceil(L / (N + 1)), i = 1 ... N, which for L = 16 and N = 2 gives 6 and 12 (PKM section 4.3).
     Empty where the kind is none.
 
+    Args:
+        check: knows where the recipe names them, for the errors.
+
     Raises:
         UserError: not a layer, beyond the model, or named twice.
     """
-    return places_of(Check({}), model) if model.memory.kind != "none" else {}
-
-
-def places_of(check: Check, model: Model) -> dict[int, bool]:
-    """The layers that have a memory (from 1), and whether it stands beside the FFN."""
+    if model.memory.kind == "none":
+        return {}
+    check = check or Check({})
     beside: dict[int, bool] = {}
     for text in model.memory.layers:
         match = re.fullmatch(r"(auto:)?([0-9]{1,9})(\+?)", text)
         if not match:
             check.fail("model.memory.layers", f"found {text[:40]!r}", "a layer such as 5, 5+ or auto:2")
         number = int(match[2])
-        if match[1] and number > model.layers:
-            check.fail("model.memory.layers", f"found {text}", f"at most auto:{model.layers}", "model.layers")
+        if match[1] and not 1 <= number <= model.layers:
+            expected = f"at most auto:{model.layers}" if number else "auto:1 or more"
+            check.fail("model.memory.layers", f"found {text}", expected, "model.layers")
         step = math.ceil(model.layers / (number + 1))
         for layer in [i * step for i in range(1, number + 1)] if match[1] else [number]:
             if not 1 <= layer <= model.layers:
@@ -313,8 +312,6 @@ def places_of(check: Check, model: Model) -> dict[int, bool]:
             if layer in beside:
                 check.fail("model.memory.layers", f"layer {layer} is named twice", "each layer once")
             beside[layer] = bool(match[3])
-        if match[1] and not number:
-            check.fail("model.memory.layers", f"found {text}", "auto:1 or more")
     return dict(sorted(beside.items()))
 
 

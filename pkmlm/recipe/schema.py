@@ -5,8 +5,9 @@ from YAML; `check.py` says what must hold between keys. A key's unit stands in i
 2019, MF is MemoryFormer (Ding et al. 2024).
 """
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Iterator
+from dataclasses import Field, dataclass, field, fields, is_dataclass
+from typing import Any, Literal, get_type_hints
 
 Schedule = Literal["inverse-sqrt", "cosine", "linear", "constant"]
 
@@ -188,3 +189,13 @@ class Recipe:
     def micro_batches(self, ranks: int = 1) -> int:
         """Forwards of an optimizer step, on each of so many ranks."""
         return self.sequences // (self.train.micro_batch * ranks)
+
+
+def leaves(kind: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
+    """Every key of a dataclass and of the dataclasses in it, in their order: dotted name, field and type."""
+    hints = get_type_hints(kind)
+    for one in fields(kind):
+        if is_dataclass(hints[one.name]):
+            yield from leaves(hints[one.name], f"{prefix}{one.name}.")
+        else:
+            yield f"{prefix}{one.name}", one, hints[one.name]

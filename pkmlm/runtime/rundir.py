@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from pkmlm.errors import UserError
-from pkmlm.recipe.load import dump_recipe, load_recipe
+from pkmlm.recipe.dump import dump_recipe
+from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runtime.files import (
     make_folder,

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from pkmlm.data.index import read_index
 from pkmlm.errors import UserError
-from pkmlm.recipe.load import dump_recipe, load_recipe
+from pkmlm.recipe.dump import dump_recipe
+from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.nodes import shorten
 from pkmlm.recipe.schema import Recipe
 from pkmlm.sweep.grid import Grid, Point, overlap

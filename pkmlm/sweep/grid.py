@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Literal
 
 from pkmlm.errors import UserError
-from pkmlm.recipe.load import alternatives, bind, escaped, merge, wrong
+from pkmlm.recipe.bind import alternatives, bind, wrong
+from pkmlm.recipe.dump import escaped
+from pkmlm.recipe.load import merge
 from pkmlm.recipe.nodes import Node, parse, yaml_text
 from pkmlm.sweep.measures import MEASURES
 

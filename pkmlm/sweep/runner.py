@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pkmlm.errors import UserError
-from pkmlm.recipe.load import flatten
+from pkmlm.recipe.dump import flatten
 from pkmlm.report.compare import Facts, facts_of
 from pkmlm.runtime.cores import usable_cores
 from pkmlm.runtime.rundir import RunDirectory

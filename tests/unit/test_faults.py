@@ -177,26 +177,6 @@ def test_mutated_recipes_and_weights_are_refused_or_harmless(ground):
     assert told.count("refused") > 60
 
 
-def test_a_billion_laughs_and_other_yaml_that_is_no_recipe(tmp_path):
-    from pkmlm.recipe.load import load_recipe
-
-    path = tmp_path / "r.yaml"
-    for text, told in (
-        (mutants.BOMB, r"anchors and aliases"),
-        (b"a: &a [*a]", r"anchors and aliases"),
-        (b"name: a\nname: b", r"given twice: first in line 1"),
-        (b"name: !!python/object/apply:os.system [id]", r"tags"),
-        (b"[" * 10_000, r"nested deeper"),
-        (b"{a: " * 10_000, r"nested deeper"),
-        (b"train: {steps: " + b"9" * 5000 + b"}", r"a number of fewer digits"),
-        (b"name: ../../x", r"letters, digits"),
-        (b"name: '\x1b[31m'", r"may not stand"),
-    ):
-        path.write_bytes(text)
-        with pytest.raises(UserError, match=told):
-            load_recipe(path)
-
-
 def test_a_damaged_newest_checkpoint_is_set_aside_with_a_warning(ground):
     run = ground.folder / "fallen"
     ground.stopped_at("product-key", 9, run)
