@@ -129,6 +129,9 @@ class Stream(io.RawIOBase):
             if compression and not self.count:
                 raise EOFError("the file is empty")
         except (EOFError, zlib.error, zstandard.ZstdError) as error:
+            if "requires too much memory" in str(error):
+                message = f"{self.source.label}: compressed with a window of more than 128 MiB"
+                raise UserError(message, "decompress it first: zstd -d --long=31") from None
             raise UserError(f"{self.source.label}: damaged or cut short ({compression}: {error})") from None
         except OSError as error:  # gzip.BadGzipFile is one, without a number
             message = error.strerror or f"damaged or cut short ({error})"

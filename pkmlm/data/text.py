@@ -258,7 +258,7 @@ def parquet_documents(stream: Stream, field: str) -> Iterator[tuple[str, bool]]:
             table = pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20)
             check_column(table.schema_arrow, field, source)
             for batch in table.iter_batches(batch_size=rows_at_once(table.metadata, field), columns=[field]):
-                for cell in batch.column(0):
+                for cell in batch.column(field):
                     row += 1
                     yield cell_text(cell.as_py(), f"{source.label}: row {row:,}: {field!r}"), True
                 advance(stream, row / table.metadata.num_rows)
@@ -294,12 +294,14 @@ def cell_text(text: str | None, where: str) -> str:
 
 
 def check_column(schema: Any, field: str, source: Source) -> None:
-    """Refuse a column that is missing or does not hold text."""
+    """Refuse a column that is missing, is there twice, or does not hold text."""
     import pyarrow.types as types
 
     if field not in schema.names:
         names = ", ".join(map(repr, schema.names[:8]))
         raise UserError(f"{source.label}: no column {field!r} (found {names})", "name the text's column with --field")
+    if (times := schema.names.count(field)) > 1:
+        raise UserError(f"{source.label}: {times} columns are named {field!r} (expected one)")
     found = schema.field(field).type
     value = found.value_type if types.is_dictionary(found) else found
     if not (types.is_string(value) or types.is_large_string(value) or types.is_string_view(value)):

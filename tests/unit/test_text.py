@@ -237,6 +237,15 @@ def test_a_flipped_bit_in_gzip_is_found(tmp_path):
         documents(path)
 
 
+def test_a_window_that_needs_much_memory_is_no_damage(tmp_path):
+    how = zstandard.ZstdCompressionParameters(window_log=28)
+    press = zstandard.ZstdCompressor(compression_params=how).compressobj()
+    (tmp_path / "a.txt.zst").write_bytes(press.compress(b"text") + press.flush())
+    with pytest.raises(UserError, match=r"a\.txt\.zst: compressed with a window of more than 128 MiB") as caught:
+        documents(tmp_path / "a.txt.zst")
+    assert caught.value.hint == "decompress it first: zstd -d --long=31"
+
+
 def test_a_decompression_bomb_comes_in_bounded_blocks(tmp_path):
     path = tmp_path / "a.txt.zst"
     path.write_bytes(zstandard.compress(bytes(150 << 20)))
@@ -410,6 +419,8 @@ def test_bad_parquet_is_named(tmp_path):
     refused("row 2: 'text' is null")
     refused("no column 'body' \\(found 'id', 'text'\\)", field="body")
     refused("column 'id' holds int64", field="id")
+    pq.write_table(pa.Table.from_arrays([pa.array(["a"])] * 2, ["text", "text"]), path)
+    refused("2 columns are named 'text' \\(expected one\\)")
     bad = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff")])
     write_parquet(path, bad)
     refused("'text' is not UTF-8")
