@@ -10,7 +10,7 @@ from pkmlm.cli.options import json_option, set_option
 from pkmlm.errors import UserError
 
 if TYPE_CHECKING:
-    from pkmlm.model.cost import Block, Cost, HashLayer
+    from pkmlm.model.cost import Block, Cost
     from pkmlm.recipe.schema import Recipe
     from pkmlm.report.tables import Table
 
@@ -38,9 +38,7 @@ SIZE = click.IntRange(1, 1 << 40)  # beyond it, counts would not fit into floati
 @click.option(
     "--tokens",
     type=SIZE,
-    default=2048,
-    show_default=True,
-    help="Tokens of the sequence, for --hash-layer.",
+    help="Tokens of the sequence, for --hash-layer. Default: 2048.",
 )
 @click.option(
     "--world", type=click.IntRange(1, 1 << 16), metavar="W", help="Also what each of W ranks needs and sends."
@@ -57,7 +55,7 @@ def command(
     overrides: tuple[str, ...],
     entry_bytes: str,
     hash_layer: tuple[int, int, int] | None,
-    tokens: int,
+    tokens: int | None,
     world: int | None,
     device_memory: int | None,
     as_json: bool,
@@ -83,11 +81,13 @@ def command(
         raise click.UsageError("Give either a RECIPE or --hash-layer BITS TABLES WIDTH.")
     if world is None and device_memory is not None:
         raise click.UsageError("--device-memory goes with --world (1 for one device).")
-    if world is not None and hash_layer is not None:
-        raise click.UsageError("--world is for a RECIPE.")
+    if hash_layer is not None and (overrides or world is not None):
+        raise click.UsageError(f"{'-s' if overrides else '--world'} is for a RECIPE.")
+    if recipe is not None and tokens is not None:
+        raise click.UsageError("--tokens is for --hash-layer; a RECIPE's sequences have model.context tokens.")
     width = int(entry_bytes)
     if hash_layer is not None:
-        result, text = one_layer(hash_layer, tokens, width)
+        result, text = one_layer(hash_layer, tokens or 2048, width)
     else:
         assert recipe is not None
         result, text = whole_model(recipe, overrides, width, world, device_memory)
@@ -101,16 +101,16 @@ def one_layer(shape: tuple[int, int, int], tokens: int, entry_bytes: int) -> tup
     bits, tables, width = shape
     if bits > 16:
         raise UserError(f"--hash-layer: found {bits} bits (expected at most 16)", "a table has 2^bits rows")
-    layer: HashLayer = hash_layer_cost(bits, tables, width, tokens)
-    size = layer.table_bytes(entry_bytes)
+    layer = hash_layer_cost(bits, tables, width, tokens)
+    size = layer.memory * entry_bytes
     text = (
         f"{tables} tables of {2**bits:,} rows, {bits * tables} wide in, {width} out\n"
-        f"parameters  {layer.entries:,}\n"
+        f"parameters  {layer.memory:,}\n"
         f"tables      {size / MEGA:,.1f} MB at {entry_bytes} bytes an entry\n"
         f"operations  {layer.flops / GIGA:.3g} GFLOP for {tokens:,} tokens\n"
         f"gathered    {tables * width * entry_bytes:,} bytes a token"
     )
-    return {"parameters": layer.entries, "flops": layer.flops, "table_bytes": size}, text
+    return {"parameters": layer.memory, "flops": layer.flops, "table_bytes": size}, text
 
 
 def whole_model(
@@ -158,10 +158,8 @@ def layer_table(recipe: "Recipe", cost: "Cost") -> "Table":
     operations = ["GFLOP built", "w/o attn", *(["GFLOP paper", "w/o attn"] if with_paper else [])]
     columns = [Column("layers"), Column("made of"), number("dense"), number("memory")]
     columns += [number(name, "{:.3g}") for name in operations]
-    rows = []
-    for _, equal in groupby(cost.blocks, key=lambda block: (block.parts, block.paper_flops)):
-        blocks = list(equal)
-        rows.append(layer_row(blocks, with_paper))
+    runs = groupby(cost.blocks, key=lambda block: (block.parts, block.paper_flops))
+    rows = [layer_row(list(equal), with_paper) for _, equal in runs]
     model = recipe.model
     title = f"{recipe.name}: {model.layers} layers of {model.dim:,}, a sequence of {model.context:,} tokens"
     return Table(title, columns, rows)

@@ -22,24 +22,23 @@ class Part:
     Attributes:
         name: "attention", "ffn", "memory", "qkv", "ffn1", "ffn2".
         dense: parameters of maps, norms, queries and keys.
-        values, tables: parameters of memory values, and of hash tables.
         flops: of its maps, over one sequence, attention's own products left out.
-        reads: rows of values or tables that one token reads; width: of these rows.
+        memory: parameters of the values of a memory, or of hash tables.
+        reads: rows of these that one token reads; width: of a row.
         saved: numbers kept for the backward, for one token (an estimate).
     """
 
     name: str
     dense: int
     flops: int
-    values: int = 0
-    tables: int = 0
+    memory: int = 0
     reads: int = 0
     width: int = 0
     saved: int = 0
 
     @property
     def read(self) -> int:
-        """Entries of values or tables that one token reads."""
+        """Parameters of the memory that one token reads."""
         return self.reads * self.width
 
 
@@ -58,7 +57,7 @@ class Block:
 
     @property
     def memory(self) -> int:
-        return sum(part.values + part.tables for part in self.parts)
+        return sum(part.memory for part in self.parts)
 
     @property
     def dense(self) -> int:
@@ -74,8 +73,8 @@ class Cost:
     """The cost of a model; see the module for what is counted.
 
     Attributes:
-        dense: parameters that are not values or tables; the embeddings are among them.
-        memory: parameters of memory values and hash tables.
+        dense: parameters that are not values of memories or hash tables; the embeddings are among them.
+        memory: parameters of values and tables.
         read_per_token: parameters that the forward of one token reads: its rows of values and tables, and
             all dense ones but the rows of the input embedding and of learned positions that belong to
             others. (A tied embedding is read whole, as the head.)
@@ -132,8 +131,8 @@ def cost_of(recipe: Recipe, vocab_size: int, entry_bytes: int = 2) -> Cost:
         entry_bytes: bytes an entry of values and tables: 2 as the papers count (fp16), 4 for fp32.
     """
     model = recipe.model
-    beside = memory_layers(model)
-    blocks = tuple(block_cost(model, layer, beside) for layer in range(1, model.layers + 1))
+    memories = memory_layers(model)
+    blocks = tuple(block_cost(model, layer, memories) for layer in range(1, model.layers + 1))
     embedding, head = vocab_size * model.dim, 0 if model.tie_embeddings else vocab_size * model.dim
     positions = model.context * model.dim if model.positions == "learned" else 0
     dense = embedding + positions + sum(block.dense for block in blocks) + 2 * model.dim + head
@@ -150,42 +149,33 @@ def cost_of(recipe: Recipe, vocab_size: int, entry_bytes: int = 2) -> Cost:
     )
 
 
-def block_cost(model: Model, layer: int, beside: dict[int, bool]) -> Block:
-    """Attention, then an FFN (or Memory Block), a memory, or both; `beside` is `memory_layers(model)`."""
+def block_cost(model: Model, layer: int, memories: dict[int, bool]) -> Block:
+    """Attention, then an FFN (or Memory Block), a memory, or both; `memories` is `memory_layers(model)`."""
     s, d = model.context, model.dim
     hashed = model.projections == "hash"
-    parts = [hashed_attention(model) if hashed else attention(model)]
-    if beside.get(layer, True):
+    parts = [attention(model)]
+    if memories.get(layer, True):
         parts += memory_block(model) if hashed else [ffn(model)]
-    if layer in beside:
+    if layer in memories:
         parts.append(key_memory(model))
     # One norm before all that follows attention.
     parts[1] = replace(parts[1], dense=parts[1].dense + 2 * d, saved=parts[1].saved + 2 * d)
     paper = None
-    if layer not in beside and model.attention == "softmax" and (hashed or model.ffn_dim in (None, 4 * d)):
+    if layer not in memories and model.attention == "softmax" and (hashed or model.ffn_dim in (None, 4 * d)):
         paper = 6 * s * d * d // model.hash.bits if hashed else 12 * s * d * d
     return Block(layer, tuple(parts), attention_flops(model), paper)
 
 
 def attention(model: Model) -> Part:
-    """Norm, one map to q, k and v, and the output map."""
-    d, bias = model.dim, 4 * model.dim if model.bias else 0
-    dense = 2 * d + 4 * d * d + bias + attention_parameters(model)
-    saved = 6 * d + rotation(model) + attention_saved(model)
-    return Part("attention", dense, model.context * 4 * d * d, saved=saved)
-
-
-def hashed_attention(model: Model) -> Part:
-    """Norm, and one Memory Layer to q, k and v that share a hash; no output map."""
-    tables, d = model.dim // model.hash.bits, model.dim
-    layer = hash_layer_cost(model.hash.bits, tables, 3 * d, model.context)
-    dense, saved = 2 * d + attention_parameters(model), 7 * d + 3 * tables + rotation(model) + attention_saved(model)
-    return Part("qkv", dense, layer.flops, tables=layer.entries, reads=tables, width=3 * d, saved=saved)
-
-
-def rotation(model: Model) -> int:
-    """Numbers that rotary positions keep for a token: rotated copies of queries and keys, and their parts."""
-    return 3 * model.dim if model.positions == "rotary" else 0
+    """Norm, one map to q, k and v, and the output map; or one Memory Layer to q, k and v that share a hash."""
+    d, hashing = model.dim, model.hash
+    rotated = 3 * d if model.positions == "rotary" else 0  # copies of queries and keys, and their parts
+    dense, saved = 2 * d + attention_parameters(model), 6 * d + rotated + attention_saved(model)
+    if model.projections == "hash":
+        qkv = hash_layer_cost(hashing.bits, d // hashing.bits, 3 * d, model.context, "qkv")
+        return replace(qkv, dense=dense, saved=qkv.saved + saved)
+    maps = 4 * d * d
+    return Part("attention", dense + maps + (4 * d if model.bias else 0), model.context * maps, saved=saved)
 
 
 def ffn(model: Model) -> Part:
@@ -197,26 +187,12 @@ def ffn(model: Model) -> Part:
 
 def memory_block(model: Model) -> list[Part]:
     """Two Memory Layers with a norm between (MF section 2.4, eq. 15)."""
-    tables, bits, wide_bits = (
-        model.dim // model.hash.bits,
-        model.hash.bits,
-        model.hash.bits + model.hash.extra_bits,
-    )
+    bits, tables = model.hash.bits, model.dim // model.hash.bits
+    wide_bits = bits + model.hash.extra_bits
     wide = wide_bits * tables
-    first = hash_layer_cost(bits, tables, wide, model.context)
-    second = hash_layer_cost(wide_bits, tables, model.dim, model.context)
-    return [
-        Part("ffn1", 0, first.flops, tables=first.entries, reads=tables, width=wide, saved=model.dim + 3 * tables),
-        Part(
-            "ffn2",
-            2 * wide,
-            second.flops,
-            tables=second.entries,
-            reads=tables,
-            width=model.dim,
-            saved=3 * wide + 3 * tables,
-        ),
-    ]
+    first = hash_layer_cost(bits, tables, wide, model.context, "ffn1")
+    second = hash_layer_cost(wide_bits, tables, model.dim, model.context, "ffn2")
+    return [first, replace(second, dense=2 * wide, saved=second.saved + 2 * wide)]
 
 
 def key_memory(model: Model) -> Part:
@@ -237,7 +213,7 @@ def key_memory(model: Model) -> Part:
         "memory",
         query_map + bias + norm + keys,
         model.context * (query_map + keys + reads * d),
-        values=slots * d,
+        memory=slots * d,
         reads=reads,
         width=d,
         # Queries before and after their norm; for each read a weight, its slot and, of product keys, both sub-keys.
@@ -245,18 +221,7 @@ def key_memory(model: Model) -> Part:
     )
 
 
-@dataclass(frozen=True)
-class HashLayer:
-    """One Memory Layer: `entries` numbers in its tables, `flops` multiply-adds for `tokens` tokens."""
-
-    entries: int
-    flops: int
-
-    def table_bytes(self, entry_bytes: int = 2) -> int:
-        return self.entries * entry_bytes
-
-
-def hash_layer_cost(bits: int, tables: int, width: int, tokens: int) -> HashLayer:
+def hash_layer_cost(bits: int, tables: int, width: int, tokens: int, name: str = "hash") -> Part:
     """The cost of one Memory Layer (MF section 2.3): tokens * (bits + width) * tables operations.
 
     Args:
@@ -265,4 +230,12 @@ def hash_layer_cost(bits: int, tables: int, width: int, tokens: int) -> HashLaye
         width: of the output (h), and so of a row.
         tokens: of the sequence (s).
     """
-    return HashLayer(entries=tables * 2**bits * width, flops=tokens * (bits + width) * tables)
+    return Part(
+        name,
+        dense=0,
+        flops=tokens * (bits + width) * tables,
+        memory=tables * 2**bits * width,
+        reads=tables,
+        width=width,
+        saved=(bits + 3) * tables,  # the input, and for each table its row and score
+    )

@@ -41,7 +41,7 @@ def divisions(cost: Cost, ranks: int) -> list[int]:
 
 def table_parts(cost: Cost) -> list[Part]:
     """The modules with a table of rows, one for each table."""
-    return [part for block in cost.blocks for part in block.parts if part.values + part.tables]
+    return [part for block in cost.blocks for part in block.parts if part.memory]
 
 
 def rank_cost(recipe: Recipe, cost: Cost, ranks: int, memory: int) -> RankCost:
@@ -110,8 +110,8 @@ def bytes_sent(recipe: Recipe, cost: Cost, ranks: int, memory: int) -> dict[str,
         passes = 2 if part in again else 1
         outputs = (1 + passes) * part.width * number // memory
         reads += tokens * (memory - 1) * ((20 if recipe.train.recompute else 12) * part.reads + outputs)
-        rows = (part.values + part.tables) // part.width
-        gradients += min(exchange_bytes(memory * tokens, part.reads, rows, part.width // memory, number, ranks=groups))
+        rows, columns = part.memory // part.width, part.width // memory
+        gradients += min(exchange_bytes(memory * tokens, part.reads, rows, columns, number, ranks=groups))
     inside, outside = shardable(recipe, cost) if recipe.parallel.shard else (0, 0)
     fetched = recipe.micro_batches(ranks) * (3 * inside + 2 * outside)
     return {

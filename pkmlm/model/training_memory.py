@@ -22,19 +22,18 @@ def training_bytes(recipe: Recipe, dense: int, blocks: "tuple[Block, ...]", voca
     Left out: the allocator's slack, the framework itself and the data.
     """
     model, train, memory = recipe.model, recipe.train, recipe.model.memory
-    values = sum(part.values for block in blocks for part in block.parts)
-    tables = sum(part.tables for block in blocks for part in block.parts)
+    parameters = dense + sum(block.memory for block in blocks)
     tokens = train.micro_batch * model.context
     kept = sum(row_gradient_bytes(part, train.batch_tokens, tokens) for block in blocks for part in block.parts)
     rows = 2 * memory.num_keys if memory.kind == "product-key" else memory.num_keys**2
-    search = min(SCORES, tokens * memory.heads * rows) * 28 if values else 0
+    search = 0 if memory.kind == "none" else min(SCORES, tokens * memory.heads * rows) * 28
     width = 2 if train.precision in ("bf16", "fp16") else 4
     in_blocks = [sum(part.saved for part in block.parts) for block in blocks]
     saved = 3 * model.dim + (len(blocks) * model.dim + max(in_blocks) if train.recompute else sum(in_blocks))
     return {
-        "weights": bytes_of_weight(recipe) * (dense + values + tables),
+        "weights": bytes_of_weight(recipe) * parameters,
         "gradients": 4 * dense + kept,
-        "moments": 8 * (dense + values + tables),
+        "moments": 8 * parameters,
         "activations": tokens * saved * width,
         "logits": tokens * vocab_size * 12,
         "search": search,
@@ -59,5 +58,5 @@ def row_gradient_bytes(part: "Part", tokens: int, tokens_of_pass: int, memory: i
         memory: ranks that divide the table's columns; the tokens of all of them read it in a pass.
     """
     of_a_token = 40 * part.reads + 4 * part.width // memory
-    sums = 8 * (part.values + part.tables) // memory
+    sums = 8 * part.memory // memory
     return min(tokens * of_a_token, sums + memory * tokens_of_pass * of_a_token)

@@ -60,12 +60,12 @@ def test_table_3_of_memoryformer() -> None:
     rows = {(4, 128, 512): (2.1, 0.14), (8, 64, 512): (16.8, 0.07), (10, 51, 512): (53.5, 0.05)}
     for (bits, tables, width), (megabytes, giga) in rows.items():  # the last prints 0.06 G for 0.054
         layer = hash_layer_cost(bits, tables, width, tokens=2048)
-        assert (round(layer.table_bytes() / MEGA, 1), round(layer.flops / GIGA, 2)) == (megabytes, giga)
+        assert (round(2 * layer.memory / MEGA, 1), round(layer.flops / GIGA, 2)) == (megabytes, giga)
     assert f"{hash_layer_cost(10, 51, 512, 2048).flops / GIGA:.4f}" == "0.0545"
 
 
 def test_table_5_of_memoryformer() -> None:
-    qkv = hash_layer_cost(8, 64, 3 * 512, 2048).entries
+    qkv = hash_layer_cost(8, 64, 3 * 512, 2048).memory
     for extra, megabytes in ((0, 33.6), (1, 52.4), (2, 88.1), (3, 157.3)):
         cost = preset("memoryformer/tiny.yaml", f"model.hash.extra_bits={extra}")
         block = cost.as_json()["block"][0]
