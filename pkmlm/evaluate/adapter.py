@@ -50,7 +50,7 @@ class PkmLM(TemplateLM):
         """Load a run ("run=PATH,step=best" among `--model_args`), or take a loaded one.
 
         Args:
-            batch_size: "auto" or None: by the number of tokens. Halved where memory runs out.
+            batch_size: None, "auto" or "auto:N": by the number of tokens. Halved where memory runs out.
             device: None, or CUDA where there is none (lm_eval asks for it by default): what `pkmlm eval` would use.
             max_batch_size: accepted because lm_eval passes it; not used.
             advance: called with the tokens of this process that are scored, and in all.
@@ -60,7 +60,7 @@ class PkmLM(TemplateLM):
         if chosen and chosen.type == "cuda" and not torch.cuda.is_available():
             chosen = None
         self.run = run if isinstance(run, LoadedRun) else load_run(run, str(step), chosen)
-        self.batch_size = None if batch_size in (None, "auto") else int(batch_size or 1)
+        self.batch_size = None if batch_size is None or str(batch_size).startswith("auto") else int(batch_size)
         self.advance = advance
         self.requests: Counter[str] = Counter()
         self.truncated: Counter[str] = Counter()
@@ -200,7 +200,7 @@ class PkmLM(TemplateLM):
         until = options.get("until") or []
         stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
         temperature = float(options.get("temperature") or 0.0) if options.get("do_sample") else 0.0
-        sampling = Sampling(temperature, options.get("top_k"), options.get("top_p"))
+        sampling = Sampling(temperature, options.get("top_k") or None, options.get("top_p"))
         ids = self.tok_encode(context) or [self.prefix_token_id]
         size = self.run.tokenizer.size
         drawn = generate(self.run.model, ids, sampling, int(options.get("max_gen_toks", 256)), size)

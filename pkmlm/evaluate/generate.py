@@ -62,7 +62,7 @@ def draw(logits_V: Tensor, sampling: Sampling, random: torch.Generator) -> int:
     """
     if not torch.isfinite(logits_V).all():
         raise UserError("the model's scores of the next token are not finite", "use another step of the run", 1)
-    if sampling.temperature == 0:
+    if sampling.temperature < torch.finfo(logits_V.dtype).tiny:  # to divide by it would give NaN
         return int(logits_V.argmax())
     logits_V = (logits_V - logits_V.max()) / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < len(logits_V):
@@ -72,6 +72,7 @@ def draw(logits_V: Tensor, sampling: Sampling, random: torch.Generator) -> int:
     if sampling.top_p is not None:
         sorted_V, order_V = chance_V.sort(descending=True, stable=True)
         beyond_V = sorted_V.cumsum(-1) - sorted_V >= sampling.top_p
+        beyond_V[0] = False  # a top_p that is 0 in fp32 keeps one, too
         chance_V[order_V[beyond_V]] = 0
     return int(torch.multinomial(chance_V, 1, generator=random))
 

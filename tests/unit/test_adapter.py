@@ -90,6 +90,8 @@ def test_known_continuations_of_greedy_generation(run, adapter):
     text = run.tokenizer.decode([(last + 1 + i) % size for i in range(12)])
     pieces = ask("generate_until", ("He went", {"until": [], "max_gen_toks": 12}))
     assert adapter.generate_until(pieces) == [text]
+    every = {"max_gen_toks": 12, "do_sample": True, "temperature": 1e-300, "top_k": 0}  # as transformers has it: of all
+    assert adapter.generate_until(ask("generate_until", ("He went", every))) == [text]
     stop = text[5:8]
     cut = text[: text.index(stop)]
     options = {"until": ["never", stop], "max_gen_toks": 12, "do_sample": False, "temperature": 1.0}
@@ -134,7 +136,7 @@ def test_requests_beyond_the_context_are_cut_and_counted(run, adapter):
 def test_answers_keep_the_order_of_the_questions(run):
     pairs = [("He", f" went {'on ' * (place % 5)}away") for place in range(23)]
     one_by_one = [PkmLM(run).loglikelihood(ask("loglikelihood", pair))[0] for pair in pairs]
-    for size in (None, "auto", 1, "3", 32):
+    for size in (None, "auto", "auto:4", 1, "3", 32):
         assert PkmLM(run, batch_size=size).loglikelihood(ask("loglikelihood", *pairs)) == one_by_one
 
 
