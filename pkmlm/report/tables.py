@@ -6,12 +6,12 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pkmlm.errors import printable
 
 Format = Literal["table", "md", "csv", "json"]
-FORMATS: tuple[Format, ...] = ("table", "md", "csv", "json")
+FORMATS: tuple[Format, ...] = get_args(Format)
 MISSING = "-"
 SHARE, NATS = "{:.1%}", "{:.4f}"  # formats of numbers
 WORD = 16  # characters of a text column that are kept on one line, if they are one word
@@ -73,25 +73,25 @@ class Table:
         from rich.console import Console
         from rich.text import Text
 
-        shown = [[c.show(v) for c, v in zip(self.columns, row, strict=True)] for row in self.rows]
+        shown = self._shown()
         style = box.Box(RULE, ascii=True)
         grid = table.Table(box=style, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+        least = -2  # columns stand two apart
         for index, column in enumerate(self.columns):
-            cells = [row[index] for row in shown]
-            whole = column.name.split() + [word for cell in cells for word in cell.split()]
-            least = max(1, *(cell_len(word) for word in whole)) if whole else 1
-            least = least if column.align == "right" else min(least, WORD)
-            grid.add_column(Text(column.name), justify=column.align, overflow="fold", min_width=least)
-        for row in shown:
+            words = [word for row in shown for word in row[index].split()]
+            longest = max((cell_len(word) for word in words), default=1)
+            narrowest = longest if column.align == "right" else min(longest, WORD)
+            grid.add_column(Text(shown[0][index]), justify=column.align, overflow="fold", min_width=narrowest)
+            least += narrowest + 2
+        for row in shown[1:]:
             grid.add_row(*map(Text, row))
-        console = Console(file=io.StringIO(), width=width, color_system=None)
-        least = console.measure(grid, options=console.options.update(width=10_000)).minimum
-        goal = max(console.width, least)
-        for limit in range(goal, least - 1, -1):  # rich may miss the width that it is given by a few columns
+        console = Console(file=io.StringIO(), width=10_000, color_system=None)  # in a narrow one rich drops columns
+        goal = max(Console(file=io.StringIO(), width=width).width, least)
+        for limit in range(goal, goal - len(self.columns) - 1, -1):  # rich may miss a width by as many
             with console.capture() as captured:
-                console.print(grid, width=limit, crop=False)
+                console.print(grid, width=limit)
             lines = [line.rstrip() for line in captured.get().splitlines()]
-            if max(map(len, lines)) <= goal:
+            if max(map(cell_len, lines)) <= goal:
                 break
         body = "\n".join(lines)
         return f"{printable(self.title)}\n\n{body}\n" if self.title else f"{body}\n"
@@ -101,15 +101,20 @@ class Table:
             return "| " + " | ".join(re.sub(r"([\\|`*<\[])", r"\\\1", cell) for cell in cells) + " |\n"
 
         rule = "|" + "|".join("---:" if column.align == "right" else "---" for column in self.columns) + "|\n"
-        rows = [line([c.show(v) for c, v in zip(self.columns, row, strict=True)]) for row in self.rows]
+        head, *rows = map(line, self._shown())
         title = f"**{printable(self.title)}**\n\n" if self.title else ""
-        return title + line([column.name for column in self.columns]) + rule + "".join(rows)
+        return title + head + rule + "".join(rows)
+
+    def _shown(self) -> list[list[str]]:
+        """The headings, and each row, as people read them."""
+        rows = [[c.show(v) for c, v in zip(self.columns, row, strict=True)] for row in self.rows]
+        return [[printable(column.name) for column in self.columns], *rows]
 
     def _csv(self) -> str:
         file = io.StringIO()
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([column.name for column in self.columns])
-        writer.writerows([[printable(v) if isinstance(v, str) else v for v in row] for row in self.rows])
+        cells = [[column.name for column in self.columns], *self.rows]
+        writer.writerows([[printable(v) if isinstance(v, str) else v for v in row] for row in cells])
         return file.getvalue()
 
     def _json(self) -> str:

@@ -28,11 +28,12 @@ def test_text_aligns_and_shows_missing_values() -> None:
 
 
 def test_text_never_cuts_a_number_and_wraps_words() -> None:
-    table = Table("", [*COLUMNS, Column("Text")], [["r", 10**15, 1.0, 12345.678, "word " * 40]])
-    text = table.render("table", 40)
-    assert "1,000,000,000,000,000" in text
-    assert "12345.678" in text
-    assert text.count("word") == 40
+    for many in (1, 8):  # more columns than the width has room for
+        columns = [*COLUMNS, Column("Text")] * many
+        text = Table("", columns, [["r", 10**15, 1.0, 12345.678, "word " * 40] * many]).render("table", 40)
+        assert text.count("1,000,000,000,000,000") == text.count("12345.678") == many
+        assert text.count("Slots") == many
+        assert text.count("word") == 40 * many
 
 
 def test_markup_and_control_characters_stay_text() -> None:
@@ -43,6 +44,8 @@ def test_markup_and_control_characters_stay_text() -> None:
         assert "red" in text
     assert "[red]x[/red] \\x1b[31m" in Table("", COLUMNS, rows).render("table", 200)
     assert "[red]name" in Table("", [Column("[red]name")], []).render("table", 200)
+    for format in ("table", "md", "csv"):
+        assert Table("", [Column("a\x1b[31m\nb")], []).render(format, 200).count("\\x1b") == 1
 
 
 def test_text_is_ascii_but_for_what_cells_hold() -> None:
