@@ -26,8 +26,8 @@ def circumstances(
 
     from pkmlm import __version__
     from pkmlm.model.cost import cost_of
+    from pkmlm.runtime.commit import source_commit
     from pkmlm.runtime.device import name_of
-    from pkmlm.runtime.rundir import source_commit
 
     cost = cost_of(recipe, recipe.model.vocab_size or tokenizer.size)
     return {

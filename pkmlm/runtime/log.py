@@ -15,18 +15,13 @@ from typing import Any, Protocol
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress
 
 from pkmlm.errors import UserError, printable
 from pkmlm.recipe.schema import Log
 from pkmlm.runtime.files import appending, disk_errors
 
 Judge = Callable[[dict[str, Any]], list[str]]
-
-
-def no_warnings(event: dict[str, Any]) -> list[str]:
-    """What to warn of where nobody judges."""
-    return []
 
 
 class TrainingLog:
@@ -38,11 +33,11 @@ class TrainingLog:
         steps: the last step, for the bar and the ETA.
         settings: the recipe's `log` section.
         quiet: nothing on standard error but warnings.
-        judge: what to warn of after an event, a line each.
+        judge: what to warn of after an event, a line each; None: of nothing.
     """
 
     def __init__(
-        self, folder: Path, name: str, steps: int, settings: Log, *, quiet: bool = False, judge: Judge = no_warnings
+        self, folder: Path, name: str, steps: int, settings: Log, *, quiet: bool = False, judge: Judge | None = None
     ):
         self.folder, self.name, self.steps, self.settings, self.quiet = folder, name, steps, settings, quiet
         self.judge = judge
@@ -54,14 +49,9 @@ class TrainingLog:
         self.metrics = appending(self.folder / "metrics.jsonl")
         self.text = appending(self.folder / "train.log")
         self.sinks = self._open_sinks()
-        columns = (
-            "{task.description}",
-            BarColumn(bar_width=None),
-            "{task.completed}/{task.total}",
-            "{task.fields[say]}",
-        )
-        parts = [TextColumn(part) if isinstance(part, str) else part for part in columns]
-        self.progress = Progress(*parts, console=self.console, disable=not self.live, expand=True)
+        done = "{task.completed}/{task.total}"
+        columns = ("{task.description}", BarColumn(bar_width=None), done, "{task.fields[say]}")
+        self.progress = Progress(*columns, console=self.console, disable=not self.live, expand=True)
         self.task = self.progress.add_task(escape(printable(self.name)), total=self.steps, say="")
         self.progress.start()
         return self
@@ -82,7 +72,7 @@ class TrainingLog:
         scalars = {f"{event}/{name}": number for name, number in numbers.items() if isinstance(number, int | float)}
         for sink in self.sinks:
             sink.write(scalars, step)
-        for text in self.judge(line):
+        for text in self.judge(line) if self.judge else ():
             self.warn(step, text)
 
     def sync(self) -> None:

@@ -234,15 +234,3 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if not misfit(line, EVENT) and (line["event"] != "drift" or not misfit(line, DRIFT)):
                 yield line
-
-
-def source_commit() -> str | None:
-    """The commit of the checkout that this package runs from; None where it is installed or has no history."""
-    root = Path(__file__).resolve().parents[2]
-    try:
-        head = (root / ".git" / "HEAD").read_text().strip()
-        if not head.startswith("ref: "):
-            return head
-        return (root / ".git" / head[5:]).read_text().strip()
-    except OSError:
-        return None

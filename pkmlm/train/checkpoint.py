@@ -41,7 +41,7 @@ from pkmlm.train.tensor_files import Tables, copy_tensors, part_name, tensors_of
 VERSION = 1
 FILES = ("weights.safetensors", "optimizer.safetensors", "state.json")
 WHOLE: Shape = {"version": (int,), "step": (int,), "files": ENTRIES}
-STATE: Shape = {
+PROGRESS: Shape = {
     "step": (int,),
     "tokens": (int,),
     "skips": (int,),
@@ -120,18 +120,16 @@ def file_names(parts: int) -> tuple[str, ...]:
 def write_share(folder: Path, contents: dict[str, tuple[dict[str, Tensor], Tables]], ranks: Ranks) -> dict[str, Any]:
     """Write what this rank has to write, and return the manifest's entries for it: the first rank what all hold, the
     first ranks that hold different columns these."""
-    parts, entries = ranks.memory.size, {}
+    parts, shares = ranks.memory.size, {}
     for name, (tensors, tables) in contents.items():
         divided = tables if parts > 1 else {}
-        shares = {name: {key: tensor for key, tensor in tensors.items() if key not in divided}}
-        if ranks.world.rank > 0:
-            shares = {}
+        if ranks.world.rank == 0:
+            shares[name] = {key: tensor for key, tensor in tensors.items() if key not in divided}
         if divided and ranks.data.rank == 0:
             shares[part_name(name, ranks.memory.rank, parts)] = {key: tensors[key] for key in divided}
-        for file, share in shares.items():
-            write_tensors(folder / file, share)
-            entries[file] = entry_of(folder / file)
-    return entries
+    for file, share in shares.items():
+        write_tensors(folder / file, share)
+    return {file: entry_of(folder / file) for file in shares}
 
 
 def tables_of(model: nn.Module) -> Tables:
@@ -286,7 +284,7 @@ def progress_of(state: Any, path: Path) -> Progress:
     Raises:
         UserError: (exit code 1) it lacks keys, or has values of other types.
     """
-    if problem := misfit(state, STATE):
+    if problem := misfit(state, PROGRESS):
         raise UserError(f"{path} is not the state of a run: {problem}", exit_code=1)
     known = [field.name for field in fields(Progress) if state.get(field.name) is not None]
     return Progress(**{name: state[name] for name in known})

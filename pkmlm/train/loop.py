@@ -77,10 +77,8 @@ def train(
     history = History.of(world.broadcast([line for line in run.metrics() if line["event"] == "valid"]))
 
     def unvalidated() -> bool:
-        at_end = progress.step == recipe.train.steps
-        return (
-            validate is not None and history.step != progress.step and (at_end or due(recipe.eval.every, progress.step))
-        )
+        asked = progress.step >= recipe.train.steps or due(recipe.eval.every, progress.step)
+        return validate is not None and asked and history.step != progress.step
 
     while True:
         if validate is not None and unvalidated():

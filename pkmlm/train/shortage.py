@@ -27,18 +27,19 @@ def out_of_memory(recipe: Recipe, vocab_size: int, ranks: int) -> UserError:
 def what_to_lower(recipe: Recipe, training: dict[str, int], ranks: int) -> tuple[str, int, int]:
     """A key, its value, and the nearest value that halves what takes the most of a rank's `training` memory.
 
-    That is the micro-batch where a forward takes more than what does not depend on it (or has nothing else to give);
-    else the slots of the memory, the rows of the hash tables, or the layers.
+    That is the micro-batch where a forward takes more than what does not depend on it; else the slots of the memory,
+    the rows of the hash tables, the layers, or the width: the first that can be lowered.
     """
-    model, size = recipe.model, recipe.train.micro_batch
-    forward = sum(training.get(name, 0) for name in OF_A_FORWARD)
-    if size > 1 and 2 * forward > sum(training.values()):
-        lower = max(n for n in range(1, size // 2 + 1) if recipe.sequences // ranks % n == 0)
-        return "train.micro_batch", size, lower
-    if model.memory.kind != "none":
-        least = model.memory.topk if model.memory.kind == "product-key" else math.ceil(math.sqrt(model.memory.topk))
-        halved = math.floor(model.memory.num_keys / math.sqrt(2))
-        return "model.memory.num_keys", model.memory.num_keys, max(least, halved)
+    model, memory, size = recipe.model, recipe.model.memory, recipe.train.micro_batch
+    lower = []
+    if 2 * sum(training.get(name, 0) for name in OF_A_FORWARD) > sum(training.values()):
+        fitting = [n for n in range(1, size // 2 + 1) if recipe.sequences // ranks % n == 0]
+        lower.append(("train.micro_batch", size, max(fitting, default=size)))
+    if memory.kind != "none":
+        least = memory.topk if memory.kind == "product-key" else math.ceil(math.sqrt(memory.topk))
+        lower.append(("model.memory.num_keys", memory.num_keys, max(least, math.floor(memory.num_keys / math.sqrt(2)))))
     if model.projections == "hash":
-        return "model.hash.bits", model.hash.bits, max(1, model.hash.bits // 2)
-    return "model.layers", model.layers, max(1, model.layers // 2)
+        lower.append(("model.hash.bits", model.hash.bits, max(1, model.hash.bits // 2)))
+    lower.append(("model.layers", model.layers, max(1, model.layers // 2)))
+    width = ("model.dim", model.dim, max(1, model.dim // 2 // model.heads) * model.heads)
+    return next((each for each in lower if each[2] < each[1]), width)

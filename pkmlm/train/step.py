@@ -10,7 +10,7 @@ from pkmlm.data.batches import IGNORED, Batches
 from pkmlm.errors import UserError
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.schema import Recipe
-from pkmlm.runtime.device import autocast
+from pkmlm.runtime.device import at_least_fp32, autocast
 from pkmlm.runtime.distributed import Ranks
 from pkmlm.runtime.seeds import derived_seed
 from pkmlm.train.dense_parts import compile_dense_parts
@@ -147,9 +147,7 @@ class Stepper:
 
 def summed_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     """Cross-entropy summed over scored targets, in fp32 (fp64 for fp64 logits); nats."""
-    logits_MV = logits_BTV.flatten(0, 1)
-    if logits_MV.dtype != torch.float64:
-        logits_MV = logits_MV.float()
+    logits_MV = at_least_fp32(logits_BTV.flatten(0, 1))
     return cross_entropy(logits_MV, targets_BT.flatten(), ignore_index=IGNORED, reduction="sum")
 
 

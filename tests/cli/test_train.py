@@ -216,6 +216,19 @@ def test_a_validation_cut_short_is_made_up_for(tmp_path, write_recipe):
     assert losses(tmp_path / "cut") == losses(tmp_path / "straight")
 
 
+def test_a_run_that_is_asked_for_fewer_steps_than_it_has_taken_is_validated_where_it_ends(tmp_path, write_recipe):
+    path, run = write_recipe(tmp_path, "dense"), RunDirectory(tmp_path / "run")
+    answers = iter([0, 75])  # stopped after the second step
+    for steps, agree in ((4, lambda _: next(answers)), (1, int)):
+        recipe = load_recipe(path, [f"train.steps={steps}", "eval.every=0"])
+        run.create(recipe)
+        batches = Batches(Corpus.open(recipe.data.dir, "train"), 32, recipe.sequences, 1)
+        with TrainingLog(run.path, "x", 4, recipe.log, quiet=True) as log:
+            model, stop = build_model(recipe, 600), StopRequest(agree)
+            outcome = train(run, recipe, model, batches, "fp32", lambda _: {"loss": 1.0}, log, stop)
+    assert (outcome.status, outcome.step, run.best()) == ("finished", 2, 2)
+
+
 def test_starting_from_another_run(tmp_path, write_recipe, trained):
     run, recipe = tmp_path / "run", write_recipe(tmp_path, "dense")
     pkmlm("train", recipe, "-o", run, "-s", f"train.init_from={trained('dense')}", "-s", "train.steps=1")

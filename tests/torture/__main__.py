@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pkmlm.report.tables import Column, Table
-from pkmlm.runtime.rundir import source_commit
+from pkmlm.runtime.commit import source_commit
 from tests.torture import crashes, damage, disks, kills, mutants, records, sizes, stops
 from tests.torture.forks import ROOT, Forks
 from tests.torture.oracle import Ground, forget_one, saved_items

@@ -91,6 +91,10 @@ def test_the_key_to_lower_is_that_of_what_takes_most(write_recipe, tmp_path):
         assert what_to_lower(load_recipe(write_recipe(tmp_path, kind)), training, 1) == expected
     one = load_recipe(write_recipe(tmp_path, "dense"), ["train.micro_batch=1"])
     assert what_to_lower(one, large, 1)[0] == "model.layers"
+    full = load_recipe(write_recipe(tmp_path, "product-key"), ["model.memory.topk=16"])  # of 16 keys
+    assert what_to_lower(full, small, 1) == ("model.layers", 2, 1)
+    flat = load_recipe(write_recipe(tmp_path, "hash"), ["model.layers=1", "model.heads=8", "model.hash.bits=1"])
+    assert what_to_lower(flat, small, 1) == ("model.dim", 32, 16)
 
 
 def test_what_is_to_be_lowered_is_lowered_to_what_a_recipe_may_hold(write_recipe, tmp_path):

@@ -1,0 +1,30 @@
+"""The commit that results name."""
+
+from pathlib import Path
+
+from pkmlm.runtime.commit import commit_of
+
+COMMIT = "9eb039a7d1a1f9b2a7c3b1c6f0d5e4a3b2c1d0e9"
+
+
+def write(git: Path, name: str, text: str) -> None:
+    (git / name).parent.mkdir(parents=True, exist_ok=True)
+    (git / name).write_text(text)
+
+
+def test_a_commit_is_found_wherever_git_keeps_it(tmp_path: Path) -> None:
+    assert commit_of(tmp_path / ".git") is None
+    write(tmp_path, "HEAD", f"{COMMIT}\n")  # detached
+    assert commit_of(tmp_path) == COMMIT
+    write(tmp_path, "HEAD", "ref: refs/heads/main\n")
+    assert commit_of(tmp_path) is None  # no commit so far
+    other = f"# pack-refs with: peeled\n{'0' * 40} refs/heads/x/refs/heads/main2\n"
+    write(tmp_path, "packed-refs", f"{other}{COMMIT} refs/heads/main\n")
+    assert commit_of(tmp_path) == COMMIT
+    write(tmp_path, "refs/heads/main", f"{COMMIT[::-1]}\n")  # newer than what was packed
+    assert commit_of(tmp_path) == COMMIT[::-1]
+
+
+def test_a_worktree_has_no_folder(tmp_path: Path) -> None:
+    (tmp_path / ".git").write_text("gitdir: elsewhere\n")
+    assert commit_of(tmp_path / ".git") is None
