@@ -24,7 +24,6 @@ from pkmlm.evaluate.hub import asked_once
 from pkmlm.evaluate.load import LoadedRun
 from pkmlm.evaluate.task_rows import FIELDS, read_rows
 from pkmlm.evaluate.tasks import HINT, TaskSource
-from pkmlm.runtime.files import sha256_of
 
 FEWSHOT_SEED = 1234  # the harness's own
 LOGGERS = ("lm_eval", "datasets", "huggingface_hub")
@@ -77,7 +76,7 @@ def run_tasks(
             "truncated": model.truncated[name],
             "num_fewshot": tasks[name].config.num_fewshot or 0,
             "version": found["versions"][name],
-            "data": None if source.file is None else {"file": source.file.name, "sha256": sha256_of(source.file)},
+            "data": None if source.file is None else {"file": source.file.name, "sha256": source.sha256},
         }
         samples += [{"task": name, **sample} for sample in found["samples"][name]]
     return facts, samples

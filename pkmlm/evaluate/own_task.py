@@ -114,10 +114,10 @@ def read_definition(path: Path, inheritors: tuple[Path, ...] = ()) -> dict[str, 
         UserError: it cannot be read; it is not plain YAML; it has keys that would run code, or none that tasks have; a
             key holds what it cannot.
     """
+    text = yaml_text(path)
     whole = path.resolve()
     if whole in inheritors:
         raise UserError(f"{path} includes itself")
-    text = yaml_text(path)
     tree = parse(text, str(path))  # refuses tags, anchors, keys that are given twice
     try:
         own = yaml.safe_load(text)

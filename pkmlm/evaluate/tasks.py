@@ -12,6 +12,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from pkmlm.errors import UserError
 from pkmlm.evaluate.own_task import LOCAL, read_definition
 from pkmlm.evaluate.task_rows import FIELDS, SUITES
+from pkmlm.runtime.files import sha256_of
 
 KINDS = ("multiple_choice", "loglikelihood", "loglikelihood_rolling")
 NAME = re.compile(r"""^["']?(task|group)["']?:[ \t]*["']?([^\s"'#\[{]+)""", re.MULTILINE)
@@ -25,7 +26,7 @@ class TaskSource:
 
     Attributes:
         config: the harness's definition, with its functions.
-        file: of the rows; None: they come from where the definition says.
+        file, sha256: of the rows; None: they come from where the definition says.
         shots: of the examples that come before a question (few-shot).
         hub: the rows come from the hub.
         own: the user's file that defines it; None: it ships with the harness.
@@ -34,6 +35,7 @@ class TaskSource:
     name: str
     config: dict[str, Any]
     file: Path | None
+    sha256: str | None
     shots: Path | None
     hub: bool
     own: Path | None
@@ -132,7 +134,9 @@ def source(name: str, path: Path, folder: Path | None, fewshot: int | None) -> T
         config.pop(key, None)
     if not any(config.get(f"{split}_split") for split in ("test", "validation")):
         raise UserError(f"{path}: neither test_split nor validation_split: nothing to score")
-    return TaskSource(title, config, file, shots, hub=file is None and not is_local(config), own=path if own else None)
+    sha256 = None if file is None else sha256_of(file)
+    hub = file is None and not is_local(config)
+    return TaskSource(title, config, file, sha256, shots, hub, own=path if own else None)
 
 
 def definition(path: Path, functions: bool) -> dict[str, Any]:

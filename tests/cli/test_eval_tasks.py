@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from pkmlm.evaluate.harness import build_tasks, run_tasks
 from pkmlm.evaluate.load import load_run
+from pkmlm.evaluate.tasks import find_tasks
+from pkmlm.runtime.files import sha256_of
 from tests.conftest import ROOT, pkmlm
 from tests.task_rows import ROWS, write_rows
 
@@ -145,6 +148,15 @@ def test_tables_for_people_fit_a_terminal(run, rows):
     both = pkmlm("eval", run, "--tasks", "wsc", "--task-data", rows, "--split", "valid").stdout
     assert "nats a token" in both
     assert "wsc   yes" in both
+
+
+def test_rows_that_are_gone_when_all_is_scored_cost_no_result(run, tmp_path):
+    sources = find_tasks("copa", write_rows(tmp_path, "copa"), None)
+    expected = sha256_of(tmp_path / "copa.jsonl")
+    tasks = build_tasks(sources, None)
+    (tmp_path / "copa.jsonl").unlink()
+    facts, _ = run_tasks(load_run(run), sources, tasks)
+    assert facts["copa"]["data"] == {"file": "copa.jsonl", "sha256": expected}
 
 
 def test_examples_before_the_question_come_from_their_own_file(run, tmp_path):

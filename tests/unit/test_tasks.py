@@ -98,6 +98,7 @@ def test_rows_that_can_be_had_nowhere(rows, tmp_path):
         ("task: mine\noutput_type: multiple_choice\ndataset_path: hub/mine\n", "nothing to score"),
         ("task: {\n", ":2:1: "),
         ("include: nowhere.yaml\ntask: mine\n", "No such file"),
+        ('include: "a\\0b.yaml"\ntask: mine\n', "null byte"),
         (
             "task: mine\noutput_type: multiple_choice\ntest_split: test\ndoc_to_text: !function nowhere.f\n"
             "dataset_path: json\n",
