@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +12,7 @@ from pkmlm.evaluate.harness import build_tasks, run_tasks
 from pkmlm.evaluate.load import load_run
 from pkmlm.evaluate.tasks import find_tasks
 from pkmlm.runtime.files import sha256_of
-from tests.conftest import ROOT, pkmlm
+from tests.conftest import pkmlm
 from tests.task_rows import ROWS, write_rows
 
 PAPER = ["piqa", "winogrande", "wsc", "arc_easy", "arc_challenge", "logiqa"]
@@ -252,18 +249,3 @@ def test_without_rows_the_hub_is_asked_once_and_quickly(run, tmp_path, monkeypat
         "hint: give the rows with --task-data DIR, one JSON object a line in DIR/far.jsonl\n"
     )
     assert time.monotonic() - began < 15  # with the hub's own retries: 23 s on an idle machine
-
-
-def test_two_processes_give_the_numbers_of_one(run, rows, tmp_path):
-    alone, _ = scored(run, rows, "piqa,arc_easy,boolq,wikitext", "--batch-size", 1)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29641"]
-    command += ["-m", "pkmlm", "eval", str(run), "--tasks", "piqa,arc_easy,boolq,wikitext", "--task-data", str(rows)]
-    command += ["--batch-size", "1", "--json"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path, timeout=300)
-    assert done.returncode == 0, done.stderr
-    together = json.loads(done.stdout)
-    assert together["harness"].pop("processes") == 2
-    assert alone["harness"].pop("processes") == 1
-    for name, facts in alone["tasks"].items():  # boolq has fewer documents than there are processes
-        assert together["tasks"][name] == {**facts, "metrics": pytest.approx(facts["metrics"], rel=1e-6)}

@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from tests.conftest import pkmlm
+from tests.task_rows import write_rows
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +26,19 @@ def test_perplexity(ranks, run):
 
 
 PPL = ("nll", "token_ppl", "word_ppl", "byte_ppl", "bits_per_byte")
+
+
+def test_tasks(ranks, run, tmp_path):
+    rows = write_rows(tmp_path / "rows", "piqa", "arc_easy", "boolq", "wikitext")
+    options = ["--tasks", "piqa,arc_easy,boolq,wikitext", "--task-data", rows, "--batch-size", 1, "--json"]
+    together, alone = (
+        json.loads(done.stdout) for done in (ranks.pkmlm(2, "eval", run, *options)[0], pkmlm("eval", run, *options))
+    )
+    assert together["harness"].pop("processes") == 2
+    assert alone["harness"].pop("processes") == 1
+    assert together["harness"] == alone["harness"]
+    for name, facts in alone["tasks"].items():  # boolq has fewer documents than there are processes
+        assert together["tasks"][name] == {**facts, "metrics": pytest.approx(facts["metrics"], rel=1e-6)}
 
 
 def test_a_text_of_fewer_batches_than_processes(ranks, run, tmp_path):
