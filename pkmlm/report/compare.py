@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -88,14 +90,15 @@ def newest_tasks(folder: Path) -> tuple[int | None, Facts]:
     """The highest step with results of tasks, and each task's results there, with the fewest examples before a
     question.
     """
-    found = list(results_of(folder, ".+", "tasks"))
-    tasks: Facts = {}
-    for results in (results for step, results in found if step == found[0][0]):
-        for name, facts in results["tasks"].items():
-            known = tasks.setdefault(name, facts)
-            if facts.get("num_fewshot", 0) < known.get("num_fewshot", 0):
-                tasks[name] = facts
-    return (found[0][0] if found else None), tasks
+    for step, found in groupby(results_of(folder, ".+", "tasks"), key=itemgetter(0)):
+        tasks: Facts = {}
+        for _, results in found:
+            for name, facts in results["tasks"].items():
+                known = tasks.setdefault(name, facts)
+                if (facts.get("num_fewshot") or 0) < (known.get("num_fewshot") or 0):
+                    tasks[name] = facts
+        return step, tasks
+    return None, {}
 
 
 def results_of(folder: Path, names: str, holding: str) -> Iterator[tuple[int, Facts]]:
@@ -130,7 +133,7 @@ def flat_table(runs: Sequence[Facts]) -> Table:
     tasks = _task_names(runs)
     rows = [
         [run[key] for key in plain]
-        + [(run["tasks"].get(task) or {}).get("acc") for task in tasks]
+        + [run["tasks"].get(task, {}).get("acc") for task in tasks]
         + [_mean(memory["mass"][key] for memory in run["usage"]) for key in ("usage", "kl")]
         for run in runs
     ]
@@ -176,7 +179,7 @@ def _tasks(runs: Sequence[Facts]) -> Table:
     rows = [
         [
             run["run"],
-            *((run["tasks"].get(name) or {}).get("acc") for name in names),
+            *(run["tasks"].get(name, {}).get("acc") for name in names),
             run["average_acc"],
             *(run["tasks_step"] for _ in at_step),
         ]

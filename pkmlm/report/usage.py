@@ -99,11 +99,8 @@ class MemoryUsage:
             "mass": measures(self.masses_S),
             "count": measures(self.counts_S),
             f"{unit}s": [
-                {
-                    unit: number,
-                    **{key: value for key, value in measures(row).items() if key in ("usage", "kl")},
-                }
-                for number, row in enumerate(self.masses_HK, start=1)
+                {unit: number, "usage": found["usage"], "kl": found["kl"]}
+                for number, found in enumerate(map(measures, self.masses_HK), start=1)
             ],
         }
         return entry | self._overlap_json() if self.shared else entry
@@ -119,13 +116,8 @@ class MemoryUsage:
     def brief(self) -> dict[str, Any]:
         """The memory's entry in a `valid` line of metrics.jsonl: usage and KL of the mass, and of uniform reading."""
         mass = measures(self.masses_S)
-        return {
-            "layer": self.layer,
-            "name": self.name,
-            "usage": mass["usage"],
-            "kl": mass["kl"],
-            "uniform": self.uniform,
-        }
+        where = {"layer": self.layer, "name": self.name}
+        return {**where, "usage": mass["usage"], "kl": mass["kl"], "uniform": self.uniform}
 
     @property
     def uniform(self) -> Measures:

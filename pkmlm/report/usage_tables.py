@@ -107,7 +107,7 @@ def _parts(entries: Sequence[Entry], run: list[Column]) -> Table:
     rows = []
     for start, memory in _each(entries):
         heads, uniform = _heads(memory), memory["uniform_head"]
-        if len(heads) > 1 and memory["reads"]:
+        if len(heads) > 1 and memory["mass"]["usage"]:
             row: list[Any] = [*start]
             for key, worst in (("usage", min), ("kl", max)):
                 values = [head[key] for head in heads if head[key] is not None]

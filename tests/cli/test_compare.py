@@ -107,10 +107,12 @@ def test_tasks_of_several_files_are_merged(run: Path) -> None:
     keep("wsc", 200, 1, wsc={"acc": 0.5})
     keep("piqa", 200, 2**31, piqa={"acc": 0.2, "num_fewshot": 0})  # newer than the fixture's, at the same step
     keep("piqa-shots-2", 200, 2**31 + 1, piqa={"acc": 0.9, "num_fewshot": 2})
+    keep("old", 200, 2, wsc={"acc": 0.3, "num_fewshot": None})
     keep("copa", 100, 2**31, copa={"acc": 0.1})
+    (run / "eval" / "tasks-older-step-99.json").write_text("{")
     (found,) = facts(run)
-    assert {name: task["acc"] for name, task in found["tasks"].items()} == {"piqa": 0.2, "wsc": 0.5}
-    assert found["average_acc"] == pytest.approx(0.35)
+    assert {name: task["acc"] for name, task in found["tasks"].items()} == {"piqa": 0.2, "wsc": 0.3}
+    assert found["average_acc"] == pytest.approx(0.25)
 
 
 def test_results_of_an_earlier_step_say_so(run: Path) -> None:

@@ -20,6 +20,7 @@ from pkmlm.model.memory.usage_tap import UsageTap
 from pkmlm.report import usage as numbers
 from pkmlm.report.usage import MemoryUsage, measures, reads_of_a_slot, uniform_reading
 from pkmlm.report.usage_files import load_usage, save_usage
+from pkmlm.report.usage_tables import usage_tables
 
 
 def test_measures_by_hand() -> None:
@@ -215,6 +216,12 @@ def test_a_read_of_no_weight_is_a_read() -> None:
     assert entry["count"]["usage"] == 0.5
     assert entry["mass"]["usage"] == 0.25
     assert entry["head_overlap"] is None, "one head has none to share with"
+
+
+def test_reads_without_any_weight_are_told() -> None:
+    usage = MemoryUsage(1, "ffn2", "hash", 3, np.full((2, 4), 3), np.zeros((2, 4)), None)
+    entry = {"run": "r", "step": 1, "split": "test", "memories": [usage.as_json()]}
+    assert "0.0%" in "".join(table.render() for table in usage_tables([entry]))
 
 
 def test_counting_ends_with_the_block_and_models_share_nothing() -> None:
