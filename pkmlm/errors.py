@@ -20,6 +20,10 @@ class UserError(Exception):
         self.exit_code = exit_code
 
 
+class NotFinite(UserError):
+    """A model's numbers are infinite, or none at all; if it is being trained, training has diverged."""
+
+
 def printable(text: str) -> str:
     """`text` with control characters escaped, so that a file name or a document cannot drive the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

@@ -18,7 +18,7 @@ from pkmlm.data.corpus import Corpus, refuse_forged
 from pkmlm.data.sources import find_sources
 from pkmlm.data.text import read_documents
 from pkmlm.data.tokenizer import Tokenizer
-from pkmlm.errors import UserError
+from pkmlm.errors import NotFinite, UserError
 from pkmlm.evaluate.likelihood import Window, score_targets
 from pkmlm.model.transformer import Transformer
 from pkmlm.runtime.distributed import World
@@ -158,7 +158,7 @@ def score(
         None if `advance` ended it.
 
     Raises:
-        UserError: stride outside 1 ... context; a score that is not finite (exit code 1).
+        UserError: stride outside 1 ... context; a score that is not finite (NotFinite, exit code 1).
     """
     stride, world = stride or model.context, world or World()
     if not 1 <= stride <= model.context:
@@ -180,7 +180,7 @@ def score(
         score_windows(model, nothing, watch)
     total = sum(world.sum(torch.tensor(sums, dtype=torch.float64)).tolist())
     if not math.isfinite(total):
-        raise UserError(f"the model's scores on {documents.name} are not finite", exit_code=1)
+        raise NotFinite(f"the model's scores on {documents.name} are not finite", exit_code=1)
     if tokens == 0:
         raise UserError(f"{documents.name} holds no tokens")
     return Perplexity.of(documents.name, tokens, documents.words, documents.bytes, total)

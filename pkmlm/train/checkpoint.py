@@ -78,7 +78,7 @@ def save(
     """Write the checkpoint of `progress.step`, read it back, and point `latest` at it; all ranks together.
 
     Raises:
-        UserError: (exit code 1) a weight is not finite, or the disk refused; earlier checkpoints are untouched.
+        UserError: a weight is not finite (exit code 3), or the disk refused (1); earlier checkpoints are untouched.
     """
     path, ranks = run.checkpoint(progress.step), ranks or Ranks()
     world, lead = ranks.world, ranks.world.rank == 0
@@ -86,7 +86,8 @@ def save(
     with world.together():
         bad = [name for name, tensor in weights.items() if not torch.isfinite(tensor).all()]
         if bad:
-            raise UserError(f"step {progress.step} is not saved: {bad[0]} is not finite", exit_code=1)
+            what = f"training diverged: {bad[0]} is not finite at step {progress.step}, which is not saved"
+            raise UserError(what, exit_code=3)
     with ExitStack() as stack:
         with world.together():
             if lead:

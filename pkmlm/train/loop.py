@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pkmlm.data.batches import Batches
-from pkmlm.errors import UserError
+from pkmlm.errors import NotFinite, UserError
 from pkmlm.model.memory.usage_tap import usage_taps
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.schema import Recipe
@@ -22,7 +22,7 @@ from pkmlm.train.optim import parameter_groups
 from pkmlm.train.recalibrate import recalibrate
 from pkmlm.train.recent_reads import RecentReads
 from pkmlm.train.shard import shard_dense_parts
-from pkmlm.train.step import Stepper
+from pkmlm.train.step import Stepper, diverged
 
 Validate = Callable[[StopRequest], dict[str, Any] | None]
 
@@ -184,7 +184,10 @@ def measure(
     """Validate, record it, and keep the best; a validation that a stop request cuts short is made up for on resume."""
     world = stepper.ranks.world
     recalibrate(stepper, progress.step)
-    numbers = world.broadcast(validate(stop))
+    try:
+        numbers = world.broadcast(validate(stop))
+    except NotFinite as error:
+        raise world.same(diverged(progress.step, error.message)) from None
     if numbers is None:
         return
     log.event("valid", progress.step, **numbers)

@@ -90,7 +90,7 @@ class Stepper:
         if finite:
             self._update(step, named)
         elif self.precision != "fp16":
-            raise world.same(diverged(step, loss_value, named))
+            raise world.same(diverged(step, found(loss_value, named)))
         else:  # a skipped step leaves no trace
             for buffer, value in zip(self.model.buffers(), before, strict=True):
                 buffer.copy_(value)
@@ -139,7 +139,7 @@ class Stepper:
         scale = self.scaler.get_scale()
         if scale <= SCALE_FLOOR or self.skips >= MOST_SKIPS:
             after = f" after {self.skips} skipped steps in a row, at a loss scale of {scale:g}"
-            raise self.ranks.world.same(diverged(step, loss, norms, after))
+            raise self.ranks.world.same(diverged(step, found(loss, norms, after)))
         lower = max(SCALE_FLOOR, scale * self.scaler.get_backoff_factor())
         self.scaler.update(new_scale=lower)
         self.scaler.load_state_dict({**self.scaler.state_dict(), "_growth_tracker": 0})
@@ -151,12 +151,17 @@ def summed_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     return cross_entropy(logits_MV, targets_BT.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-def diverged(step: int, loss: float, norms: dict[str, float], after: str = "") -> UserError:
-    """The error that ends training (exit code 3)."""
+def found(loss: float, norms: dict[str, float], after: str = "") -> str:
+    """What shows that a step has diverged."""
     bad = [name for name, norm in norms.items() if not abs(norm) < float("inf")]
     where = f", gradient norm of {' and '.join(bad)} not finite" if bad else ""
+    return f"loss {loss:g}{where}{after}; nothing was updated"
+
+
+def diverged(step: int, what: str) -> UserError:
+    """The error that ends training (exit code 3)."""
     return UserError(
-        f"training diverged at step {step}: loss {loss:g}{where}{after}; nothing was updated",
+        f"training diverged at step {step}: {what}",
         "train under another -o with a lower optim.lr, a longer warm-up or a lower clip; "
         "-s train.init_from=RUN starts from this run's weights",
         exit_code=3,

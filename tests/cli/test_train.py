@@ -18,6 +18,7 @@ from pkmlm.recipe.load import load_recipe
 from pkmlm.runtime.log import TrainingLog
 from pkmlm.runtime.rundir import RunDirectory
 from pkmlm.runtime.signals import StopRequest
+from pkmlm.train import loop
 from pkmlm.train.loop import train
 from tests.conftest import ROOT, pkmlm
 
@@ -175,6 +176,22 @@ def test_divergence_exits_3_and_keeps_the_last_checkpoint(tmp_path, write_recipe
     assert "hint: " in said
     facts = json.loads((run / "run.json").read_text())
     assert (facts["status"], facts["exit_code"]) == ("diverged", 3)
+
+
+def test_a_model_that_cannot_be_measured_has_diverged(tmp_path, write_recipe, monkeypatch):
+    take_step = loop.take_step
+
+    def breaking(stepper, progress, *rest):
+        take_step(stepper, progress, *rest)
+        if progress.step == 2:
+            stepper.model.norm.weight.data.fill_(3e38)
+
+    monkeypatch.setattr(loop, "take_step", breaking)
+    run, recipe = tmp_path / "run", write_recipe(tmp_path, "dense")
+    said = pkmlm("train", recipe, "-o", run, "-s", "eval.every=1", code=3).stderr
+    assert "error: training diverged at step 2: the model's scores on valid are not finite\nhint: " in said
+    assert json.loads((run / "run.json").read_text())["status"] == "diverged"
+    assert RunDirectory(run).steps() == [1]
 
 
 def test_patience_stops_early(tmp_path, write_recipe):
