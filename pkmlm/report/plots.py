@@ -250,5 +250,6 @@ def label(run: str) -> str:
 
 
 def file_name(run: str) -> str:
-    """A run's name as part of a file's name."""
-    return "".join(c if c.isalnum() or c in "-_." else "-" for c in run)[-80:].lstrip(".") or "run"
+    """A run's name as part of a file's name: 200 bytes of it, which leaves 55 for the rest."""
+    name = "".join(c if c.isalnum() or c in "-_." else "-" for c in run)
+    return name.encode()[-200:].decode(errors="ignore").lstrip(".") or "run"

@@ -38,15 +38,16 @@ def png_size(path: Path) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"),
+    ("kind", "heads", "expected"),
     [
-        ("product-key", {"slot-mass", "map-layer-3-memory", "overlap-layer-3-memory", "usage-over-training"}),
-        ("flat-key", {"slot-mass", "overlap-layer-3-memory", "usage-over-training"}),
-        ("hash", {"slot-mass", "buckets-layer-3", "usage-over-training"}),
+        ("product-key", 2, {"slot-mass", "map-layer-3-memory", "overlap-layer-3-memory", "usage-over-training"}),
+        ("flat-key", 1, {"slot-mass", "usage-over-training"}),  # one head has no overlap
+        ("hash", 2, {"slot-mass", "buckets-layer-3", "usage-over-training"}),
     ],
 )
-def test_the_pictures_of_a_kind(tmp_path: Path, kind: str, expected: set[str]) -> None:
-    drawn = plots.draw_usage(tmp_path / "new" / "folder", "my run", [memory(kind)], [valid(10), valid(20)])
+def test_the_pictures_of_a_kind(tmp_path: Path, kind: str, heads: int, expected: set[str]) -> None:
+    one = memory(kind, heads=heads)
+    drawn = plots.draw_usage(tmp_path / "new" / "folder", "my run", [one], [valid(10), valid(20)])
     assert {path.name for path in drawn} == {f"my-run-{name}.png" for name in expected}
     assert {png_size(path) for path in drawn} == {(1200, 700)}
     assert sorted(drawn) == sorted((tmp_path / "new" / "folder").iterdir())
@@ -58,11 +59,6 @@ def test_nothing_is_drawn_of_nothing(tmp_path: Path) -> None:
     assert plots.draw_usage(tmp_path, "r", [unread], [valid(1, 0.0, None), train(1, 2.0)]) == []
     assert plots.learning_curves({"a": [], "b": [train(1, None)]}) is None
     assert list(tmp_path.iterdir()) == []
-
-
-def test_one_head_has_no_overlap_to_draw(tmp_path: Path) -> None:
-    drawn = plots.draw_usage(tmp_path, "r", [memory(heads=1)], [])
-    assert not [path for path in drawn if "overlap" in path.name]
 
 
 def test_slot_mass_falls_and_ends_where_use_ends() -> None:
@@ -169,8 +165,11 @@ def test_every_axis_has_a_title_and_units(tmp_path: Path) -> None:
 
 
 def test_strange_run_names(tmp_path: Path) -> None:
-    name = "../$x^$ \x1b[31m\n" + "long" * 60
-    for path in plots.draw_usage(tmp_path, name, [memory()], [valid(1)]):
+    names = ["../$x^$ \x1b[31m\n" + "long" * 60, "\u65e5" * 85]  # the second is 255 bytes long
+    for name in names:
+        path = tmp_path / f"{plots.file_name(name)}-overlap-layer-12-memory.png"
+        plots.save(path, plots.slot_mass(name, [memory()]))
         assert path.parent == tmp_path
         assert path.name.isprintable()
         assert png_size(path) == (1200, 700)
+    assert plots.file_name("runs/one/" + "same/" * 20) != plots.file_name("runs/two/" + "same/" * 20)
