@@ -26,6 +26,8 @@ class NotFinite(UserError):
 
 def printable(text: str) -> str:
     """`text` with control characters escaped, so that a file name or a document cannot drive the terminal."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 

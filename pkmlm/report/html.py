@@ -125,4 +125,4 @@ def array_data(array: NDArray[Any]) -> dict[str, Any]:
 
 
 def packed(data: bytes) -> str:
-    return base64.b64encode(zlib.compress(data, 9)).decode("ascii")
+    return base64.b64encode(zlib.compress(data)).decode("ascii")

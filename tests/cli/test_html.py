@@ -289,18 +289,18 @@ def test_every_control_and_figure_has_a_name(page: Path, browser: Browser) -> No
     assert browser.run("document.documentElement.lang") == "en"
 
 
-def made_up(n: int) -> tuple[MemoryUsage, Holding]:
-    """A memory of n * n slots, half of them read, with texts that would like to be run."""
+def made_up(n: int, text: str = WILD) -> tuple[MemoryUsage, Holding]:
+    """A memory of n * n slots, half of them read, with texts; by default such as would like to be run."""
     random, slots = np.random.default_rng(0), n * n
     counts = (random.pareto(1, (4, slots)) * 20).astype(np.int64) * (random.random(slots) < 0.5)
     masses = counts * random.random((4, slots))
     usage = MemoryUsage(3, "memory", "product-key", 10**6, counts, masses, np.full((4, 4), 100))
-    context = Context(0, 0, 0, 0.5, WILD, WILD, WILD, WILD, WILD)
-    words = [Word(WILD, 1.0)] * 8
+    context = Context(0, 0, 0, 0.5, text, text, text, text, text)
+    words = [Word(text, 1.0)] * 8
     best = [int(slot) for slot in np.argsort(-usage.masses_S)[: min(2000, slots)]]
     held = [Slot.of(usage, slot, words, words, [context._replace(position=i) for i in range(10)]) for slot in best]
     first = np.where(usage.counts_S > 0, random.integers(0, 8000, slots), -1)
-    return usage, Holding(held, first, [f"{WILD}{i}" for i in range(8000)])
+    return usage, Holding(held, first, [f"{text}{i}" for i in range(8000)])
 
 
 def page_of(usage: MemoryUsage, holding: Holding, path: Path) -> Path:
@@ -355,7 +355,7 @@ def test_text_of_a_corpus_is_never_run(browser: Browser, tmp_path: Path) -> None
 
 @in_browser
 def test_a_million_slots_take_ten_megabytes(browser: Browser, tmp_path: Path) -> None:
-    usage, holding = made_up(1024)
+    usage, holding = made_up(1024, "of words as long as they come " * 4)
     path = page_of(usage, holding, tmp_path / "million.html")
     assert path.stat().st_size < 10e6
     browser.open(path)

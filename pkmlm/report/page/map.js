@@ -9,9 +9,8 @@ function slotMap(options) {
   canvas.className = "map";
   canvas.tabIndex = 0;
   canvas.setAttribute("role", "img");
-  const square = options.square;
   canvas.width = 640;
-  canvas.height = square ? 640 : Math.max(120, Math.min(640, rows * 12));
+  canvas.height = rows === columns ? 640 : Math.max(120, Math.min(640, rows * 12));
   const context = canvas.getContext("2d");
   const packed = (c) => new Uint32Array(new Uint8Array([1, 3, 5].map((i) => parseInt(c.slice(i, i + 2), 16)).concat(255)).buffer)[0];
   const palette = colours.map(packed);

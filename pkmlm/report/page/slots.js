@@ -10,13 +10,8 @@ const SIDES = {
 };
 
 function grid(facts) {
-  if (facts.kind === "hash") {
-    const rows = facts.tables.length;
-    return { rows, columns: facts.slots / rows, square: false };
-  }
-  let columns = Math.ceil(Math.sqrt(facts.slots));
-  while (facts.slots % columns) columns++; // of flat keys, any grid will do
-  return { rows: facts.slots / columns, columns, square: true };
+  const rows = facts.kind === "hash" ? facts.tables.length : Math.sqrt(facts.slots);
+  return { rows, columns: facts.slots / rows };
 }
 
 function slotName(facts, shape, slot) {
