@@ -90,8 +90,8 @@ class Transformer(nn.Module):
         super().__init__()
         self.context = model.context
         self.rotary_width = rotary_width(model) if model.positions == "rotary" else 0
-        self.embedding = nn.Embedding(vocab_size, model.dim)
-        self.positions = nn.Embedding(model.context, model.dim) if model.positions == "learned" else None
+        self.embedding = undrawn_embedding(vocab_size, model.dim)
+        self.positions = undrawn_embedding(model.context, model.dim) if model.positions == "learned" else None
         self.dropout = nn.Dropout(model.dropout)
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(model.dim)
@@ -134,6 +134,11 @@ class Transformer(nn.Module):
     def forward(self, tokens_BT: Tensor, cache: Cache | None = None) -> Tensor:
         """Logits (B, T, V): at each position, of the token after it."""
         return self.head(self.hidden(tokens_BT, cache))
+
+
+def undrawn_embedding(rows: int, dim: int) -> nn.Embedding:
+    """An embedding, not drawn yet: on the meta device torch would load its compiler for that, in half a second."""
+    return nn.Embedding.from_pretrained(torch.empty(rows, dim), freeze=False)
 
 
 def build_model(

@@ -48,6 +48,12 @@ def test_a_model_from_the_meta_device_holds_the_same_numbers(recipe):
         assert torch.equal(a, b), name
 
 
+def test_a_model_without_storage_draws_no_embedding(recipe, monkeypatch):
+    """For that torch loads its compiler on the meta device, in half a second."""
+    monkeypatch.setattr(torch.nn.init, "normal_", None)
+    build_model(recipe, 50, "meta")
+
+
 def test_initial_values_depend_on_the_seed_and_not_on_the_global_generator(recipe):
     torch.manual_seed(5)
     first = build_model(recipe, 50).state_dict()
