@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from pkmlm.cli.bench.lists import numbers_of_keys
 from tests.conftest import pkmlm
 
 TINY = ["--dim", 16, "--heads", 2, "--topk", 4, "--key-dim", 8, "--tokens", 8, "--rounds", 1]
@@ -31,9 +32,16 @@ def test_bench_memory_prints_tables_and_growth():
     assert "Step, 256 over 64 slots: pkmlm " in said
     assert "plain" not in said
     assert "at its highest" not in said
-    said = pkmlm("bench", "memory", *TINY, "--slots", "64", "--only", "pkmlm,ffn", "--peak").stdout
+
+
+def test_peak_memory_holds_the_table_and_its_moments():
+    shape = ["--slots", "65k", "--dim", 64, "--heads", 2, "--topk", 4, "--key-dim", 8, "--tokens", 40, "--rounds", 1]
+    said = pkmlm("bench", "memory", *shape, "--only", "pkmlm,ffn", "--peak").stdout
     table = said.partition("Memory of a training step at its highest")[2].splitlines()
-    assert table[4].split()[:2] == ["64", "pkmlm"]
+    slots, layer, peak, state, over = table[4].replace(",", "").split()
+    assert (slots, layer, state) == ("65536", "pkmlm", "50")
+    assert 0.93 * 50 < int(peak) < 2 * 50
+    assert -7 <= int(over.rstrip("%")) <= 100
 
 
 @pytest.mark.parametrize(
@@ -48,6 +56,10 @@ def test_bench_memory_prints_tables_and_growth():
 )
 def test_bench_memory_refuses(arguments, message):
     assert message in " ".join(pkmlm("bench", "memory", *arguments, code=2).stderr.split())
+
+
+def test_a_size_that_is_given_twice_is_timed_once():
+    assert numbers_of_keys(None, None, "16k, 16384,1M,16k") == (128, 1024)
 
 
 def test_bench_generate_times_models_side_by_side(tmp_path, write_recipe):
@@ -77,7 +89,8 @@ def test_bench_generate_times_models_side_by_side(tmp_path, write_recipe):
     hashed = write_recipe(tmp_path, "hash")
     assert "no memory to time" in pkmlm("bench", "generate", hashed, "--only", "memory", code=2).stderr
     assert "expected some of dense" in pkmlm("bench", "generate", hashed, "--only", "fast", code=2).stderr
-    assert "such as 1,8" in pkmlm("bench", "generate", hashed, "--batch", "0", code=2).stderr
+    for size in ("0", "9" * 5000):
+        assert "such as 1,8" in pkmlm("bench", "generate", hashed, "--batch", size, code=2).stderr
 
 
 def test_bench_train_needs_no_data(tmp_path, write_recipe):
@@ -114,3 +127,4 @@ def test_bench_tokenize_times_both(novels):
     assert found["bytes"] == (novels / "train.txt").stat().st_size
     assert found["ratio"] == found["whole"][0] / found["bare"][0]
     assert "times the bare encoding" in pkmlm(*arguments).stdout
+    assert "-: the text is read more than once" in pkmlm("bench", "tokenize", "-", stdin="some text", code=2).stderr

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pkmlm.cli.bench.lists import batch_sizes
 from pkmlm.cli.bench.models import chosen_models, only_option, reading_table, slots_option
 from pkmlm.cli.bench.waiting import waiting
 from pkmlm.cli.options import json_option, quiet_option, set_option
@@ -13,14 +14,6 @@ from pkmlm.cli.options import json_option, quiet_option, set_option
 if TYPE_CHECKING:
     from pkmlm.bench.generate import InferenceTimes
     from pkmlm.report.tables import Table
-
-
-def batches_of(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
-    """Distinct batch sizes of a list such as 1,8."""
-    sizes = sorted({int(text) if text.strip().isdecimal() else 0 for text in value.split(",")})
-    if not 1 <= sizes[0] <= sizes[-1] <= 4096:
-        raise click.BadParameter(f"found {value!r} (expected numbers from 1 to 4096, such as 1,8)")
-    return tuple(sizes)
 
 
 @click.command("generate", short_help="Whole models decoding and scoring.")
@@ -34,7 +27,7 @@ def batches_of(context: click.Context, parameter: click.Parameter, value: str) -
     metavar="N,N",
     default="1,8",
     show_default=True,
-    callback=batches_of,
+    callback=batch_sizes,
     help="Sequences at once.",
 )
 @click.option("--tokens", default=16, show_default=True, type=click.IntRange(min=1), help="To decode in a sequence.")

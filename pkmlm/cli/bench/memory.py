@@ -1,7 +1,6 @@
 """`pkmlm bench memory`: the memory layer beside the same layer in plain torch."""
 
 import json
-import math
 import sys
 from functools import partial
 from itertools import pairwise
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pkmlm.bench import LAYER_PHASES, LAYERS, short
+from pkmlm.cli.bench.lists import numbers_of_keys, some_of
 from pkmlm.cli.bench.waiting import waiting
 from pkmlm.cli.options import json_option, quiet_option
 from pkmlm.errors import UserError
@@ -20,35 +20,11 @@ if TYPE_CHECKING:
     from pkmlm.bench.memory import LayerTimes
     from pkmlm.report.tables import Table
 
-# 1k, 4k, 16k, 65k, 262k, 1M ...: the powers of four, by the names that papers give them.
-NAMED_SLOTS = {short(4**power): 4**power for power in range(5, 16)}
+size = click.IntRange(min=1)
 
 
-def numbers_of_keys(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
-    """Sub-keys a half for each number of slots in a list such as 16k,147456,1M."""
-    return tuple(keys_of(text.strip()) for text in value.split(","))
-
-
-def keys_of(text: str) -> int:
-    """Sub-keys of a half for a number of slots such as 16k or 147456."""
-    slots = NAMED_SLOTS.get(text) or (int(text) if text.isdecimal() and len(text) < 12 else 0)
-    keys = math.isqrt(slots)
-    if not slots or keys**2 != slots:
-        near = f"{keys**2} or {(keys + 1) ** 2}, or " if slots else ""
-        raise click.BadParameter(f"found {text!r} (expected a square: {near}one of {', '.join(NAMED_SLOTS)})")
-    return keys
-
-
-def names_of(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
-    """The layers to time, in the order of the table."""
-    chosen = [*LAYERS] if value is None else [name.strip() for name in value.split(",")]
-    for name in chosen:
-        if name not in LAYERS:
-            raise click.BadParameter(f"found {name!r} (expected some of {', '.join(LAYERS)})")
-    return tuple(name for name in LAYERS if name in chosen)
-
-
-slots_option = click.option(
+@click.command("memory", short_help="The memory layer beside the same in plain torch.")
+@click.option(
     "--slots",
     "num_keys",
     metavar="N,N",
@@ -57,18 +33,13 @@ slots_option = click.option(
     callback=numbers_of_keys,
     help="Sizes of the memory: squares; 16k is 2^14, 1M is 2^20.",
 )
-size = click.IntRange(min=1)
-
-
-@click.command("memory", short_help="The memory layer beside the same in plain torch.")
-@slots_option
 @click.option("--dim", default=512, show_default=True, type=size, help="Width of the layer.")
 @click.option("--heads", default=4, show_default=True, type=size, help="Memory heads.")
 @click.option("--topk", default=32, show_default=True, type=size, help="Slots that a head reads.")
 @click.option("--key-dim", default=512, show_default=True, type=size, help="Width of a query.")
 @click.option("--tokens", default=1024, show_default=True, type=click.IntRange(min=2), help="Tokens of a step.")
 @click.option("--rounds", default=7, show_default=True, type=size, help="Times that each is timed.")
-@click.option("--only", metavar="A,B", callback=names_of, help=f"Some of {', '.join(LAYERS)}.")
+@click.option("--only", metavar="A,B", callback=some_of(LAYERS), help=f"Some of {', '.join(LAYERS)}.")
 @click.option("--peak", is_flag=True, help="Also the peak memory of a step, each layer in a process of its own.")
 @json_option
 @quiet_option
@@ -80,7 +51,7 @@ def command(
     key_dim: int,
     tokens: int,
     rounds: int,
-    only: tuple[str, ...],
+    only: tuple[str, ...] | None,
     peak: bool,
     as_json: bool,
     quiet: bool,
@@ -111,7 +82,7 @@ def command(
     with waiting(quiet) as say:
         for keys in num_keys:
             shape = Shape(keys, dim, heads, topk, key_dim, tokens)
-            results.append(time_memory(shape, only, rounds, partial(say_of, say, shape.slots), peak=peak))
+            results.append(time_memory(shape, only or LAYERS, rounds, partial(say_of, say, shape.slots), peak=peak))
     if as_json:
         click.echo(json.dumps(as_whole(results), indent=2))
         return

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pkmlm.bench import MODELS
-from pkmlm.cli.bench.memory import numbers_of_keys
+from pkmlm.cli.bench.lists import numbers_of_keys, some_of
 
 if TYPE_CHECKING:
     from pkmlm.bench.models import Variant
@@ -14,29 +14,18 @@ if TYPE_CHECKING:
     from pkmlm.report.tables import Table
 
 
-def kinds_of(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...] | None:
-    """The kinds to time, in the order of the table; None: all that the recipe can be."""
-    if value is None:
-        return None
-    chosen = [name.strip() for name in value.split(",")]
-    for name in chosen:
-        if name not in MODELS:
-            raise click.BadParameter(f"found {name!r} (expected some of {', '.join(MODELS)})")
-    return tuple(kind for kind in MODELS if kind in chosen)
-
-
-def slots_of(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
-    return () if value is None else numbers_of_keys(context, parameter, value)
-
-
 only_option = click.option(
-    "--only", "kinds", metavar="A,B", callback=kinds_of, help=f"Some of {', '.join(MODELS)}. Default: all there are."
+    "--only",
+    "kinds",
+    metavar="A,B",
+    callback=some_of(MODELS),
+    help=f"Some of {', '.join(MODELS)}. Default: all there are.",
 )
 slots_option = click.option(
     "--slots",
     "num_keys",
     metavar="N,N",
-    callback=slots_of,
+    callback=numbers_of_keys,
     help="Sizes of the memory, a model for each: 16k,1M. Default: the recipe's.",
 )
 

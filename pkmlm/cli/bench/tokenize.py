@@ -6,6 +6,7 @@ import click
 
 from pkmlm.cli.bench.waiting import waiting
 from pkmlm.cli.options import json_option, quiet_option, separator_option
+from pkmlm.errors import UserError
 
 
 @click.command("tokenize", short_help="Tokenizing over SentencePiece alone.")
@@ -29,8 +30,10 @@ def command(
       pkmlm bench tokenize recipes/demo/train.txt.zst --vocab-size 4096
     """
     from pkmlm.bench.tokenize import tokenize_cost
-    from pkmlm.data.sources import find_sources
+    from pkmlm.data.sources import STANDARD_INPUT, find_sources
 
+    if STANDARD_INPUT in files:
+        raise UserError("-: the text is read more than once (expected files)")
     with waiting(quiet) as say:
         cost = tokenize_cost(find_sources(files), separator, vocab_size, jobs, rounds, say)
     if as_json:
