@@ -12,13 +12,14 @@ from pkmlm.cli.options import quiet_option, set_option
 from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from rich.progress import TaskID
 
     from pkmlm.report.tables import Table
     from pkmlm.sweep.cells import Cell, Cells
+    from pkmlm.sweep.folder import SweepFolder
     from pkmlm.sweep.grid import Grid
     from pkmlm.sweep.results import Results
 
@@ -64,6 +65,7 @@ def command(
     from pathlib import Path
 
     from pkmlm.sweep.cells import Cells
+    from pkmlm.sweep.folder import SweepFolder
     from pkmlm.sweep.grid import read_grid
 
     path = Path(grid_file)
@@ -75,25 +77,20 @@ def command(
         return 0
     if not output:
         raise UserError("Missing option '-o': the folder to write", "add -o DIR, or --dry-run")
-    folder, own = Path(output), devices_of(devices, jobs)
-    if own and not table_only:
-        refuse_missing_devices(own)
-    code = 0
-    refuse_other_sweep(folder, path.stem, scale)
-    if table_only and results.trains and not (folder / "cells").is_dir():
-        raise UserError(
-            f"{folder} holds no runs of a sweep (expected {folder / 'cells'})", "leave --table out to train"
-        )
-    recall_speeds(results, folder)
+    own = devices_of(devices, jobs)
+    folder = SweepFolder(Path(output), path.stem, scale)
+    folder.recall(results)
     if table_only:
         code = collect(results, folder)
     else:
+        if own:
+            refuse_missing_devices(own)
         code = run_all(results, folder, jobs or len(own) or 1, own, task_data, quiet)
         if code in (0, 1) and results.lack_speeds:
-            write_tables(results, folder, path, scale)  # whatever comes of the timing
+            folder.write(results)  # whatever comes of the timing
             code |= time_models(results, folder, quiet)
     if results.ended or not results.trains:  # else an empty table would take the place of one that is there
-        publish(results, folder, path, scale)
+        publish(results, folder)
     return code
 
 
@@ -135,11 +132,8 @@ def with_costs(grid: "Grid", cells: "Cells") -> "Results":
     from pkmlm.sweep.measures import facts_of_cost
     from pkmlm.sweep.results import Results
 
-    costs = {}
-    for (point, _), cell in cells.first.items():
-        if point not in costs:
-            costs[point] = facts_of_cost(cell.recipe, vocabulary(cell.recipe))
-    return Results(grid, cells, costs)
+    recipes = {point: cells.tuning(point)[0].recipe for point in grid.points()}
+    return Results(grid, cells, {p: facts_of_cost(recipe, vocabulary(recipe)) for p, recipe in recipes.items()})
 
 
 def plan(results: "Results") -> "Table":
@@ -160,38 +154,16 @@ def plan(results: "Results") -> "Table":
     return Table(f"{grid.title}: {len(results.cells)} runs", columns, rows)
 
 
-def collect(results: "Results", folder: "Path") -> int:
-    """Take in what is there already; the exit code: 1 where it cannot be read or is another grid's.
-
-    Raises:
-        UserError: nothing of this grid is there, so that an empty table would take the place of another's.
-    """
-    from pkmlm.sweep.runner import finished
-
-    failed: list[str] = []
-
-    def take(cells: "Iterable[Cell]") -> None:
-        for cell in cells:
-            if (outcome := finished(cell, folder / "cells")) is not None:
-                results.add(outcome)
-                if outcome.status == "failed":
-                    failed.append(f"{outcome.cell.name}: {outcome.message}")
-
-    take(results.cells.first.values())
-    for point in results.grid.points():
-        for chosen in results.chosen(point)[:1]:
-            take(results.cells.others(chosen.cell))
-    if results.trains and len(failed) == len(results.outcomes):
-        raise UserError(
-            f"{folder} holds no run of this grid that has ended", failed[0] if failed else "leave --table out"
-        )
+def collect(results: "Results", folder: "SweepFolder") -> int:
+    """Take in what is there already; the exit code: 1 where some of it cannot be read or is another grid's."""
+    failed = folder.collect(results)
     for text in failed:
         click.echo(f"error: {printable(text)}", err=True)
     return int(bool(failed))
 
 
 def run_all(
-    results: "Results", folder: "Path", jobs: int, devices: list[str], task_data: str | None, quiet: bool
+    results: "Results", folder: "SweepFolder", jobs: int, devices: list[str], task_data: str | None, quiet: bool
 ) -> int:
     """Run the cells; the exit code: 0, 1 where a cell failed, or what a signal stands for."""
     from pkmlm.runtime.files import make_folder
@@ -201,15 +173,14 @@ def run_all(
     from pkmlm.sweep.results import progress_line
     from pkmlm.sweep.runner import Outcome, Runner
 
-    grid, cells, total = results.grid, results.cells, len(results.cells)
-    runs = folder / "cells"
     if not results.trains:
         return 0
-    cells.refuse_missing_splits()
+    grid, cells, total, runs = results.grid, results.cells, len(results.cells), folder.runs
+    cells.refuse_missing_data()
     if any(MEASURES[name].source == "tasks" for name in grid.measure):
         read_tasks(",".join(tasks_of(grid.measure)), task_data)
     make_folder(runs)
-    held = locked(runs / ".lock", f"the sweep {folder}")
+    held = locked(runs / ".lock", f"the sweep {folder.path}")
     with held, stop_on_signals() as stop, cell_progress(runs, quiet) as (say, tick):
 
         def done(outcome: Outcome) -> None:
@@ -217,7 +188,7 @@ def run_all(
             if outcome.status != "stopped":
                 say(progress_line(outcome, len(results.outcomes), total, grid.measure))
 
-        say(f"{total} runs in {folder}, {jobs} at a time")
+        say(f"{total} runs in {folder.path}, {jobs} at a time")
         Runner(cells.base, runs, grid.measure, jobs, devices, task_data, stop).run(cells, done, tick)
         if stop.exit_code is not None:
             click.echo("stopped on request; the same command goes on", err=True)
@@ -266,14 +237,14 @@ def cell_progress(
         yield say, tick
 
 
-def time_models(results: "Results", folder: "Path", quiet: bool) -> int:
+def time_models(results: "Results", folder: "SweepFolder", quiet: bool) -> int:
     """Time the models of all points in turn; the exit code: 1 where that fails."""
     from pkmlm.bench.machine import machine
     from pkmlm.sweep.results import Speed
     from pkmlm.sweep.speed import time_scoring
 
     cells = {point: chosen[0].cell for point in results.grid.points() if (chosen := results.chosen(point))}
-    runs = {point: folder / "cells" / cell.name for point, cell in cells.items()}
+    runs = {point: folder.runs / cell.name for point, cell in cells.items()}
     try:
         timed = time_scoring(runs, lambda text: None if quiet else click.echo(f"timing: {text}", err=True))
     except UserError as error:
@@ -283,53 +254,11 @@ def time_models(results: "Results", folder: "Path", quiet: bool) -> int:
     return 0
 
 
-def refuse_other_sweep(folder: "Path", grid: str, scale: str | None) -> None:
-    """Refuse a folder whose table and results are another grid's, or that holds something else."""
-    from pkmlm.runtime.shapes import read_shaped
-
-    path = folder / "results.json"
-    if path.exists():
-        shape = {"grid": (str,), "scale?": (str,)}
-        found = read_shaped(path, shape, "the sweep's results", "delete it: it is made from the runs")
-        theirs = found["grid"], found.get("scale")
-        if theirs != (grid, scale):
-            held, asked = (" at scale ".join(filter(None, each)) for each in (theirs, (grid, scale)))
-            raise UserError(f"{folder} holds the sweep of {held} (expected {asked})", "name another folder with -o")
-    elif folder.is_dir() and any(folder.iterdir()) and not (folder / "cells").exists():
-        raise UserError(f"{folder} holds no sweep, but other files", "name a new folder with -o")
-
-
-def recall_speeds(results: "Results", folder: "Path") -> None:
-    """Take in the times of an earlier call: models of one table are timed together or not at all."""
-    from pkmlm.runtime.shapes import NUMBER, read_shaped
-    from pkmlm.sweep.results import Speed
-
-    path, points = folder / "results.json", set(results.grid.points())
-    if path.exists():
-        timed = {"point": {str: (str,)}, "recipe?": (str,), "timed_on?": {str: (str,)}, "tokens_per_second": [NUMBER]}
-        found = read_shaped(path, {"speed?": [timed]}, "the sweep's results", "delete it: it is made from the runs")
-        for speed in found.get("speed") or []:
-            point = tuple(speed["point"].values())
-            if point in points:
-                results.speeds[point] = Speed(speed.get("recipe"), speed["tokens_per_second"], speed.get("timed_on"))
-
-
-def write_tables(results: "Results", folder: "Path", grid_file: "Path", scale: str | None) -> "list[Table]":
-    """Write the tables and results.json; the tables."""
-    from pkmlm.runtime.files import make_folder, write_json, write_text
-
-    tables = results.tables()
-    make_folder(folder)
-    write_json(folder / "results.json", results.as_json(grid_file.stem, scale, str(results.grid.base)))
-    write_text(folder / "table.md", "\n".join(table.render("md") for table in tables))
-    return tables
-
-
-def publish(results: "Results", folder: "Path", grid_file: "Path", scale: str | None) -> None:
+def publish(results: "Results", folder: "SweepFolder") -> None:
     """Write the tables, results.json and the plots, and print the tables."""
     from pkmlm.sweep.plots import draw
 
-    tables, drawn = write_tables(results, folder, grid_file, scale), draw(results, folder)
+    tables, drawn = folder.write(results), draw(results, folder.path)
     sys.stdout.write("\n".join(table.render() for table in tables))
     if drawn:
-        click.echo(f"{len(drawn)} plot{'s' if len(drawn) > 1 else ''} in {printable(str(folder))}", err=True)
+        click.echo(f"{len(drawn)} plot{'s' if len(drawn) > 1 else ''} in {printable(str(folder.path))}", err=True)

@@ -88,11 +88,11 @@ class Cells:
             raise UserError(f"{where}: {error.message}", error.hint) from None
         return Cell(point, seed, tuned, tuple(overrides), recipe)
 
-    def refuse_missing_splits(self) -> None:
+    def refuse_missing_data(self) -> None:
         """Refuse tokens without the valid split by which a value is chosen, or the test split that is measured.
 
         Raises:
-            UserError: there are such, or what a recipe names holds no tokens.
+            UserError: there are such, or a recipe names no tokens.
         """
         tune = self.grid.tune
         needed = {"valid": f"by which the grid chooses {tune.key}"} if tune and len(tune.values) > 1 else {}
@@ -100,8 +100,10 @@ class Cells:
             on_test = MEASURES[name].source in ("eval", "usage", "speed")
             if split := "valid" if name.startswith("valid_") else "test" if on_test else None:
                 needed.setdefault(split, f"on which the grid measures {name}")
-        for folder in {cell.recipe.data.dir for cell in self.first.values()} - {None} if needed else ():
-            splits = read_index(Path(str(folder))).splits
+        for folder in {cell.recipe.data.dir for cell in self.first.values()}:
+            if folder is None:
+                raise UserError("data.dir is not set", "add -s data.dir=DIR, a folder that `pkmlm tokenize` wrote")
+            splits = read_index(Path(folder)).splits
             for split in [split for split in needed if split not in splits]:
                 raise UserError(f"{folder} has no {split} split, {needed[split]}", f"tokenize it with --{split} FILE")
 

@@ -1,6 +1,7 @@
 """The figures of a grid: what was measured, and beside it what the paper has."""
 
 from pathlib import Path
+from statistics import fmean
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
@@ -62,11 +63,9 @@ def panel(axes: Axes, grid: Grid, figure: Figure, value: Values) -> None:
         points = [p for p in known(grid, figure, value) if name is None or grid.place(p)[figure.line or ""] == name]
         if not points:
             continue
-        means = [sum(value(figure.y, p)) / len(value(figure.y, p)) for p in points]
-        bars = [
-            [mean - min(value(figure.y, p)) for mean, p in zip(means, points, strict=True)],
-            [max(value(figure.y, p)) - mean for mean, p in zip(means, points, strict=True)],
-        ]
+        found = [value(figure.y, p) for p in points]
+        means = [fmean(seeds) for seeds in found]
+        bars = [[fmean(seeds) - min(seeds) for seeds in found], [max(seeds) - fmean(seeds) for seeds in found]]
         style = line_style(number) | {"marker": "o", "markersize": 5, "capsize": 3}
         if figure.x not in grid.axes:
             style["linestyle"] = "-" if figure.line else "none"
@@ -95,5 +94,4 @@ def position(grid: Grid, figure: Figure, point: Point, value: Values) -> float:
     """Where a point stands along x: the number of its value, or the mean of its measure."""
     if figure.x in grid.axes:
         return grid.names(figure.x).index(grid.place(point)[figure.x])
-    found = value(figure.x, point)
-    return sum(found) / len(found)
+    return fmean(value(figure.x, point))

@@ -71,7 +71,7 @@ class Results:
         """The measured cells of a point that count: those at its best tuned value."""
         tuning = self.cells.tuning(point)
         tried = [self.outcomes[cell.name] for cell in tuning if cell.name in self.outcomes]
-        first = best(tried) if len(tried) == len(tuning) and all(one.status != "stopped" for one in tried) else None
+        first = best(tried) if len(tried) == len(tuning) else None
         if first is None:
             return []
         others = [self.outcomes.get(cell.name) for cell in self.cells.others(first.cell)]
@@ -102,7 +102,7 @@ class Results:
     def verdicts(self) -> list[Verdict]:
         return claim_verdicts(self.grid, self.by_seed) + rank_correlations(self.grid, self.values)
 
-    def as_json(self, name: str, scale: str | None, base: str) -> dict[str, Any]:
+    def as_json(self, name: str, scale: str | None) -> dict[str, Any]:
         """Everything, for results.json; a cell's "trained_by" is a place in the list of that name."""
         trainers: list[Any] = []
         for outcome in self.outcomes.values():
@@ -122,7 +122,7 @@ class Results:
             "grid": name,
             "title": self.grid.title,
             "scale": scale,
-            "base": base,
+            "base": self.grid.base,
             "set": list(self.cells.extra),
             "seeds": list(self.grid.seeds),
             "trained_by": trainers,

@@ -198,11 +198,14 @@ class Runner:
 
 
 def best(outcomes: Sequence[Outcome]) -> Outcome | None:
-    """The one of lowest validation loss; None where none was measured. A single one needs no validation.
+    """The one of lowest validation loss; None where none was measured, or one is to be tried again as it was stopped or
+    has failed. A single one needs no validation.
 
     Raises:
         UserError: one of several was measured, but its validation is not known.
     """
+    if any(outcome.status in ("stopped", "failed") for outcome in outcomes):
+        return None
     measured = [outcome for outcome in outcomes if outcome.status == "measured"]
     unknown = [outcome.cell.name for outcome in measured if outcome.loss == float("inf")]
     if len(measured) > 1 and unknown:

@@ -23,25 +23,20 @@ def time_scoring(runs: Mapping[Point, Path], say: Callable[[str], None]) -> dict
     Raises:
         UserError: a run or the test split cannot be read; (exit code 1) memory does not hold all models together.
     """
+    actions: dict[Point, Callable[[], object]] = {}
+    counted: dict[Point, int] = {}
     try:
-        return scored_in_turn(runs, say)
+        for point, path in runs.items():
+            run = load_run(path)
+            context = run.recipe.model.context
+            sequences = max(1, TOKENS // context)
+            corpus = Corpus.open(run.recipe.data.dir or "", "test")
+            tokens_BT = Batches(corpus, context, sequences, 1).micro_batch(1, 0, sequences)[0].to(run.device)
+            counted[point] = tokens_BT.numel()
+            actions[point] = partial(score, run.model, tokens_BT)
+        times = in_turn(actions, ROUNDS, choose_device(), say)
     except (RuntimeError, MemoryError) as error:
         if is_shortage(error):
             raise UserError("memory does not hold all models together", exit_code=1) from None
         raise
-
-
-def scored_in_turn(runs: Mapping[Point, Path], say: Callable[[str], None]) -> dict[Point, list[float]]:
-    """`time_scoring`, within this process."""
-    actions: dict[Point, Callable[[], object]] = {}
-    counted: dict[Point, int] = {}
-    for point, path in runs.items():
-        run = load_run(path)
-        context = run.recipe.model.context
-        sequences = max(1, TOKENS // context)
-        corpus = Corpus.open(run.recipe.data.dir or "", "test")
-        tokens_BT = Batches(corpus, context, sequences, 1).micro_batch(1, 0, sequences)[0].to(run.device)
-        counted[point] = tokens_BT.numel()
-        actions[point] = partial(score, run.model, tokens_BT)
-    times = in_turn(actions, ROUNDS, choose_device(), say)
     return {point: [counted[point] / seconds for seconds in timing.seconds] for point, timing in times.items()}

@@ -71,7 +71,7 @@ def cells_in(folder: Path) -> dict[str, dict]:
 
 
 def train_cell(grid: Path, folder: Path, *settings: str) -> None:
-    """The cell 256_seed-1, in this process."""
+    """The cell 256_seed-1 of GRID, in this process."""
     shared = ("-q", "-s", "train.steps=2", "-s", "model.memory.num_keys=16", "-s", "train.seed=1")
     pkmlm("train", grid.parent / "product-key.yaml", "-o", folder / "cells" / "256_seed-1", *shared, *settings)
 
@@ -89,6 +89,10 @@ def test_a_sweep_trains_measures_and_tells(grid, tmp_path):
     folder = tmp_path / "swept"
     grid.write_text(TUNED)
     sweep = ("sweep", grid, "-o", folder, "-s", "train.steps=12")
+    for cell in cells_of(grid, 12).values():
+        if cell.tuned != "1e30":  # the other two are trained here
+            words = [word for text in cell.overrides for word in ("-s", text)]
+            pkmlm("train", grid.parent / "product-key.yaml", "-o", folder / "cells" / cell.name, "-q", *words)
     done = pkmlm(*sweep, "--jobs", 2)
     results = json.loads((folder / "results.json").read_text())
     status = {cell["tuned"]: cell["status"] for cell in results["cells"]}
@@ -192,20 +196,21 @@ def test_a_stopped_sweep_goes_on(grid, tmp_path):
     asking = Thread(target=ask)
     with handled(lambda number, frame: None):  # a request that comes when no sweep hears it ends no tests
         asking.start()
-        said = pkmlm("sweep", grid, "-o", folder, "-s", "train.steps=600", code=75).stderr
+        said = pkmlm("sweep", grid, "-o", folder, "-s", "train.steps=5000", code=75).stderr
         asking.join()
     assert "the same command goes on" in said
     assert run.facts()["status"] == "stopped", "the cell saved a checkpoint"
     assert not (folder / "cells" / "256_seed-1").exists()
     stopped = run.steps()[-1]
-    (command,) = runner_of(grid, folder / "cells").commands(cells_of(grid, 600)["none_seed-1"], run)
-    pkmlm(*command)
+    (command,) = runner_of(grid, folder / "cells").commands(cells_of(grid, 5000)["none_seed-1"], run)
+    last = f"train.steps={stopped + 3}"  # no more is needed
+    pkmlm(*command, "-s", last)
     trained = [event["step"] for event in run.metrics() if event["event"] == "train"]
-    assert trained == list(range(1, 601))
+    assert trained == list(range(1, stopped + 4))
     assert f"resuming at step {stopped}" in run.log_file.read_text()
-    told = pkmlm("sweep", grid, "-o", folder, "-s", "train.steps=600", "--table").stdout
+    told = pkmlm("sweep", grid, "-o", folder, "-s", last, "--table").stdout
     assert told.startswith("Two memories: 1 of 2 runs\n")
-    assert {name: cell["step"] for name, cell in cells_in(folder).items()} == {"none_seed-1": 600}
+    assert {name: cell["step"] for name, cell in cells_in(folder).items()} == {"none_seed-1": stopped + 3}
 
 
 def test_one_sweep_at_a_time_works_in_a_folder(grid, tmp_path):
@@ -314,6 +319,9 @@ def test_each_command_has_a_device_of_its_own(grid, tmp_path):
 
 
 def test_splits_that_a_sweep_will_need_are_asked_for_first(grid, novels, tmp_path):
+    no_tokens = ("-s", "data.dir=null", "-s", "model.vocab_size=400")
+    said = pkmlm("sweep", grid, "-o", tmp_path / "swept", *no_tokens, code=2).stderr
+    assert said.startswith("error: data.dir is not set\nhint: ")
     pkmlm("tokenize", novels / "valid.txt", "-o", tmp_path / "tokens", "--vocab-size", 400)
     for text, expected in (
         (TUNED, "tokens has no valid split, by which the grid chooses optim.lr"),
@@ -331,6 +339,8 @@ def test_a_folder_of_another_sweep_or_of_other_files_is_left_alone(grid, tmp_pat
     folder = tmp_path / "swept"
     folder.mkdir()
     (folder / "table.md").write_text("mine")
+    said = pkmlm("sweep", grid, "-o", folder / "table.md", code=2).stderr
+    assert said == f"error: -o {folder / 'table.md'} is a file (expected a folder, or nothing)\n"
     said = pkmlm("sweep", grid, "-o", folder, "--table", code=2).stderr
     assert said.startswith(f"error: {folder} holds no sweep, but other files\n")
     assert (folder / "table.md").read_text() == "mine"

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from pkmlm.cli.sweep import recall_speeds
 from pkmlm.errors import UserError
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.nodes import parse, yaml_text
 from pkmlm.runtime.files import write_json
 from pkmlm.sweep.cells import Cells
+from pkmlm.sweep.folder import SweepFolder
 from pkmlm.sweep.grid import Grid, read_grid
 from pkmlm.sweep.plots import draw, picture
 from pkmlm.sweep.results import Results, Speed
@@ -289,7 +289,7 @@ def test_other_seeds_count_at_the_best_tuned_value_only(folder):
     )
     assert next(row for row in costs.rows if tuple(row[:2]) == P[2])[2:5] == ["2e-3", 2, "3.0"]
     assert next(row for row in tried.rows if tuple(row[:2]) == P[2])[2:] == [5.0, 4.0, 4.5]
-    made = results.as_json("grid", "large", "base.yaml")
+    made = results.as_json("grid", "large")
     point = next(point for point in made["points"] if tuple(point["point"].values()) == P[2])
     assert point["measured"]["perplexity"] == {"mean": 55.0, "values": [50.0, 60.0]}
     assert point["tuned"] == "2e-3"
@@ -309,7 +309,10 @@ def test_nothing_is_chosen_while_values_are_still_to_be_tried(folder):
     results.add(Outcome(third, "measured", {"valid_loss": 6.0}))
     assert results.values("perplexity", P[0]) == (9.0,)
     assert results.tables()[0].rows[0][2:5] == ["1e-3", "1/2", "9.00"]
-    results.add(Outcome(third, "measured", {}))
+    results.add(Outcome(first, "failed", {}, "the disk is full"))  # trained, but not measured: no other takes its place
+    assert results.tables()[0].rows[0][2:5] == [None, None, "failed"]
+    for cell, facts in ((first, {"valid_loss": 5.0}), (third, {})):
+        results.add(Outcome(cell, "measured", facts))
     with pytest.raises(UserError, match="none_no_4e-3_seed-1 has lost its validation, so that no value can be chosen"):
         results.values("perplexity", P[0])
     for cell, status in zip(cells.tuning(P[1]), ("diverged", "failed", "diverged"), strict=True):
@@ -377,7 +380,7 @@ figures: [{x: slots, y: perplexity, line: $x^$}, {x: $x^$, y: usage}, {x: usage,
 
 
 def test_a_speed_is_that_of_the_recipe_that_was_timed(folder):
-    cells = Cells(grid_of(folder, GRID.replace("dense]", "speed]")), folder / "base.yaml")
+    cells, swept = Cells(grid_of(folder, GRID.replace("dense]", "speed]")), folder / "base.yaml"), folder / "swept"
     other = Cells(cells.grid, folder / "base.yaml", ["model.dim=32"])
 
     def recalled(cells: Cells) -> Results:
@@ -385,20 +388,20 @@ def test_a_speed_is_that_of_the_recipe_that_was_timed(folder):
         assert results.values("speed", P[0]) == (), "nothing is there"
         for cell, loss in zip(cells.tuning(P[0]), (4.0, 5.0, 6.0), strict=True):
             results.add(Outcome(cell, "measured", {"valid_loss": loss}))
-        recall_speeds(results, folder)
+        SweepFolder(swept, "grid", None).recall(results)
         return results
 
     results = recalled(cells)
     timed_on = {"device": "cpu", "torch": "2"}
     results.speeds = {P[0]: Speed(cells.tuning(P[0])[0].recipe_sha256, [1000.0, 3000.0, 2000.0], timed_on)}
-    write_json(folder / "results.json", results.as_json("grid", None, "base.yaml"))
+    SweepFolder(swept, "grid", None).write(results)
     assert recalled(cells).values("speed", P[0]) == (2.0,)
     assert recalled(cells).speeds == results.speeds
     assert recalled(other).values("speed", P[0]) == ()
-    write_json(folder / "results.json", recalled(other).as_json("grid", None, "base.yaml"))
+    SweepFolder(swept, "grid", None).write(recalled(other))
     assert recalled(cells).values("speed", P[0]) == (2.0,), "another's table loses no time"
-    kept = json.loads((folder / "results.json").read_text())
-    write_json(folder / "results.json", kept | {"speed": [kept["speed"][0] | {"recipe": None}]})
+    kept = json.loads((swept / "results.json").read_text())
+    write_json(swept / "results.json", kept | {"speed": [kept["speed"][0] | {"recipe": None}]})
     assert recalled(cells).values("speed", P[0]) == ()
 
 

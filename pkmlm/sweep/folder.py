@@ -1,0 +1,98 @@
+"""A sweep's folder: the runs in `cells/`, and made from them `results.json`, `table.md` and the plots."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pkmlm.errors import UserError
+from pkmlm.report.tables import Table
+from pkmlm.runtime.files import make_folder, write_json, write_text
+from pkmlm.runtime.shapes import NUMBER, read_shaped
+from pkmlm.sweep.cells import Cell
+from pkmlm.sweep.results import Results, Speed
+from pkmlm.sweep.runner import finished
+
+TIMED = {"point": {str: (str,)}, "recipe?": (str,), "timed_on?": {str: (str,)}, "tokens_per_second": [NUMBER]}
+SHAPE = {"grid": (str,), "scale?": (str,), "speed?": [TIMED]}
+
+
+@dataclass(frozen=True)
+class SweepFolder:
+    """Where a grid's runs and results are.
+
+    Attributes:
+        grid: the name of the grid's file, without its ending.
+        scale: the grid's scale that is run; None: it has none.
+    """
+
+    path: Path
+    grid: str
+    scale: str | None
+
+    @property
+    def runs(self) -> Path:
+        """The folder of the cells' run directories."""
+        return self.path / "cells"
+
+    def recall(self, results: Results) -> None:
+        """Take in the times of an earlier call: models of one table are timed together or not at all.
+
+        Raises:
+            UserError: the table and results here are another grid's, or this is something else than a sweep.
+        """
+        file = self.path / "results.json"
+        if not file.exists():
+            self._refuse_other_files()
+            return
+        found = read_shaped(file, SHAPE, "the sweep's results", "delete it: it is made from the runs")
+        theirs, ours = (found["grid"], found.get("scale")), (self.grid, self.scale)
+        if theirs != ours:
+            held, asked = (" at scale ".join(filter(None, each)) for each in (theirs, ours))
+            raise UserError(f"{self.path} holds the sweep of {held} (expected {asked})", "name another folder with -o")
+        points = set(results.grid.points())
+        for speed in found.get("speed") or []:
+            point = tuple(speed["point"].values())
+            if point in points:
+                results.speeds[point] = Speed(speed.get("recipe"), speed["tokens_per_second"], speed.get("timed_on"))
+
+    def _refuse_other_files(self) -> None:
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"-o {self.path} is a file (expected a folder, or nothing)")
+        if self.path.is_dir() and any(self.path.iterdir()) and not self.runs.exists():
+            raise UserError(f"{self.path} holds no sweep, but other files", "name a new folder with -o")
+
+    def collect(self, results: Results) -> list[str]:
+        """Take in the runs that are there already; what is wrong with those that are not the grid's.
+
+        Raises:
+            UserError: nothing of this grid is there, so that an empty table would take the place of another's.
+        """
+        if not results.trains:
+            return []
+        if not self.runs.is_dir():
+            message = f"{self.path} holds no runs of a sweep (expected {self.runs})"
+            raise UserError(message, "leave --table out to train")
+        failed: list[str] = []
+
+        def take(cells: Iterable[Cell]) -> None:
+            for outcome in filter(None, (finished(cell, self.runs) for cell in cells)):
+                results.add(outcome)
+                if outcome.status == "failed":
+                    failed.append(f"{outcome.cell.name}: {outcome.message}")
+
+        take(results.cells.first.values())
+        for point in results.grid.points():
+            for chosen in results.chosen(point)[:1]:
+                take(results.cells.others(chosen.cell))
+        if len(failed) == len(results.outcomes):
+            message = f"{self.path} holds no run of this grid that has ended"
+            raise UserError(message, failed[0] if failed else "leave --table out")
+        return failed
+
+    def write(self, results: Results) -> list[Table]:
+        """Write the tables and results.json; the tables."""
+        tables = results.tables()
+        make_folder(self.path)
+        write_json(self.path / "results.json", results.as_json(self.grid, self.scale))
+        write_text(self.path / "table.md", "\n".join(table.render("md") for table in tables))
+        return tables
