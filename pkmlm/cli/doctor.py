@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from pkmlm.cli.options import json_option
-from pkmlm.errors import UserError
+from pkmlm.errors import printable
 
 NEEDED = (
     *("torch", "numpy", "numba", "sentencepiece", "click", "rich", "pyyaml", "safetensors", "zstandard", "pyarrow"),
@@ -94,10 +94,7 @@ def disk() -> dict[str, Any]:
     import shutil
     import tempfile
 
-    try:
-        folder = os.getcwd()
-    except OSError:
-        raise UserError("the working directory is gone", "cd to another one", exit_code=1) from None
+    folder = os.getcwd()
     try:
         with tempfile.TemporaryFile(dir=folder):
             writable = True
@@ -145,25 +142,19 @@ def problems(facts: dict[str, Any]) -> list[dict[str, Any]]:
         found.append({"what": what, "todo": todo, "broken": broken})
 
     torch, versions, here = facts["torch"], facts["versions"], facts["machine"]
-    if "error" in torch:
-        report(f"torch does not work: {torch['error']}", "pip install 'torch>=2.10'", broken=True)
-    elif versions["torch"] and release(versions["torch"]) < OLDEST_TORCH:
-        report(f"torch {versions['torch']} is too old", "pip install 'torch>=2.10'", broken=True)
-    elif not torch["cuda"] and Path("/dev/nvidiactl").exists():
-        report(
-            f"a GPU is here, but torch {versions['torch']} cannot use it",
-            "install torch for CUDA: pytorch.org",
-        )
-    missing = [name for name in NEEDED[1:] if versions[name] is None]
+    missing = [name for name in NEEDED if versions[name] is None]
     if missing:
         report(f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}", broken=True)
+    elif "error" in torch:
+        report(f"torch does not work: {torch['error']}", "pip install 'torch>=2.10'", broken=True)
+    elif release(versions["torch"]) < OLDEST_TORCH:
+        report(f"torch {versions['torch']} is too old", "pip install 'torch>=2.10'", broken=True)
+    elif not torch["cuda"] and Path("/dev/nvidiactl").exists():
+        report(f"a GPU is here, but torch {versions['torch']} cannot use it", "install torch for CUDA: pytorch.org")
     if not facts["disk"]["writable"]:
         report(f"cannot write in {facts['disk']['folder']}", "change to a folder of yours, or give full paths")
     if facts["disk"]["free_bytes"] < LITTLE_DISK:
-        report(
-            f"{facts['disk']['free_bytes'] / GIGA:.1f} GB of disk are free",
-            "make room: checkpoints are large",
-        )
+        report(f"{facts['disk']['free_bytes'] / GIGA:.1f} GB of disk are free", "make room: checkpoints are large")
     if here["memory_free_bytes"] is not None and here["memory_free_bytes"] < LITTLE_MEMORY:
         report(f"{here['memory_free_bytes'] / GIGA:.1f} GB of memory are free", "close other programs")
     threads = here["omp_num_threads"]
@@ -185,8 +176,6 @@ def release(version: str) -> tuple[int, ...]:
 
 def described(facts: dict[str, Any]) -> str:
     """The facts as lines for a person."""
-    from pkmlm.errors import printable
-
     here, torch, room = facts["machine"], facts["torch"], facts["disk"]
     lines = [f"{name:<14}{version or 'not installed'}" for name, version in facts["versions"].items()]
     lines += ["", f"{'system':<14}{here['system']}"]

@@ -90,7 +90,8 @@ def command(
         raise UserError("--stride goes with a perplexity", "with --tasks, also give --split or --text")
     with joined() as world, world.told_once():
         prepared = None if asked.tasks is None else prepare(asked)
-        choice.refuse_shared_input(world)
+        if world.size > 1:
+            choice.refuse_standard_input("several processes cannot read one standard input")
         run = load_same(run_path, step, world)
         zero_shot = NO_TASKS if prepared is None else score_tasks(run, prepared, asked, world, quiet)
         record: dict[str, Any] = {"run": run.name, "step": run.step, "stride": None, "perplexity": None, **zero_shot}

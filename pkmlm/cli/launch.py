@@ -4,8 +4,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -57,7 +57,9 @@ def launch(processes: int, run: str | None) -> int:
             return EXIT_CODES[passed[-1]]
         if 0 < torch.cuda.device_count() < processes:
             raise UserError(f"--nproc {processes}: this machine has {torch.cuda.device_count()} GPUs")
-        with threads_shared(processes), quiet_logs(), TemporaryDirectory() as logs, handled(passing_on(passed)):
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // processes)))
+        logging.disable(logging.ERROR)  # the launcher's own account of failures: they are told here, in one line
+        with TemporaryDirectory() as logs, handled(passing_on(passed)):
             config = LaunchConfig(
                 min_nodes=1,
                 max_nodes=1,
@@ -76,19 +78,6 @@ def launch(processes: int, run: str | None) -> int:
             except ChildFailedError as error:
                 failures: Mapping[int, ProcessFailure] = error.failures
     return outcome(failures, passed, run)
-
-
-@contextmanager
-def threads_shared(processes: int) -> Iterator[None]:
-    """Give each process its share of the cores, unless the environment says how many threads it has."""
-    if "OMP_NUM_THREADS" in os.environ:
-        yield
-        return
-    os.environ["OMP_NUM_THREADS"] = str(max(1, usable_cores() // processes))
-    try:
-        yield
-    finally:
-        del os.environ["OMP_NUM_THREADS"]
 
 
 def passing_on(passed: list[int]) -> Handler:
@@ -113,17 +102,6 @@ def leads_session(process: int) -> bool:
     with suppress(ProcessLookupError):
         return os.getsid(process) == process
     return False
-
-
-@contextmanager
-def quiet_logs() -> Iterator[None]:
-    """Keep the launcher's own account of failures to itself: it is told here, in one line."""
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 def outcome(failures: "Mapping[int, ProcessFailure]", passed: list[int], run: str | None) -> int:

@@ -1,11 +1,12 @@
 """`pkmlm recipe`: check recipes, show one in full, list every key."""
 
 import shutil
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import click
 
-from pkmlm.cli.options import set_option
+from pkmlm.cli.options import format_option, set_option
+from pkmlm.errors import printable
 
 if TYPE_CHECKING:
     from pkmlm.recipe.dump import Key
@@ -41,7 +42,6 @@ def check(files: tuple[str, ...], overrides: tuple[str, ...]) -> None:
       pkmlm recipe check recipes/*/*.yaml
       pkmlm recipe check mine.yaml -s model.layers=12
     """
-    from pkmlm.errors import printable
     from pkmlm.recipe.load import load_recipe
 
     for file in files:
@@ -83,15 +83,8 @@ def show(file: str, overrides: tuple[str, ...]) -> None:
 
 
 @command.command()
-@click.option(
-    "--format",
-    "style",
-    type=click.Choice(["table", "md", "csv", "json"]),
-    default="table",
-    show_default=True,
-    help="How to print the keys.",
-)
-def keys(style: str) -> None:
+@format_option
+def keys(format: "Format") -> None:
     """List every key of a recipe with its type, default and meaning.
 
     \b
@@ -102,11 +95,11 @@ def keys(style: str) -> None:
     from pkmlm.recipe import dump
     from pkmlm.report.tables import Column, Table
 
-    if style == "table":
+    if format == "table":
         click.echo(by_section(dump.keys()), nl=False)
     else:
         columns = [Column("key"), Column("type"), Column("default"), Column("help")]
-        click.echo(Table("", columns, dump.keys()).render(cast("Format", style)), nl=False)
+        click.echo(Table("", columns, dump.keys()).render(format), nl=False)
 
 
 def by_section(keys: "list[Key]") -> str:

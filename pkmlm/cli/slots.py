@@ -66,8 +66,7 @@ def command(
 
     if prompt is not None and (slot is not None or choice.made):
         raise UserError("PROMPT excludes --slot, --split and --text", "leave one of them out")
-    if choice.text == "-":
-        raise UserError("--text -: a text is read twice (expected a file)")
+    choice.refuse_standard_input("a text is read twice")
     run = load_run(run_path, step)
     memory = find_memory(run.model, layer)
     if prompt is not None:
@@ -82,10 +81,9 @@ def command(
         click.echo(json.dumps(record, indent=2, allow_nan=False))
     else:
         click.echo("\n".join(table.render() for table in tables), nl=False)
-    if not as_json and "patterns" in record:
-        found = record["patterns"]
-        among = f"{found['patterned']} of {found['slots']} slots have contexts that share a pattern"
-        click.echo(f"\n{among}; shuffled: {found['shuffled']:.1f}")
+        if found := record.get("patterns"):
+            among = f"{found['patterned']} of {found['slots']} slots have contexts that share a pattern"
+            click.echo(f"\n{among}; shuffled: {found['shuffled']:.1f}")
 
 
 def heading(run: "LoadedRun", memory: int) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from pkmlm.errors import UserError
 if TYPE_CHECKING:
     from pkmlm.evaluate.load import LoadedRun
     from pkmlm.evaluate.perplexity import Documents
-    from pkmlm.runtime.distributed import World
 
 TEXT_OPTIONS = (
     click.option("--split", metavar="NAME", help="A split of the run's tokens. Default: test."),
@@ -44,10 +43,10 @@ class TextChoice(NamedTuple):
         if self.separator is not None and self.text is None:
             raise UserError("--separator goes with --text (a split's documents are separated already)")
 
-    def refuse_shared_input(self, world: "World | None") -> None:
-        """Refuse standard input where several processes would read it."""
-        if self.text == "-" and world and world.size > 1:
-            raise UserError("--text -: several processes cannot read one standard input", "name a file")
+    def refuse_standard_input(self, why: str) -> None:
+        """Refuse it where it would be read more than once."""
+        if self.text == "-":
+            raise UserError(f"--text -: {why} (expected a file)")
 
     def documents(self, run: "LoadedRun") -> "Documents":
         """The documents that were chosen; for one pass."""

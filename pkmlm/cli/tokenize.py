@@ -76,7 +76,7 @@ def part_of(context: click.Context, parameter: click.Parameter, value: str | Non
     show_default=True,
     help="Kind of SentencePiece model to learn.",
 )
-@click.option("--tokenizer", "model", metavar="FILE", help="Use this SentencePiece model and learn none.")
+@click.option("--tokenizer", "model", type=Path, metavar="FILE", help="Use this SentencePiece model and learn none.")
 @click.option("--format", type=click.Choice(["txt", "jsonl", "parquet"]), help="Format of all input. Default: by name.")
 @field_option
 @separator_option
@@ -95,7 +95,7 @@ def command(
     output: str,
     vocab_size: int,
     model_type: str,
-    model: str | None,
+    model: Path | None,
     format: str | None,
     field: str,
     separator: str | None,
@@ -138,9 +138,7 @@ def command(
     sources = find_all({"train": train, "valid": valid, "test": test}, format)
     check_sources(sources, separator, shard)
     with stopwatch(sources, quiet, parts=shard[1] if shard else 1) as watch:
-        tokenizer = (
-            Tokenizer.load(Path(model)) if model else learn(sources, separator, field, vocab_size, model_type, watch)
-        )
+        tokenizer = Tokenizer.load(model) if model else learn(sources, separator, field, vocab_size, model_type, watch)
         encoding = Encoding(tokenizer, separator, field, jobs or usable_cores(), watch=watch)
         if shard is None:
             index = write_corpus(folder, sources, encoding, replace=force)

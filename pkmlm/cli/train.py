@@ -69,13 +69,13 @@ def command(
       pkmlm train my.yaml -o runs/b --nproc 4 -s parallel.memory=2
       torchrun --nproc-per-node 4 -m pkmlm train my.yaml -o runs/b
     """
-    alone, several = started() == 1, launches(nproc)
+    alone, several, processes = started() == 1, launches(nproc), nproc or 1
     # What is wrong shows before torch comes, and before other processes are started.
-    opened = open_all(recipe_file, overrides, nproc or 1, verify and not several) if alone else None
+    opened = open_all(recipe_file, overrides, processes, verify and not several) if alone else None
     if not output and not dry_run:
         raise UserError("Missing option '-o': the run directory to write", "add -o RUN, or --dry-run")
     if several:
-        return launch(nproc or 1, output)
+        return launch(processes, output)
     from pkmlm.runtime.distributed import joined
 
     with joined() as world:

@@ -172,7 +172,7 @@ def slot_number(name: str, kind: str, slots: int, heads: int) -> int:
         UserError: there is none.
     """
     parts = name.split(":")
-    numbers = [int(part) for part in parts if part.isascii() and part.isdecimal()]
+    numbers = [int(part) for part in parts if part.isascii() and part.isdecimal() and len(part) < 19]
     found = -1
     if len(numbers) == len(parts) == 1:
         found = numbers[0]

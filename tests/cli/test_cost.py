@@ -79,6 +79,8 @@ def test_the_vocabulary_of_tokenized_data_is_used(tmp_path: Path, monkeypatch: p
 def test_wrong_usage() -> None:
     pkmlm("cost", code=2)
     pkmlm("cost", TINY, "--hash-layer", "8", "64", "512", code=2)
+    assert "--tokens is for --hash-layer" in pkmlm("cost", TINY, "--tokens", "9", code=2).stderr
+    assert "-s is for a RECIPE" in pkmlm("cost", "--hash-layer", "8", "64", "512", "-s", "model.dim=3", code=2).stderr
     said = pkmlm("cost", "--hash-layer", "17", "64", "512", code=2).stderr
     assert said.startswith("error: --hash-layer: found 17 bits")
     assert pkmlm("cost", "nothing.yaml", code=2).stderr == "error: no such recipe: nothing.yaml\n"

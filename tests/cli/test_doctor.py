@@ -15,22 +15,11 @@ from pkmlm.cli.doctor import GIGA, NEEDED, examine, problems
 from tests.conftest import ROOT, pkmlm
 
 
-def doctor(*arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    command = [sys.executable, "-m", "pkmlm", "doctor", *arguments]
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env={**clean, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
-def test_json_names_versions_devices_memory_and_disk(tmp_path: Path) -> None:
-    done = doctor("--json", folder=tmp_path, OMP_NUM_THREADS="99")
-    assert (done.returncode, done.stderr) == (0, "")
+def test_json_names_versions_devices_memory_and_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "99")
+    done = pkmlm("doctor", "--json")
+    assert done.stderr == ""
     facts = json.loads(done.stdout)
     assert facts["versions"]["pkmlm"] == __version__
     assert facts["versions"]["torch"].startswith("2.")
@@ -50,10 +39,20 @@ def test_text_is_for_a_person() -> None:
 
 def test_a_torch_that_does_not_import_is_broken(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: no such file\\nmore')")
-    done = doctor("--json", folder=tmp_path, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "pkmlm", "doctor", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (1, "")
     (problem,) = [problem for problem in json.loads(done.stdout)["problems"] if problem["broken"]]
     assert problem["what"] == "torch does not work: libcudart.so.12: no such file"
+
+
+def test_a_missing_psutil_is_not_called_a_broken_torch() -> None:
+    facts = examine()
+    facts["versions"]["psutil"] = None
+    facts["torch"] = {"error": "No module named 'psutil'"}  # pkmlm asks for the memory that is free
+    (broken,) = [problem for problem in problems(facts) if problem["broken"]]
+    assert broken["what"] == "not installed: psutil"
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,7 @@ def test_errors_are_one_line(trained, tmp_path: Path) -> None:
         ([tmp_path / "none"], "none"),
         ([run, "--slot", "256"], "expected 0 to 255 or 0:0 to 15:15"),
         ([run, "--slot", "x"], "no such slot"),
+        ([run, "--slot", "9" * 5000], "no such slot"),
         ([run, "--layer", "1"], "expected 2:memory"),
         ([trained("dense")], "no memory to look into"),
         ([run, "word", "--slot", "3"], "PROMPT excludes"),

@@ -153,6 +153,13 @@ def test_errors_are_one_line(run_of: Callable[[str], Path], tmp_path: Path) -> N
     assert not (run / "usage").exists()
 
 
+def test_a_text_that_can_be_read_once_is_refused(trained: Trained, tmp_path: Path) -> None:
+    pkmlm("export", trained("product-key"), "-o", tmp_path / "exported")
+    for place in (trained("product-key"), tmp_path / "exported"):
+        said = pkmlm("usage-report", place, "--text", "-", stdin="some text", code=2).stderr
+        assert said == "error: --text -: a text is read more than once (expected a file)\n"
+
+
 def test_a_run_that_cannot_be_written_is_still_reported(run_of: Callable[[str], Path]) -> None:
     run = run_of("product-key")
     (run / "usage").write_text("a file in the way")
