@@ -16,7 +16,7 @@ from pkmlm.runtime.seeds import generator
 
 
 class Normal(NamedTuple):
-    """N(0, std^2); or, of such a matrix of `width` columns, those from `first` on (as many as the tensor has)."""
+    """A matrix of N(0, std^2); or, of one with `width` columns, those from `first` on (as many as the tensor has)."""
 
     std: float
     width: int | None = None
@@ -75,17 +75,15 @@ def initialise(model: nn.Module, seed: int) -> None:
     for path, module in model.named_modules():
         stated = stated_by(module)
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            random = generator(seed, "initial", f"{path}.{name}")
             match stated[name]:
                 case Constant(value):
                     tensor.fill_(value)
                 case Normal(std, width, first):
-                    random = generator(seed, "initial", f"{path}.{name}")
                     draw_columns(tensor, std, width, first, random)
                 case Uniform(bound):
-                    random = generator(seed, "initial", f"{path}.{name}")
                     tensor.copy_(torch.empty(tensor.shape).uniform_(-bound, bound, generator=random))
                 case OrthogonalRows():
-                    random = generator(seed, "initial", f"{path}.{name}")
                     tensor.copy_(orthogonal_rows(len(tensor), tensor.shape[1], random))
 
 
@@ -100,13 +98,8 @@ def orthogonal_rows(rows: int, width: int, random: torch.Generator) -> torch.Ten
 
 
 def draw_columns(tensor: Tensor, std: float, width: int | None, first: int, random: torch.Generator) -> None:
-    """Fill a tensor with N(0, std^2), drawn in fp32, or with columns of such a matrix: see `Normal`.
-
-    A matrix is drawn by blocks of rows, which gives the numbers of drawing it whole.
-    """
-    by_blocks = tensor.ndim == 2 and (width or tensor.shape[1]) >= 16
-    blocks = tensor.split(BLOCK) if by_blocks else [tensor]
-    for block in blocks:
-        shape = block.shape if width is None else (len(block), width)
-        drawn = torch.empty(shape, dtype=torch.float32).normal_(0, std, generator=random)
-        block.copy_(drawn if width is None else drawn[:, first : first + block.shape[1]])
+    """Fill a matrix as `Normal` says, drawn in fp32 by blocks of rows, which gives the numbers of drawing it whole."""
+    width = width or tensor.shape[1]
+    for block in tensor.split(BLOCK) if width >= 16 else [tensor]:
+        drawn = torch.empty(len(block), width, dtype=torch.float32).normal_(0, std, generator=random)
+        block.copy_(drawn[:, first : first + block.shape[1]])
