@@ -26,11 +26,12 @@ class Done:
     stderr: str
 
 
-def pkmlm(*arguments: object, code: int = 0, stdin: str = "") -> Done:
+def pkmlm(*arguments: object, code: int = 0, stdin: str | bytes = "") -> Done:
     """Run the command line as a user does, in this process (importing torch takes seconds); check its exit code."""
     out, err = io.StringIO(), io.StringIO()
     before = sys.argv, sys.stdin
-    sys.argv, sys.stdin = ["pkmlm", *map(str, arguments)], io.TextIOWrapper(io.BytesIO(stdin.encode()))
+    given = stdin if isinstance(stdin, bytes) else stdin.encode()
+    sys.argv, sys.stdin = ["pkmlm", *map(str, arguments)], io.TextIOWrapper(io.BytesIO(given))
     try:
         with (
             contextlib.redirect_stdout(out),

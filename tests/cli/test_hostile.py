@@ -336,14 +336,21 @@ def test_devices_are_not_replaced(copy, tmp_path, option):
 
 
 def test_a_text_that_is_no_text(copy):
-    words = [sys.executable, "-m", "pkmlm", "generate", str(copy), "-n", "2"]
-    done = subprocess.run(words, cwd=ROOT, input=b"\xff\xfe", capture_output=True, timeout=60)
-    assert (done.returncode, done.stderr) == (2, b"error: standard input: not UTF-8 at byte 0\n")
-    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run([*words, "caf\u00e9"], cwd=ROOT, env=ascii_only, capture_output=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert done.stdout.startswith(rb"caf\xe9")
+    said = pkmlm("generate", copy, "-n", 2, stdin=b"\xff\xfe", code=2).stderr
+    assert said == "error: standard input: not UTF-8 at byte 0\n"
     assert "PROMPT is not in the encoding" in pkmlm("generate", copy, "\udce9", code=2).stderr
+
+
+def test_standard_output_of_another_encoding(tmp_path):
+    (tmp_path / "base.yaml").write_text("model: {dim: 64, heads: 4, vocab_size: 100}\n")
+    (tmp_path / "grid.yaml").write_text(
+        "title: caf\u00e9\nbase: base.yaml\naxes: {layers: {1: {model.layers: 1}}}\n", "utf-8"
+    )
+    words = [sys.executable, "-m", "pkmlm", "sweep", str(tmp_path / "grid.yaml"), "--dry-run"]
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(words, cwd=ROOT, env=ascii_only, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.startswith(rb"caf\xe9: 1 runs")
 
 
 def test_standard_output_that_is_closed():
