@@ -1,4 +1,4 @@
-"""A server of ranks for each file of tests."""
+"""A server of ranks for all tests."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ import pytest
 from tests.distributed.ranks import Ranks
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     with Ranks(tmp_path_factory.mktemp("ranks")) as server:
         yield server

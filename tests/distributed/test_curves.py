@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-STEPS = {"layer": 50, "batch": 20, "hash": 20}
+STEPS = {"layer": 16, "batch": 8, "hash": 8}
 # Biases of keys, and in front of a batch norm, do nothing: their gradients are rounding, of which Adam makes whole
 # steps; the running mean follows.
 IDLE = ("attention.qkv.bias", "memory.query.map.2.bias", "memory.query.norm.running_mean")

@@ -31,16 +31,13 @@ def ground(tmp_path_factory):
         yield Ground(folder, forks).make()
 
 
-def spread(total: int, count: int) -> list[int]:
-    """`count` numbers from 1 to `total`, the ends among them."""
-    return sorted({1 + round(i * (total - 1) / (count - 1)) for i in range(count)})
-
-
 @pytest.mark.parametrize("how", crashes.FAILURES)
-@pytest.mark.parametrize(("what", "count"), [("tokenize", 4), ("replace", 4), ("train", 3)])
-def test_a_crash_or_a_failed_write_anywhere_loses_nothing(ground, what, how, count):
+@pytest.mark.parametrize("what", ["tokenize", "replace", "train"])
+def test_a_crash_or_a_failed_write_anywhere_loses_nothing(ground, what, how):
     operations = crashes.operations(ground, what)
-    at = {2, *spread(len(operations), count)}  # 2: the sync of the folder in which a folder has been made
+    at = {2, len(operations) // 2}  # 2: the sync of the folder in which a folder has been made
+    if how == "crash":
+        at |= {1, len(operations)}
     if how == "crash" and what == "replace":
         at |= {n for n, line in enumerate(operations, 1) if re.search(r" exchange | rename ", line)}
     if how == "crash" and what == "train":  # in the midst of an old checkpoint's deletion; at the run's very end
