@@ -12,6 +12,7 @@ from numba import njit
 # Sums may be reordered and multiply-adds fused, so that loops become vector instructions; the order is the same on
 # every run and for any number of threads. Infinities and NaN keep their meaning: a step must see them.
 ARITHMETIC = {"reassoc", "contract", "nsz"}
+LEAST_WORK = 1 << 17  # numbers a thread, under which starting it costs more than it does
 
 
 def compiled(function: Callable[..., Any]) -> Any:
@@ -87,6 +88,3 @@ def even_bounds(items: int, work: int) -> list[int]:
     """
     threads = max(1, min(torch.get_num_threads(), items, items * work // LEAST_WORK))
     return [items * part // threads for part in range(threads + 1)]
-
-
-LEAST_WORK = 1 << 17  # numbers a thread, under which starting it costs more than it does

@@ -45,9 +45,9 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
     speeds = [speed for event in train if (speed := event.get("tokens_per_second")) is not None]
     valid = [event for event in metrics if event["event"] == "valid" and event.get("loss") is not None]
     best = min(valid, key=lambda event: float(event["loss"]), default={})
-    test_step, test = newest(run.path / "eval", "test", "perplexity")
+    test_step, test = newest(run.path / "eval", "perplexity")
     tasks_step, tasks = newest_tasks(run.path / "eval")
-    usage_step, usage = newest(run.path / "usage", "test", "memories")
+    usage_step, usage = newest(run.path / "usage", "memories")
     scored = test.get("perplexity") or {}
     return {
         "run": label,
@@ -81,9 +81,9 @@ def kind_of(recipe: Recipe) -> str:
     return " + ".join(parts) or "dense"
 
 
-def newest(folder: Path, split: str, holding: str) -> tuple[int | None, Facts]:
-    """The highest step with a SPLIT-step-N.json that holds the key, and these results; or nothing."""
-    return next(results_of(folder, re.escape(split), holding), (None, {}))
+def newest(folder: Path, holding: str) -> tuple[int | None, Facts]:
+    """The highest step with a test-step-N.json that holds the key, and these results; or nothing."""
+    return next(results_of(folder, "test", holding), (None, {}))
 
 
 def newest_tasks(folder: Path) -> tuple[int | None, Facts]:

@@ -54,20 +54,17 @@ class Table:
     columns: Sequence[Column]
     rows: Sequence[Sequence[Any]]
 
-    def render(self, format: Format = "table", width: int | None = None) -> str:
+    def render(self, format: Format = "table") -> str:
         """The table as text that ends in a newline.
 
         Args:
-            format: "table" for a terminal, "md" for markdown; "csv" and "json" (a list of objects) keep
-                full precision.
-            width: characters a line of "table"; None: the terminal's width, 80 where there is none. Long
-                text wraps; a number is never cut, so that a table of many numbers may be wider.
+            format: "table" for a terminal, as wide as it (80 characters where there is none): long text wraps, a number
+                is never cut, so that a table of many numbers may be wider; "md" for markdown; "csv" and "json" (a list
+                of objects) keep full precision.
         """
-        if format == "table":
-            return self._text(width)
-        return {"md": self._markdown, "csv": self._csv, "json": self._json}[format]()
+        return {"table": self._text, "md": self._markdown, "csv": self._csv, "json": self._json}[format]()
 
-    def _text(self, width: int | None) -> str:
+    def _text(self) -> str:
         from rich import box, table
         from rich.cells import cell_len
         from rich.console import Console
@@ -86,7 +83,7 @@ class Table:
         for row in shown[1:]:
             grid.add_row(*map(Text, row))
         console = Console(file=io.StringIO(), width=10_000, color_system=None)  # in a narrow one rich drops columns
-        goal = max(Console(file=io.StringIO(), width=width).width, least)
+        goal = max(Console(file=io.StringIO()).width, least)
         for limit in range(goal, goal - len(self.columns) - 1, -1):  # rich may miss a width by as many
             with console.capture() as captured:
                 console.print(grid, width=limit)

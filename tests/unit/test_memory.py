@@ -81,7 +81,7 @@ def test_query_norms_normalise_what_they_say():
 
 
 def test_batch_norm_is_torchs():
-    ours, torchs = QueryBatchNorm(7), torch.nn.BatchNorm1d(7)
+    ours, torchs = QueryBatchNorm(7, momentum=0.1), torch.nn.BatchNorm1d(7)
     initialise(ours, 1)
     for seed in range(3):
         x = torch.randn(20, 7, generator=torch.Generator().manual_seed(seed)) * 2 + 1

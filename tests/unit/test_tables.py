@@ -17,8 +17,14 @@ COLUMNS = [
 ROWS = [["a", 262_144, 0.97949, None], ["longer name", 16, 1.0, 0.68123]]
 
 
+@pytest.fixture(autouse=True)
+def width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the terminal."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+
 def test_text_aligns_and_shows_missing_values() -> None:
-    lines = Table("Title", COLUMNS, ROWS).render("table", 80).splitlines()
+    lines = Table("Title", COLUMNS, ROWS).render().splitlines()
     assert lines[0] == "Title"
     assert lines[2].split() == ["Run", "Slots", "Usage", "KL", "(nats)"]
     assert set(lines[3]) == {"-"}
@@ -27,10 +33,11 @@ def test_text_aligns_and_shows_missing_values() -> None:
     assert all(len(line) <= 80 and line == line.rstrip() for line in lines)
 
 
-def test_text_never_cuts_a_number_and_wraps_words() -> None:
+def test_text_never_cuts_a_number_and_wraps_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
     for many in (1, 8):  # more columns than the width has room for
         columns = [*COLUMNS, Column("Text")] * many
-        text = Table("", columns, [["r", 10**15, 1.0, 12345.678, "word " * 40] * many]).render("table", 40)
+        text = Table("", columns, [["r", 10**15, 1.0, 12345.678, "word " * 40] * many]).render()
         assert text.count("1,000,000,000,000,000") == text.count("12345.678") == many
         assert text.count("Slots") == many
         assert text.count("word") == 40 * many
@@ -39,13 +46,13 @@ def test_text_never_cuts_a_number_and_wraps_words() -> None:
 def test_markup_and_control_characters_stay_text() -> None:
     rows = [["[red]x[/red] \x1b[31m", 1, 0.0, 0.0]]
     for format in FORMATS:
-        text = Table("t \x1b]0;", COLUMNS, rows).render(format, 200)
+        text = Table("t \x1b]0;", COLUMNS, rows).render(format)
         assert "\x1b" not in text
         assert "red" in text
-    assert "[red]x[/red] \\x1b[31m" in Table("", COLUMNS, rows).render("table", 200)
-    assert "[red]name" in Table("", [Column("[red]name")], []).render("table", 200)
+    assert "[red]x[/red] \\x1b[31m" in Table("", COLUMNS, rows).render()
+    assert "[red]name" in Table("", [Column("[red]name")], []).render()
     for format in ("table", "md", "csv"):
-        assert Table("", [Column("a\x1b[31m\nb")], []).render(format, 200).count("\\x1b") == 1
+        assert Table("", [Column("a\x1b[31m\nb")], []).render(format).count("\\x1b") == 1
 
 
 def test_text_is_ascii_but_for_what_cells_hold() -> None:

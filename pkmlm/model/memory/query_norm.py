@@ -13,6 +13,8 @@ from torch.nn.functional import batch_norm
 from pkmlm.model.initial import Constant, Initial
 from pkmlm.runtime.distributed import World
 
+EPSILON = 1e-5
+
 
 class QueryBatchNorm(nn.Module):
     """Batch normalisation of queries over the tokens of one forward, in fp32 (sec. 3.1, table 2).
@@ -31,9 +33,9 @@ class QueryBatchNorm(nn.Module):
         ranks: those whose tokens are normalised together.
     """
 
-    def __init__(self, features: int, momentum: float = 0.1, eps: float = 1e-5):
+    def __init__(self, features: int, momentum: float):
         super().__init__()
-        self.momentum, self.eps = momentum, eps
+        self.momentum = momentum
         self.ranks = World()
         self.counts = True
         self.weight = nn.Parameter(torch.empty(features))
@@ -53,7 +55,7 @@ class QueryBatchNorm(nn.Module):
         mean_F, var_F = self.running_mean, self.running_var
         if self.training and not self.counts:
             mean_F, var_F = mean_F.clone(), var_F.clone()
-        return batch_norm(x_NF, mean_F, var_F, self.weight, self.bias, self.training, self.momentum, self.eps)
+        return batch_norm(x_NF, mean_F, var_F, self.weight, self.bias, self.training, self.momentum, EPSILON)
 
     def _over_ranks(self, x_NF: Tensor) -> Tensor:
         mean_F, var_F = moments(x_NF.detach(), self.ranks)
@@ -61,7 +63,7 @@ class QueryBatchNorm(nn.Module):
         if self.counts:
             self.running_mean.lerp_(mean_F, self.momentum)
             self.running_var.lerp_(var_F * (tokens / (tokens - 1)), self.momentum)
-        scale_F = (var_F + self.eps).rsqrt()
+        scale_F = (var_F + EPSILON).rsqrt()
         out_NF: Tensor = _BatchNorm.apply(x_NF, self.weight, self.bias, mean_F, scale_F, self.ranks)
         return out_NF
 
