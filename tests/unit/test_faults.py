@@ -334,15 +334,15 @@ def test_sigterm_saves_wherever_it_comes(ground):
 
 
 def test_out_of_memory_says_what_to_lower(ground):
-    arguments = ["-s", "model.memory.num_keys=2048", "-s", "model.dim=64", "-s", "model.memory.topk=4"]
-    said = ground.train("product-key", ground.folder / "oom", *arguments, code=1, memory=1 << 30).stderr
+    arguments = ["-s", "model.memory.num_keys=1024", "-s", "model.dim=64", "-s", "model.memory.topk=4"]
+    said = ground.train("product-key", ground.folder / "oom", *arguments, code=1, memory=256 << 20).stderr
     found = re.search(r"^error: out of memory: training needs about [\d,]+ MB", said, re.MULTILINE)
     assert found, said
-    assert "hint: lower model.memory.num_keys from 2048 to 1448: -s model.memory.num_keys=1448" in said
+    assert "hint: lower model.memory.num_keys from 1024 to 724: -s model.memory.num_keys=724" in said
     assert said.count("error: ") == 1
-    big = ["-s", "train.batch_tokens=262144", "-s", "train.micro_batch=16384", "-s", "train.precision=fp32"]
-    said = ground.train("product-key", ground.folder / "oom", *big, code=1, memory=512 << 20).stderr
-    assert "hint: lower train.micro_batch from 16384 to 8192: -s train.micro_batch=8192" in said
+    big = ["-s", "train.batch_tokens=32768", "-s", "train.micro_batch=2048", "-s", "train.precision=fp32"]
+    said = ground.train("product-key", ground.folder / "oom", *big, code=1, memory=64 << 20).stderr
+    assert "hint: lower train.micro_batch from 2048 to 1024: -s train.micro_batch=1024" in said
     assert json.loads((ground.folder / "oom/run.json").read_text())["status"] == "failed"
 
 
