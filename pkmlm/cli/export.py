@@ -43,14 +43,12 @@ def command(run_path: str, output: str, step: str, dtype: str, force: bool) -> N
     from pkmlm.export.config import Origin
     from pkmlm.export.folder import check_free, write_export
     from pkmlm.runtime.rundir import RunDirectory
-    from pkmlm.runtime.shapes import STATE, read_shaped
 
     folder = Path(output).absolute()
     check_free(folder, force)
     run = RunDirectory.existing(run_path)
     loaded = load_run(run.path, step, torch.device("cpu"))
-    state = read_shaped(run.checkpoint(loaded.step) / "state.json", STATE, "the checkpoint's state")
-    origin = Origin(loaded.name, loaded.step, state.get("tokens") or 0)
+    origin = Origin(loaded.name, loaded.step, loaded.tokens)
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
     card = card_of(loaded.recipe, origin, parameters, dtype, scores_of(run, loaded.step))
     size = write_export(folder, loaded.model, loaded.recipe, loaded.tokenizer, origin, card, dtype=dtype, force=force)

@@ -81,12 +81,8 @@ class Index:
             names |= {f"{name}.documents", f"{name}.hashes", *(shard.name for shard in split.shards)}
         return names
 
-    def as_json(self) -> dict[str, Any]:
-        """The content of the file."""
-        return stamped(self, FORMAT)
-
     def write(self, folder: Path) -> None:
-        write_json(folder / FILE, self.as_json())
+        write_json(folder / FILE, stamped(self, FORMAT))
 
 
 def sha256_of_record(record: Any) -> str:

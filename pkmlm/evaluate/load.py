@@ -24,6 +24,7 @@ class LoadedRun:
     Attributes:
         path, name: of the run directory or the exported folder.
         step: of the checkpoint that the weights come from.
+        tokens: trained on until then.
         exported: it is an exported folder, a product that no results are written into.
         model: in evaluation mode, in fp32.
     """
@@ -31,6 +32,7 @@ class LoadedRun:
     path: Path
     name: str
     step: int
+    tokens: int
     recipe: Recipe
     model: Transformer
     tokenizer: Tokenizer
@@ -44,12 +46,12 @@ def load_run(path: str | Path, step: str = "latest", device: torch.device | None
     Raises:
         UserError: no such run or checkpoint, or it is damaged.
     """
+    device = device or choose_device()
     if is_export(Path(path)):
-        return load_export(Path(path), step, device or choose_device())
+        return load_export(Path(path), step, device)
     run = RunDirectory.existing(path)
     run.check_tokenizer()
     recipe, tokenizer = run.recipe(), Tokenizer.load(run.tokenizer_file)
-    device = device or choose_device()
     empty = build_model(recipe, recipe.model.vocab_size or tokenizer.size, "meta")
     while True:
         number = run.resolve(step)
@@ -58,17 +60,17 @@ def load_run(path: str | Path, step: str = "latest", device: torch.device | None
             checkpoint.check_weights(run.checkpoint(number), empty)
             model = empty.to_empty(device=device)
             checkpoint.load_weights(run.checkpoint(number), model)
-            trained_with = checkpoint.progress_at(run.checkpoint(number)).data.get("tokenizer", tokenizer.sha256)
+            progress = checkpoint.progress_at(run.checkpoint(number))
             break
         except UserError:
             if run.checkpoint(number).exists():
                 raise
             # a training process has replaced it since: look again
-    if tokenizer.sha256 != trained_with:
+    if tokenizer.sha256 != progress.data.get("tokenizer", tokenizer.sha256):
         message = f"{run.tokenizer_file} is not the tokenizer that the run was trained with"
         raise UserError(message, "copy it again from the tokens that the run was trained on")
     refuse_strange(model, run.checkpoint(number))
-    return LoadedRun(run.path, run.name, number, recipe, model.eval(), tokenizer, device)
+    return LoadedRun(run.path, run.name, number, progress.tokens, recipe, model.eval(), tokenizer, device)
 
 
 def load_same(path: str | Path, step: str, world: World | None) -> LoadedRun:
@@ -87,13 +89,12 @@ def load_export(path: Path, step: str, device: torch.device) -> LoadedRun:
     Raises:
         UserError: another step was asked for, or see `read_export`.
     """
-    export = read_export(path, device)
-    held = export.origin.step
-    if step not in ("latest", str(held)):
-        raise UserError(f"{path} is an export of step {held} (found --step {step})", "leave --step out")
-    recipe, model, tokenizer = export.recipe, export.model, export.tokenizer
+    recipe, origin, model, tokenizer = read_export(path, device)
+    if step not in ("latest", str(origin.step)):
+        raise UserError(f"{path} is an export of step {origin.step} (found --step {step})", "leave --step out")
     refuse_strange(model, path)
-    return LoadedRun(path, path.resolve().name, held, recipe, model, tokenizer, device, exported=True)
+    name = path.resolve().name
+    return LoadedRun(path, name, origin.step, origin.tokens, recipe, model, tokenizer, device, exported=True)
 
 
 def refuse_strange(model: Transformer, path: Path) -> None:
@@ -103,7 +104,8 @@ def refuse_strange(model: Transformer, path: Path) -> None:
         UserError: (exit code 1) one is not finite, or a variance is negative.
     """
     for name, tensor in model.state_dict().items():
-        least = tensor.min() if tensor.numel() else torch.zeros(())
-        if not torch.isfinite(tensor).all() or (name.endswith("running_var") and least < 0):
-            what = "has a negative variance" if torch.isfinite(tensor).all() else "is not finite"
-            raise UserError(f"{path}: {name} {what}", "evaluate another step, or train it again", exit_code=1)
+        problem = "" if torch.isfinite(tensor).all() else "is not finite"
+        if name.endswith("running_var") and (tensor < 0).any():
+            problem = "has a negative variance"
+        if problem:
+            raise UserError(f"{path}: {name} {problem}", "evaluate another step, or train it again", exit_code=1)

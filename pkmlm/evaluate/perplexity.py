@@ -117,6 +117,8 @@ def documents_of_split(directory: str, split: str, tokenizer: Tokenizer, tokens:
 def documents_of_text(path: str, tokenizer: Tokenizer, separator: str | None = None, field: str = "text") -> Documents:
     """The documents of a text file (any kind that `pkmlm tokenize` reads); "-" is standard input."""
     sources = find_sources([path])
+    if separator is not None and all(source.format != "txt" for source in sources):
+        raise UserError(f"--separator is for text files (found {path})")
     texts = [text for source in sources for text in read_documents(source, separator, field)]
     if not texts:
         raise UserError(f"{path} holds no text")

@@ -32,8 +32,8 @@ def validation(
     Ranks that train together all call it, and get the same: each group that divides the tables takes its turn at the
     batches, and none stops before the end.
     """
-    world = (ranks or Ranks()).data
-    alone = (ranks or Ranks()).world.size == 1
+    ranks = ranks or Ranks()
+    world, alone = ranks.data, ranks.world.size == 1
     device = next(model.parameters()).device
 
     def validate(stop: StopRequest) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pkmlm.data.tokenizer import Tokenizer
 
 CONFIG = "config.json"
-CODE = "configuration_pkmlm.py"  # in every export, and nowhere else
+CODE = ("configuration_pkmlm.py", "modeling_pkmlm.py", "memory_pkmlm.py", "tokenization_pkmlm.py")
 MODEL_TYPE = "pkmlm"
 TRAINED: Shape = {"recipe?": {}, "run?": (str,), "step?": (int,), "tokens?": (int,)}
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -33,7 +33,7 @@ class Origin(NamedTuple):
 
 def is_export(path: Path) -> bool:
     """Whether a folder is meant for `transformers`, if only the rest of one; a run directory is not."""
-    return any((path / name).is_file() for name in (CONFIG, CODE)) and not (path / "recipe.yaml").exists()
+    return any((path / name).is_file() for name in (CONFIG, *CODE)) and not (path / "recipe.yaml").exists()
 
 
 def model_type(path: Path) -> Any:

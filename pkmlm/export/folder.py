@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
 from pkmlm.export.config import (
+    CODE,
     CONFIG,
     MODEL_TYPE,
     Origin,
@@ -35,7 +36,6 @@ from pkmlm.runtime.shapes import misfit
 from pkmlm.train.checkpoint import write_tensors
 
 VERSION = 1
-CODE = ("configuration_pkmlm.py", "modeling_pkmlm.py", "memory_pkmlm.py", "tokenization_pkmlm.py")
 TOKENIZER = "tokenizer.model"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")

@@ -66,8 +66,8 @@ USAGE: Shape = {
         }
     ]
 }
-# state.json of a checkpoint: what others than training itself need of it.
-STATE: Shape = {"seconds": NUMBER, "tokens?": (int,)}
+# state.json of a checkpoint: what `pkmlm compare` needs of it.
+STATE: Shape = {"seconds": NUMBER}
 
 
 def misfit(value: Any, shape: Shape, where: str = "") -> str:

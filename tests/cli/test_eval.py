@@ -71,6 +71,9 @@ def test_mistakes_are_told_in_one_line(trained, tmp_path):
     assert "goes with --text" in pkmlm("eval", trained("dense"), "--separator", "x", code=2).stderr
     for temperature in ("nan", "inf"):
         assert "--temperature" in pkmlm("generate", trained("dense"), "--temperature", temperature, code=2).stderr
+    (tmp_path / "a.jsonl").write_text('{"text": "It was"}')
+    options = ["--text", tmp_path / "a.jsonl", "--separator", "x"]
+    assert "--separator is for text files" in pkmlm("eval", trained("dense"), *options, code=2).stderr
     (tmp_path / "empty.txt").write_text("")
     assert "empty.txt" in pkmlm("eval", trained("dense"), "--text", tmp_path / "empty.txt", code=2).stderr
     broken = tmp_path / "broken"

@@ -16,9 +16,9 @@ from pkmlm import export
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
 from pkmlm.evaluate.generate import Sampling, generate
-from pkmlm.export.config import Origin
+from pkmlm.export.config import CODE, Origin
 from pkmlm.export.configuration_pkmlm import PkmlmConfig
-from pkmlm.export.folder import CODE, read_export, write_export
+from pkmlm.export.folder import read_export, write_export
 from pkmlm.export.modeling_pkmlm import PkmlmForCausalLM, PkmlmModel, visible
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.check import check_recipe
@@ -229,7 +229,7 @@ def test_labels_give_the_loss_and_every_weight_a_gradient(pair):
 def test_parts_of_the_output(pair):
     _, theirs, folder = pair
     whole = theirs(IDS_BT, output_hidden_states=True)
-    assert torch.equal(theirs(IDS_BT, logits_to_keep=2).logits, whole.logits[:, -2:])
+    torch.testing.assert_close(theirs(IDS_BT, logits_to_keep=2).logits, whole.logits[:, -2:])  # a smaller product
     assert len(whole.hidden_states) == 3
     assert torch.equal(whole.hidden_states[-1], theirs.model(IDS_BT).last_hidden_state)
     assert torch.equal(theirs(IDS_BT, return_dict=False)[0], whole.logits)
