@@ -12,7 +12,7 @@ setup(
     name="pkmlm",
     version=VERSION,
     description="Train and measure language models with product-key memories and MemoryFormer hash tables",
-    long_description=(HERE / "README.md").read_text() if (HERE / "README.md").exists() else "",
+    long_description=(HERE / "README.md").read_text("utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["pkmlm", "pkmlm.*"]),

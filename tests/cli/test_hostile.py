@@ -91,8 +91,8 @@ def test_a_working_directory_that_is_gone_is_told(tmp_path, monkeypatch):
     (tmp_path / "gone").mkdir()
     os.chdir(tmp_path / "gone")
     os.rmdir(tmp_path / "gone")
-    for command in ("eval", "compare"):
-        said = pkmlm(command, "run", code=1).stderr
+    for command in (["eval", "run"], ["compare", "run"], ["doctor"]):
+        said = pkmlm(*command, code=1).stderr
         assert said == "error: the working directory is gone\nhint: cd to another one\n"
 
 

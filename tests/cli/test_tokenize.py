@@ -105,8 +105,8 @@ def test_the_whole_road(texts):
 
 
 def test_json_is_all_there_is_on_standard_output(texts):
-    done = process(f"{texts}/train.txt", "-o", texts / "out", "--vocab-size", "320", "--json", "--separator", r"\n\n\n")
-    result = json.loads(done.stdout)
+    shape = ("--vocab-size", 320, "--separator", r"\n\n\n")
+    result = json.loads(tokenize(texts / "train.txt", "-o", texts / "out", *shape, "--json"))
     corpus = Corpus.open(texts / "out", "train")
     assert result["splits"]["train"]["tokens"] == corpus.tokens
     assert result["splits"]["train"]["words"] == corpus.words
@@ -168,8 +168,7 @@ def test_standard_input(texts, wrap):
 
 def test_standard_input_has_a_format(texts):
     data = b"".join(json.dumps({"body": prose(300, i)}).encode() + b"\n" for i in range(9))
-    done = process("-", "--format", "jsonl", "--field", "body", "--vocab-size", "320", "-o", texts / "out", data=data)
-    assert done.returncode == 0, done.stderr
+    tokenize("-", "--format", "jsonl", "--field", "body", "--vocab-size", 320, "-o", texts / "out", data=data)
     assert Corpus.open(texts / "out", "train").documents == 9
     pq.write_table(pa.table({"body": [prose(300, i) for i in range(9)]}), texts / "a.parquet")
     tokenize("-", "--format", "parquet", "--field", "body", "--vocab-size", 320, "-o", texts / "two",
