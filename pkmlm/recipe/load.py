@@ -38,7 +38,8 @@ def read_tree(path: Path, inheritors: tuple[Path, ...], asked_at: str = "") -> N
     """The tree of a file on top of its base's."""
     prefix = f"{asked_at}: base: " if asked_at else ""
     try:
-        whole = path.resolve()
+        whole, plain = path.resolve(), Path(os.path.normpath(path))
+        path = plain if plain.resolve() == whole else path  # a link before ".." makes them two files
         if path.exists() and not path.is_file():
             raise UserError(f"{prefix}{path} is not a file (expected a recipe)")
         with path.open("rb") as file:
@@ -58,8 +59,7 @@ def read_tree(path: Path, inheritors: tuple[Path, ...], asked_at: str = "") -> N
     own = Node({key: value for key, value in tree.value.items() if key != "base"}, tree.place)
     if not isinstance(base.value, str) or base.is_null:
         raise UserError(f"{base.place}: base: found {base.shown()} (expected one file name)")
-    above = path.parent / base.value
-    return merge(read_tree(Path(os.path.normpath(above)), (*inheritors, whole), base.place), own)
+    return merge(read_tree(path.parent / base.value, (*inheritors, whole), base.place), own)
 
 
 def near_files(path: Path) -> str:
