@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -311,6 +312,32 @@ def page_of_several(usages: list[MemoryUsage], holdings: list[Holding], path: Pa
     entry = {"run": WILD, "step": 1, "split": WILD, "memories": [usage.as_json() for usage in usages]}
     path.write_text(usage_page([entry], [usages], [holdings], [[]]), encoding="utf-8")
     return path
+
+
+@in_browser
+def test_labels_of_many_bars_do_not_overlap(browser: Browser, tmp_path: Path) -> None:
+    counts = np.ones((64, 4), dtype=np.int64)
+    usage = MemoryUsage(1, "qkv", "hash", 4, counts, counts / 2, None)
+    browser.open(page_of(usage, Holding([], None, []), tmp_path / "bars.html"))
+    drawn = browser.run(
+        """(async () => {
+            const texts = [], write = CanvasRenderingContext2D.prototype.fillText;
+            CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+                texts.push([text, x, y, this.measureText(text).width]);
+                write.call(this, text, x, y);
+            };
+            document.querySelector('[data-panel=heads] .chart').draw();
+            await new Promise(requestAnimationFrame);
+            CanvasRenderingContext2D.prototype.fillText = write;
+            return texts;
+        })()"""
+    )
+    ((line, _),) = Counter(y for _, _, y, _ in drawn).most_common(1)
+    below = [(text, x - width / 2, x + width / 2) for text, x, y, width in drawn if y == line]
+    assert below[0][0] == "1"
+    assert len(below) > 8
+    assert all(end < start for (_, _, end), (_, start, _) in pairwise(below))
+    assert browser.complaints == []
 
 
 @in_browser

@@ -33,12 +33,20 @@ const series = (line) => ({
 // Numbers beside a logarithmic axis.
 const powers = (u, at) => at.map((v) => (v === null ? "" : v < 0.01 ? v.toExponential(0) : count(v)));
 
+// Of the bars at x those whose ticks have room below them, at 8 pixels a character.
+function labelled(x, ticks, width) {
+  const longest = Math.max(...x.map((at) => ticks(at).length));
+  const each = Math.ceil((8 * (longest + 1) * x.length) / width);
+  return x.filter((_, i) => i % each === 0);
+}
+
 // lines: [{label, values, colour, dash, points, bars}] over x. options: xLabel, yLabel; log: both axes are logarithmic;
 // zero: y begins at 0; ticks(x): what stands below each bar.
 function chart(label, x, lines, options) {
   const box = make("div", { class: "chart", role: "img", "aria-label": label });
   const { xLabel, yLabel, log, zero, ticks } = options;
   const scale = log ? { distr: 3, log: 10 } : {};
+  const below = ticks && { splits: (u) => labelled(x, ticks, u.width - 80), values: (u, at) => at.map(ticks) };
   const shown = (u, i) => `var(--${lines[i - 1].colour})`;
   const settings = {
     ...CHART,
@@ -49,7 +57,7 @@ function chart(label, x, lines, options) {
       y: { ...scale, ...(zero && { range: (u, low, high) => [0, high > 0 ? high * 1.05 : 1] }) },
     },
     axes: [
-      axis(xLabel, { size: 46, ...(ticks && { splits: () => x, values: (u, at) => at.map(ticks) }) }),
+      axis(xLabel, { size: 46, ...below }),
       axis(yLabel, { size: 58, ...(log && { values: powers }) }),
     ],
   };
