@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from click.testing import CliRunner
 from pkmlm.cli import cli
 from pkmlm.data.corpus import Corpus, open_tokenizer
 from pkmlm.errors import UserError
+from tests.conftest import pkmlm
 
 TEXT = "a whale and the sea it was not so near to us all; he said: \u201cno\u201d"
 WORDS = TEXT.split()
@@ -48,12 +50,6 @@ def tokenize(*arguments, data=None):
     return result.stdout
 
 
-def process(*arguments, data=b"", **options):
-    """Run the command as a user does."""
-    command = [sys.executable, "-m", "pkmlm", "tokenize", *map(str, arguments)]
-    return subprocess.run(command, input=data, capture_output=True, timeout=60, check=False, **options)
-
-
 def test_each_split_takes_all_the_files_after_it_and_no_other_does(texts):
     for name in ("valid", "test"):
         (texts / f"{name}-2.txt").write_text(f"more to {name}")
@@ -66,12 +62,11 @@ def test_each_split_takes_all_the_files_after_it_and_no_other_does(texts):
         assert text_of(texts / "out", name).endswith(f"\n\n\n{read(name)}"), "in the order of their names"
         assert text_of(texts / "out", name).startswith(f"more to {name}")
     for words, said in (
-        (["--valid", texts / "valid.txt", texts / "train.txt"], b"error: Missing argument 'TRAIN...'"),
-        ([texts / "train.txt", "--valid", "--test", texts / "test.txt"], b"error: Option '--valid' requires a file"),
-        ([texts / "train.txt", "--valid"], b"error: Option '--valid' requires a file"),
+        (["--valid", texts / "valid.txt", texts / "train.txt"], "error: Missing argument 'TRAIN...'"),
+        ([texts / "train.txt", "--valid", "--test", texts / "test.txt"], "error: Option '--valid' requires a file"),
+        ([texts / "train.txt", "--valid"], "error: Option '--valid' requires a file"),
     ):
-        done = process(*words, "-o", texts / "none")
-        assert (done.returncode, done.stderr.startswith(said)) == (2, True), done.stderr
+        assert pkmlm("tokenize", *words, "-o", texts / "none", code=2).stderr.startswith(said)
     tokenize("--valid=" + str(texts / "valid.txt"), *common, "-o", texts / "two", "--", texts / "train.txt")
     assert text_of(texts / "two", "valid") == read("valid")
 
@@ -89,15 +84,16 @@ def assert_same_folders(one, other):
 
 
 def test_the_whole_road(texts):
-    done = process(
-        f"{texts}/train.txt", "--valid", f"{texts}/valid.txt", "--test", f"{texts}/test.txt",
+    command = [
+        sys.executable, "-m", "pkmlm", "tokenize",
+        texts / "train.txt", "--valid", texts / "valid.txt", "--test", texts / "test.txt",
         "--separator", r"\n\n\n", "--vocab-size", "320", "-o", texts / "out",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == b""  # no progress where nobody looks
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, ""), "no progress where nobody looks"
     for split in ("train", "valid", "test"):
         assert text_of(texts / "out", split).encode() == (texts / f"{split}.txt").read_bytes()
-    table = done.stdout.decode().splitlines()
+    table = done.stdout.splitlines()
     assert all(len(line) <= 80 for line in table if str(texts) not in line)
     assert [line.split()[:3] for line in table if line.startswith(("train", "valid", "test"))] == [
         [split, "5", "0"] for split in ("train", "valid", "test")
@@ -183,9 +179,8 @@ def test_unigram(texts):
 
 def test_a_file_in_two_splits_is_warned_of(texts):
     (texts / "link.txt").symlink_to(texts / "train.txt")
-    done = process(texts / "train.txt", "--valid", texts / "link.txt", "--vocab-size", "320", "-o", texts / "out", "-q")
-    assert done.returncode == 0
-    assert done.stderr.decode() == f"warning: {texts}/link.txt is in both train and valid\n"
+    given = [texts / "train.txt", "--valid", texts / "link.txt", "--vocab-size", 320, "-o", texts / "out", "-q"]
+    assert pkmlm("tokenize", *given).stderr == f"warning: {texts}/link.txt is in both train and valid\n"
 
 
 # What is there already
@@ -269,14 +264,13 @@ def test_a_mistake_is_named_and_leaves_nothing(texts, monkeypatch, arguments, me
     assert sorted(os.listdir()) == before
 
 
-def test_a_mistake_ends_with_code_2_and_two_lines(texts):
-    done = process("what\x1b.doc", "-o", "out", cwd=texts)
-    assert (done.returncode, done.stdout) == (2, b"")
-    assert done.stderr == b"error: cannot read what\\x1b.doc: No such file or directory\n"
+def test_a_mistake_ends_with_code_2_and_two_lines(texts, monkeypatch):
+    monkeypatch.chdir(texts)
+    done = pkmlm("tokenize", "what\x1b.doc", "-o", "out", code=2)
+    assert (done.stdout, done.stderr) == ("", "error: cannot read what\\x1b.doc: No such file or directory\n")
     (texts / "what.doc").touch()
-    done = process("what.doc", "-o", "out", cwd=texts)
-    assert done.returncode == 2
-    assert [line.split(b":")[0] for line in done.stderr.splitlines()] == [b"error", b"hint"]
+    said = pkmlm("tokenize", "what.doc", "-o", "out", code=2).stderr
+    assert [line.split(":")[0] for line in said.splitlines()] == ["error", "hint"]
 
 
 @pytest.mark.parametrize("option", [["--vocab-size", "320"], ["--model-type", "bpe"]])
@@ -287,16 +281,14 @@ def test_a_given_tokenizer_is_not_learnt(texts, option):
 
 
 def test_a_full_disk_is_named_and_leaves_nothing(texts):
-    import resource
-
-    def small_files():
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
-
-    done = process(texts / "train.txt", "--vocab-size", "320", "-o", texts / "out", preexec_fn=small_files)
-    assert done.returncode == 1
-    assert done.stderr.startswith(b"error: cannot write ")
-    assert done.stderr.endswith(b": File too large\n")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))  # Python ignores the signal
+    try:
+        said = pkmlm("tokenize", texts / "train.txt", "--vocab-size", 320, "-o", texts / "out", code=1).stderr
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert said.startswith("error: cannot write ")
+    assert said.endswith(": File too large\n")
     assert not list(texts.glob("*out*"))
 
 

@@ -1,6 +1,5 @@
 """`pkmlm tokenize --shard` and `--join`: several machines write what one writes."""
 
-import filecmp
 import gzip
 import json
 import os
@@ -23,21 +22,13 @@ from pkmlm.data.shards import Encoding, write_corpus
 from pkmlm.data.sources import find_sources
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
+from tests.cli.test_tokenize import WORDS, assert_same_folders
 from tests.conftest import pkmlm
-
-TEXT = "a whale and the sea it was not so near to us all; he said: \u201cno\u201d"
-WORDS = TEXT.split()
 
 
 def prose(words, seed):
     draw = random.Random(seed)
     return "".join(draw.choice(WORDS) + draw.choice(" " * 9 + "\n") for _ in range(words)).strip()
-
-
-def assert_same_folders(one, other):
-    names = sorted(os.listdir(one))
-    assert names == sorted(os.listdir(other))
-    assert filecmp.cmpfiles(one, other, names, shallow=False) == (names, [], [])
 
 
 @pytest.fixture(scope="module")
@@ -251,7 +242,7 @@ def test_no_text_in_any_part_is_refused(texts, tmp_path):
 
 
 def test_a_part_that_was_killed_is_made_again(texts, tmp_path):
-    (tmp_path / "a.txt").write_text("\n\n\n".join(prose(100_000, 1) for _ in range(8)))
+    (tmp_path / "a.txt").write_text("\n\n\n".join([prose(100_000, 1)] * 8))
     (tmp_path / "m.model").write_bytes((texts / "m.model").read_bytes())
     arguments = ["a.txt", "--separator", r"\n\n\n", "--tokenizer", "m.model", "--shard", "1/2", "-o", "1"]
     running = subprocess.Popen([sys.executable, "-m", "pkmlm", "tokenize", *arguments], cwd=tmp_path)
