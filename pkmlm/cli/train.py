@@ -123,7 +123,7 @@ def train_in(
     from pkmlm.runtime.files import write_text
     from pkmlm.runtime.rundir import RunDirectory
     from pkmlm.runtime.signals import stop_on_signals
-    from pkmlm.train.checkpoint import fall_back
+    from pkmlm.train.integrity import fall_back
 
     run, lead, warnings, complete = RunDirectory(output), world.rank == 0, [], False
     device = choose_device()
@@ -297,7 +297,7 @@ def initial_checkpoint(recipe: "Recipe", tokenizer: "Tokenizer") -> "Path":
     """
     from pkmlm.runtime.files import sha256_of
     from pkmlm.runtime.rundir import RunDirectory
-    from pkmlm.train.checkpoint import damage_of
+    from pkmlm.train.integrity import damage_of
 
     source = RunDirectory.existing(str(recipe.train.init_from))
     if sha256_of(source.tokenizer_file) != tokenizer.sha256:

@@ -15,6 +15,7 @@ from pkmlm.runtime.device import choose_device
 from pkmlm.runtime.distributed import World
 from pkmlm.runtime.rundir import RunDirectory
 from pkmlm.train import checkpoint
+from pkmlm.train.integrity import verify
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def load_run(path: str | Path, step: str = "latest", device: torch.device | None
     while True:
         number = run.resolve(step)
         try:
-            checkpoint.verify(run.checkpoint(number))
+            verify(run.checkpoint(number))
             checkpoint.check_weights(run.checkpoint(number), empty)
             model = empty.to_empty(device=device)
             checkpoint.load_weights(run.checkpoint(number), model)

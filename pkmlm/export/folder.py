@@ -33,7 +33,7 @@ from pkmlm.runtime.device import DTYPES
 from pkmlm.runtime.files import read_json, write_json, write_text, writing, writing_folder
 from pkmlm.runtime.manifest import ENTRIES, MANIFEST, damage, entry_of
 from pkmlm.runtime.shapes import misfit
-from pkmlm.train.checkpoint import write_tensors
+from pkmlm.train.tensor_files import write_tensors
 
 VERSION = 1
 TOKENIZER = "tokenizer.model"

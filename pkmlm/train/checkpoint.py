@@ -7,40 +7,26 @@ divide the tables of a run, each writes its columns, and their moments, into fil
 There is no random state to save: a step's random numbers follow from the seed, its number and the rank.
 """
 
-import json
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pkmlm.errors import UserError
 from pkmlm.model.memory.values import Values
 from pkmlm.runtime.distributed import Ranks
-from pkmlm.runtime.files import (
-    disk_errors,
-    json_text,
-    read_bytes,
-    read_json,
-    remove_folder,
-    sync_file,
-    write_json,
-    writing_folder,
-)
-from pkmlm.runtime.manifest import ENTRIES, MANIFEST, damage, entry_of
+from pkmlm.runtime.files import read_json, remove_folder, write_json, writing_folder
+from pkmlm.runtime.manifest import MANIFEST, entry_of
 from pkmlm.runtime.rundir import RunDirectory
 from pkmlm.runtime.shapes import NUMBER, Shape, misfit
+from pkmlm.train.integrity import FILES, VERSION, file_names, verify
 from pkmlm.train.optim import Group
 from pkmlm.train.shard import assembled
-from pkmlm.train.tensor_files import Tables, copy_tensors, part_name, tensors_of
+from pkmlm.train.tensor_files import Tables, copy_tensors, part_name, tensors_of, write_tensors
 
-VERSION = 1
-FILES = ("weights.safetensors", "optimizer.safetensors", "state.json")
-WHOLE: Shape = {"version": (int,), "step": (int,), "files": ENTRIES}
 PROGRESS: Shape = {
     "step": (int,),
     "tokens": (int,),
@@ -112,12 +98,6 @@ def save(
                 run.point("latest", progress.step)
 
 
-def file_names(parts: int) -> tuple[str, ...]:
-    """The files of a checkpoint whose tables are in so many parts, but for its manifest."""
-    divided = [part_name(name, part, parts) for part in range(parts) for name in FILES[:2]]
-    return (*FILES, *(divided if parts > 1 else []))
-
-
 def write_share(folder: Path, contents: dict[str, tuple[dict[str, Tensor], Tables]], ranks: Ranks) -> dict[str, Any]:
     """Write what this rank has to write, and return the manifest's entries for it: the first rank what all hold, the
     first ranks that hold different columns these."""
@@ -151,16 +131,6 @@ def prune(run: RunDirectory, keep: int) -> None:
             remove_folder(run.checkpoint(step))
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write tensors as safetensors, and sync the file."""
-    with disk_errors(path):
-        try:
-            save_file(tensors, path, metadata)
-        except SafetensorError as error:
-            raise UserError(f"cannot write {path}: {error}", exit_code=1) from None
-    sync_file(path)  # the library makes files that only their owner can read
-
-
 def optimizer_state(groups: list[Group], first: bool = True) -> dict[str, Tensor]:
     """Every optimizer's tensors by "path of the parameter|key", on the first rank all of each (see `assembled`)."""
     return {
@@ -169,76 +139,6 @@ def optimizer_state(groups: list[Group], first: bool = True) -> dict[str, Tensor
         for name, parameter in group.parameters.items()
         for key, tensor in (group.optimizer.state[parameter] or empty_state(group.optimizer, parameter)).items()
     }
-
-
-def verify(path: Path) -> None:
-    """Check a checkpoint against its manifest, and its manifest against its name.
-
-    Raises:
-        UserError: (exit code 1) it is damaged or cannot be read; (2) it is of another version, or holds a strange file.
-    """
-    if problem := damage_of(path):
-        hint = "the checkpoint is damaged: `pkmlm train` goes on from the one before it"
-        raise UserError(problem, hint, exit_code=1)
-
-
-def damage_of(path: Path) -> str:
-    """What is damaged of a checkpoint: a file that is missing, or has another size or other bytes; or nothing.
-
-    Raises:
-        UserError: (exit code 1) it cannot be read, which proves nothing; (2) see `verify`.
-    """
-    try:
-        stored = read_bytes(path / MANIFEST)
-        manifest = json.loads(stored)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        return f"the checkpoint's manifest is missing: {path / MANIFEST}"
-    except OSError as error:
-        raise UserError(f"cannot read {path / MANIFEST}: {error.strerror}", exit_code=1) from None
-    except (ValueError, RecursionError) as error:
-        return f"the checkpoint's manifest {path / MANIFEST} is not valid JSON: {error}"
-    if isinstance(manifest, dict) and type(manifest.get("version")) is int and manifest["version"] != VERSION:
-        raise UserError(f"{path / MANIFEST}: checkpoint version {manifest['version']} (this build reads {VERSION})")
-    problem = contradiction(manifest, path.name)
-    if not problem and stored != json_text(manifest).encode():
-        problem = "it is not as it was written"
-    if problem:
-        return f"{path / MANIFEST} is damaged: {problem}"
-    for strange in sorted(set(path.glob("[!.]*")) - {path / name for name in (*manifest["files"], MANIFEST)}):
-        raise UserError(f"{strange} is not a part of the checkpoint", "move it elsewhere")
-    return damage(path, manifest["files"])
-
-
-def contradiction(manifest: Any, name: str) -> str:
-    """What cannot be true of the manifest in the folder `name`, or nothing."""
-    if problem := misfit(manifest, WHOLE):
-        return problem
-    if name != f"step-{manifest['step']:08d}":
-        return f"it is that of step {str(manifest['step'])[:20]}"
-    files = manifest["files"]
-    if files.keys() != set(file_names(max(1, (len(files) - len(FILES)) // 2))):
-        return f"its files are {str(list(files))[:60]}"
-    return ""
-
-
-def fall_back(run: RunDirectory) -> list[str]:
-    """Set the checkpoints aside that are damaged and newer than the newest whole one; return what to warn of.
-
-    Raises:
-        UserError: none is whole, or one cannot be read (exit code 1), or one is of another version or holds a strange
-            file (2); nothing has been moved.
-    """
-    damage: dict[int, str] = {}
-    for step in reversed(run.steps()):
-        problem = damage_of(run.checkpoint(step))
-        if not problem:
-            return [f"{problem}; moved to {run.set_aside(bad)}" for bad, problem in damage.items()]
-        damage[step] = problem
-    if damage:
-        first = next(iter(damage.values()))
-        hint = "copy the run's folder again, or train it from the start under another -o"
-        raise UserError(f"no checkpoint of run {run.path} is whole: {first}", hint, exit_code=1)
-    return []
 
 
 def load_weights(path: Path, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Reading the tensors of a checkpoint, whose tables may be stored in parts and held in others.
+"""Files of tensors: those of a checkpoint, whose tables may be stored in parts and held in others.
 
 K: rows of a table. Of P parts of a checkpoint, each holds the next of P equal runs of a table's columns; so do ranks.
 """
@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from pkmlm.errors import UserError
 from pkmlm.runtime.distributed import World
+from pkmlm.runtime.files import disk_errors, sync_file
 from pkmlm.train.shard import fill
 
 DTYPES = {torch.float32: "F32", torch.int64: "I64"}  # what a checkpoint holds, as its files say it
@@ -31,6 +33,16 @@ def parts_of(path: Path) -> list[Path]:
     first = [file.stem.rpartition("-of-")[2] for file in path.parent.glob(f"{path.stem}-1-of-*{path.suffix}")]
     count = int(first[0]) if len(first) == 1 and first[0].isdecimal() else 0
     return [path.with_name(part_name(path.name, part, count)) for part in range(count)]
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write tensors as safetensors, and sync the file."""
+    with disk_errors(path):
+        try:
+            save_file(tensors, path, metadata)
+        except SafetensorError as error:
+            raise UserError(f"cannot write {path}: {error}", exit_code=1) from None
+    sync_file(path)  # the library makes files that only their owner can read
 
 
 @torch.no_grad()

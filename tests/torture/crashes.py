@@ -82,7 +82,7 @@ def damaged_checkpoints(run: Path) -> list[str]:
     """Checkpoints of a run that have their name and are not whole."""
     from pkmlm.errors import UserError
     from pkmlm.runtime.rundir import RunDirectory
-    from pkmlm.train.checkpoint import verify
+    from pkmlm.train.integrity import verify
 
     found = []
     for step in RunDirectory(run).steps():

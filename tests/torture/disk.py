@@ -32,12 +32,12 @@ class Disk:
     def install(self) -> None:
         """Put every operation of this process under watch."""
         import pkmlm.runtime.files as files
-        import pkmlm.train.checkpoint as checkpoint
+        import pkmlm.train.tensor_files as tensor_files
 
         for name in ("replace", "rename", "mkdir", "unlink", "rmdir", "fsync"):
             setattr(os, name, self._watched(name, getattr(os, name)))
         files.exchange = self._watched("exchange", files.exchange)  # type: ignore[assignment]
-        checkpoint.save_file = self._tensors(checkpoint.save_file)  # type: ignore[assignment]
+        tensor_files.save_file = self._tensors(tensor_files.save_file)  # type: ignore[assignment]
         real = builtins.open
 
         def watched_open(path: Any, mode: str = "r", *rest: Any, **named: Any) -> Any:

@@ -89,6 +89,7 @@ def mutate_tensors(ground: Ground, number: int) -> tuple[bool, str]:
 
     from pkmlm.model.transformer import build_model
     from pkmlm.train import checkpoint
+    from pkmlm.train.integrity import verify
 
     draw = random.Random(number)
     folder = ground.folder / f"step-{STEPS:08d}"
@@ -103,7 +104,7 @@ def mutate_tensors(ground: Ground, number: int) -> tuple[bool, str]:
     before = signal.signal(signal.SIGALRM, alarm)
     signal.setitimer(signal.ITIMER_REAL, HANG)
     try:
-        checkpoint.verify(folder)
+        verify(folder)
         checkpoint.load_weights(folder, model)
     except UserError as error:
         return short(error), "refused" if short(error) else f"{number}: {error}"

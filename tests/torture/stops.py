@@ -42,7 +42,7 @@ def stop(ground: Ground, run: Path, words: list[str], delay: float) -> tuple[lis
     seconds that it took, and the status that it left.
     """
     from pkmlm.runtime.rundir import RunDirectory
-    from pkmlm.train.checkpoint import verify
+    from pkmlm.train.integrity import verify
 
     shutil.rmtree(run, ignore_errors=True)
     child = ground.forks.start("command", words=words, init_scale=INIT_SCALE)

@@ -90,7 +90,7 @@ WRITES = {
     ("cli/streams.py", "open(1, 'w', closefd=False)"),  # the standard streams
     ("cli/streams.py", "open(2, 'w', closefd=False)"),
     ("runtime/lock.py", "open(path, 'a+b', buffering=0, opener=own_file)"),  # it holds nothing but a number
-    ("train/checkpoint.py", "save_file(tensors, path, metadata)"),  # into a folder that is not there yet
+    ("train/tensor_files.py", "save_file(tensors, path, metadata)"),  # into a folder that is not there yet
 }
 
 

@@ -7,8 +7,7 @@ import torch
 
 from pkmlm.errors import UserError
 from pkmlm.runtime.distributed import World
-from pkmlm.train.checkpoint import write_tensors
-from pkmlm.train.tensor_files import copy_tensors, part_name, parts_of
+from pkmlm.train.tensor_files import copy_tensors, part_name, parts_of, write_tensors
 
 TABLE = torch.arange(7 * 12.0).view(7, 12)
 
