@@ -77,7 +77,7 @@ def bytes_held(recipe: Recipe, cost: Cost, ranks: int, memory: int) -> dict[str,
         whole, columns = (row_gradient_bytes(part, recipe.train.batch_tokens, tokens, m) for m in (1, memory))
         held["gradients"] += columns - whole
     held["activations"] += tokens * (memory - 1) * reads * 12
-    if recipe.parallel.shard:
+    if recipe.parallel.shard and ranks > 1:
         inside, outside = shardable(recipe, cost)
         others = inside + outside - (inside + outside) // ranks
         held["weights"] += 4 * (outside + 2 * max(block.dense for block in cost.blocks))

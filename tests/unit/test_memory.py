@@ -102,14 +102,6 @@ def test_usage_weights_are_those_after_the_softmax():
     assert int(slots.max()) < 36
 
 
-def test_two_memories_share_nothing():
-    first, second = memory_of(), memory_of()
-    assert torch.equal(first.values.weight_KD, second.values.weight_KD)
-    with torch.no_grad():
-        first.values.weight_KD.zero_()
-    assert second.values.weight_KD.abs().sum() > 0
-
-
 def hash_layer(bits: int, spec: Hash, dim: int = 12, width: int = 7) -> HashLayer:
     layer = HashLayer(dim, width, bits, spec, 1, "qkv")
     initialise(layer, 1)

@@ -82,6 +82,7 @@ def test_dense_parameters_are_divided_too():
     assert whole["gradients"] - parts["gradients"] == 4 * away
     largest = max(block.dense for block in cost.blocks)
     assert whole["weights"] - parts["weights"] == 4 * away - 4 * (outside + 2 * largest)
+    assert bytes_held(shard, cost, 1, 1) == cost.training, "one rank has none to divide with"
     sent = bytes_sent(shard, cost, 2, 1)  # two forwards
     assert sent["dense"] == 2 * (3 * inside + 2 * outside) * 4 // 2 + 2 * keys * 4 // 2
 
