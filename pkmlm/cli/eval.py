@@ -89,7 +89,7 @@ def command(
     if stride is not None and not measured:
         raise UserError("--stride goes with a perplexity", "with --tasks, also give --split or --text")
     with joined() as world, world.told_once():
-        prepared = None if asked.tasks is None else prepare(asked)
+        prepared = None if asked.tasks is None else prepare(asked.tasks, asked.task_data, asked.num_fewshot)
         if world.size > 1:
             choice.refuse_standard_input("several processes cannot read one standard input")
         run = load_same(run_path, step, world)

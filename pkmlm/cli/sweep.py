@@ -80,18 +80,19 @@ def command(
     own = devices_of(devices, jobs)
     folder = SweepFolder(Path(output), path.stem, scale)
     folder.recall(results)
+    code = 0
     if table_only:
-        code = collect(results, folder)
+        folder.collect(results)
     else:
         if own:
             refuse_missing_devices(own)
         code = run_all(results, folder, jobs or len(own) or 1, own, task_data, quiet)
-        if code in (0, 1) and results.lack_speeds:
+        if not code and results.lack_speeds:
             folder.write(results)  # whatever comes of the timing
-            code |= time_models(results, folder, quiet)
+            code = time_models(results, folder, quiet)
     if results.ended or not results.trains:  # else an empty table would take the place of one that is there
         publish(results, folder)
-    return code
+    return code or tell_failures(results)
 
 
 def devices_of(names: str | None, jobs: int | None = None) -> list[str]:
@@ -154,18 +155,11 @@ def plan(results: "Results") -> "Table":
     return Table(f"{grid.title}: {len(results.cells)} runs", columns, rows)
 
 
-def collect(results: "Results", folder: "SweepFolder") -> int:
-    """Take in what is there already; the exit code: 1 where some of it cannot be read or is another grid's."""
-    failed = folder.collect(results)
-    for text in failed:
-        click.echo(f"error: {printable(text)}", err=True)
-    return int(bool(failed))
-
-
 def run_all(
     results: "Results", folder: "SweepFolder", jobs: int, devices: list[str], task_data: str | None, quiet: bool
 ) -> int:
-    """Run the cells; the exit code: 0, 1 where a cell failed, or what a signal stands for."""
+    """Run the cells; the exit code: 0, or what a signal stands for."""
+    from pkmlm.cli.zero_shot import prepare
     from pkmlm.runtime.files import make_folder
     from pkmlm.runtime.lock import locked
     from pkmlm.runtime.signals import stop_on_signals
@@ -178,7 +172,7 @@ def run_all(
     grid, cells, total, runs = results.grid, results.cells, len(results.cells), folder.runs
     cells.refuse_missing_data()
     if any(MEASURES[name].source == "tasks" for name in grid.measure):
-        read_tasks(",".join(tasks_of(grid.measure)), task_data)
+        prepare(",".join(tasks_of(grid.measure)), task_data, None)  # what is wrong with them is told now
     make_folder(runs)
     held = locked(runs / ".lock", f"the sweep {folder.path}")
     with held, stop_on_signals() as stop, cell_progress(runs, quiet) as (say, tick):
@@ -192,18 +186,7 @@ def run_all(
         Runner(cells.base, runs, grid.measure, jobs, devices, task_data, stop).run(cells, done, tick)
         if stop.exit_code is not None:
             click.echo("stopped on request; the same command goes on", err=True)
-            return stop.exit_code
-    return int(any(outcome.status == "failed" for outcome in results.outcomes.values()))
-
-
-def read_tasks(names: str, task_data: str | None) -> None:
-    """Have the tasks and their rows looked at: what is wrong with them is told before anything is trained."""
-    from pathlib import Path
-
-    from pkmlm.evaluate.harness import build_tasks
-    from pkmlm.evaluate.tasks import find_tasks
-
-    build_tasks(find_tasks(names, None if task_data is None else Path(task_data), None), None)
+    return stop.exit_code or 0
 
 
 @contextmanager
@@ -252,6 +235,14 @@ def time_models(results: "Results", folder: "SweepFolder", quiet: bool) -> int:
         return 1
     results.speeds = {point: Speed(cells[point].recipe_sha256, rounds, machine()) for point, rounds in timed.items()}
     return 0
+
+
+def tell_failures(results: "Results") -> int:
+    """Say which runs failed, and why; the exit code: 1 where one has."""
+    failed = [outcome for outcome in results.outcomes.values() if outcome.status == "failed"]
+    for outcome in failed:
+        click.echo(f"error: {printable(outcome.cell.name)}: {printable(outcome.message)}", err=True)
+    return int(bool(failed))
 
 
 def publish(results: "Results", folder: "SweepFolder") -> None:

@@ -49,14 +49,13 @@ class Prepared(NamedTuple):
     tasks: dict[str, "ConfigurableTask"]
 
 
-def prepare(asked: Asked) -> Prepared:
+def prepare(names: str, task_data: str | None, num_fewshot: int | None) -> Prepared:
     """Find and check the tasks and their rows: what is wrong with them is told before a model is loaded."""
     from pkmlm.evaluate.harness import build_tasks
     from pkmlm.evaluate.tasks import find_tasks
 
-    folder = None if asked.task_data is None else Path(asked.task_data)
-    sources = find_tasks(asked.tasks or "", folder, asked.num_fewshot)
-    return Prepared(sources, build_tasks(sources, asked.num_fewshot))
+    sources = find_tasks(names, None if task_data is None else Path(task_data), num_fewshot)
+    return Prepared(sources, build_tasks(sources, num_fewshot))
 
 
 def score_tasks(run: "LoadedRun", prepared: Prepared, asked: Asked, world: "World", quiet: bool) -> dict[str, Any]:

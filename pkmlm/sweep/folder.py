@@ -61,33 +61,30 @@ class SweepFolder:
         if self.path.is_dir() and any(self.path.iterdir()) and not self.runs.exists():
             raise UserError(f"{self.path} holds no sweep, but other files", "name a new folder with -o")
 
-    def collect(self, results: Results) -> list[str]:
-        """Take in the runs that are there already; what is wrong with those that are not the grid's.
+    def collect(self, results: Results) -> None:
+        """Take in the runs that are there already, if the grid needs any.
 
         Raises:
             UserError: nothing of this grid is there, so that an empty table would take the place of another's.
         """
         if not results.trains:
-            return []
+            return
         if not self.runs.is_dir():
             message = f"{self.path} holds no runs of a sweep (expected {self.runs})"
             raise UserError(message, "leave --table out to train")
-        failed: list[str] = []
 
         def take(cells: Iterable[Cell]) -> None:
             for outcome in filter(None, (finished(cell, self.runs) for cell in cells)):
                 results.add(outcome)
-                if outcome.status == "failed":
-                    failed.append(f"{outcome.cell.name}: {outcome.message}")
 
         take(results.cells.first.values())
         for point in results.grid.points():
             for chosen in results.chosen(point)[:1]:
                 take(results.cells.others(chosen.cell))
-        if len(failed) == len(results.outcomes):
+        if not results.ended:
             message = f"{self.path} holds no run of this grid that has ended"
+            failed = [f"{outcome.cell.name}: {outcome.message}" for outcome in results.outcomes.values()]
             raise UserError(message, failed[0] if failed else "leave --table out")
-        return failed
 
     def write(self, results: Results) -> list[Table]:
         """Write the tables and results.json; the tables."""
