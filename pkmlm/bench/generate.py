@@ -62,11 +62,11 @@ def time_inference(
 
     Args:
         batches: sequences that are decoded or scored at once.
-        tokens: to decode in a sequence; at most half the context.
+        tokens: to decode in a sequence; more than half the context are cut to it.
     """
     check_room(chosen, training=False)
     device, context = choose_device(), chosen[0].recipe.model.context
-    tokens = min(tokens, context // 2)
+    tokens = min(tokens, max(1, context // 2))
     actions: dict[tuple[str, int, int], Callable[[], object]] = {}
     for index, one in enumerate(chosen):
         say(f"building {one.name}")

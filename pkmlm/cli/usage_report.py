@@ -73,6 +73,8 @@ def command(
             raise UserError("--export takes one run at one step", "write a file for each")
         folder, page = free_folder(plots, force), free_file("--html", html, force)
         background = free_file("--export", export, force)
+        if page is not None and page == background:
+            raise UserError(f"--html and --export name one file, {page}", "name two")
         choice.refuse_standard_input("a text is read more than once")
         named = [(f"{name}@{s}" if len(steps) > 1 else name, run, s) for name, run in runs.items() for s in steps]
         found = reports_on(named, choice, quiet, world, look_into=page is not None)

@@ -86,6 +86,8 @@ def test_bench_generate_times_models_side_by_side(tmp_path, write_recipe):
     megabytes, milliseconds, speed = map(float, row[1:4])
     assert megabytes == round(models["memory-256"]["bytes_read_per_token"] / 1e6, 1) > 0
     assert speed == pytest.approx(megabytes / milliseconds, abs=0.1)
+    one = ["-s", "model.context=1", "-s", "train.batch_tokens=8", "--only", "dense", "--batch", 1, *short]
+    assert ": decoding 1 tokens a sequence" in pkmlm("bench", "generate", recipe, *one).stdout
     hashed = write_recipe(tmp_path, "hash")
     assert "no memory to time" in pkmlm("bench", "generate", hashed, "--only", "memory", code=2).stderr
     assert "expected some of dense" in pkmlm("bench", "generate", hashed, "--only", "fast", code=2).stderr
@@ -118,7 +120,8 @@ def test_bench_loop_times_both_loops(tmp_path, write_recipe):
     assert found["ratio"] == pytest.approx(sum(a / b for a, b in zip(found["loop"], found["bare"], strict=True)) / 2)
     said = pkmlm("bench", "loop", recipe, "--rounds", 1, "--steps", 1).stdout
     assert "times the bare loop" in said
-    assert "data.dir is not set" in pkmlm("bench", "loop", recipe, "-s", "data.dir=null", code=2).stderr
+    for change, said in (("data.dir=null", "data.dir is not set"), ("model.vocab_size=100", "the tokenizer's 600")):
+        assert said in pkmlm("bench", "loop", recipe, "-s", change, code=2).stderr
 
 
 def test_bench_tokenize_times_both(novels):

@@ -145,6 +145,7 @@ def test_errors_are_one_line(run_of: Callable[[str], Path], tmp_path: Path) -> N
         ([run, "--text", tmp_path / "no.txt"], "no.txt"),
         ([run, "--split", "unknown"], "unknown"),
         ([run, "--format", "xml"], "xml"),
+        ([run, "--html", tmp_path / "one", "--export", tmp_path / "one"], "--html and --export name one file"),
         ([], "RUN"),
     ):
         done = pkmlm("usage-report", *arguments, code=2)

@@ -7,7 +7,6 @@ import click
 
 from pkmlm.cli.bench.waiting import waiting
 from pkmlm.cli.options import json_option, quiet_option, set_option
-from pkmlm.errors import UserError
 
 
 @click.command("loop", short_help="The training loop over a bare PyTorch loop.")
@@ -28,17 +27,13 @@ def command(recipe_file: str, overrides: tuple[str, ...], rounds: int, steps: in
       pkmlm bench loop recipes/demo.yaml -s model.memory.kind=none --json
     """
     from pkmlm.bench.loop import loop_cost
-    from pkmlm.data.corpus import Corpus
-    from pkmlm.recipe.load import load_recipe
+    from pkmlm.cli.train import open_all
     from pkmlm.report.tables import Column, Table, number
     from pkmlm.runtime.device import choose_device, choose_precision
 
-    recipe = load_recipe(recipe_file, overrides)
-    if recipe.data.dir is None:
-        raise UserError(f"{recipe_file}: data.dir is not set", "add -s data.dir=DIR, a folder from `pkmlm tokenize`")
+    recipe, corpus, _ = open_all(recipe_file, overrides, ranks=1, verify=False)
     device = choose_device()
     precision, _ = choose_precision(recipe.train.precision, device)
-    corpus = Corpus.open(recipe.data.dir, "train")
     with waiting(quiet) as say:
         cost = loop_cost(recipe, corpus, device, precision, rounds, steps, say)
     if as_json:
