@@ -83,11 +83,19 @@ class Browser:
             time.sleep(0.05)
         return value
 
-    def click(self, x: float, y: float) -> None:
+    def click(self, x: float, y: float, button: str = "left") -> None:
         """A click at a place of the window, in CSS pixels."""
-        at = {"x": x, "y": y, "button": "left", "clickCount": 1}
         for kind in ("mousePressed", "mouseReleased"):
-            self._call("Input.dispatchMouseEvent", {"type": kind, **at})
+            self._mouse(kind, x, y, button, clickCount=1)
+
+    def drag(self, start: tuple[float, float], end: tuple[float, float], *, held: bool = True) -> None:
+        """Press, move and release; without `held` the page is not told of a release that came before the move."""
+        self._mouse("mousePressed", *start, "left", clickCount=1)
+        self._mouse("mouseMoved", *end, "left" if held else "none", buttons=int(held))
+        self._mouse("mouseReleased", *end, "left", clickCount=1)
+
+    def _mouse(self, kind: str, x: float, y: float, button: str, **more: int) -> None:
+        self._call("Input.dispatchMouseEvent", {"type": kind, "x": x, "y": y, "button": button, **more})
 
     def press(self, key: str) -> None:
         codes = {"Enter": 13, "ArrowRight": 39, "ArrowDown": 40}

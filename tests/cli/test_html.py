@@ -226,6 +226,28 @@ def test_a_click_and_the_keyboard_show_the_slot(page: Path, trained, browser: Br
 
 
 @in_browser
+def test_the_map_is_dragged_with_the_left_button_alone(page: Path, browser: Browser) -> None:
+    browser.open(page)
+    canvas = "document.querySelector('canvas.map')"
+    x, y, width = browser.run(
+        f"({canvas}.scrollIntoView(), (r => [r.x, r.y, r.width])({canvas}.getBoundingClientRect()))"
+    )
+    middle, aside = (x + width / 2, y + width / 2), (x + width / 4, y + width / 2)
+    browser.click(*middle, button="right")
+    assert browser.run("document.querySelector('[data-panel=map] .card h3') === null"), "no slot is chosen"
+    browser.run(f"{canvas}.focus()")
+    browser.click(*middle)
+    browser.press("+")
+    shown = f"{canvas}.ariaLabel"
+    before = browser.run(shown)
+    browser.drag(middle, aside, held=False)
+    assert browser.run(shown) == before
+    browser.drag(middle, aside)
+    assert browser.run(shown) != before
+    assert browser.complaints == []
+
+
+@in_browser
 def test_both_themes_and_a_narrow_window(page: Path, browser: Browser, tmp_path: Path) -> None:
     back = "getComputedStyle(document.body).backgroundColor"
     for scheme, colour in (("light", "rgb(255, 255, 255)"), ("dark", "rgb(18, 20, 22)")):

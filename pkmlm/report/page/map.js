@@ -101,10 +101,12 @@ function slotMap(options) {
   }, { passive: false });
   let held = null;
   canvas.addEventListener("pointerdown", (event) => {
+    if (event.button !== 0) return;
     held = { x: event.clientX, y: event.clientY, view: { ...view }, moved: false };
     canvas.setPointerCapture(event.pointerId);
   });
   canvas.addEventListener("pointermove", (event) => {
+    if (!event.buttons) held = null; // released where the page was not told of it
     if (!held) return;
     const dx = event.clientX - held.x, dy = event.clientY - held.y;
     if (Math.abs(dx) + Math.abs(dy) < 5 && !held.moved) return;
