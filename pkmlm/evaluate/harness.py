@@ -26,6 +26,7 @@ from pkmlm.evaluate.task_rows import FIELDS, read_rows
 from pkmlm.evaluate.tasks import HINT, TaskSource
 
 FEWSHOT_SEED = 1234  # the harness's own
+SHOTS = "few-shot examples"  # a split that no definition names
 LOGGERS = ("lm_eval", "datasets", "huggingface_hub")
 Facts = dict[str, Any]
 
@@ -153,7 +154,8 @@ def build(source: TaskSource, fewshot: int | None, offline: bool) -> Configurabl
         scored, others = source.splits
         splits = {name: rows.select([]) for name in others} | {scored: rows}
         if source.shots is not None:
-            splits[config["training_split"]] = data_set(source.shots, source.name)
+            splits[SHOTS] = data_set(source.shots, source.name)
+            config["fewshot_config"] = {**(config.get("fewshot_config") or {}), "split": SHOTS}
         config["custom_dataset"] = lambda **_: splits
     try:
         task = ConfigurableTask(config=config)

@@ -159,7 +159,9 @@ def rows_files(
     """Where the rows and the few-shot examples of a task are; None: where its definition says."""
     if folder is not None and (folder / f"{task}.jsonl").is_file():
         shots = folder / f"{task}.train.jsonl"
-        if fewshot and config.get("training_split") and not shots.is_file():
+        drawn = config.get("fewshot_split") or config.get("training_split")
+        scored = config.get("test_split") or config.get("validation_split")
+        if fewshot and not shots.is_file() and drawn not in (None, scored):
             raise UserError(f"--num-fewshot: no examples for {task} (expected {shots})")
         return folder / f"{task}.jsonl", shots if shots.is_file() else None
     if folder is not None and not is_local(config):

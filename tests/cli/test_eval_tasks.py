@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pkmlm.errors import UserError
 from pkmlm.evaluate.harness import build_tasks, run_tasks
 from pkmlm.evaluate.load import load_run
 from pkmlm.evaluate.tasks import find_tasks
@@ -165,6 +166,20 @@ def test_examples_before_the_question_come_from_their_own_file(run, tmp_path):
     assert samples[0]["arguments"][0][0].count("Question:") == 3
     assert record["tasks"]["arc_easy"]["num_fewshot"] == 2
     assert (run / "eval" / "tasks-arc_easy-shots-2-step-30.json").exists()
+
+
+@pytest.mark.parametrize("named", ["", "training_split: test\n", "fewshot_split: dev\n"])
+def test_examples_have_a_split_of_their_own_whatever_a_definition_names(tmp_path, named):
+    path = tmp_path / "own.yaml"
+    path.write_text(OWN.format(file="none") + named)
+    (tmp_path / "colours.jsonl").write_text('{"thing": "Snow", "colour": 0}\n{"thing": "Milk", "colour": 0}\n')
+    if "dev" in named:
+        with pytest.raises(UserError, match=r"no examples for colours \(expected .*colours.train.jsonl\)"):
+            find_tasks(str(path), tmp_path, 1)
+    (tmp_path / "colours.train.jsonl").write_text('{"thing": "Soot", "colour": 1}\n')
+    (task,) = build_tasks(find_tasks(str(path), tmp_path, 1), 1).values()
+    assert [document["thing"] for document in task.eval_docs] == ["Snow", "Milk"]
+    assert task.fewshot_context(task.eval_docs[0], 1) == "Soot is black\n\nSnow is"
 
 
 OWN = """task: colours
