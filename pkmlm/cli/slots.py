@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pkmlm.report.usage import MemoryUsage
 
 MOST = {"slots": 20, "contexts": 10, "token": 3}  # rows of each kind of report
+MOST_KEPT = 1 << 28  # contexts that a pass keeps of all slots together, at 12 bytes each
 
 
 @click.command()
@@ -139,6 +140,9 @@ def of_slot(
 
     tap = memories(run.model)[memory].tap
     number = slot_number(name, tap.kind, tap.slots, tap.heads)
+    if top * tap.slots > MOST_KEPT:
+        most = MOST_KEPT // tap.slots
+        raise UserError(f"--top: found {top} (expected at most {most}: as many are kept of each of {tap.slots:,} slots)")
     usage, strongest = indexed(run, memory, documents[0], max(top, CONTEXTS), quiet)
     ((slot,),) = describe(run, [Wanted(memory, usage, strongest, [number])], documents[1])
     slot = slot._replace(contexts=slot.contexts[:top])
