@@ -82,7 +82,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             "id": "7",
             "question_stem": "A horse drinks",
             "choices": {"text": ["water", "sand", "glass", "smoke"], "label": LETTERS},
-            "answerKey": "A",
+            "answerKey": " A",  # the task takes no notice of the space
         }
     ],
     "copa": [

@@ -162,6 +162,8 @@ def build(source: TaskSource, fewshot: int | None, offline: bool) -> Configurabl
         if fewshot is not None:
             task.set_config("num_fewshot", fewshot)
         task.set_fewshot_seed(FEWSHOT_SEED)
+        totals = task.aggregation()
+        totals.update({name: bounded(total) for name, total in totals.items()})
         if source.own is not None or (not source.hub and source.name not in FIELDS):
             check_documents(task)
             task.set_fewshot_seed(FEWSHOT_SEED)
@@ -170,6 +172,18 @@ def build(source: TaskSource, fewshot: int | None, offline: bool) -> Configurabl
     except Exception as error:  # whatever a definition's own functions and templates do with a row
         raise cannot_build(source, error, offline) from None
     return task
+
+
+def bounded(total: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """What sums up a metric, infinite where the harness divides by no bytes, or takes exp of more than floats hold."""
+
+    def total_or_infinity(items: Any) -> Any:
+        try:
+            return total(items)
+        except (OverflowError, ZeroDivisionError):
+            return math.inf
+
+    return total_or_infinity
 
 
 def data_set(file: Path, task: str) -> datasets.Dataset:
@@ -228,8 +242,8 @@ def task_facts(task: ConfigurableTask, results: Facts, samples: Sequence[Facts])
 
     Keys: n (documents), acc, acc_norm (shares of right answers: of the choice with the largest log p, or with the
     largest log p by character), their standard errors (of a mean over documents), chance (of a random choice), always
-    (acc of giving the same answer to all, where all have the same choices), metrics (all others of the task). None
-    where the task has no such thing.
+    (acc of giving the same answer to all, where all have the same choices), metrics (all others of the task that are
+    finite). None where the task has no such thing.
     """
     metrics = {
         key.removesuffix(",none"): value

@@ -65,7 +65,7 @@ def other_than(name: str) -> Field:
 
 
 def names_a_choice(found: Any, row: Row) -> bool:
-    return is_text(found) and are_choices(row.get("choices"), row) and found.strip() in row["choices"]["label"]
+    return is_text(found) and are_choices(row.get("choices"), row) and found in row["choices"]["label"]
 
 
 def starts_the_pronoun(found: Any, row: Row) -> bool:
@@ -127,7 +127,11 @@ FIELDS: dict[str, dict[str, Field]] = {
         "options": answers(4),
         "label": one_of("a", "b", "c", "d"),
     },
-    "openbookqa": {"question_stem": FULL_TEXT, "choices": CHOICES, "answerKey": ANSWER},
+    "openbookqa": {
+        "question_stem": FULL_TEXT,
+        "choices": CHOICES,
+        "answerKey": ANSWER._replace(holds=lambda found, row: is_text(found) and names_a_choice(found.lstrip(), row)),
+    },
     "copa": {
         "premise": Field("a sentence", lambda found, row: is_text(found) and any(map(str.isalnum, found))),
         "choice1": FULL_TEXT,

@@ -67,6 +67,15 @@ def test_every_stock_task_of_the_readme_in_one_command(run, rows):
     assert record["stride"] is None
 
 
+@pytest.mark.parametrize(
+    ("page", "kept"), [("x" * 5000, {"byte_perplexity", "bits_per_byte"}), ("", {"word_perplexity"})]
+)
+def test_perplexities_that_no_number_holds_are_left_out(run, tmp_path, page, kept):
+    (tmp_path / "wikitext.jsonl").write_text(json.dumps({"page": page}))
+    record, _ = scored(run, tmp_path, "wikitext")
+    assert record["tasks"]["wikitext"]["metrics"].keys() == kept
+
+
 def independent(run: Path, context: str, continuation: str) -> tuple[float, bool]:
     """log p of a continuation from the model's raw logits, in a few lines of its own."""
     loaded = load_run(run)

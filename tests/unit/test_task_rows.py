@@ -52,6 +52,8 @@ BAD = [  # task, what is changed in its first row, what is said of it
     ("wsc273", {"options": "The box"}, "options is"),
     ("arc_easy", {"answerKey": "E"}, 'answerKey is "E" (expected one of the labels of its choices)'),
     ("arc_easy", {"answerKey": 0}, "answerKey is 0"),
+    ("arc_easy", {"answerKey": "A "}, 'answerKey is "A "'),
+    ("openbookqa", {"answerKey": "A "}, 'answerKey is "A "'),
     ("arc_easy", {"choices": ["a", "b"]}, "choices is"),
     ("arc_easy", {"choices": {"text": ["a", "b"], "label": ["A"]}}, "choices is"),
     ("arc_easy", {"choices": {"text": ["a", "b"], "label": ["A", "A"]}}, "choices is"),
