@@ -198,7 +198,7 @@ def batch_norm_over_ranks() -> None:
     x_WNF, grad_WNF = (torch.randn(4, 6, 7, generator=random) for _ in range(2))
     x_WNF = x_WNF * torch.tensor([1, 2, 3, 4.0])[:, None, None] + 100  # a difference of squares would lose four digits
     with joined() as world:
-        ours, torchs = QueryBatchNorm(7), nn.BatchNorm1d(7).double()
+        ours, torchs = QueryBatchNorm(7, momentum=0.1), nn.BatchNorm1d(7).double()
         initialise(ours, 1)
         ours.ranks = world
         with torch.no_grad():

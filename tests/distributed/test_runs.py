@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from pkmlm.runtime.rundir import RunDirectory
 from tests.conftest import pkmlm
-from tests.distributed.ranks import Ended, Ranks
+from tests.forks import Ended
 
 STEPS = ["-s", "train.steps=8", "-s", "checkpoint.every=4", "-s", "checkpoint.keep=5", "-s", "eval.every=4"]
 
@@ -68,7 +68,7 @@ def alone(tmp_path_factory, recipe) -> Path:
 
 
 @pytest.fixture(scope="module")
-def divided(tmp_path_factory, recipe, ranks: Ranks) -> Path:
+def divided(tmp_path_factory, recipe, ranks) -> Path:
     """The same run by two ranks that divide its tables."""
     run = tmp_path_factory.mktemp("divided") / "run"
     ranks.pkmlm(2, "train", recipe, "-o", run, *STEPS, *of(2, 2))
@@ -185,10 +185,11 @@ def test_a_damaged_part_is_named_and_set_aside(divided, recipe, ranks, tmp_path)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(recipe, ranks, tmp_path, number, code):
     run = tmp_path / "run"
-    ranks.start(2, "command", words=["train", str(recipe), "-o", str(run), *of(2, 2), "-s", "train.steps=100000"])
+    words = ["train", str(recipe), "-o", str(run), *of(2, 2), "-s", "train.steps=100000"]
+    started = ranks.start(2, "command", words=words)
     wait_for(run, 3)
-    os.kill(ranks.pids[1], number)
-    ended = ranks.end()
+    os.kill(started.pids[1], number)
+    ended = started.end()
     assert [rank.code for rank in ended] == [code, code]
     facts = json.loads((run / "run.json").read_text())
     assert (facts["status"], facts["exit_code"]) == ("stopped", code)
@@ -200,11 +201,11 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(recipe, ranks, tmp_pat
 def test_a_killed_rank_ends_the_others_which_say_where_they_were(recipe, ranks, tmp_path, layout):
     run = tmp_path / "run"
     words = ["train", str(recipe), "-o", str(run), *of(2), "-s", *layout, "-s", "train.steps=100000"]
-    ranks.start(2, "command", words=words)
+    started = ranks.start(2, "command", words=words)
     wait_for(run, 3)
-    os.kill(ranks.pids[1], signal.SIGKILL)
+    os.kill(started.pids[1], signal.SIGKILL)
     began = time.monotonic()
-    ended = ranks.end()
+    ended = started.end()
     assert time.monotonic() - began < 20
     assert [rank.code for rank in ended] == [1, -signal.SIGKILL]
     assert re.match(r".*error: rank 0, step \d+: the connection to another rank is lost\nhint: ", ended[0].stderr, re.S)
@@ -214,16 +215,16 @@ def test_a_killed_rank_ends_the_others_which_say_where_they_were(recipe, ranks, 
 def test_a_rank_that_does_not_answer_is_waited_for_so_long(recipe, ranks, tmp_path):
     run = tmp_path / "run"
     words = ["train", str(recipe), "-o", str(run), *of(2, 2), "-s", "train.steps=100000"]
-    ranks.start(2, "command_with", words=words, environment={"PKMLM_TIMEOUT": "2"})
+    started = ranks.start(2, "command_with", words=words, environment={"PKMLM_TIMEOUT": "2"})
     wait_for(run, 3)
-    os.kill(ranks.pids[1], signal.SIGSTOP)
+    os.kill(started.pids[1], signal.SIGSTOP)
     time.sleep(3)
     until = time.monotonic() + 20
-    while "no answer from another rank for 2 s\nhint: PKMLM_TIMEOUT=" not in ranks.said(0)[1]:
+    while "no answer from another rank for 2 s\nhint: PKMLM_TIMEOUT=" not in started.said(0)[1]:
         assert time.monotonic() < until
         time.sleep(0.05)
-    os.kill(ranks.pids[1], signal.SIGKILL)
-    assert [rank.code for rank in ranks.end()] == [1, -signal.SIGKILL]
+    os.kill(started.pids[1], signal.SIGKILL)
+    assert [rank.code for rank in started.end()] == [1, -signal.SIGKILL]
 
 
 def test_a_part_that_cannot_be_written_leaves_nothing(recipe, ranks, tmp_path):

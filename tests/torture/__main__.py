@@ -16,8 +16,8 @@ from typing import Any
 
 from pkmlm.report.tables import Column, Table
 from pkmlm.runtime.commit import source_commit
+from tests.forks import ROOT, Forks
 from tests.torture import crashes, damage, disks, kills, mutants, records, sizes, stops
-from tests.torture.forks import ROOT, Forks
 from tests.torture.oracle import Ground, forget_one, saved_items
 
 Trial = Callable[[], tuple[bool, str]]
@@ -75,7 +75,7 @@ def main() -> int:
     arguments.add_argument("--only", default="", help="parts whose name holds this")
     given = arguments.parse_args()
     end = time.monotonic() + 60 * given.minutes
-    with Forks(given.folder.resolve() / "said") as forks:
+    with Forks(given.folder.resolve() / "said", "tests.torture.jobs") as forks:
         ground = Ground(given.folder.resolve(), forks).make()
         record = given.folder / "trials.jsonl"
         chosen = [part for part in parts(ground) if given.only in part.name]

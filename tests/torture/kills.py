@@ -57,7 +57,7 @@ def kill(ground: Ground, words: list[object], aim: str, draw: random.Random, **a
             break
     time.sleep(delay)
     child.signal(signal.SIGKILL)
-    ended = child.end()
+    (ended,) = child.end()
     return phases.now() if ended.code == -signal.SIGKILL else None
 
 

@@ -16,7 +16,7 @@ from pkmlm.errors import UserError
 from pkmlm.recipe.check import check_recipe
 from pkmlm.recipe.dump import dump_recipe, flatten
 from pkmlm.recipe.load import load_recipe
-from tests.torture.forks import ROOT
+from tests.forks import ROOT
 from tests.torture.oracle import STEPS, Ground
 
 HANG = 5.0  # seconds

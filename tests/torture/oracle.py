@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.torture.forks import CRASHED, ROOT, Forks
+from tests.forks import CRASHED, ROOT, Forks
 
 STEPS = 12
 RECIPE = """name: torture-{kind}
@@ -70,14 +70,15 @@ class Ground:
                 text = io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(stored), encoding="utf-8")
                 self.folder.joinpath(f"{name}.txt").write_text(text.read(size))
         valid = self.folder / "valid.txt"
-        self.forks.warm("tokenize", valid, "-o", self.folder / "warm-tokens", "--vocab-size", 320, "--force")
+        warm = ("tokenize", valid, "-o", self.folder / "warm-tokens", "--vocab-size", 320, "--force")
+        self.forks.pkmlm(*warm, here=True)
         if not self.tokens.exists():
             self.forks.pkmlm("tokenize", self.text, "--valid", valid, "-o", self.tokens, "--vocab-size", 350)
         for kind, (memory, precision) in KINDS.items():
             text = RECIPE.format(kind=kind, tokens=self.tokens, memory=memory, precision=precision, steps=STEPS)
             self.recipe(kind).write_text(text)
             shutil.rmtree(self.folder / "warm", ignore_errors=True)
-            self.forks.warm("train", self.recipe(kind), "-o", self.folder / "warm")
+            self.forks.pkmlm("train", self.recipe(kind), "-o", self.folder / "warm", here=True)
             if not self.reference(kind).exists():
                 self.train(kind, self.reference(kind), "-s", "checkpoint.keep=100")
         return self

@@ -18,7 +18,7 @@ def one_long_line(ground: Ground, size: int = 10**9, memory: int = 2 * GIB) -> t
             file.write(piece)
     try:
         words = ["tokenize", str(path), "-o", str(out), "--vocab-size", "350"]
-        ended = ground.forks.run("command", words=words, memory=memory, limit=1500)
+        (ended,) = ground.forks.run("command", words=words, memory=memory, limit=1500)
         right = ended.code == 0 and (out / "index.json").exists()
         return right, f"{ended.seconds:.0f} s" if right else f"exit {ended.code}: {ended.stderr[-300:]}"
     finally:
@@ -31,7 +31,7 @@ def bomb(ground: Ground, name: str, size: int = GIB, memory: int = GIB // 2) -> 
     path, out = write_bomb(ground.folder, name, size), ground.folder / "bomb-tokens"
     try:
         words = ["tokenize", str(path), "-o", str(out), "--tokenizer", str(ground.tokens / "tokenizer.model")]
-        ended = ground.forks.run("command", words=words, memory=memory, limit=1500)
+        (ended,) = ground.forks.run("command", words=words, memory=memory, limit=1500)
         refused = ended.code in (1, 2) and ended.stderr.startswith("error: ") and "Traceback" not in ended.stderr
         right = refused or (ended.code == 0 and (out / "index.json").exists())
         what = "refused" if refused else "bounded"

@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-from tests.torture.forks import ROOT
+from tests.forks import ROOT
 from tests.torture.oracle import INIT_SCALE, Ground
 
 SOON = 10.0  # seconds
@@ -54,7 +54,7 @@ def stop(ground: Ground, run: Path, words: list[str], delay: float) -> tuple[lis
         time.sleep(0.01)
     asked = time.monotonic()
     child.signal(signal.SIGTERM)
-    ended = child.end()
+    (ended,) = child.end()
     took = time.monotonic() - asked
     facts = json.loads((run / "run.json").read_text())
     lost = [] if took < SOON else [f"took {took:.1f} s"]

@@ -17,8 +17,8 @@ from pkmlm.runtime.files import json_text
 from pkmlm.runtime.log import TrainingLog
 from pkmlm.runtime.rundir import RunDirectory
 from tests.conftest import ROOT, pkmlm
+from tests.forks import Forks
 from tests.torture import crashes, damage, disks, kills, mutants, records, sizes, stops
-from tests.torture.forks import Forks
 from tests.torture.oracle import Ground, forget_one, saved_items
 
 
@@ -27,7 +27,7 @@ def ground(tmp_path_factory):
     if sys.platform != "linux":
         pytest.skip("the trials look into /proc")
     folder = tmp_path_factory.mktemp("ground")
-    with Forks(folder / "said") as forks:
+    with Forks(folder / "said", "tests.torture.jobs") as forks:
         yield Ground(folder, forks).make()
 
 
