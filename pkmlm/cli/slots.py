@@ -142,7 +142,9 @@ def of_slot(
     number = slot_number(name, tap.kind, tap.slots, tap.heads)
     if top * tap.slots > MOST_KEPT:
         most = MOST_KEPT // tap.slots
-        raise UserError(f"--top: found {top} (expected at most {most}: as many are kept of each of {tap.slots:,} slots)")
+        raise UserError(
+            f"--top: found {top} (expected at most {most}: as many are kept of each of {tap.slots:,} slots)"
+        )
     usage, strongest = indexed(run, memory, documents[0], max(top, CONTEXTS), quiet)
     ((slot,),) = describe(run, [Wanted(memory, usage, strongest, [number])], documents[1])
     slot = slot._replace(contexts=slot.contexts[:top])

@@ -113,7 +113,8 @@ def devices_of(names: str | None, jobs: int | None = None) -> list[str]:
 
 
 def refuse_missing_devices(devices: list[str]) -> None:
-    """See to it that this process, which times the models on the first of them, and its children have these GPUs.
+    """See to it that this process, which times the models on the first of them, and its children have these GPUs. Of
+    MIG instances only the first is looked for: CUDA shows a process no more than one.
 
     Raises:
         UserError: one is not there; torch would train on the CPU without a word.
@@ -122,7 +123,7 @@ def refuse_missing_devices(devices: list[str]) -> None:
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     found = torch.cuda.device_count()
-    if found < len(devices):
+    if found < (1 if devices[0].startswith("MIG-") else len(devices)):
         message = f"--device {','.join(devices)}: there is no GPU {devices[found]} here"
         raise UserError(message, "pkmlm doctor lists the devices")
 

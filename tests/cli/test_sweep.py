@@ -273,6 +273,8 @@ def test_a_cell_on_each_device(grid, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     said = pkmlm("sweep", grid, "-o", folder, "--device", "0,1", code=2).stderr
     assert "error: --device 0,1: there is no GPU 1 here" in said
+    done = pkmlm("sweep", grid, "-o", folder, "--device", "MIG-5f3a,MIG-41b3", code=1)
+    assert f"2 runs in {folder}, 2 at a time" in done.stderr
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     done = pkmlm("sweep", grid, "-o", folder, "--device", "0,1", code=1)
     assert f"2 runs in {folder}, 2 at a time" in done.stderr
