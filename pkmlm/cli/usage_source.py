@@ -101,6 +101,8 @@ def source_of(label: str, run: "RunDirectory", step: str, choice: "TextChoice", 
     from pkmlm.runtime.files import sha256_of
     from pkmlm.runtime.manifest import MANIFEST
 
+    if choice.text is not None and not Path(choice.text).is_file():
+        raise UserError(f"--text {choice.text} is not a file")
     if is_export(run.path):
         return Source(label, run, step)
     number = run.resolve(step)
@@ -108,8 +110,6 @@ def source_of(label: str, run: "RunDirectory", step: str, choice: "TextChoice", 
     origin: dict[str, Any] = {"checkpoint": sha256_of(run.checkpoint(number) / MANIFEST)}
     if choice.text is not None:
         text = Path(choice.text)
-        if not text.is_file():
-            raise UserError(f"--text {choice.text} is not a file")
         name = f"text-{text.name[:100]}"
         origin |= {"text": sha256_of(text), "separator": choice.separator, "field": choice.field}
     else:

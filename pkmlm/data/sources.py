@@ -245,7 +245,7 @@ def checked(name: str, format: str | None) -> Source:
         if stat.S_ISDIR(mode):
             raise UserError(f"{name} is a folder (expected a file)", f"name its files: '{name.rstrip('/')}/*.txt'")
         if not stat.S_ISREG(mode):
-            raise UserError(f"{name} is not a regular file", "give a pipe as standard input: ... | pkmlm tokenize -")
+            raise UserError(f"{name} is not a regular file", "give a pipe as standard input, by the name -")
         with open(name, "rb"):
             pass
     if format is None and suffix.lower()[1:] not in FORMATS:

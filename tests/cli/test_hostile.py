@@ -308,6 +308,17 @@ def test_what_is_no_file_is_not_waited_for(copy, name, make):
     assert re.match(r"error: cannot read .*\n\Z", pkmlm("compare", copy, code=2).stderr)
 
 
+def test_a_pipe_among_texts_is_not_waited_for(copy, tmp_path):
+    pipe = tmp_path / "pipe.txt"
+    os.mkfifo(pipe)
+    said = pkmlm("eval", copy, "--text", pipe, code=2).stderr
+    assert said == f"error: {pipe} is not a regular file\nhint: give a pipe as standard input, by the name -\n"
+    pkmlm("export", copy, "-o", tmp_path / "exported")
+    for place in (copy, tmp_path / "exported"):  # usage-report takes no standard input
+        said = pkmlm("usage-report", place, "--text", pipe, code=2).stderr
+        assert said == f"error: --text {pipe} is not a file\n"
+
+
 def test_names_that_no_file_can_have(begun, copy, tmp_path):
     long = "x" * 300
     for arguments in (
