@@ -121,9 +121,9 @@ def read_index(folder: Path) -> Index:
     index = read_stamped(path, Index, FORMAT)
     if problem := contradiction(index):
         raise damaged(path, problem)
-    for entry in sorted(folder.iterdir()):
-        if OWN_FILES.fullmatch(entry.name) and entry.name not in index.files:
-            raise damaged(entry, "the index knows no such file")
+    own = {entry.name for entry in folder.iterdir() if OWN_FILES.fullmatch(entry.name)}
+    if strange := sorted(own - index.files):
+        raise damaged(folder / strange[0], "the index knows no such file")
     return typing.cast(Index, index)
 
 

@@ -80,8 +80,8 @@ def write_part(
         wholes = {}
         for split, inputs in sources.items():
             refuse_changed(record, split)
-            by_division = zip(divisions[split], inputs, strict=True)
-            wholes[split] = tuple(whole_of(inp, each) for each, inp in by_division if each in record.shared(split))
+            shared, each_source = record.shared(split), zip(divisions[split], inputs, strict=True)
+            wholes[split] = tuple(whole_of(source, each) for each, source in each_source if each in shared)
         write_json(place / PART, stamped(dataclasses.replace(record, wholes=wholes), FORMAT))
     return index
 
