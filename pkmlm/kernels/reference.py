@@ -111,7 +111,7 @@ def segment_row_adam_(
 
 
 def bucket_codes(z_NTb: Tensor) -> Tensor:
-    """h(z) = sum over i of [z_i >= 0] * 2^i, i from 0 (Ding et al. 2024, eq. 9); int64 (N, tables)."""
+    """h(z) = sum over i of [z_i >= 0] * 2^i, i from 0 (Ding et al. 2024, eq. 2 to 6); int64 (N, tables)."""
     return ((z_NTb >= 0).long() << torch.arange(z_NTb.shape[-1], device=z_NTb.device)).sum(-1)
 
 

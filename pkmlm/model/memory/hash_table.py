@@ -1,4 +1,4 @@
-"""MemoryFormer's hash tables (Ding et al. 2024, sec. 2.2 and 2.3).
+"""MemoryFormer's hash tables (Ding et al. 2024, sec. 2.2 to 2.4).
 
 B: sequences; T: positions; N: tokens (B * T); D: width in; K: tables; b: bits of a code; W: width out.
 """
@@ -70,7 +70,7 @@ class HashLayer(nn.Module):
 
 
 class MemoryBlock(nn.Module):
-    """Two Memory Layers in place of an FFN, a LayerNorm between and no activation (eq. 15, sec. 2.3).
+    """Two Memory Layers in place of an FFN, a LayerNorm between and no activation (eq. 15, sec. 2.4).
 
     The second layer's chunks are `extra_bits` wider (table 5), which widens the output of the first.
     """
