@@ -40,7 +40,7 @@ Initial = Normal | Uniform | Constant | OrthogonalRows
 
 def linear_std(dim_in: int, dim_out: int) -> float:
     """The standard deviation of a linear map's or an embedding's initial weights: sqrt(2 / 5d), d the narrower of its
-    two widths, which is the model's (Nguyen and Salazar 2019, "small init"; also Pythia's).
+    two widths, as a rule the model's (Nguyen and Salazar 2019, "small init"; also Pythia's).
 
     GPT-2's 0.02 is this at a width of 1,000. In narrow models it lets the residual stream start so small that the first
     steps move all embeddings alike: gradients of norm 10 to 75 in the warm-up, and losses 0.2 nats higher ever after.
