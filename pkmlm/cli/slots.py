@@ -109,8 +109,8 @@ def indexed(
     from pkmlm.evaluate.slots import index_slots
 
     with token_progress(f"reading {printable(run.name)}", documents.tokens, quiet) as advance:
-        usages, strongest = index_slots(run, documents, advance, contexts)
-    return usages[memory], strongest[memory]
+        (usage,), (strongest,) = index_slots(run, documents, advance, contexts, memory)
+    return usage, strongest
 
 
 def of_memory(

@@ -32,13 +32,18 @@ class Strongest(NamedTuple):
 
 
 class SlotReaders(WatchedReads):
-    """Keeps the strongest readers of every slot of every memory while the `with` block runs.
+    """Keeps the strongest readers of every slot while the `with` block runs.
 
     Memory: 12 bytes for each slot and context kept, whatever the length of the text.
+
+    Args:
+        contexts: kept of each slot.
+        memory: which one is watched, as in `memories`; None: all.
     """
 
-    def __init__(self, model: nn.Module, contexts: int = CONTEXTS):
-        self._memories = [_Readers(module.tap, module.values.weight_KD.device, contexts) for module in memories(model)]
+    def __init__(self, model: nn.Module, contexts: int = CONTEXTS, memory: int | None = None):
+        watched = memories(model) if memory is None else [memories(model)[memory]]
+        self._memories = [_Readers(module.tap, module.values.weight_KD.device, contexts) for module in watched]
         super().__init__([(memory.tap, memory.add) for memory in self._memories])
 
     def strongest(self) -> list[Strongest]:

@@ -32,14 +32,22 @@ def index_slots(
     documents: Documents,
     advance: Callable[[int], bool] | None = None,
     contexts: int = CONTEXTS,
+    memory: int | None = None,
 ) -> tuple[list[MemoryUsage], list[Strongest]]:
-    """One pass over documents: what every memory's slots were read, and by which positions most.
+    """One pass over documents: how often the slots of memories were read, and by which positions most.
 
     Args:
         advance: see `score`.
         contexts: kept of each slot.
+        memory: the only one that is watched, as in `memories`; None: all.
+
+    Returns:
+        One entry each a watched memory, in the model's order.
+
+    Raises:
+        UserError: see `measure_usage`.
     """
-    with UsageCounters(run.model) as counters, SlotReaders(run.model, contexts) as readers:
+    with UsageCounters(run.model, memory) as counters, SlotReaders(run.model, contexts, memory) as readers:
 
         def watch(mask_N: Tensor) -> None:
             counters.only(mask_N)

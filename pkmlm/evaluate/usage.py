@@ -61,19 +61,27 @@ class WatchedReads:
 
 
 class UsageCounters(WatchedReads):
-    """Counts every read of every memory of a model while the `with` block runs.
+    """Counts every read of a model's memories while the `with` block runs.
 
     Kept are integer counts and float64 masses of each head and slot, on the model's device: memory does not
     grow with the tokens counted. A read counts whatever its weight, zero too.
+
+    Args:
+        memory: which one is watched, as in `usage_taps`; None: all.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, memory: int | None = None):
         device = next((parameter.device for parameter in model.parameters()), None)
-        self._memories = [_Counter(tap, device) for tap in usage_taps(model)]
+        watched = usage_taps(model) if memory is None else [usage_taps(model)[memory]]
+        self._memories = [_Counter(tap, device) for tap in watched]
         super().__init__([(memory.tap, memory.add) for memory in self._memories])
 
     def memories(self, world: World | None = None) -> list[MemoryUsage]:
-        """What has been counted, in all processes of a world together, one entry a memory, in the model's order."""
+        """What has been counted, in all processes of `world` together: one entry a watched memory, in order.
+
+        Raises:
+            UserError: a memory reads with weights that are not finite.
+        """
         return [memory.result(world or World()) for memory in self._memories]
 
 
@@ -143,6 +151,12 @@ def measure_usage(
 
     Args:
         advance, world: see `score`.
+
+    Returns:
+        One entry a memory, in the model's order; of all processes of `world` together.
+
+    Raises:
+        UserError: see `score` and `UsageCounters.memories`.
     """
     with UsageCounters(run.model) as counters:
         score(run.model, documents, run.tokenizer.eos, watch=counters.only, advance=advance, world=world)

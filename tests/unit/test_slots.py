@@ -149,6 +149,15 @@ def test_rows_that_do_not_reach_the_stream_say_nothing(trained) -> None:
     assert slot.reads == usages[0].counts_HK[1, 1]
 
 
+def test_only_the_memory_that_is_asked_for_is_indexed(trained) -> None:
+    hashed = load_run(trained("hash"))
+    usages, strongest = index_slots(hashed, documents(hashed))
+    (usage,), (own,) = index_slots(hashed, documents(hashed), memory=1)
+    assert (usage.layer, usage.name) == (usages[1].layer, usages[1].name)
+    assert np.array_equal(usage.counts_HK, usages[1].counts_HK)
+    assert np.array_equal(own.positions_Kc, strongest[1].positions_Kc)
+
+
 def test_read_text_gives_the_strongest_slots_of_each_token(run: LoadedRun) -> None:
     ids = run.tokenizer.encode(TEXTS[0])
     readings = read_text(run, 0, ids, 3)
