@@ -223,7 +223,7 @@ def cell_progress(
 
 def time_models(results: "Results", folder: "SweepFolder", quiet: bool) -> int:
     """Time the models of all points in turn; the exit code: 1 where that fails."""
-    from pkmlm.bench.machine import machine
+    from pkmlm.runtime.device import machine
     from pkmlm.sweep.results import Speed
     from pkmlm.sweep.speed import time_scoring
 

@@ -30,6 +30,11 @@ def name_of(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
 
 
+def machine() -> dict[str, str]:
+    """What a timing is taken on: the device with its threads, and the version of torch."""
+    return {"device": name_of(choose_device()), "torch": torch.__version__}
+
+
 def free_bytes(device: torch.device) -> int:
     """What can still be allocated: memory of a GPU, or main memory without swapping."""
     free: int = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available

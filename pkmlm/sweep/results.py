@@ -24,7 +24,7 @@ class Speed(NamedTuple):
     Attributes:
         recipe: `Cell.recipe_sha256` of the run that was timed.
         rounds: tokens a second, one number a round.
-        timed_on: see `bench.machine`.
+        timed_on: see `runtime.device.machine`.
     """
 
     recipe: str | None

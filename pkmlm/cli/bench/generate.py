@@ -68,7 +68,7 @@ def command(
     with waiting(quiet) as say:
         times = time_inference(chosen, batches, tokens, rounds, say)
     if as_json:
-        from pkmlm.bench.machine import machine
+        from pkmlm.runtime.device import machine
 
         click.echo(json.dumps({"machine": machine(), **times.as_json()}, indent=2))
         return

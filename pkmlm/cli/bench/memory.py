@@ -101,7 +101,7 @@ def as_whole(results: "list[LayerTimes]") -> dict[str, Any]:
     """The results of all sizes, as JSON."""
     from dataclasses import asdict
 
-    from pkmlm.bench.machine import machine
+    from pkmlm.runtime.device import machine
 
     shape = {name: value for name, value in asdict(results[0].shape).items() if name != "num_keys"}
     return {"machine": machine(), "shape": shape, "sizes": [result.as_json() for result in results]}
@@ -142,7 +142,7 @@ def peak_table(results: "list[LayerTimes]") -> "Table":
 
 def closing(results: "list[LayerTimes]") -> str:
     """How a step grows from one size to the next, and what the machine is."""
-    from pkmlm.bench.machine import machine
+    from pkmlm.runtime.device import machine
 
     lines = []
     for small, large in pairwise(results):

@@ -46,10 +46,9 @@ def command(
         -s train.batch_tokens=2048 -s train.micro_batch=1
     """
     from pkmlm.bench.bandwidth import bandwidth
-    from pkmlm.bench.machine import machine
     from pkmlm.bench.train import time_training
     from pkmlm.recipe.load import load_recipe
-    from pkmlm.runtime.device import choose_device, choose_precision
+    from pkmlm.runtime.device import choose_device, choose_precision, machine
 
     recipe = load_recipe(recipe_file, overrides)
     precision, _ = choose_precision(recipe.train.precision, choose_device())
