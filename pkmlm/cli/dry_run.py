@@ -16,24 +16,21 @@ def report(recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokenizer", world: "W
     """Print the plan, then take the first step in memory and print how long it took; rank 0 prints."""
     import psutil
 
-    from pkmlm.cli.train import starting_model
+    from pkmlm.cli.train import arithmetic, starting_model
     from pkmlm.data.batches import Batches
     from pkmlm.model.cost import cost_of
-    from pkmlm.runtime.device import choose_device, choose_precision
+    from pkmlm.model.ranks_cost import bytes_held
     from pkmlm.runtime.distributed import ranks_of
-    from pkmlm.train.optim import parameter_groups
-    from pkmlm.train.step import Stepper
+    from pkmlm.train.step import stepper_for
 
-    device = choose_device()
-    precision, reason = choose_precision(recipe.train.precision, device)
+    with world.together():
+        device, precision, reason = arithmetic(recipe)
     cost = cost_of(recipe, recipe.model.vocab_size or tokenizer.size)
     train = recipe.train
     epochs = train.steps * train.batch_tokens / corpus.tokens
-    total = sum(cost.training.values()) / 1e6
-    sizes = f"{total:,.0f} MB to train: " + ", ".join(
-        f"{name} {size / 1e6:,.0f} MB" for name, size in cost.training.items()
-    )
     several = f" on each of {world.size} processes" if world.size > 1 else ""
+    held = bytes_held(recipe, cost, world.size, recipe.parallel.memory)
+    parts = ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in held.items())
     lines = [
         f"recipe       {recipe.name}",
         f"device       {device}, {precision} ({reason})",
@@ -42,14 +39,14 @@ def report(recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokenizer", world: "W
         f"{recipe.micro_batches(world.size)} forwards of {train.micro_batch}{several}",
         f"training     {train.steps:,} steps, {train.steps * train.batch_tokens:,} tokens, "
         f"{epochs:.2f} epochs of {corpus.tokens:,}",
-        f"memory       {sizes}",
+        f"memory       {sum(held.values()) / 1e6:,.0f} MB to train{several}: {parts}",
     ]
     if world.rank == 0:
         click.echo("\n".join(lines))
     ranks = ranks_of(world, recipe.parallel.memory)
     model = starting_model(recipe, tokenizer, device, ranks, fresh=True)
     batches = Batches(corpus, recipe.model.context, recipe.sequences, train.seed)
-    stepper = Stepper(model, parameter_groups(model, recipe), batches, recipe, precision, ranks)
+    stepper = stepper_for(recipe, model, batches, precision, ranks)
     began = time.monotonic()
     result = stepper.take(1)
     seconds = time.monotonic() - began

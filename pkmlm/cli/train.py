@@ -119,19 +119,15 @@ def train_in(
     """Train in the run directory `output`, and note in its run.json how it ended; rank 0 alone writes there."""
     from pkmlm.cli.circumstances import changes, circumstances, lost_metrics, with_earlier
     from pkmlm.cli.resume import ended_already, refuse_changes, refuse_other_data, refuse_resume
-    from pkmlm.runtime.device import choose_device, choose_precision
     from pkmlm.runtime.files import write_text
     from pkmlm.runtime.rundir import RunDirectory
     from pkmlm.runtime.signals import stop_on_signals
     from pkmlm.train.integrity import fall_back
 
     run, lead, warnings, complete = RunDirectory(output), world.rank == 0, [], False
-    device = choose_device()
     with ExitStack() as held, stop_on_signals(world.largest) as stop:
         with world.together():
-            precision, reason = choose_precision(recipe.train.precision, device)
-            if precision == "fp16" and recipe.parallel.shard:
-                raise UserError("parallel.shard: found fp16 (expected bf16 or fp32)", "add -s train.precision=fp32")
+            device, precision, reason = arithmetic(recipe)
             if lead:
                 refuse_resume(run, resume)
                 run.refuse_foreign()
@@ -169,6 +165,21 @@ def train_in(
                 run.refuse_replaced()
                 write_text(run.path / "done", f"{outcome.status} at step {outcome.step}\n")
     return outcome.exit_code
+
+
+def arithmetic(recipe: "Recipe") -> "tuple[torch.device, str, str]":
+    """The device to train on, the precision there, and why it is this one.
+
+    Raises:
+        UserError: the device has not what the recipe asks for, or `parallel.shard` cannot be had in that precision.
+    """
+    from pkmlm.runtime.device import choose_device, choose_precision
+
+    device = choose_device()
+    precision, reason = choose_precision(recipe.train.precision, device)
+    if precision == "fp16" and recipe.parallel.shard:
+        raise UserError("parallel.shard: found fp16 (expected bf16 or fp32)", "add -s train.precision=fp32")
+    return device, precision, reason
 
 
 @contextmanager

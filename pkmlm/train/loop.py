@@ -18,11 +18,9 @@ from pkmlm.train import checkpoint
 from pkmlm.train.checkpoint import Progress
 from pkmlm.train.drift import Drift
 from pkmlm.train.history import History
-from pkmlm.train.optim import parameter_groups
 from pkmlm.train.recalibrate import recalibrate
 from pkmlm.train.recent_reads import RecentReads
-from pkmlm.train.shard import shard_dense_parts
-from pkmlm.train.step import Stepper, diverged
+from pkmlm.train.step import Stepper, diverged, stepper_for
 
 Validate = Callable[[StopRequest], dict[str, Any] | None]
 
@@ -65,10 +63,7 @@ def train(
     Raises:
         UserError: training diverged (exit code 3), or a checkpoint could not be written or read (1).
     """
-    if recipe.parallel.shard and ranks is not None and ranks.world.size > 1:
-        shard_dense_parts(model, ranks.world.size)
-    groups = parameter_groups(model, recipe)
-    stepper = Stepper(model, groups, batches, recipe, precision, ranks)
+    stepper = stepper_for(recipe, model, batches, precision, ranks)
     progress = restore(run, stepper)
     progress.data |= batches.corpus.hashes
     world = stepper.ranks.world
@@ -83,7 +78,7 @@ def train(
     while True:
         if validate is not None and unvalidated():
             measure(run, stepper, progress, history, validate, log, stop, drift)
-        stopping = stop.agreed() if progress.step > 0 else None  # whoever stops a run has a checkpoint of it
+        stopping = stop.agreed() if progress.step > 0 else None  # not before step 1: a stopped run has a checkpoint
         if stopping is not None or due(recipe.checkpoint.every, progress.step):
             save(run, stepper, progress, log, drift)
         if stopping is not None and (progress.step < recipe.train.steps or unvalidated()):

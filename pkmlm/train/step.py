@@ -15,8 +15,9 @@ from pkmlm.runtime.distributed import Ranks
 from pkmlm.runtime.seeds import derived_seed
 from pkmlm.train.dense_parts import compile_dense_parts
 from pkmlm.train.exchange import exchange_gradients
-from pkmlm.train.optim import Group
+from pkmlm.train.optim import Group, parameter_groups
 from pkmlm.train.recompute import recompute_in_backward
+from pkmlm.train.shard import shard_dense_parts
 
 SCALE_FLOOR = 1.0
 MOST_SKIPS = 20
@@ -38,7 +39,7 @@ class StepResult:
 
 
 class Stepper:
-    """Takes optimizer steps on one model.
+    """Takes optimizer steps on one model. A run makes it by `stepper_for`.
 
     Args:
         model, groups, batches: what is trained, how, and on what.
@@ -68,6 +69,9 @@ class Stepper:
 
     def take(self, step: int) -> StepResult:
         """Take step `step` (from 1): everything random in it follows from the recipe's seed, this number and the rank.
+
+        Returns:
+            loss and gradient norms of the global batch: the same numbers on all ranks.
 
         Raises:
             UserError: (exit code 3) the loss or a gradient is not finite and no smaller loss scale can mend it; the
@@ -145,8 +149,21 @@ class Stepper:
         self.scaler.load_state_dict({**self.scaler.state_dict(), "_growth_tracker": 0})
 
 
+def stepper_for(
+    recipe: Recipe, model: Transformer, batches: Batches, precision: str, ranks: Ranks | None = None
+) -> Stepper:
+    """What takes the steps of a run: the model's dense parameters are divided where `parallel.shard` asks for it, and
+    only then has each group its parameters, and are the blocks compiled and recomputed.
+    """
+    if recipe.parallel.shard and ranks is not None and ranks.world.size > 1:
+        shard_dense_parts(model, ranks.world.size)
+    return Stepper(model, parameter_groups(model, recipe), batches, recipe, precision, ranks)
+
+
 def summed_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Cross-entropy summed over scored targets, in fp32 (fp64 for fp64 logits); nats."""
+    """Cross-entropy of logits (B, T, V) summed over the scored of the targets (int64, (B, T)), in fp32 (fp64 for fp64
+    logits): 0-d, nats.
+    """
     logits_MV = at_least_fp32(logits_BTV.flatten(0, 1))
     return cross_entropy(logits_MV, targets_BT.flatten(), ignore_index=IGNORED, reduction="sum")
 

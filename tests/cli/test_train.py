@@ -11,11 +11,15 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
+from pkmlm.cli.dry_run import report
+from pkmlm.cli.train import open_all
 from pkmlm.data.batches import Batches
 from pkmlm.data.corpus import Corpus
+from pkmlm.errors import UserError
 from pkmlm.evaluate.load import load_run
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.load import load_recipe
+from pkmlm.runtime.distributed import World
 from pkmlm.runtime.log import TrainingLog
 from pkmlm.runtime.rundir import RunDirectory
 from pkmlm.runtime.signals import StopRequest
@@ -245,6 +249,14 @@ def test_a_dry_run_writes_nothing(tmp_path, write_recipe):
     assert "first step   loss 6." in said
     assert "8,192 in memory" in said
     assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_refuses_what_the_run_would(tmp_path, write_recipe, monkeypatch):
+    """Precision auto is fp16 on old GPUs alone."""
+    monkeypatch.setattr("pkmlm.runtime.device.choose_precision", lambda *_: ("fp16", "auto"))
+    opened = open_all(str(write_recipe(tmp_path, "dense")), ("parallel.shard=true",), 1, False)
+    with pytest.raises(UserError, match=r"^parallel.shard: found fp16"):
+        report(*opened, World())
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from pkmlm.model.ranks_cost import bytes_sent as bytes_sent_by_cost
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Hash, Memory, Model, Optim, Parallel, Recipe, Train, ValuesOptim
 from pkmlm.runtime.distributed import Ranks, World, joined
-from pkmlm.train import checkpoint
+from pkmlm.train import checkpoint, step
 from pkmlm.train.exchange import exchange_reads
 from pkmlm.train.optim import parameter_groups
 from pkmlm.train.recalibrate import recalibrate
@@ -70,6 +70,18 @@ def command_counted(words: list[str]) -> None:
         command(words)
     finally:
         print(f"forwards: {len(counts)}", file=sys.stderr)
+
+
+def command_dividing(words: list[str]) -> None:
+    """A command line, and on standard error among how many ranks it divided the dense parameters."""
+    divide = step.shard_dense_parts
+
+    def told(model: Transformer, ranks: int) -> None:
+        print(f"dense parts among {ranks}", file=sys.stderr)
+        divide(model, ranks)
+
+    step.shard_dense_parts = told
+    command(words)
 
 
 def ranks_among(world: World, size: int, memory: int) -> Ranks:

@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from pkmlm.model.cost import cost_of
+from pkmlm.model.ranks_cost import bytes_held
+from pkmlm.recipe.load import load_recipe
 from pkmlm.runtime.rundir import RunDirectory
 from tests.conftest import pkmlm
 from tests.forks import Ended
@@ -270,3 +273,14 @@ def test_a_finished_run_and_a_dry_run_are_told_once(divided, recipe, ranks, tmp_
     ended = ranks.pkmlm(2, "train", recipe, "--dry-run", *of(2, 2))
     assert [rank.stdout.count("first step") for rank in ended] == [1, 0]
     assert "in 2 forwards of 2 on each of 2 processes" in ended[0].stdout
+
+
+def test_a_dry_run_is_divided_as_the_run_is(recipe, ranks):
+    changes = [*of(2, 2), "-s", "parallel.shard=true", "-s", "model.memory.num_keys=256"]
+    ended = ranks.run(2, "command_dividing", words=["train", str(recipe), "--dry-run", *changes])
+    assert [rank.stderr for rank in ended] == ["dense parts among 2\n"] * 2
+    divided = load_recipe(recipe, changes[1::2])
+    held = bytes_held(divided, cost_of(divided, 600), 2, 2)
+    total, values = (f"{size / 1e6:,.0f} MB" for size in (sum(held.values()), held["moments"]))
+    assert f"memory       {total} to train on each of 2 processes: " in ended[0].stdout
+    assert f", moments {values}," in ended[0].stdout
