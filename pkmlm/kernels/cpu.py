@@ -47,10 +47,10 @@ def row_products(values_KD: Tensor, x_ND: Tensor, slots_Nr: Tensor) -> Tensor:
     return out_Nr
 
 
-def sort_reads(slots_Nr: Tensor, weights_Nr: Tensor, rows: int) -> Segments:
+def sort_reads(slots_Nr: Tensor, weights_Nr: Tensor, rows: int, *, every_row: bool = False) -> Segments:
     """`reference.sort_reads`."""
-    sorted_arrays = _sort(_array(slots_Nr), _array(weights_Nr), rows)
-    return Segments(*map(torch.from_numpy, sorted_arrays))
+    segments = Segments(*map(torch.from_numpy, _sort(_array(slots_Nr), _array(weights_Nr), rows)))
+    return segments.every_row(rows) if every_row else segments
 
 
 def segment_sum(x_ND: Tensor, segments: Segments) -> Tensor:

@@ -238,16 +238,21 @@ def row_products(values_KD: Tensor, x_ND: Tensor, slots_Nr: Tensor) -> Tensor:
     return products_Nr
 
 
-def sort_reads(slots_Nr: Tensor, weights_Nr: Tensor, rows: int) -> Segments:
-    """`reference.sort_reads`. The host waits once, for the number of distinct rows.
+def sort_reads(slots_Nr: Tensor, weights_Nr: Tensor, rows: int, *, every_row: bool = False) -> Segments:
+    """`reference.sort_reads`. Without `every_row` the host waits in each call, for the number of distinct rows.
 
     The fewer rows, the shorter the keys, to whose length the time of a radix sort is proportional.
     """
     key = torch.int16 if rows <= 1 << 15 else torch.int32 if rows <= 1 << 31 else torch.int64
     sorted_M, order_M = torch.sort(slots_Nr.flatten().to(key), stable=True)
-    first_U = torch.diff(sorted_M, prepend=sorted_M.new_full((1,), -1)).nonzero()[:, 0]
+    if every_row:
+        rows_U = torch.arange(rows, device=sorted_M.device)
+        first_U = torch.searchsorted(sorted_M, rows_U.to(key))
+    else:
+        first_U = torch.diff(sorted_M, prepend=sorted_M.new_full((1,), -1)).nonzero()[:, 0]
+        rows_U = sorted_M[first_U].long()
     start_S = pad(first_U, (0, 1), value=len(sorted_M))
-    return Segments(sorted_M[first_U].long(), start_S, order_M // slots_Nr.shape[1], weights_Nr.flatten()[order_M])
+    return Segments(rows_U, start_S, order_M // slots_Nr.shape[1], weights_Nr.flatten()[order_M])
 
 
 def _sum_of_chunks(x_ND: Tensor, segments: Segments) -> tuple[Tensor, ...]:

@@ -59,8 +59,8 @@ def _search(q_N2f: Tensor, subkeys_2nf: Tensor, k: int) -> tuple[Tensor, Tensor]
 def _score_gradients(q_Rf: Tensor, keys_Kf: Tensor, rows_Rk: Tensor, grad_Rk: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of the scores <q[r], keys[rows[r, j]]> to q and keys."""
     kernels = backend.of(q_Rf)
-    segments = kernels.sort_reads(rows_Rk, grad_Rk, len(keys_Kf))
-    keys_grad = torch.zeros_like(keys_Kf).index_copy_(0, segments.rows_U, kernels.segment_sum(q_Rf, segments))
+    segments = kernels.sort_reads(rows_Rk, grad_Rk, len(keys_Kf), every_row=True)
+    keys_grad = kernels.segment_sum(q_Rf, segments)
     return kernels.weighted_row_sum(keys_Kf, rows_Rk, grad_Rk), keys_grad
 
 

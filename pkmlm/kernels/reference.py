@@ -60,12 +60,13 @@ def row_products(values_KD: Tensor, x_ND: Tensor, slots_Nr: Tensor) -> Tensor:
     return (values_KD[slots_Nr] * x_ND[:, None]).sum(-1)
 
 
-def sort_reads(slots_Nr: Tensor, weights_Nr: Tensor, rows: int) -> Segments:
-    """The reads of a table of `rows` rows, by row."""
+def sort_reads(slots_Nr: Tensor, weights_Nr: Tensor, rows: int, *, every_row: bool = False) -> Segments:
+    """The reads of a table of `rows` rows, by row; `every_row`: with a segment for each row (U = rows), read or not."""
     slot_M, order_M = slots_Nr.flatten().sort(stable=True)
     rows_U, count_U = torch.unique_consecutive(slot_M, return_counts=True)
     start_S = torch.cat([count_U.new_zeros(1), count_U.cumsum(0)])
-    return Segments(rows_U, start_S, order_M // slots_Nr.shape[1], weights_Nr.flatten()[order_M])
+    segments = Segments(rows_U, start_S, order_M // slots_Nr.shape[1], weights_Nr.flatten()[order_M])
+    return segments.every_row(rows) if every_row else segments
 
 
 def segment_sum(x_ND: Tensor, segments: Segments) -> Tensor:

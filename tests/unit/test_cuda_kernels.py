@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pkmlm.kernels import backend, ops, reference
 from pkmlm.kernels.row_gradient import RowGradient
@@ -108,6 +109,42 @@ def test_sort_reads(kernels, device, pattern, rows):
     for part, expected in zip(found, reference.sort_reads(slots, weights, rows), strict=True):
         assert torch.equal(part, expected)
         assert part.dtype == expected.dtype
+
+
+@pytest.mark.parametrize("rows", [18, 1 << 15, (1 << 15) + 1])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_sort_reads_with_a_segment_for_every_row(kernels, device, pattern, rows):
+    for slots in (
+        slots_of(pattern, 6, 3, 18).to(device) + rows - 18,
+        torch.zeros(0, 3, dtype=torch.int64, device=device),
+    ):
+        weights = torch.randn(slots.shape, device=device)
+        found = kernels.sort_reads(slots, weights, rows, every_row=True)
+        for part, expected in zip(found, reference.sort_reads(slots, weights, rows).every_row(rows), strict=True):
+            assert torch.equal(part, expected)
+            assert part.dtype == expected.dtype
+
+
+class Watched(TorchDispatchMode):
+    """Notes the operations whose result has a shape that only the device knows, or goes to the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        if function.overloadpacket.__name__ in ("nonzero", "unique_consecutive", "_local_scalar_dense"):
+            self.waits.append(function)
+        return function(*arguments, **(options or {}))
+
+
+def test_the_host_does_not_wait_in_the_backward_of_a_search(kernels, device, monkeypatch):
+    monkeypatch.setattr(backend, "of", lambda x: kernels)
+    q, subkeys = (torch.randn(shape, device=device).requires_grad_() for shape in ((6, 2, 8), (2, 2, 5, 4)))
+    scores, _ = ops.product_key_select(q, subkeys, 3)
+    with Watched() as watched:
+        scores.sum().backward()
+    assert watched.waits == []
 
 
 @pytest.mark.parametrize(
