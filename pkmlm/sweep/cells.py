@@ -70,9 +70,11 @@ class Cells:
         for seed in grid.seeds[1:]:  # one that no recipe can have is refused now
             self._cell(grid.points()[0], seed, values[0])
         names = [cell.name for cell in self.first.values()]
-        twice = next((name for name in names if names.count(name) > 1), None)
+        folders = [name.lower() for name in names]  # as a file system that ignores case has them
+        twice = next((name for name in names if folders.count(name.lower()) > 1), None)
         if twice:
-            raise UserError(f"two cells of the grid have the name {twice}", "name the axes' values apart")
+            hint = "name the axes' values apart, by more than their case"
+            raise UserError(f"two cells of the grid have the name {twice}", hint)
         longest = max(names, key=lambda name: len(name.encode()))
         if len(longest.encode()) > LONGEST:
             found = f"a cell's name has {len(longest.encode())} bytes (expected at most {LONGEST})"

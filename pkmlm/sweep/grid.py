@@ -181,9 +181,9 @@ def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:
             place = places.get(key, str(path))
             raise UserError(f"{place}: {key}: found {name or 'nothing'} (expected {what}: {', '.join(choices)})")
 
-    def position(place: Mapping[str, str], key: str) -> None:
-        for axis, value in place.items():
-            known(axis, list(grid.axes), key, "an axis")
+    def named(axis: str, values: Sequence[str], key: str) -> None:
+        known(axis, list(grid.axes), key, "an axis")
+        for value in values:
             known(value, list(grid.axes[axis]), key, f"a value of {axis}")
 
     for key, missing in (("base", not grid.base), ("axes", not grid.axes), ("seeds", not grid.seeds)):
@@ -201,17 +201,18 @@ def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:
             twice = next(one for number, one in enumerate(listed) if one in listed[:number])
             raise UserError(f"{places[key]}: {key}: found {twice} twice (expected each once)")
     for axis, names in grid.only.items():
-        for name in names:
-            position({axis: name}, "only")
-    for out in grid.without:
-        position(out, "without")
+        named(axis, names, "only")
+    for axis, name in (place for out in grid.without for place in out.items()):
+        named(axis, [name], "without")
     for measure in (*grid.measure, *grid.paper):
         known(measure, list(MEASURES), "measure" if measure in grid.measure else "paper", "a measure")
     for measure, node in grid.paper.items():
         check_paper(node, f"paper.{measure}", list(grid.axes.items()))
     for claim in grid.claims:
-        for place in (claim.greater, claim.less, *({a: v} for a, vs in claim.at.items() for v in vs)):
-            position(place, "claims")
+        for axis, name in (*claim.greater.items(), *claim.less.items()):
+            named(axis, [name], "claims")
+        for axis, names in claim.at.items():
+            named(axis, names, "claims")
         check_claim(claim, grid, known, places["claims"])
     for figure in grid.figures:
         check_figure(figure, grid, known, places["figures"])
