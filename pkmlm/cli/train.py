@@ -289,11 +289,14 @@ def check_shapes(path: "Path", recipe: "Recipe", tokenizer: "Tokenizer") -> None
 def starting_model(
     recipe: "Recipe", tokenizer: "Tokenizer", device: "torch.device", ranks: "Ranks", *, fresh: bool
 ) -> "Transformer":
-    """The model with its initial weights: drawn from the seed, or those of `train.init_from`."""
+    """The model with its initial weights: drawn from the seed, or those of `train.init_from`. If not `fresh`, without
+    any: they are to be read from the run's checkpoint.
+    """
     from pkmlm.model.transformer import build_model
 
-    model = build_model(recipe, recipe.model.vocab_size or tokenizer.size, device, ranks)
-    if fresh and recipe.train.init_from is not None:
+    draw = fresh and recipe.train.init_from is None
+    model = build_model(recipe, recipe.model.vocab_size or tokenizer.size, device, ranks, draw=draw)
+    if fresh and not draw:
         from pkmlm.train.checkpoint import load_weights
 
         load_weights(initial_checkpoint(recipe, tokenizer), model)

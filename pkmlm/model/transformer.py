@@ -142,7 +142,12 @@ def undrawn_embedding(rows: int, dim: int) -> nn.Embedding:
 
 
 def build_model(
-    recipe: Recipe, vocab_size: int, device: str | torch.device = "cpu", ranks: Ranks | None = None
+    recipe: Recipe,
+    vocab_size: int,
+    device: str | torch.device = "cpu",
+    ranks: Ranks | None = None,
+    *,
+    draw: bool = True,
 ) -> Transformer:
     """The model of a recipe, initialised from its seed; on the meta device, only its shape.
 
@@ -150,6 +155,7 @@ def build_model(
 
     Args:
         ranks: those that train it together; each holds its columns of the tables, and all the rest.
+        draw: False: its numbers are to be read from a checkpoint, and are anything until then.
     """
     with torch.device("meta"):
         forwards = recipe.micro_batches(ranks.world.size if ranks else 1)
@@ -166,7 +172,8 @@ def build_model(
             size = sum(parameter.numel() for parameter in model.parameters())
             message = f"the model does not fit into memory: {size:,} parameters, {4 * size / 1e9:,.1f} GB in fp32"
             raise UserError(message, "`pkmlm cost` tells what a recipe needs", exit_code=1) from error
-        initialise(model, recipe.train.seed)
+        if draw:
+            initialise(model, recipe.train.seed)
     return model
 
 

@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from pkmlm.cli.train import starting_model
+from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.load import load_recipe
+from pkmlm.runtime.distributed import Ranks
 from pkmlm.runtime.rundir import RunDirectory
 from pkmlm.train import checkpoint
 from pkmlm.train.checkpoint import Progress
@@ -43,6 +47,24 @@ def test_what_is_saved_is_what_is_loaded(run):
     assert all(torch.equal(first[name], second[name]) for name in first)
     for name in checkpoint.FILES[:2]:
         assert (run.checkpoint(30) / name).read_bytes() == (run.checkpoint(31) / name).read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["dense", "product-key", "flat-key", "hash"])
+def test_a_model_that_is_resumed_is_not_drawn_and_every_number_of_it_is_read(trained, kind):
+    run = RunDirectory(trained(kind))
+    recipe, tokenizer = run.recipe(), Tokenizer.load(run.tokenizer_file)
+    torch.use_deterministic_algorithms(True)  # what has storage, and nothing more, is NaN
+    try:
+        model = starting_model(recipe, tokenizer, torch.device("cpu"), Ranks(), fresh=False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert all(tensor.isnan().all() for tensor in tensors.values())
+    checkpoint.load(run.checkpoint(30), model, parameter_groups(model, recipe))
+    stored = load_file(run.checkpoint(30) / "weights.safetensors")
+    assert tensors.keys() == stored.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor.detach(), stored[name]), name
 
 
 WHOLE = {"step": 3, "tokens": 60, "skips": 0, "scaler": None, "seconds": 1.5, "data": {"train": "ab"}}
