@@ -45,7 +45,9 @@ def product_top_k(scores1_Rn: Tensor, scores2_Rn: Tensor, k: int, search: Search
     n = scores1_Rn.shape[-1]
     best1_Rk, i_Rk = search(scores1_Rn, min(n, k))
     best2_Rk, j_Rk = search(scores2_Rn, min(n, k))
-    a_c, b_c = torch.tensor(candidate_pairs(n, k), device=scores1_Rn.device)
+    # From pinned memory: the host does not wait for the copy.
+    pairs_2c = torch.tensor(candidate_pairs(n, k), pin_memory=scores1_Rn.is_cuda)
+    a_c, b_c = pairs_2c.to(scores1_Rn.device, non_blocking=True)
     _, chosen_Rk = search(best1_Rk[:, a_c] + best2_Rk[:, b_c], k)
     return i_Rk.gather(1, a_c[chosen_Rk]), j_Rk.gather(1, b_c[chosen_Rk])
 
