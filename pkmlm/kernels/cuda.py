@@ -160,14 +160,13 @@ def _row_adam(
     table: tl.tuple,
     rows: tl.tensor,
     reads: tl.tuple,
-    scale: tl.tensor,
     rates: tl.tuple,
     D: constexpr,
     C: constexpr,
     chunk_size: constexpr,
 ) -> None:
     values, mean, square, copy = table
-    to_mean, beta2, to_square, decay, rate, correction, eps = rates
+    scale, to_mean, beta2, to_square, decay, rate, correction, eps = rates
     row = tl.program_id(0).to(tl.int64)
     columns_C = tl.program_id(1) * C + tl.arange(0, C)
     inside_C = columns_C < D
@@ -176,7 +175,7 @@ def _row_adam(
     mean_C = tl.load(mean + places_C, mask=inside_C, eviction_policy="evict_first").to(tl.float32)
     square_C = tl.load(square + places_C, mask=inside_C, eviction_policy="evict_first").to(tl.float32)
     values_C = tl.load(values + places_C, mask=inside_C, eviction_policy="evict_first").to(tl.float32)
-    grad_C = _row_gradient(reads, row, columns_C, D, chunk_size) * tl.load(scale)
+    grad_C = _row_gradient(reads, row, columns_C, D, chunk_size) * scale
     mean_C += to_mean * (grad_C - mean_C)
     square_C = beta2 * square_C + to_square * grad_C * grad_C
     values_C -= decay * values_C
@@ -283,18 +282,13 @@ def squared_norm(x_ND: Tensor, segments: Segments) -> Tensor:
     return squared_UB.sum(dtype=torch.float64)
 
 
-def _factor(scale: float | Tensor, device: torch.device) -> Tensor:
-    """The scale in the device's memory: the host need not know one that was computed there."""
-    if isinstance(scale, Tensor):
-        return scale.to(device, torch.float32)
-    return torch.full((), scale, dtype=torch.float32, device=device)
-
-
-def _rates(step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> tuple[float, ...]:
+def _rates(
+    scale: float, step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> tuple[float, ...]:
     """What `_row_adam` multiplies by, computed in double precision."""
     beta1, beta2 = betas
-    rates = 1 - beta1, beta2, 1 - beta2, lr * weight_decay, lr / (1 - beta1**step), 1 - beta2**step, eps
-    return tuple(map(float, rates))  # never an integer: Triton would compile anew for each
+    rates = scale, 1 - beta1, beta2, 1 - beta2, lr * weight_decay, lr / (1 - beta1**step), 1 - beta2**step, eps
+    return tuple(map(float, rates))  # always floats: Triton specialises on some integers and would recompile
 
 
 def segment_row_adam_(
@@ -304,7 +298,7 @@ def segment_row_adam_(
     x_ND: Tensor,
     segments: Segments,
     *,
-    scale: float | Tensor,
+    scale: float,
     step: int,
     lr: float,
     betas: tuple[float, float],
@@ -315,11 +309,9 @@ def segment_row_adam_(
     """`reference.segment_row_adam_`: each row's gradient goes straight into its update and is never stored.
 
     Args:
-        scale: a tensor may stay on the device; the host does not wait for it.
         copy_KD: a half-precision copy of the values, whose rows get the new values, rounded.
     """
     table = values_KD, mean_KD, square_KD, copy_KD
     _check(*table)
-    reads, factor = _sum_of_chunks(x_ND, segments), _factor(scale, values_KD.device)
-    rates = _rates(step, lr, betas, eps, weight_decay)
-    _launch(_row_adam, len(segments.rows_U), x_ND, table, segments.rows_U, reads, factor, rates, chunk_size=CHUNK)
+    reads, rates = _sum_of_chunks(x_ND, segments), _rates(scale, step, lr, betas, eps, weight_decay)
+    _launch(_row_adam, len(segments.rows_U), x_ND, table, segments.rows_U, reads, rates, chunk_size=CHUNK)

@@ -197,10 +197,10 @@ def test_three_steps_of_row_adam(kernels, device, pattern, width, half, every_ro
         segments = segments.every_row(18)
     for step in (1, 2, 3):
         x = -x.roll(step)
-        scale = 0.5 if step < 3 else torch.tensor(0.25, dtype=torch.float64, device=device)
+        scale = 0.5 if step < 3 else 0.25
         kernels.segment_row_adam_(*tables, x, segments, scale=scale, step=step, copy_KD=copy, **SETTINGS)
         exact = segments._replace(weight_M=segments.weight_M.double())
-        reference.segment_row_adam_(*expected, x.double(), exact, scale=float(scale), step=step, **SETTINGS)
+        reference.segment_row_adam_(*expected, x.double(), exact, scale=scale, step=step, **SETTINGS)
     for table, wanted in zip(tables, expected, strict=True):
         torch.testing.assert_close(table.double(), wanted, rtol=1e-5, atol=1e-6)
     updated = torch.zeros(18, dtype=torch.bool, device=device).index_fill_(0, segments.rows_U, True)
@@ -339,7 +339,7 @@ def test_machine_code(compiled, width, dtype):
     cuda.segment_sum(x, segments)
     cuda.squared_norm(x, segments)
     for step in (1, 2):
-        cuda.segment_row_adam_(*tables, x, segments, scale=0.5, step=step, copy_KD=copy, **SETTINGS)
+        cuda.segment_row_adam_(*tables, x, segments, scale=step, step=step, copy_KD=copy, **SETTINGS)
     code = {result.hash: (name, result.asm["ptx"]) for name, result in compiled}
     names = sorted(name for name, _ in code.values())
     assert names == [
