@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from pkmlm.kernels import backend
-from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.model.memory.values import Values
 
 
@@ -24,10 +23,17 @@ class RowAdam(torch.optim.Optimizer):
     writing the whole table and both moments in each step, still without a dense gradient.
 
     Args:
-        tables: from now on their backward passes leave the gradients with this optimizer, not in `.grad`.
+        tables: from now on their backward passes leave the gradients in their `gradient`, not in `.grad`; a table
+            has one such optimizer.
         lr, betas, eps: as in Adam.
         weight_decay: decoupled, as in AdamW, on the rows that a step updates.
         every_row: update the rows too that were not read.
+
+    Raises:
+        ValueError: a table has a row Adam already.
+
+    The state of each table, as torch's Adam names it: step (0-d, int64), exp_avg and exp_avg_sq (K, D), in the table's
+    dtype.
     """
 
     def __init__(
@@ -42,7 +48,7 @@ class RowAdam(torch.optim.Optimizer):
         self.tables = list(tables)
         self.every_row = every_row
         for table in self.tables:
-            table.gradient = RowGradient(len(table.weight_KD))
+            table.keep_reads()
         parameters = [table.weight_KD for table in self.tables]
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 

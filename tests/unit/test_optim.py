@@ -132,6 +132,16 @@ def test_row_adam_leaves_rows_that_were_not_read():
             assert not torch.equal(optimizer.state[values][key][rows], state[rows])
 
 
+def test_a_table_leaves_its_gradient_with_one_optimizer():
+    table = table_of(torch.zeros(3, 2))
+    optimizer = RowAdam([table])
+    with pytest.raises(ValueError, match="another optimizer"):
+        RowAdam([table])
+    read(table, [1], torch.ones(1, 2))
+    optimizer.step()
+    assert table.weight_KD[1].abs().sum() > 0
+
+
 def test_row_adam_sums_the_same_row_of_two_micro_batches():
     once, twice = (table_of(torch.zeros(3, 2)) for _ in range(2))
     optimizers = [RowAdam([table]) for table in (once, twice)]

@@ -26,8 +26,8 @@ class Values(nn.Module):
         group: the parameter group that it trains in.
 
     Attributes:
-        gradient: where backward passes leave the table's gradient, once an optimizer that takes it so has said where
-            (row Adam); until then it is a dense tensor in `weight_KD.grad`, as any parameter's.
+        gradient: where backward passes leave the reads that make the table's gradient, from `keep_reads` on; None until
+            then: a dense tensor in `weight_KD.grad`, as any parameter's.
         copy_KD: the table in half precision, for forwards under autocast on a GPU; None until there was one.
         ranks: those that divide the table's columns among them, in their order.
     """
@@ -46,6 +46,16 @@ class Values(nn.Module):
         rows, width = self.weight_KD.shape
         self.weight_KD = nn.Parameter(self.weight_KD.new_empty(rows, width // ranks.size))
         self.ranks = ranks
+
+    def keep_reads(self) -> None:
+        """From now on backward passes leave the gradient in `gradient`, for the optimizer that calls this.
+
+        Raises:
+            ValueError: another has done so, and takes the gradient from there.
+        """
+        if self.gradient is not None:
+            raise ValueError("the table leaves its gradient with another optimizer")
+        self.gradient = RowGradient(len(self.weight_KD))
 
     def initial(self) -> dict[str, Initial]:
         width = self.weight_KD.shape[1]
@@ -83,7 +93,7 @@ class Values(nn.Module):
         return self.copy_KD if self._copied == self.weight_KD._version else None
 
     def rows_updated(self, copy_KD: Tensor | None) -> None:
-        """Tell that rows changed by other than torch's own operations, and the same rows of a fresh copy."""
+        """Call after a kernel has written rows, which torch cannot see, and the same rows of `copy_KD`, if given."""
         torch.autograd.graph.increment_version(self.weight_KD)
         if copy_KD is not None:
             self._copied = self.weight_KD._version
