@@ -64,7 +64,7 @@ class Corpus:
         return corpus
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """The ids from `start` up to `stop`: an int64 array of its own.
+        """The ids from `start` up to `stop`: int64, (stop - start,), the caller's to change.
 
         Raises:
             IndexError: they are not all in the corpus.
@@ -98,7 +98,7 @@ class Corpus:
         return start, stop
 
     def document(self, i: int) -> np.ndarray:
-        """The ids (int64) of document `i` (from 0), without its `eos`; raises as `bounds` and `read` do."""
+        """The ids of document `i` (from 0), without its `eos`: int64, (n,); raises as `bounds` and `read` do."""
         start, stop = self.bounds(i)
         return self.read(start, stop - 1)
 
@@ -138,7 +138,8 @@ class CheckedFile:
     def _check(self, block: int) -> None:
         if not self.unread[block]:
             return
-        with read_errors(self.path), open(self.path, "rb") as file:  # the map takes seven times as long, page by page
+        # Read, not mapped: faulting the map in page by page takes seven times as long.
+        with read_errors(self.path), open(self.path, "rb") as file:
             file.seek(block * HASHED)
             data = file.read(HASHED)
         found, expected = hashlib.sha256(data).digest(), self.digests[block * DIGEST : (block + 1) * DIGEST]
@@ -149,7 +150,7 @@ class CheckedFile:
                 f"(expected {expected.hex()[:16]}...)",
             )
         greatest = int(np.frombuffer(data, self.numbers.dtype).max())
-        if greatest >= self.below:  # the hashes are as they were written, and so is this: not by pkmlm
+        if greatest >= self.below:  # the digest matches: it was written so, but not by pkmlm
             raise damaged(self.path, f"it holds {greatest:,} (expected less than {self.below:,})")
         self.unread[block] = 0
 

@@ -19,7 +19,7 @@ from pkmlm.runtime.files import json_text, read_json, write_json
 
 FORMAT = "pkmlm-tokens-1"
 FILE = "index.json"
-PART = "part.json"  # stands for it in a folder that holds one part of a corpus
+PART = "part.json"  # takes the place of index.json in a folder that holds one part of a corpus
 TOKENIZER = "tokenizer.model"
 HASHED = 256 << 10  # bytes that are hashed together
 DIGEST = 32  # bytes of a sha256
@@ -146,6 +146,7 @@ def read_stamped(path: Path, kind: Any, form: str) -> Any:
 
 
 def damaged(path: Path, what: str) -> UserError:
+    """The error for a file that is not as `pkmlm tokenize` wrote it."""
     return UserError(f"{path} is damaged: {what}", "tokenize the text again, or copy the folder again")
 
 

@@ -67,7 +67,7 @@ def read_parts(places: Sequence[Path]) -> Parts:
             raise UserError(f"part {part.part} of {part.parts} is there twice: {parts[part.part][0]} and {place}")
         parts[part.part] = place, part
     absent = (str(number) for number in range(1, first.parts + 1) if number not in parts)
-    if missing := list(islice(absent, 9)):  # the number of parts is what a file says: it may be anything
+    if missing := list(islice(absent, 9)):  # a few at most: the number of parts is read from a file, and may be absurd
         some = ", ".join(missing[:8]) + ", ..." * (len(missing) > 8)
         raise UserError(
             f"part {some} of {first.parts} is missing (found {len(parts)} of them)",

@@ -32,7 +32,7 @@ def json_object(line: str, where: str) -> dict[str, Any]:
         raise UserError(f"{where}: not valid JSON from character {error.pos + 1} on: found {found}") from None
     except RecursionError:
         raise UserError(f"{where}: not valid JSON: nested too deeply") from None
-    except ValueError:  # of Python's int() alone
+    except ValueError:  # Python's int() refuses more than 4,300 digits
         raise UserError(f"{where}: a number of too many digits") from None
     if not isinstance(value, dict):
         raise UserError(f"{where}: found {kind(value)} (expected an object)")

@@ -112,7 +112,7 @@ def whole_of(source: Source, division: Division) -> Whole:
     whole, ranges = hashlib.sha256(), []
     with source.open() as stream:
         for each in division.ranges:
-            for block in blocks_up_to(stream.file, each.start):  # the separator at the cut
+            for block in blocks_up_to(stream.file, each.start):  # the separator at the cut, which no range holds
                 whole.update(block)
             own = hashlib.sha256()
             for block in blocks_up_to(stream.file, each.stop):

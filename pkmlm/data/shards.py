@@ -170,7 +170,8 @@ def write_tokens(
 def encoded(batches: Iterable[list[Chunk]], tokenizer: Tokenizer, jobs: int) -> Iterator[np.ndarray]:
     """The ids of every batch as one array, with the end token after each document.
 
-    A batch is encoded in a second thread while the next one is read in this one, where Ctrl-C ends a wait for input.
+    Reading stays on the main thread, so that Ctrl-C interrupts a wait for input; a second thread encodes the batch
+    before.
     """
     with ThreadPoolExecutor(1) as thread:
         coming: Future[np.ndarray] | None = None

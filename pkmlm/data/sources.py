@@ -133,7 +133,7 @@ class Stream(io.RawIOBase):
                 message = f"{self.source.label}: compressed with a window of more than 128 MiB"
                 raise UserError(message, "decompress it first: zstd -d --long=31") from None
             raise UserError(f"{self.source.label}: damaged or cut short ({compression}: {error})") from None
-        except OSError as error:  # gzip.BadGzipFile is one, without a number
+        except OSError as error:  # also gzip.BadGzipFile, which has no strerror
             message = error.strerror or f"damaged or cut short ({error})"
             raise UserError(f"cannot read {self.source.label}: {message}") from None
         finally:
@@ -158,7 +158,7 @@ def gzip_blocks(stored: io.BufferedReader) -> Iterator[bytes]:
 
 
 def zstd_blocks(stored: io.BufferedReader) -> Iterator[bytes]:
-    """Frames one after another. (zstandard's own stream reader takes a frame cut short for a whole one.)"""
+    """The decompressed bytes of one frame after another; zstandard's own stream reader accepts one cut short."""
     import zstandard
 
     frame = zstandard.ZstdDecompressor().decompressobj()
@@ -175,7 +175,7 @@ def zstd_blocks(stored: io.BufferedReader) -> Iterator[bytes]:
 
 
 def joined(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """The same bytes in blocks of at least 1 MiB, but for the last: what follows costs so much a block."""
+    """The same bytes in blocks of at least 1 MiB, but for the last: later stages have a fixed cost per block."""
     held: list[bytes] = []
     size = 0
     for block in blocks:

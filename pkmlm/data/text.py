@@ -18,8 +18,8 @@ from pkmlm.errors import UserError
 WINDOW = 2048  # characters: BPE slows down on long strings
 LAST_SINGLE_SPACE = re.compile(r".*[^ ](?= [^ ])", re.DOTALL)
 LINE_LIMIT = 128 << 20  # bytes of one line of JSON or one cell of a table, which must be read whole
-ROWS = 64  # of a table, at a time
-BATCH_LIMIT = 512 << 20  # bytes that a batch of cells may take, whatever few bytes they are stored in
+ROWS = 64  # of a table, read at a time
+BATCH_LIMIT = 512 << 20  # bytes of a batch of cells in memory; compressed, they can be far fewer
 ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[nrtfv0\\]|)")
 SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -49,14 +49,15 @@ class Tally:
         if text:
             starts, ends = text[0].isspace(), text[-1].isspace()
             solid = len(text.split())
-            self.words += solid - 1 + starts + ends if solid else 1  # runs of white space, ...
-            self.words -= starts and self.after_space  # one that lies across the cut counted once
+            # Words are runs of white space + 1: counted here are the runs, one across a cut once; the 1 is added below.
+            self.words += solid - 1 + starts + ends if solid else 1
+            self.words -= starts and self.after_space
             self.bytes += len(text) if text.isascii() else len(text.encode())
             self.after_space = ends
         if chunk.ends_document:
             self.documents += bool(text)
             self.empty += not text
-            self.words += bool(text)  # ... which are one fewer than words
+            self.words += bool(text)
             self.after_space = False
 
 
@@ -275,8 +276,9 @@ def parquet_documents(stream: Stream, field: str) -> Iterator[tuple[str, bool]]:
 
 
 def rows_at_once(metadata: Any, field: str) -> int:
-    """How many cells of a column can be read together within BATCH_LIMIT: one may be as large as all that is stored of
-    the column in its row group, where the others repeat it.
+    """How many cells of a column can be read together within BATCH_LIMIT.
+
+    A text that many cells repeat is stored once: each cell may be as large as the whole column of its row group.
     """
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     columns = [group.column(place) for group in groups for place in range(group.num_columns)]

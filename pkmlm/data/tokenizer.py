@@ -15,7 +15,7 @@ import sentencepiece
 from pkmlm.data.text import chunks_of, has_surrogate
 from pkmlm.errors import UserError, read_errors
 
-MARK = "\u2581"  # SentencePiece writes a space so; in a text it must be spelt in bytes
+MARK = "\u2581"  # SentencePiece writes a space so: where the text itself has this character, it is spelt in bytes
 SAMPLE = 32 << 20  # bytes of text to learn from
 SEED = 0  # of the choice of that text
 LEARNING: dict[str, Any] = {
@@ -26,14 +26,14 @@ LEARNING: dict[str, Any] = {
     "split_digits": True,
     "allow_whitespace_only_pieces": True,
     "user_defined_symbols": ["\n"],  # no piece holds more than a newline: a cut after one changes no id
-    "required_chars": MARK,  # a text without a space must not leave the model without one
+    "required_chars": MARK,  # the space: the model must have it even if its text has none
     "character_coverage": 0.9995,
-    "max_sentence_length": 1 << 20,  # longer ones would be left out without a word; chunks are 8 KiB at most
+    "max_sentence_length": 1 << 20,  # SentencePiece silently drops longer sentences; chunks are 8 KiB at most
     "unk_id": 0,
     "eos_id": 1,
     "bos_id": -1,
     "pad_id": -1,
-    "num_threads": 8,  # the model depends on their number: never that of the machine
+    "num_threads": 8,  # the model depends on this number: it must not be the machine's
     "minloglevel": 3,
 }
 PROBES = (
@@ -75,7 +75,7 @@ class Tokenizer:
             if not model_bytes:
                 raise RuntimeError("no data")
             self._processor: Any = sentencepiece.SentencePieceProcessor(model_proto=model_bytes)
-        except (RuntimeError, UnicodeDecodeError):  # the second: its complaint quotes the damage
+        except (RuntimeError, UnicodeDecodeError):  # the second where its message quotes damaged bytes
             raise UserError(f"{name} is not a SentencePiece model, or is damaged") from None
         self.model_bytes = model_bytes
         self.sha256 = hashlib.sha256(model_bytes).hexdigest()
@@ -144,7 +144,11 @@ class Tokenizer:
         return encoded
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text that ids stand for; `eos` and other control ids stand for nothing."""
+        """The text that ids stand for; `eos` and other control ids stand for nothing.
+
+        Raises:
+            IndexError: an id is not from 0 to `size` - 1.
+        """
         text: str = self._processor.decode([int(i) for i in ids])
         return text
 
@@ -179,7 +183,7 @@ def sampled(texts: Iterable[str], limit: int) -> list[str]:
     sampling, in one pass and bounded memory.
     """
     draw = random.Random(SEED).random
-    kept: list[tuple[float, int, int, str]] = []  # (-number, place, bytes, text): the largest number on top
+    kept: list[tuple[float, int, int, str]] = []  # (-number, place, bytes, text): a heap, largest number on top
     total = 0
     for place, text in enumerate(texts):
         size = len(text) if text.isascii() else len(text.encode())
