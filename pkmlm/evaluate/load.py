@@ -57,7 +57,7 @@ def load_run(path: str | Path, step: str = "latest", device: torch.device | None
     while True:
         number = run.resolve(step)
         try:
-            verify(run.checkpoint(number))
+            verify(run.checkpoint(number), moments=False)
             checkpoint.check_weights(run.checkpoint(number), empty)
             model = empty.to_empty(device=device)
             checkpoint.load_weights(run.checkpoint(number), model)

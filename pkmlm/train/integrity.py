@@ -22,19 +22,23 @@ def file_names(parts: int) -> tuple[str, ...]:
     return (*FILES, *(divided if parts > 1 else []))
 
 
-def verify(path: Path) -> None:
+def verify(path: Path, moments: bool = True) -> None:
     """Check a checkpoint against its manifest, and its manifest against its name.
+
+    Args:
+        moments: also the optimizer's files, two thirds of the bytes; who does not read them needs no check of them.
 
     Raises:
         UserError: (exit code 1) it is damaged or cannot be read; (2) it is of another version, or holds a strange file.
     """
-    if problem := damage_of(path):
+    if problem := damage_of(path, moments):
         hint = "the checkpoint is damaged: `pkmlm train` goes on from the one before it"
         raise UserError(problem, hint, exit_code=1)
 
 
-def damage_of(path: Path) -> str:
-    """What is damaged of a checkpoint: a file that is missing, or has another size or other bytes; or nothing.
+def damage_of(path: Path, moments: bool = True) -> str:
+    """What is damaged of a checkpoint: a file that is missing, or has another size or other bytes; or nothing. See
+    `verify` for `moments`.
 
     Raises:
         UserError: (exit code 1) it cannot be read, which proves nothing; (2) see `verify`.
@@ -57,7 +61,10 @@ def damage_of(path: Path) -> str:
         return f"{path / MANIFEST} is damaged: {problem}"
     for strange in sorted(set(path.glob("[!.]*")) - {path / name for name in (*manifest["files"], MANIFEST)}):
         raise UserError(f"{strange} is not a part of the checkpoint", "move it elsewhere")
-    return damage(path, manifest["files"])
+    of_moments = Path(FILES[1]).stem
+    return damage(
+        path, {name: e for name, e in manifest["files"].items() if moments or not name.startswith(of_moments)}
+    )
 
 
 def contradiction(manifest: Any, name: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,14 @@ from safetensors.torch import load_file
 from pkmlm.cli.train import starting_model
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
+from pkmlm.evaluate.load import load_run
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.load import load_recipe
 from pkmlm.runtime.distributed import Ranks
 from pkmlm.runtime.rundir import RunDirectory
 from pkmlm.train import checkpoint
 from pkmlm.train.checkpoint import Progress
+from pkmlm.train.integrity import verify
 from pkmlm.train.optim import parameter_groups
 
 
@@ -111,6 +114,20 @@ def test_damage_is_named(run, name, damage):
     model, groups = state_of(run)
     with pytest.raises(UserError, match=name if damage != "flip" or name != "manifest.json" else "version 7"):
         checkpoint.load(run.checkpoint(30), model, groups)
+
+
+def test_evaluation_checks_what_it_reads_and_no_moments(run):
+    for name, noticed in (("optimizer.safetensors", False), ("weights.safetensors", True), ("state.json", True)):
+        path = run.checkpoint(30) / name
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(UserError, match=f"{name}: sha256") if noticed else nullcontext():
+            assert load_run(run.path).step == 30
+        with pytest.raises(UserError, match=f"{name}: sha256"):
+            verify(run.checkpoint(30))
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
 
 
 def test_weights_of_another_shape_are_refused_before_anything_is_copied(run):
