@@ -16,7 +16,7 @@ from pkmlm import __version__
 from pkmlm.cli import streams
 from pkmlm.errors import UserError, printable
 
-# A file that is not there, or cannot be: the user has named another than was meant.
+# A file that is not or cannot be there: the user has named a wrong one (exit code 2).
 WRONG_NAME = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL)
 
 COMMANDS = {
@@ -100,8 +100,8 @@ def cli() -> None:
 
 def main() -> None:
     """Run the command line; the exit codes are those of the README."""
-    # Read once, when torch is imported and at its first allocation. Huge pages make random reads of a large table a
-    # fifth faster; torch's idle OpenMP threads, spinning, would take a third of the time of our own kernels' threads.
+    # Set before torch reads them. Huge pages make random reads of a large table a fifth faster; torch's idle OpenMP
+    # threads would spin, and take a third of the time of our own kernels' threads.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     streams.prepare()

@@ -33,7 +33,7 @@ def launches(processes: int | None) -> bool:
             f"--nproc {processes} within a launcher that has started {before} processes",
             "leave --nproc out under torchrun",
         )
-    patience()  # what is wrong with it is told here, not by each process
+    patience()  # an error in its setting is told here once, not by each process
     return True
 
 
@@ -47,7 +47,7 @@ def launch(processes: int, run: str | None) -> int:
         UserError: a process was killed or did not answer, or this machine has fewer GPUs (exit codes 1, 1 and 2).
     """
     passed: list[int] = []
-    with handled(lambda number, frame: passed.append(number)):  # what a handler raises can get lost in an import
+    with handled(lambda number, frame: passed.append(number)):  # noted, not raised: an import may swallow exceptions
         import torch
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -91,7 +91,7 @@ def passing_on(passed: list[int]) -> Handler:
         for rank in ranks:
             with suppress(psutil.NoSuchProcess):
                 rank.send_signal(number)
-        if not ranks:  # none has been started so far
+        if not ranks:  # not one has been started yet
             raise SystemExit(EXIT_CODES[number])
 
     return send
@@ -118,7 +118,7 @@ def outcome(failures: "Mapping[int, ProcessFailure]", passed: list[int], run: st
         rank = min(killed, key=lambda rank: (killed[rank].timestamp, rank))
         late = killed[rank].timestamp > min(each.timestamp for each in failures.values()) + 1
         raise silent(rank, run) if late else lost(rank, signal.Signals(-killed[rank].exitcode).name, run)
-    if not codes:  # before they could heed a signal
+    if not codes:  # the signal came before they had handlers
         return EXIT_CODES[passed[-1]] if passed else 1
     return 1 if 1 in codes else max(codes)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pkmlm.report.usage import MemoryUsage
 
 MOST = {"slots": 20, "contexts": 10, "token": 3}  # rows of each kind of report
-MOST_KEPT = 1 << 28  # contexts that a pass keeps of all slots together, at 12 bytes each
+MOST_KEPT = 1 << 28  # contexts of all slots of a memory together, 12 bytes each: 3 GB
 
 
 @click.command()

@@ -9,7 +9,7 @@ from typing import IO, Any
 
 from pkmlm.errors import UserError
 
-# What the system says of an output that takes no more.
+# Errors of an output that takes no more: a closed pipe, a full disk.
 ENDED = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
@@ -44,7 +44,7 @@ def prepare() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, flags)  # takes the lowest number that is free; what is written to output fails
+            os.open(os.devnull, flags)  # takes this number, the lowest that is free; read-only, so that output fails
     sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115
     sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = Dispensable(sys.stderr or open(2, "w", closefd=False))  # noqa: SIM115

@@ -34,11 +34,17 @@ class Sampling:
 
 @torch.no_grad()
 def generate(model: Transformer, prompt: list[int], sampling: Sampling, most: int, vocab_size: int) -> Iterator[int]:
-    """Yield up to `most` token ids below `vocab_size` that continue `prompt` (at least one id), also past the context.
-
-    A model may have more rows than its tokenizer has pieces; `vocab_size` keeps it to the pieces.
+    """Yield the ids that continue a prompt, one at a time, also past the model's context.
 
     The cache holds the context; when it is full, the model reads the later half of it again and goes on from there.
+
+    Args:
+        prompt: ids, one at least; of more than the context the last are read.
+        most: how many ids are drawn.
+        vocab_size: only ids below it are drawn: a model may have more rows than its tokenizer has pieces.
+
+    Raises:
+        UserError: (exit code 1) a logit is not finite.
     """
     device = next(model.parameters()).device
     random = torch.Generator(device).manual_seed(sampling.seed)
@@ -72,7 +78,7 @@ def draw(logits_V: Tensor, sampling: Sampling, random: torch.Generator) -> int:
     if sampling.top_p is not None:
         sorted_V, order_V = chance_V.sort(descending=True, stable=True)
         beyond_V = sorted_V.cumsum(-1) - sorted_V >= sampling.top_p
-        beyond_V[0] = False  # a top_p that is 0 in fp32 keeps one, too
+        beyond_V[0] = False  # the most likely token stays, even where top_p rounds to 0 in fp32
         chance_V[order_V[beyond_V]] = 0
     return int(torch.multinomial(chance_V, 1, generator=random))
 
@@ -82,7 +88,7 @@ def stream_text(tokenizer: Tokenizer, prompt: list[int], ids: Iterable[int]) -> 
 
     Ends before the end-of-document token.
     """
-    seen = list(prompt[-8:])  # what decodes before the first new id: a piece never reaches further back
+    seen = list(prompt[-8:])  # enough to decode what follows: a character has at most four byte pieces
     shown = len(tokenizer.decode(seen))
     for token in ids:
         if token == tokenizer.eos:

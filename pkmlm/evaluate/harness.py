@@ -62,12 +62,12 @@ def run_tasks(
             found = evaluate(model, {"tasks": tasks}, limit=limit, bootstrap_iters=0)
     except TemplateError as error:
         raise UserError(f"--tasks: a template cannot be filled in: {first_line(error)}") from None
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # what no check of a definition foresees
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # a user's definition that passed the checks
         own = ", ".join(str(source.own) for source in sources if source.own is not None)
         if not own:
             raise
         raise UserError(f"--tasks {own}: lm-eval cannot score it: {kind_and_line(error)}") from error
-    assert found is not None  # of the adapter's rank, which is always 0
+    assert found is not None  # lm_eval returns None on ranks above 0; the adapter's is always 0
     facts, samples = {}, []
     for source in sources:
         name = source.name
@@ -169,7 +169,7 @@ def build(source: TaskSource, fewshot: int | None, offline: bool) -> Configurabl
             task.set_fewshot_seed(FEWSHOT_SEED)
     except UserError:
         raise
-    except Exception as error:  # whatever a definition's own functions and templates do with a row
+    except Exception as error:  # a definition's functions and templates can raise anything
         raise cannot_build(source, error, offline) from None
     return task
 

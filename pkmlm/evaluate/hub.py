@@ -18,7 +18,7 @@ def answers(address: str, patience: float = PATIENCE) -> bool:
         try:
             urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=patience).close()
             heard.append(True)
-        except urllib.error.HTTPError as error:  # an answer, unless of a gateway that gets none
+        except urllib.error.HTTPError as error:  # 5xx: a gateway answers, but not the hub behind it
             heard.append(error.code < 500)
         except (OSError, ValueError):
             pass
@@ -31,7 +31,8 @@ def answers(address: str, patience: float = PATIENCE) -> bool:
 
 @contextmanager
 def asked_once(needed: bool) -> Iterator[bool]:
-    """Keep `datasets` to what it has on disk where the hub does not answer, instead of retrying; yield whether so.
+    """Keep `datasets` to what it has on disk where the hub does not answer, instead of retrying; yields whether it does
+    so.
 
     Args:
         needed: whether anything comes from the hub; if not, it is not asked.

@@ -20,7 +20,7 @@ from pkmlm.model.attention import Layout
 from pkmlm.model.transformer import Transformer
 
 LOGITS = 1 << 24  # logits held at a time: 64 MB in fp32
-WORTH = 4  # sequences are read together if they share at least this part (1/4) of the next one's tokens
+LEAST_SHARED = 1 / 4  # of its tokens that a sequence must have in common with the one before, to be read with it
 
 
 class Window(NamedTuple):
@@ -75,7 +75,7 @@ def plant(windows: Sequence[Window], most: int) -> list[Tree]:
     size = 0
     for index, window in enumerate(windows):
         shared = common(windows[groups[-1][-1]].tokens, window.tokens) if groups else 0
-        if shared * WORTH >= len(window.tokens) and size + len(window.tokens) - shared <= most:
+        if shared >= LEAST_SHARED * len(window.tokens) and size + len(window.tokens) - shared <= most:
             groups[-1].append(index)
             size += len(window.tokens) - shared
         else:
@@ -124,7 +124,7 @@ def score_trees(model: Transformer, trees: Sequence[Tree]) -> Iterator[tuple[int
         for row, each in enumerate(trees)
         for path, ids in zip(each.paths, each.targets, strict=True)
     ]
-    # Windows that go the same way score the same token after the same state: the head sees it once.
+    # Windows with a common beginning may score the same token after the same state: the head runs once for such a pair.
     pairs, inverse = np.unique(np.stack([np.concatenate(at), np.concatenate(targets)]), axis=1, return_inverse=True)
     at_M, targets_M = torch.from_numpy(pairs).to(device)
     nll_M, greedy_M = (part.cpu()[inverse] for part in score_targets(model, h_BTD.flatten(0, 1)[at_M], targets_M))

@@ -121,7 +121,7 @@ def read_definition(path: Path, inheritors: tuple[Path, ...] = ()) -> dict[str, 
     tree = parse(text, str(path))  # refuses tags, anchors, keys that are given twice
     try:
         own = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:  # a date that is none, say
+    except (yaml.YAMLError, ValueError) as error:  # an impossible date, say
         raise UserError(f"{path}: {' '.join(str(error).split())}") from None
     if not isinstance(own, dict):
         raise UserError(f"{path}: found {type(own).__name__} (expected keys such as task: and doc_to_text:)")

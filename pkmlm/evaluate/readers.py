@@ -62,7 +62,7 @@ class _Readers:
         token_R, slot_R, weight_R = summed_reads(slots_NHk, weights_NHk)
         position_R = token_R + self.tokens
         self.tokens += len(slots_NHk)
-        better_R = weight_R > self.weights_Kc[slot_R, -1]  # an equal weight comes too late
+        better_R = weight_R > self.weights_Kc[slot_R, -1]  # of equal weights the earlier position stays
         position_R, slot_R, weight_R = position_R[better_R], slot_R[better_R], weight_R[better_R]
         order_R = weight_R.sort(descending=True, stable=True).indices
         order_R = order_R[slot_R[order_R].sort(stable=True).indices]  # by slot, then weight, then position

@@ -130,7 +130,7 @@ def source(name: str, path: Path, folder: Path | None, fewshot: int | None) -> T
         raise UserError(f"--tasks: {title} is a task of {found} (expected {', '.join(KINDS)})")
     file, shots = rows_files(title, plain, folder, fewshot)
     config = plain if own else definition(path, functions=True)
-    for key in ("tag", "group", "task_list"):  # of the harness's index, not of the task
+    for key in ("tag", "group", "task_list"):  # for the harness's index; a task does not accept them
         config.pop(key, None)
     if not any(config.get(f"{split}_split") for split in ("test", "validation")):
         raise UserError(f"{path}: neither test_split nor validation_split: nothing to score")
@@ -143,7 +143,7 @@ def definition(path: Path, functions: bool) -> dict[str, Any]:
     """One of lm-eval's own definitions with what it includes; its functions as such or as their names."""
     try:
         found: dict[str, Any] = load_yaml(path, resolve_func=functions)
-    except Exception as error:  # whatever the Python beside it does: a package that it needs is missing, say
+    except Exception as error:  # from the Python that it names: a package that this needs is missing, say
         raise UserError(f"{path}: {type(error).__name__}: {' '.join(str(error).split())}") from None
     return found
 

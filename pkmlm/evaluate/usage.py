@@ -17,8 +17,7 @@ from pkmlm.model.memory.usage_tap import UsageTap, usage_taps
 from pkmlm.report.usage import MemoryUsage
 from pkmlm.runtime.distributed import World
 
-# Comparisons of slots held at a time when heads are compared: what a core's cache holds.
-COMPARISONS = 1 << 18
+COMPARISONS = 1 << 18  # of slots, held at a time when two heads are compared: as many as a core's cache holds
 Watch = TypeVar("Watch", bound="WatchedReads")
 
 

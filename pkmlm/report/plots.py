@@ -208,7 +208,7 @@ def save(path: Path, figure: Figure) -> Path:
     """Write a figure as PNG."""
     make_folder(path.parent)
     with warnings.catch_warnings(), writing(path) as file:
-        warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)  # a name in a rarer script
+        warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)  # of a script that the font lacks
         figure.savefig(file, format="png")
     return path
 

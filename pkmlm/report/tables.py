@@ -82,9 +82,9 @@ class Table:
             least += narrowest + 2
         for row in shown[1:]:
             grid.add_row(*map(Text, row))
-        console = Console(file=io.StringIO(), width=10_000, color_system=None)  # in a narrow one rich drops columns
+        console = Console(file=io.StringIO(), width=10_000, color_system=None)  # a narrow console would drop columns
         goal = max(Console(file=io.StringIO()).width, least)
-        for limit in range(goal, goal - len(self.columns) - 1, -1):  # rich may miss a width by as many
+        for limit in range(goal, goal - len(self.columns) - 1, -1):  # rich may exceed the width by a character a column
             with console.capture() as captured:
                 console.print(grid, width=limit)
             lines = [line.rstrip() for line in captured.get().splitlines()]

@@ -67,7 +67,7 @@ class Cells:
                     raise UserError(message, "change the grid's file")
         values = grid.tune.values if grid.tune else (None,)
         self.first = {(p, value): self._cell(p, grid.seeds[0], value) for p in grid.points() for value in values}
-        for seed in grid.seeds[1:]:  # one that no recipe can have is refused now
+        for seed in grid.seeds[1:]:  # refuses now what no recipe can have as its seed
             self._cell(grid.points()[0], seed, values[0])
         names = [cell.name for cell in self.first.values()]
         folders = [name.lower() for name in names]  # as a file system that ignores case has them

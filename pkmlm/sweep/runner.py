@@ -127,7 +127,7 @@ class Runner:
         self.running.append(cell)
         try:
             return self._measured(cell, measure)
-        except UserError as error:  # a run of another's hand in its place, say: the other cells go on
+        except UserError as error:  # its folder holds another run, say: the other cells go on
             return Outcome(cell, "failed", {}, error.message)
         finally:
             self.running.remove(cell)
@@ -238,7 +238,7 @@ def finished(cell: Cell, folder: Path) -> Outcome | None:
     try:
         if not run.recipe_file.exists():
             return None
-        if run.recipe() != cell.recipe:  # one that has only begun begins anew
+        if run.recipe() != cell.recipe:  # without a checkpoint nothing is lost: it is trained anew
             return Outcome(cell, "failed", {}, other_recipe(cell, run)) if run.steps() else None
         if run.facts().get("status") == "diverged":
             return Outcome(cell, "diverged", {}, "as its run.json says; delete its folder to train it again")
