@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pkmlm.cli.doubts import doubt_sources, doubt_tokens
 from pkmlm.cli.options import field_option, json_option, quiet_option, separator_option
 from pkmlm.errors import UserError, printable
 from pkmlm.runtime.cores import usable_cores
@@ -137,11 +138,13 @@ def command(
         return
     sources = find_all({"train": train, "valid": valid, "test": test}, format)
     check_sources(sources, separator, shard)
+    told = doubt_sources(sources)
     with stopwatch(sources, quiet, parts=shard[1] if shard else 1) as watch:
         tokenizer = Tokenizer.load(model) if model else learn(sources, separator, field, vocab_size, model_type, watch)
         encoding = Encoding(tokenizer, separator, field, jobs or usable_cores(), watch=watch)
         if shard is None:
             index = write_corpus(folder, sources, encoding, replace=force)
+            doubt_tokens(index, told)  # of parts, --join has the whole
         else:
             index = write_part(folder, sources, encoding, *shard, replace=force)
     print_result(output, index, watch.seconds, as_json, shard)
@@ -165,6 +168,7 @@ def join(folder: Path, output: str, names: tuple[str, ...], force: bool, quiet: 
 
     with stopwatch({}, quiet) as watch:
         index = join_parts(folder, [Path(name) for name in names], replace=force, watch=watch)
+    doubt_tokens(index, set())
     print_result(output, index, watch.seconds, as_json)
 
 
@@ -200,7 +204,7 @@ def find_all(files: dict[str, tuple[str, ...]], format: str | None) -> dict[str,
 
 
 def check_sources(sources: dict[str, list["Source"]], separator: str | None, shard: tuple[int, int] | None) -> None:
-    """Refuse inputs that contradict each other; warn of a file in two splits."""
+    """Refuse inputs that contradict each other."""
     every = [source for inputs in sources.values() for source in inputs]
     if shard and any(source.name == "-" for source in every):
         raise UserError("standard input cannot be divided", "give --shard files that every machine can read")
@@ -208,12 +212,6 @@ def check_sources(sources: dict[str, list["Source"]], separator: str | None, sha
         raise UserError("standard input can be read once: - is given for two splits")
     if separator is not None and all(source.format != "txt" for source in every):
         raise UserError("--separator is for text files, and no input is one")
-    seen: dict[str, str] = {}
-    for split, inputs in sources.items():
-        for source in inputs:
-            other = seen.setdefault(os.path.realpath(source.name), split)
-            if other != split:
-                print(f"warning: {printable(source.label)} is in both {other} and {split}", file=sys.stderr)
 
 
 def learn(

@@ -177,12 +177,6 @@ def test_unigram(texts):
     assert text_of(texts / "out").encode() == (texts / "train.txt").read_bytes()
 
 
-def test_a_file_in_two_splits_is_warned_of(texts):
-    (texts / "link.txt").symlink_to(texts / "train.txt")
-    given = [texts / "train.txt", "--valid", texts / "link.txt", "--vocab-size", 320, "-o", texts / "out", "-q"]
-    assert pkmlm("tokenize", *given).stderr == f"warning: {texts}/link.txt is in both train and valid\n"
-
-
 # What is there already
 
 

@@ -1,0 +1,48 @@
+"""What of the text to tokenize is probably not as it was meant: warnings on standard error."""
+
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from pkmlm.errors import printable
+
+if TYPE_CHECKING:
+    from pkmlm.data.index import Index, Split
+    from pkmlm.data.sources import Source
+
+Told = set[tuple[str, str]]  # (split, name of a file) that a warning has named
+
+
+def warn(text: str) -> None:
+    print(f"warning: {printable(text)}", file=sys.stderr)
+
+
+def doubt_sources(sources: Mapping[str, Sequence["Source"]]) -> Told:
+    """Warn, before any work, of a file that is in two splits by its own name or by a link's."""
+    told: Told = set()
+    seen: dict[str, str] = {}
+    for split, inputs in sources.items():
+        for source in inputs:
+            other = seen.setdefault(os.path.realpath(source.name), split)
+            if other != split:
+                warn(f"{source.label} is in both {other} and {split}")
+                told.add((split, source.plain_name))
+    return told
+
+
+def doubt_tokens(index: "Index", told: Told) -> None:
+    """Warn of what reading all the text of a corpus has shown: a separator that is not there."""
+    for split, about in index.splits.items():
+        separator = index.separator
+        if separator is not None and undivided(about):
+            crlf = re.sub("(?<!\r)\n", "\r\n", separator)
+            hint = f" (where lines end in CRLF, it is {crlf!r})" if crlf != separator else ""
+            warn(f"{separator!r} occurs nowhere in {split}: each file is one document{hint}")
+
+
+def undivided(split: "Split") -> bool:
+    """Whether the files of a split are all text, as far as their names say, and each is one document."""
+    texts = not any(f".{kind}" in origin.name.lower() for origin in split.sources for kind in ("jsonl", "parquet"))
+    return texts and split.documents + split.empty == len(split.sources)
