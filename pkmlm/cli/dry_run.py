@@ -20,6 +20,7 @@ def report(recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokenizer", world: "W
     from pkmlm.data.batches import Batches
     from pkmlm.model.cost import cost_of
     from pkmlm.model.ranks_cost import bytes_held
+    from pkmlm.recipe.doubts import doubts
     from pkmlm.runtime.distributed import ranks_of
     from pkmlm.train.step import stepper_for
 
@@ -43,6 +44,8 @@ def report(recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokenizer", world: "W
     ]
     if world.rank == 0:
         click.echo("\n".join(lines))
+        for text in doubts(recipe):
+            click.echo(f"warning: {text}", err=True)
     ranks = ranks_of(world, recipe.parallel.memory)
     model = starting_model(recipe, tokenizer, device, ranks, fresh=True)
     batches = Batches(corpus, recipe.model.context, recipe.sequences, train.seed)

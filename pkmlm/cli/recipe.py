@@ -34,7 +34,7 @@ def command() -> None:
 def check(files: tuple[str, ...], overrides: tuple[str, ...]) -> None:
     """Check recipes: keys, types, and what must hold between them.
 
-    Stops at the first that is wrong, names its line, and exits with 2.
+    Stops at the first that is wrong, names its line, and exits with 2. Warns of what is allowed and hardly meant.
 
     \b
     Examples:
@@ -42,10 +42,14 @@ def check(files: tuple[str, ...], overrides: tuple[str, ...]) -> None:
       pkmlm recipe check recipes/*/*.yaml
       pkmlm recipe check mine.yaml -s model.layers=12
     """
+    from pkmlm.recipe.doubts import doubts
     from pkmlm.recipe.load import load_recipe
 
     for file in files:
-        click.echo(printable(f"ok  {file}: {summary(load_recipe(file, overrides))}"))
+        recipe = load_recipe(file, overrides)
+        click.echo(printable(f"ok  {file}: {summary(recipe)}"))
+        for text in doubts(recipe):
+            click.echo(printable(f"warning: {file}: {text}"), err=True)
 
 
 def summary(recipe: "Recipe") -> str:

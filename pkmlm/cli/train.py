@@ -119,6 +119,7 @@ def train_in(
     """Train in the run directory `output`, and note in its run.json how it ended; rank 0 alone writes there."""
     from pkmlm.cli.circumstances import changes, circumstances, lost_metrics, with_earlier
     from pkmlm.cli.resume import ended_already, refuse_changes, refuse_other_data, refuse_resume
+    from pkmlm.recipe.doubts import doubts
     from pkmlm.runtime.files import write_text
     from pkmlm.runtime.rundir import RunDirectory
     from pkmlm.runtime.signals import stop_on_signals
@@ -155,6 +156,8 @@ def train_in(
                 if run.steps():
                     warnings += changes(before, facts, earlier, recipe) + lost_metrics(run)
                     facts = with_earlier(before, facts, run.steps()[-1])
+                else:
+                    warnings += doubts(recipe)
                 run.note(**facts, status="running", exit_code=None, rank=None)
         with noting_failure(run, recipe, tokenizer, world):
             outcome = run_loop(run, recipe, corpus, tokenizer, device, precision, reason, warnings, stop, quiet, world)
@@ -260,7 +263,7 @@ def run_loop(
                 log = opened.enter_context(heard)
         steps = world.broadcast(run.steps())
         for text in warnings:
-            log.warn(steps[-1], text)
+            log.warn(steps[-1] if steps else 0, text)
         doing = f"resuming at step {steps[-1]}" if steps else "training"
         several = f" and {world.size - 1} more" if world.size > 1 else ""
         log.say(f"{doing} in {run.path} on {device}{several}, {precision}: {reason}")

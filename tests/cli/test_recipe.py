@@ -42,6 +42,22 @@ def test_check_stops_at_a_wrong_recipe_with_two_lines_and_exit_code_2(tmp_path: 
     assert hint.startswith("hint: keys of optim: lr, betas, eps, schedule, warmup_steps, ")
 
 
+def test_a_warm_up_longer_than_training_is_warned_of(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(SMALL)
+    done = pkmlm("recipe", "check", "a.yaml", "-s", "train.steps=150")
+    told = "4,000 for 150 steps of training: the rate ends at 4% of its peak"
+    assert done.stderr.splitlines() == [f"warning: a.yaml: optim.warmup_steps: {told}"]
+    memory = ["-s", "model.memory={kind: product-key, layers: 2}", "-s", "optim.values.warmup_steps=5000"]
+    told = "optim.values.warmup_steps: 5,000 for 4,500 steps of training: the rate ends at 90% of its peak"
+    assert told in pkmlm("recipe", "check", "a.yaml", "-s", "train.steps=4500", *memory).stderr
+    tables = ["-s", "model.projections=hash", "-s", "optim.tables.warmup_steps=5000"]
+    assert (
+        "optim.tables.warmup_steps: 5,000"
+        in pkmlm("recipe", "check", "a.yaml", "-s", "train.steps=4500", *tables).stderr
+    )
+    assert pkmlm("recipe", "check", "a.yaml", "-s", "train.steps=4000").stderr == ""
+
+
 def test_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:
     (tmp_path / "a\x1b[31m.yaml").write_text(SMALL)
     done = pkmlm("recipe", "check", "a\x1b[31m.yaml")
