@@ -1,6 +1,8 @@
 """`pkmlm compare`: runs side by side."""
 
 import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -33,7 +35,7 @@ def command(run_paths: tuple[str, ...], format: "Format", plots: str | None, for
     from pkmlm.report.compare import compare_tables, facts_of, flat_table, open_runs
 
     folder = free_folder(plots, force)
-    runs = open_runs(run_paths)
+    runs = open_runs(without_strays(run_paths))
     facts = [facts_of(label, run) for label, run in runs.items()]
     if format == "json":
         click.echo(json.dumps({"runs": facts}, indent=2, allow_nan=False))
@@ -48,3 +50,19 @@ def command(run_paths: tuple[str, ...], format: "Format", plots: str | None, for
             click.echo("nothing to draw: no run has logged a loss yet", err=True)
         else:
             click.echo(f"drew {printable(str(save(folder / 'learning-curves.png', figure)))}", err=True)
+
+
+def without_strays(paths: Sequence[str]) -> Sequence[str]:
+    """What of several paths, as a shell's glob gives them, may be a run; warns of what is there and is none.
+
+    Where nothing is left, all of them: the error is that of the first.
+    """
+    from pkmlm.runtime.rundir import RunDirectory
+
+    strays = {path for path in paths if Path(path).exists() and not RunDirectory(path).recipe_file.is_file()}
+    runs = [path for path in paths if path not in strays]
+    if not runs:
+        return paths
+    for path in sorted(strays):
+        click.echo(f"warning: left out {printable(path)}: it is no run (no recipe.yaml in it)", err=True)
+    return runs

@@ -160,6 +160,19 @@ def test_runs_of_one_name_are_told_apart_and_doubles_dropped(run: Path, tmp_path
     assert [found["run"] for found in facts(run, other, run)] == [str(run), str(other)]
 
 
+def test_among_several_what_is_no_run_is_left_out(run: Path) -> None:
+    (run.parent / "notes.txt").write_text("notes")
+    (run.parent / "failed" / "checkpoints").mkdir(parents=True)
+    several = [run.parent / name for name in ("failed", "mine", "notes.txt")]
+    done = pkmlm("compare", *several, "--format", "json")
+    assert [found["run"] for found in json.loads(done.stdout)["runs"]] == ["mine"]
+    assert done.stderr.splitlines() == [
+        f"warning: left out {path}: it is no run (no recipe.yaml in it)" for path in (several[0], several[2])
+    ]
+    assert "failed is not a run directory" in pkmlm("compare", several[0], several[2], code=2).stderr
+    assert "mien does not exist" in pkmlm("compare", run, run.parent / "mien", code=2).stderr
+
+
 def test_an_unfinished_run_says_so(run: Path) -> None:
     assert "Status" not in pkmlm("compare", run).stdout
     (run / "run.json").write_text('{"status": "diverged"}')
