@@ -13,6 +13,7 @@ from pkmlm.errors import printable
 Format = Literal["table", "md", "csv", "json"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 MISSING = "-"
+HUGE, SCIENTIFIC = 1e9, "{:.2e}"  # from where on the digits of a float say nothing: counts are integers
 SHARE, NATS = "{:.1%}", "{:.4f}"  # formats of numbers
 WORD = 16  # characters of a text column that are kept on one line, if they are one word
 
@@ -27,7 +28,8 @@ class Column:
     Args:
         name: the heading, with the unit where there is one ("time (s)"); the key in CSV and JSON.
         align: "left" for text, "right" for numbers.
-        format: a format string for numbers, e.g. "{:,}" or "{:.1%}"; text and missing values ignore it.
+        format: a format string for numbers, e.g. "{:,}" or "{:.1%}"; text and missing values ignore it, as
+            do floats from 1e9 on, which are shown as 2.28e+49.
     """
 
     name: str
@@ -38,7 +40,9 @@ class Column:
         """A value as people read it; None is "-"."""
         if value is None:
             return MISSING
-        return printable(value) if isinstance(value, str) else self.format.format(value)
+        if isinstance(value, str):
+            return printable(value)
+        return (SCIENTIFIC if isinstance(value, float) and abs(value) >= HUGE else self.format).format(value)
 
 
 def number(name: str, format: str = "{:,}") -> Column:

@@ -43,6 +43,16 @@ def test_text_never_cuts_a_number_and_wraps_words(monkeypatch: pytest.MonkeyPatc
         assert text.count("word") == 40 * many
 
 
+def test_floats_from_a_billion_on_are_short_in_tables_alone() -> None:
+    columns = [Column("count", "right", "{:,}"), Column("ppl", "right", "{:,.3f}")]
+    table = Table("", columns, [[10**12, 2.2754e49], [1, 999_999_999.5]])
+    for format in ("table", "md"):
+        text = table.render(format)
+        assert [found in text for found in ("1,000,000,000,000", "2.28e+49", "999,999,999.500")] == [True] * 3
+    assert json.loads(table.render("json"))[0]["ppl"] == 2.2754e49
+    assert "2.2754e+49" in table.render("csv")
+
+
 def test_markup_and_control_characters_stay_text() -> None:
     rows = [["[red]x[/red] \x1b[31m", 1, 0.0, 0.0]]
     for format in FORMATS:
