@@ -50,13 +50,14 @@ class TextChoice(NamedTuple):
 
     def documents(self, run: "LoadedRun") -> "Documents":
         """The documents that were chosen; for one pass."""
-        from pkmlm.evaluate.perplexity import documents_of_split, documents_of_text
+        from pkmlm.evaluate.perplexity import documents_of_split, documents_of_text, open_split
 
         if self.text is not None:
             return documents_of_text(self.text, run.tokenizer, self.separator, self.field)
         if run.recipe.data.dir is None:
             raise UserError(f"run {run.path} names no data.dir", "give a text with --text FILE")
-        return documents_of_split(run.recipe.data.dir, self.split or "test", run.tokenizer)
+        corpus = open_split(run.recipe.data.dir, self.split or "test", run.tokenizer)
+        return documents_of_split(corpus, run.tokenizer)
 
 
 def text_options(command: Callable[..., Any]) -> Callable[..., Any]:

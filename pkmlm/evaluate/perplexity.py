@@ -50,7 +50,7 @@ class Perplexity:
     Attributes:
         tokens: scored tokens: all but the end-of-document tokens.
         nll: their sum of -log p, nats.
-        token_ppl, word_ppl, byte_ppl: exp(nll / count).
+        token_ppl, word_ppl, byte_ppl: exp(nll / count), at most exp(700), which a float can hold.
         bits_per_byte: nll / bytes / log 2.
     """
 
@@ -89,9 +89,8 @@ def windows(ids: np.ndarray, prefix: int, context: int, stride: int) -> Iterator
         done = stop
 
 
-def documents_of_split(directory: str, split: str, tokenizer: Tokenizer, tokens: int | None = None) -> Documents:
-    """The documents of a tokenized split, or (with `tokens`) as many as hold its first so many tokens, the last one
-    cut.
+def open_split(directory: str, split: str, tokenizer: Tokenizer) -> Corpus:
+    """A tokenized split; its tokens are checked when they are first read.
 
     Raises:
         UserError: no such split, or it was made with another tokenizer.
@@ -104,6 +103,17 @@ def documents_of_split(directory: str, split: str, tokenizer: Tokenizer, tokens:
             "tokenize again with --tokenizer RUN/tokenizer.model",
         )
     refuse_forged(corpus.folder, (corpus.vocab_size, corpus.eos), tokenizer)
+    return corpus
+
+
+def documents_of_split(corpus: Corpus, tokenizer: Tokenizer, tokens: int | None = None) -> Documents:
+    """The documents of an open split, for one pass, or (with `tokens`) as many as hold its first so many tokens, the
+    last one cut.
+
+    Raises:
+        UserError: its files are damaged, which may also show when the documents are read.
+    """
+    split = corpus.split
     whole = (corpus.document(i) for i in range(corpus.documents))
     if tokens is None or tokens >= corpus.tokens - corpus.documents:
         return Documents(split, whole, corpus.tokens - corpus.documents, corpus.words, corpus.bytes)
@@ -178,7 +188,8 @@ def score(
         sums.append(sum(float(nll.sum()) for nll in score_windows(model, group, watch)))
         if advance is not None and not advance(tokens):
             return None
-    if 0 < len(sums) % world.size <= world.rank:  # the last turn has come to others alone
+    # Ranks without a batch in the last round run an empty one: FSDP needs as many forwards on each.
+    if 0 < len(sums) % world.size <= world.rank:
         score_windows(model, nothing, watch)
     total = sum(world.sum(torch.tensor(sums, dtype=torch.float64)).tolist())
     if not math.isfinite(total):

@@ -7,7 +7,7 @@ import torch
 
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.evaluate.generate import Sampling, generate, stream_text
-from pkmlm.evaluate.perplexity import documents_of_split, score
+from pkmlm.evaluate.perplexity import documents_of_split, open_split, score
 from pkmlm.evaluate.usage import UsageCounters
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.schema import Recipe
@@ -31,16 +31,20 @@ def validation(
 
     Ranks that train together all call it, and get the same: each group that divides the tables takes its turn at the
     batches, and none stops before the end.
+
+    Raises:
+        UserError: there is no valid split, it is damaged, or it was made with another tokenizer.
     """
     ranks = ranks or Ranks()
     world, alone = ranks.data, ranks.world.size == 1
     device = next(model.parameters()).device
+    corpus = open_split(recipe.data.dir or "", "valid", tokenizer)
 
     def validate(stop: StopRequest) -> dict[str, Any] | None:
         if not alone and stop.agreed() is not None:
             return None
         model.eval()
-        documents = documents_of_split(recipe.data.dir or "", "valid", tokenizer, recipe.eval.tokens)
+        documents = documents_of_split(corpus, tokenizer, recipe.eval.tokens)
         with UsageCounters(model) as counters, autocast(device, precision):
             result = score(
                 model,

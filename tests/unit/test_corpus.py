@@ -18,7 +18,7 @@ from pkmlm.data.shards import Encoding, write_corpus, write_shards
 from pkmlm.data.sources import find_sources
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
-from pkmlm.evaluate.perplexity import documents_of_split
+from pkmlm.evaluate.perplexity import open_split
 from pkmlm.runtime.files import json_text
 
 SEPARATOR = "\n\n\n"
@@ -327,7 +327,7 @@ def test_an_index_that_says_what_the_tokenizer_does_not_is_refused(copy, tokeniz
     with pytest.raises(UserError, match=rf"index.json is damaged: it says .*{value:,}.*the tokenizer has 290 and 1"):
         open_tokenizer(copy)
     with pytest.raises(UserError, match=r"index.json is damaged"):
-        documents_of_split(str(copy), "valid", tokenizer)
+        open_split(str(copy), "valid", tokenizer)
 
 
 def rehashed(folder, name, numbers):

@@ -12,9 +12,11 @@ import torch
 from pkmlm.data.corpus import Corpus, open_tokenizer
 from pkmlm.errors import UserError
 from pkmlm.evaluate.load import load_run
-from pkmlm.evaluate.perplexity import Documents, documents_of_split, documents_of_text, score, windows
+from pkmlm.evaluate.perplexity import Documents, documents_of_split, documents_of_text, open_split, score, windows
+from pkmlm.evaluate.validation import validation
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Model, Recipe, Train
+from pkmlm.runtime.signals import StopRequest
 
 
 def cut(length: int, context: int, stride: int) -> list[tuple[list[int], list[int]]]:
@@ -89,7 +91,7 @@ def test_a_stride_beyond_the_context_is_refused():
 def test_splits_and_texts_count_as_the_harness_does(tokens: Path, novels: Path):
     tokenizer = open_tokenizer(tokens)
     text = (novels / "test.txt").read_bytes().decode()
-    of_split = documents_of_split(str(tokens), "test", tokenizer)
+    of_split = documents_of_split(open_split(str(tokens), "test", tokenizer), tokenizer)
     of_text = documents_of_text(str(novels / "test.txt"), tokenizer)
     for documents in (of_split, of_text):
         assert documents.words == len(re.split(r"\s+", text))
@@ -99,9 +101,20 @@ def test_splits_and_texts_count_as_the_harness_does(tokens: Path, novels: Path):
 
 def test_the_first_tokens_of_a_split(tokens: Path):
     tokenizer, corpus = open_tokenizer(tokens), Corpus.open(tokens, "test")
-    documents = documents_of_split(str(tokens), "test", tokenizer, 100)
+    documents = documents_of_split(corpus, tokenizer, 100)
     assert np.concatenate(list(documents.ids)).tolist() == corpus.document(0)[:100].tolist()
     assert documents.bytes == len(tokenizer.decode(corpus.document(0)[:100].tolist()).encode())
+
+
+@pytest.mark.parametrize("most", [None, 100])
+def test_all_validations_of_a_run_open_its_split_once(trained, monkeypatch, most):
+    run, opened = load_run(trained("product-key")), []
+    whole = Corpus.open
+    monkeypatch.setattr(Corpus, "open", lambda *where: opened.append(where) or whole(*where))
+    recipe = replace(run.recipe, eval=replace(run.recipe.eval, tokens=most))
+    validate = validation(recipe, run.model, run.tokenizer, "fp32", print)
+    assert validate(StopRequest()) == validate(StopRequest())
+    assert len(opened) == 1
 
 
 def test_generation_is_the_same_with_and_without_a_cache(trained):
