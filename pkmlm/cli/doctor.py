@@ -8,11 +8,12 @@ import click
 from pkmlm.cli.options import json_option
 from pkmlm.errors import printable
 
+# setup.py asks for the same; a test compares. (importlib.metadata knows it only where pkmlm is installed.)
 NEEDED = (
     *("torch", "numpy", "numba", "sentencepiece", "click", "rich", "pyyaml", "safetensors", "zstandard", "pyarrow"),
     *("matplotlib", "psutil", "lm-eval", "datasets", "huggingface-hub", "jinja2"),
 )
-OLDEST_TORCH = (2, 10)
+OLDEST_TORCH = "2.10"
 GIGA = 10**9
 LITTLE_DISK, LITTLE_MEMORY = 5 * GIGA, 2 * GIGA
 
@@ -146,9 +147,9 @@ def problems(facts: dict[str, Any]) -> list[dict[str, Any]]:
     if missing:
         report(f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}", broken=True)
     elif "error" in torch:
-        report(f"torch does not work: {torch['error']}", "pip install 'torch>=2.10'", broken=True)
-    elif release(versions["torch"]) < OLDEST_TORCH:
-        report(f"torch {versions['torch']} is too old", "pip install 'torch>=2.10'", broken=True)
+        report(f"torch does not work: {torch['error']}", f"pip install 'torch>={OLDEST_TORCH}'", broken=True)
+    elif release(versions["torch"]) < release(OLDEST_TORCH):
+        report(f"torch {versions['torch']} is too old", f"pip install 'torch>={OLDEST_TORCH}'", broken=True)
     elif not torch["cuda"] and Path("/dev/nvidiactl").exists():
         report(f"a GPU is here, but torch {versions['torch']} cannot use it", "install torch for CUDA: pytorch.org")
     if not facts["disk"]["writable"]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pkmlm import __version__
-from pkmlm.cli.doctor import GIGA, NEEDED, examine, problems
+from pkmlm.cli.doctor import GIGA, NEEDED, OLDEST_TORCH, examine, problems
 from tests.conftest import ROOT, pkmlm
 
 
@@ -90,6 +90,7 @@ def test_usable_cores_are_those_that_the_process_is_held_to() -> None:
 def test_what_is_looked_for_is_what_setup_installs() -> None:
     (call,) = [node for node in ast.walk(ast.parse((ROOT / "setup.py").read_text())) if is_setup(node)]
     (listed,) = [ast.literal_eval(each.value) for each in call.keywords if each.arg == "install_requires"]
+    assert f"torch>={OLDEST_TORCH},<3" in listed
     assert sorted(NEEDED) == sorted(re.split("[<>=]", requirement)[0] for requirement in listed)
 
 
