@@ -1,12 +1,12 @@
 """Speed: what is timed beside what, always in turn in one run."""
 
-# Of `bench memory`: this package's layer with row Adam; the same in plain torch with a dense gradient and Adam as it
-# comes or fused, and with a sparse gradient and SparseAdam; the FFN of the same width with fused Adam.
+# The layers of `bench memory`: this package's with row Adam; the same in plain torch, with a dense gradient and torch's
+# default or fused Adam, or with a sparse gradient and SparseAdam; the FFN of the same width with fused Adam.
 LAYERS = ("pkmlm", "plain-adam", "plain-fused", "plain-sparse", "ffn")
-# What is timed of a layer, each phase with those before it, and of a model; with the names that tables give them.
+# What is timed of a layer (each phase includes those before it) and of a model: {phase: its name in tables}.
 LAYER_PHASES = {"forward": "forward", "backward": "+ backward", "step": "+ update"}
 MODEL_PHASES = {"forward": "forward", "step": "step", "token": "token, fp32"}
-# Of a recipe: its layers without the memory, with it, twice the layers without, and a MemoryFormer of the same shape.
+# Models made of a recipe: without its memory, with it, without it but twice as deep, and a MemoryFormer of its shape.
 MODELS = ("dense", "memory", "double", "hash")
 
 

@@ -32,10 +32,10 @@ class Timing:
 
 @dataclass(frozen=True)
 class Overhead:
-    """Something of this package's timed beside the bare thing within it.
+    """A step or a pass of this package, timed beside the bare work that it does.
 
     Attributes:
-        amount: what a time is for: a step's tokens, a text's bytes.
+        amount: how much one time is for: tokens of a step, bytes of a text.
     """
 
     whole: Timing
@@ -57,7 +57,7 @@ def in_turn(
     """Time every action once a round, see `in_rounds`.
 
     Args:
-        device: whose queued work belongs to the action that queued it.
+        device: its queue is emptied before and after each action, so that all of an action's work is timed.
     """
     return in_rounds({name: partial(seconds_of, action, device) for name, action in actions.items()}, rounds, say)
 

@@ -104,7 +104,7 @@ def command(
     warn_of_cuts(record)
     try:
         store(run, record, choice.text is not None, stride)
-    except UserError as error:  # another's run, say: the result is no worse for it
+    except UserError as error:  # a folder that only another user may write, say: the result still stands
         click.echo(f"warning: not kept in the run: {printable(error.message)}", err=True)
 
 

@@ -88,9 +88,9 @@ def command(
             refuse_missing_devices(own)
         code = run_all(results, folder, jobs or len(own) or 1, own, task_data, quiet)
         if not code and results.lack_speeds:
-            folder.write(results)  # whatever comes of the timing
+            folder.write(results)  # now: the timing may fail
             code = time_models(results, folder, quiet)
-    if results.ended or not results.trains:  # else an empty table would take the place of one that is there
+    if results.ended or not results.trains:  # an empty table must not replace one that is there
         publish(results, folder)
     return code or tell_failures(results)
 
@@ -173,7 +173,7 @@ def run_all(
     grid, cells, total, runs = results.grid, results.cells, len(results.cells), folder.runs
     cells.refuse_missing_data()
     if any(MEASURES[name].source == "tasks" for name in grid.measure):
-        prepare(",".join(tasks_of(grid.measure)), task_data, None)  # what is wrong with them is told now
+        prepare(",".join(tasks_of(grid.measure)), task_data, None)  # refuses bad tasks before hours of training
     make_folder(runs)
     held = locked(runs / ".lock", f"the sweep {folder.path}")
     with held, stop_on_signals() as stop, cell_progress(runs, quiet) as (say, tick):

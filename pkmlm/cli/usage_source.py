@@ -77,7 +77,7 @@ class Source:
         report = report._replace(entry={**report.entry, "source": self.origin})
         try:
             save_usage(self.stem, report.entry, report.memories)
-        except UserError as error:  # another's run, say: the report is no worse for it
+        except UserError as error:  # a folder that only another user may write, say: the report still stands
             click.echo(f"warning: not kept for the next time: {printable(error.message)}", err=True)
         return report
 

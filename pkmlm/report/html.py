@@ -48,14 +48,14 @@ def usage_page(
         for entry, counted, held, events in zip(entries, memories, holdings, metrics, strict=True)
     ]
     colours = [to_hex(colour) for colour in colormaps["viridis"](np.linspace(0, 1, 256))]
-    # Base64 holds nothing that ends a script, whatever the text.
+    # No text can end the page's script: Base64 has no < in it.
     data = packed(json.dumps({"runs": runs, "colours": colours}, allow_nan=False).encode())
     folder = files("pkmlm.report") / "page"
 
     def part(mark: re.Match[str]) -> str:
         return data if mark[1] == "data" else (folder / mark[1]).read_text(encoding="utf-8").strip()
 
-    # What stands in the page as /*charts.js*/ is that file.
+    # A mark such as /*charts.js*/ gives way to the content of that file.
     return re.sub(r"/\*([\w.]+)\*/", part, (folder / "page.html").read_text(encoding="utf-8"))
 
 
@@ -81,7 +81,7 @@ def mass_data(masses_S: NDArray[np.float64]) -> dict[str, Any]:
     low, step = float(logs.min()), float(np.ptp(logs)) / CODES
     codes = np.zeros(masses_S.shape, dtype=np.uint16)
     codes[used] = 1 + np.round((logs - low) / step).astype(np.uint16) if step else 1
-    # The colours begin where those of `--plots` do.
+    # Colours begin at the percentile at which those of `--plots` do.
     dark = int(np.percentile(codes[used], 0.5)) if used.any() else 1
     return {"codes": array_data(codes), "low": low, "step": step, "dark": dark, "total": float(masses_S.sum())}
 

@@ -174,7 +174,7 @@ def usage_over_training(run: str, metrics: Metrics) -> Figure | None:
 def learning_curves(metrics: Mapping[str, Metrics]) -> Figure | None:
     """Training and validation loss of every run; None where none has been logged."""
     figure, axes = new_figure("Loss of training (thin) and of validation (points)")
-    late = []  # losses after a curve's first twentieth, which set the scale
+    late = []  # only losses after a curve's first twentieth set the scale
     for number, (run, events) in enumerate(metrics.items()):
         style, name = line_style(number), label(run)
         train, valid = points(events, "train"), points(events, "valid")

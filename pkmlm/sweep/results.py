@@ -83,8 +83,8 @@ class Results:
         return speed.rounds if speed and chosen and speed.recipe == chosen[0].cell.recipe_sha256 else []
 
     def by_seed(self, measure: str, point: Point) -> dict[int, float]:
-        """What was measured at a point; none where nothing was. What no seed changes is the first one's: arithmetic,
-        and speed (the median of the rounds).
+        """What was measured at a point, by seed; empty where nothing was. Arithmetic, and speed (the median of the
+        rounds), which no seed changes, stand under the first seed.
         """
         read = MEASURES[measure].read
         if MEASURES[measure].source in ("cost", "speed"):
