@@ -64,8 +64,9 @@ def command(
 
     A multiply-add is counted once, over one sequence of model.context tokens. "built" sums the layers;
     "paper" is the block formula of MemoryFormer, for the blocks that it describes. Training memory is an
-    estimate: fp32 weights, gradients and Adam moments, and one micro-batch of activations. --world counts what
-    each rank holds and sends in a step, for every parallel.memory that is possible.
+    estimate: fp32 weights, gradients and Adam moments, and one micro-batch of activations; train.precision=auto
+    is counted as fp32 (on a GPU it may be bf16: -s train.precision=bf16). --world counts what each rank holds
+    and sends in a step, for every parallel.memory that is possible.
 
     \b
     Examples:
@@ -206,5 +207,7 @@ def training_table(recipe: "Recipe", cost: "Cost") -> "Table":
 
     rows = [(name, size / MEGA) for name, size in cost.training.items() if size]
     rows.append(("total", sum(cost.training.values()) / MEGA))
-    title = f"Memory to train, estimated: {recipe.train.micro_batch} sequences a forward"
+    precision = recipe.train.precision
+    counted = "auto taken as fp32" if precision == "auto" else f"in {precision}"
+    title = f"Memory to train, estimated: {recipe.train.micro_batch} sequences a forward, {counted}"
     return Table(title, [Column("for"), number("MB", "{:,.1f}")], rows)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,12 @@ def test_layers_with_a_memory_have_a_line_of_their_own() -> None:
     text = pkmlm("cost", ROOT / "recipes/pkm/16-layers.yaml").stdout
     layers = [line.split()[0] for line in text.splitlines()[4:] if line[:1].isdigit()]
     assert layers == ["1-5", "6", "7-11", "12", "13-16"]
+
+
+@pytest.mark.parametrize(("precision", "said"), [("auto", "auto taken as fp32"), ("bf16", "in bf16")])
+def test_the_precision_that_memory_is_counted_in(precision: str, said: str) -> None:
+    text = pkmlm("cost", TINY, "-s", f"train.precision={precision}").stdout
+    assert re.search(rf"^Memory to train, estimated: \d+ sequences a forward, {said}$", text, re.MULTILINE)
 
 
 def test_one_memory_layer() -> None:
