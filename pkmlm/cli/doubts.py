@@ -20,7 +20,7 @@ def warn(text: str) -> None:
 
 
 def doubt_sources(sources: Mapping[str, Sequence["Source"]]) -> Told:
-    """Warn, before any work, of a file that is in two splits by its own name or by a link's."""
+    """Warn, before any work, of a file that is in two splits, by its own name or by a link's."""
     told: Told = set()
     seen: dict[str, str] = {}
     for split, inputs in sources.items():
@@ -32,9 +32,32 @@ def doubt_sources(sources: Mapping[str, Sequence["Source"]]) -> Told:
     return told
 
 
+def doubt_repeats(files: Mapping[str, Sequence[str]]) -> None:
+    """Warn of files that were given for a split again, by name, glob or link: they are read once."""
+    from pkmlm.data.sources import expanded
+
+    for split, patterns in files.items():
+        seen: set[str] = set()
+        again = []
+        for name in (name for pattern in patterns for name in expanded(pattern)):
+            place = os.path.realpath(name)
+            if place in seen:
+                again.append(name)
+            seen.add(place)
+        if again:
+            others = f" (and {len(again) - 1:,} more)" if len(again) > 1 else ""
+            warn(f"{again[0]}{others} is given again for {split}: it is read once")
+
+
 def doubt_tokens(index: "Index", told: Told) -> None:
-    """Warn of what reading all the text of a corpus has shown: a separator that is not there."""
+    """Warn of what reading all the text of a corpus has shown: the same bytes in two splits under two names, and a
+    separator that is nowhere."""
+    seen: dict[str, tuple[str, str]] = {}
     for split, about in index.splits.items():
+        for origin in about.sources:
+            other, name = seen.setdefault(origin.sha256, (split, origin.name))
+            if other != split and origin.bytes and (split, origin.name) not in told:
+                warn(f"{origin.name} is in both {other} and {split}" + f" (as {name})" * (name != origin.name))
         separator = index.separator
         if separator is not None and undivided(about):
             crlf = re.sub("(?<!\r)\n", "\r\n", separator)

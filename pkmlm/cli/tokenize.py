@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pkmlm.cli.doubts import doubt_sources, doubt_tokens
+from pkmlm.cli.doubts import doubt_repeats, doubt_sources, doubt_tokens
 from pkmlm.cli.options import field_option, json_option, quiet_option, separator_option
 from pkmlm.errors import UserError, printable
 from pkmlm.runtime.cores import usable_cores
@@ -197,10 +197,12 @@ def free_tokens(shown: str, force: bool) -> Path:
 
 
 def find_all(files: dict[str, tuple[str, ...]], format: str | None) -> dict[str, list["Source"]]:
-    """The sources of each split that has files."""
+    """The sources of each split that has files; what is given twice is read once, and warned of."""
     from pkmlm.data.sources import find_sources
 
-    return {split: find_sources(names, format) for split, names in files.items() if names}
+    sources = {split: find_sources(names, format) for split, names in files.items() if names}
+    doubt_repeats(files)
+    return sources
 
 
 def check_sources(sources: dict[str, list["Source"]], separator: str | None, shard: tuple[int, int] | None) -> None:

@@ -26,6 +26,32 @@ def test_a_file_in_two_splits_is_warned_of(texts):
     assert warnings(*given) == f"warning: {texts}/link.txt is in both train and valid\n"
 
 
+def test_the_same_bytes_in_two_splits_are_warned_of(texts):
+    """Two copies, one of the same name; empty files are all the same."""
+    (texts / "b").mkdir()
+    for copy in ("copy.txt", "b/train.txt"):
+        (texts / copy).write_bytes((texts / "train.txt").read_bytes())
+    for empty in ("none.txt", "nothing.txt"):
+        (texts / empty).touch()
+    splits = ["--valid", texts / "valid.txt", texts / "copy.txt", texts / "none.txt", "--test", texts / "b/train.txt"]
+    given = [texts / "train.txt", texts / "nothing.txt", *splits]
+    told = "warning: copy.txt is in both train and valid (as train.txt)\nwarning: train.txt is in both train and test\n"
+    assert warnings(*given, "--vocab-size", 290, "-o", texts / "out") == told
+    for part in (1, 2):
+        cut = ["--tokenizer", texts / "out/tokenizer.model", "--shard", f"{part}/2", "-o", texts / str(part)]
+        assert warnings(*given, *cut) == ""
+    assert warnings("--join", texts / "1", texts / "2", "-o", texts / "all") == told
+
+
+def test_what_is_given_twice_is_warned_of(texts):
+    given = ["--vocab-size", 290, "-o", texts / "out", "--force"]
+    told = f"warning: {texts}/train.txt is given again for train: it is read once\n"
+    assert warnings(texts / "train.txt", texts / "train.txt", *given) == told
+    (texts / "link.txt").symlink_to(texts / "train.txt")
+    told = f"warning: {texts}/link.txt (and 1 more) is given again for train: it is read once\n"
+    assert warnings(f"{texts}/t*.txt", f"{texts}/l*.txt", f"{texts}/t*.txt", *given) == told
+
+
 def test_a_separator_that_never_occurs_is_warned_of(texts):
     given = [texts / "train.txt", "--vocab-size", 290, "--force", "-o", texts / "out", "--separator"]
     told = "warning: '<|endoftext|>' occurs nowhere in train: each file is one document\n"
