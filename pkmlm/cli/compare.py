@@ -32,7 +32,7 @@ def command(run_paths: tuple[str, ...], format: "Format", plots: str | None, for
       pkmlm compare runs/* --plots pictures
       pkmlm compare runs/* --format csv > runs.csv
     """
-    from pkmlm.report.compare import compare_tables, facts_of, flat_table, open_runs
+    from pkmlm.report.compare import compare_tables, differences, facts_of, flat_table, open_runs
 
     folder = free_folder(plots, force)
     runs = open_runs(without_strays(run_paths))
@@ -42,6 +42,8 @@ def command(run_paths: tuple[str, ...], format: "Format", plots: str | None, for
     else:
         tables = [flat_table(facts)] if format == "csv" else compare_tables(facts)
         click.echo("\n".join(table.render(format) for table in tables), nl=False)
+    for text in differences(runs):
+        click.echo(f"warning: {printable(text)}", err=True)
     if folder is not None:
         from pkmlm.report.plots import learning_curves, save
 

@@ -113,9 +113,40 @@ def results_of(folder: Path, names: str, holding: str) -> Iterator[tuple[int, Fa
 
 def trained_seconds(run: RunDirectory) -> float | None:
     """Seconds spent in training steps up to the latest checkpoint."""
+    return latest_state(run).get("seconds")
+
+
+def latest_state(run: RunDirectory) -> Facts:
+    """The state.json of the latest checkpoint; nothing where there is none."""
     steps = run.steps()
     state = run.checkpoint(steps[-1]) / "state.json" if steps else None
-    return read_shaped(state, STATE, "the checkpoint's state")["seconds"] if state and state.exists() else None
+    return read_shaped(state, STATE, "the checkpoint's state") if state and state.exists() else {}
+
+
+def differences(runs: dict[str, RunDirectory]) -> list[str]:
+    """Why numbers of these runs cannot be held against each other, a line each: they are of several tokenizers, or of
+    several texts. A run of which that is not known is taken to be like the others.
+    """
+    data = {label: latest_state(run).get("data") or {} for label, run in runs.items()}
+    parts = {label: run.recipe().eval.tokens for label, run in runs.items()}
+    measures: dict[str, dict[str, Any]] = {
+        "several tokenizers: compare bits a byte, not tokens": {
+            label: of.get("tokenizer") for label, of in data.items()
+        },
+        "several texts to train on": {label: of.get("train") for label, of in data.items()},
+        "several texts, or shares of one, to validate on": {
+            label: None if of.get("valid") is None else (of["valid"], parts[label]) for label, of in data.items()
+        },
+    }
+    told = []
+    for what, values in measures.items():
+        alike: dict[Any, list[str]] = {}
+        for label, value in values.items():
+            if value is not None:
+                alike.setdefault(value, []).append(label)
+        if len(alike) > 1:
+            told.append(f"{what} ({'; '.join(', '.join(labels) for labels in alike.values())})")
+    return told
 
 
 def compare_tables(runs: Sequence[Facts]) -> list[Table]:
@@ -175,17 +206,20 @@ def _of_keys(title: str, columns: dict[str, Column], runs: Sequence[Facts]) -> T
 
 
 def _tasks(runs: Sequence[Facts]) -> Table:
+    """Accuracies, and their average over the tasks that all runs with any have: over others it would say nothing."""
     names, at_step = _task_names(runs), _at_step(runs, "tasks_step")
+    shared = [name for name in names if all(name in run["tasks"] for run in runs if run["tasks"])]
     rows = [
         [
             run["run"],
             *(run["tasks"].get(name, {}).get("acc") for name in names),
-            run["average_acc"],
+            _mean(run["tasks"].get(name, {}).get("acc") for name in shared),
             *(run["tasks_step"] for _ in at_step),
         ]
         for run in runs
     ]
-    columns = [Column("Run"), *(number(name, "{:.3f}") for name in names), number("average", "{:.3f}"), *at_step]
+    average = number("average" if shared == names else f"average of {len(shared)}", "{:.3f}")
+    columns = [Column("Run"), *(number(name, "{:.3f}") for name in names), average, *at_step]
     return Table("Zero-shot accuracy", columns, rows)
 
 

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -171,6 +172,42 @@ def test_among_several_what_is_no_run_is_left_out(run: Path) -> None:
     ]
     assert "failed is not a run directory" in pkmlm("compare", several[0], several[2], code=2).stderr
     assert "mien does not exist" in pkmlm("compare", run, run.parent / "mien", code=2).stderr
+
+
+def test_what_cannot_be_held_against_each_other_is_told(run: Path, tmp_path: Path) -> None:
+    def other(name: str, state: Facts | None = None, tokens: int = 0) -> Path:
+        folder = tmp_path / "others" / name
+        shutil.copytree(run, folder)
+        recipe = folder / "recipe.yaml"
+        recipe.write_text(recipe.read_text() + (f"eval: {{tokens: {tokens}}}\n" if tokens else ""))
+        (folder / "checkpoints/step-00000200/state.json").write_text(json.dumps({"seconds": 1.0, "data": state}))
+        return folder
+
+    same = {"tokenizer": "a", "train": "b", "valid": "c"}
+    like, twin = other("like", same), other("twin", same)
+    assert pkmlm("compare", run, like, twin).stderr == "", "what is not known is taken for alike"
+    code = other("code", {**same, "tokenizer": "x"})
+    first = pkmlm("compare", like, twin, code).stderr
+    assert first == "warning: several tokenizers: compare bits a byte, not tokens (like, twin; code)\n"
+    longer, partly = other("longer", {**same, "train": "x"}), other("partly", same, 64)
+    assert pkmlm("compare", like, partly, longer).stderr.splitlines() == [
+        "warning: several texts to train on (like, partly; longer)",
+        "warning: several texts, or shares of one, to validate on (like, longer; partly)",
+    ]
+
+
+def test_accuracies_are_averaged_over_shared_tasks(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, more := tmp_path / "more")
+    shutil.copytree(run, none := tmp_path / "none")
+    tasks = {"piqa": {"acc": 0.4}, "wsc": {"acc": 0.8}}
+    (more / "eval/tasks-step-200.json").write_text(json.dumps({"step": 200, "tasks": tasks}))
+    (none / "eval/tasks-step-200.json").unlink()
+    table = pkmlm("compare", run, more, none).stdout.partition("Zero-shot")[2].partition("Memory")[0].splitlines()
+    assert table[2].split() == ["Run", "piqa", "wsc", "average", "of", "1"]
+    assert [line.split()[-1] for line in table[4:7]] == ["0.600", "0.400", "-"]
+    table = pkmlm("compare", more, none).stdout.partition("Zero-shot")[2].splitlines()
+    assert table[2].split() == ["Run", "piqa", "wsc", "average"]
+    assert table[4].split()[-1] == "0.600"
 
 
 def test_an_unfinished_run_says_so(run: Path) -> None:
