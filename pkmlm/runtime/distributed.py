@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pkmlm.errors import UserError
 from pkmlm.runtime.launcher import TIMEOUT, patience, started
@@ -197,14 +196,19 @@ def ranks_of(world: World, memory: int = 1) -> Ranks:
     """The ranks of a run whose tables are divided among `memory` ranks (a divisor of the world's size)."""
     if world.size == 1:
         return Ranks(world)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    mesh = init_device_mesh(device, (world.size // memory, memory), mesh_dim_names=("data", "memory"))
-    return Ranks(world, _part(mesh, "memory", world.tally), _part(mesh, "data", world.tally))
+    neighbours = [list(range(first, first + memory)) for first in range(0, world.size, memory)]
+    same_columns = [list(range(first, world.size, memory)) for first in range(memory)]
+    return Ranks(world, _part(world, neighbours), _part(world, same_columns))
 
 
-def _part(mesh: DeviceMesh, name: str, tally: Tally) -> World:
-    group = mesh.get_group(name)
-    return World(dist.get_rank(group), dist.get_world_size(group), group, tally)
+def _part(world: World, parts: list[list[int]]) -> World:
+    """The one of these parts of the world that this rank is in; its ranks wait for each other as long as all do."""
+    if len(parts) == 1:
+        return world
+    if len(parts) == world.size:
+        return World(tally=world.tally)
+    group, _ = dist.new_subgroups_by_enumeration(parts, timeout=timedelta(seconds=patience()))
+    return World(dist.get_rank(group), dist.get_world_size(group), group, world.tally)
 
 
 def is_network(error: BaseException) -> bool:

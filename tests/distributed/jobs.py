@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from pkmlm.model.memory.values import Values
 from pkmlm.model.ranks_cost import bytes_sent as bytes_sent_by_cost
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Hash, Memory, Model, Optim, Parallel, Recipe, Train, ValuesOptim
-from pkmlm.runtime.distributed import Ranks, World, joined
+from pkmlm.runtime.distributed import Ranks, World, joined, ranks_of
+from pkmlm.runtime.launcher import TIMEOUT
 from pkmlm.train import checkpoint, step
 from pkmlm.train.exchange import exchange_reads
 from pkmlm.train.optim import parameter_groups
@@ -325,6 +327,21 @@ def divergence_on_one_rank() -> None:
             raise SystemExit(error.exit_code) from None
         finally:
             assert all(torch.equal(tensor, before[name]) for name, tensor in stepper.model.state_dict().items())
+
+
+def silent_neighbour(seconds: str) -> None:
+    """Four ranks, two by two: say who is with whom; then rank 3 leaves rank 2 waiting for longer than it may."""
+    os.environ[TIMEOUT] = seconds
+    with joined() as world:
+        ranks = ranks_of(world, 2)
+        print(ranks.memory.gather_objects(world.rank), ranks.data.gather_objects(world.rank))
+        if world.rank == 3:
+            time.sleep(float(seconds) + 2)
+            return
+        try:
+            ranks.memory.sum(torch.ones(1))
+        except UserError as error:
+            print(error.message)
 
 
 def failing_rank(words: list[str]) -> None:

@@ -230,6 +230,12 @@ def test_a_rank_that_does_not_answer_is_waited_for_so_long(recipe, ranks, tmp_pa
     assert [rank.code for rank in started.end()] == [1, -signal.SIGKILL]
 
 
+def test_a_rank_waits_no_longer_for_its_neighbours_than_for_all(ranks):
+    said = [rank.stdout.splitlines() for rank in ranks.run(4, "silent_neighbour", seconds="3")]
+    assert [lines[0] for lines in said] == ["[0, 1] [0, 2]", "[0, 1] [1, 3]", "[2, 3] [0, 2]", "[2, 3] [1, 3]"]
+    assert [lines[1:] for lines in said] == [[], [], ["rank 2: no answer from another rank for 3 s"], []]
+
+
 def test_a_part_that_cannot_be_written_leaves_nothing(recipe, ranks, tmp_path):
     run = tmp_path / "run"
     words = ["train", str(recipe), "-o", str(run), *of(2, 2), "-s", "train.steps=2"]
