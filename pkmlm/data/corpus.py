@@ -35,7 +35,8 @@ class Corpus:
         if split not in index.splits:
             raise UserError(
                 f"{folder} has no split {split!r} (found {', '.join(index.splits)})",
-                f"tokenize it with --{split} FILE" if split in ("valid", "test") else "",
+                f"give --split {list(index.splits)[-1]} or --text FILE"
+                + (f", or tokenize again with --{split} FILE" if split in ("valid", "test") else ""),
             )
         about = index.splits[split]
         self.folder = folder

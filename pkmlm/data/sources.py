@@ -243,7 +243,7 @@ def checked(name: str, format: str | None) -> Source:
     with read_errors(name):
         mode = os.stat(name).st_mode
         if stat.S_ISDIR(mode):
-            raise UserError(f"{name} is a folder (expected a file)", f"name its files: '{name.rstrip('/')}/*.txt'")
+            raise UserError(f"{name} is a folder (expected a file)", f"name its files: '{name.rstrip('/')}/*'")
         if not stat.S_ISREG(mode):
             raise UserError(f"{name} is not a regular file", "give a pipe as standard input, by the name -")
         with open(name, "rb"):
@@ -251,6 +251,7 @@ def checked(name: str, format: str | None) -> Source:
     if format is None and suffix.lower()[1:] not in FORMATS:
         raise UserError(
             f"{name}: unknown kind of file (expected .txt, .jsonl or .parquet, plain or with .gz or .zst)",
-            "name it so that it ends in .txt, .jsonl or .parquet; `pkmlm tokenize` also takes --format",
+            "name it so that it ends in one of these, or give text as standard input, by the name -; "
+            "`pkmlm tokenize` also takes --format",
         )
     return Source(name, format or suffix.lower()[1:], compression)

@@ -260,8 +260,9 @@ def test_another_tokenizer_is_found(copy):
 def test_a_folder_without_tokens_or_without_the_split_is_named(made, tmp_path):
     with pytest.raises(UserError, match="holds no tokens"):
         Corpus.open(tmp_path, "train")
-    with pytest.raises(UserError, match=r"no split 'test' \(found train, valid\)"):
+    with pytest.raises(UserError, match=r"no split 'test' \(found train, valid\)") as refused:
         Corpus.open(made[0], "test")
+    assert refused.value.hint == "give --split valid or --text FILE, or tokenize again with --test FILE"
 
 
 def rewritten(folder, change):

@@ -473,6 +473,18 @@ def test_what_cannot_be_read_is_refused_at_once(tmp_path, name, message):
         find_sources([str(tmp_path / name)])
 
 
+def test_hints_hold_for_files_of_any_name(tmp_path):
+    """A folder may hold .py as well as .txt, and only tokenize has --format."""
+    (tmp_path / "a.py").write_text("x")
+    with pytest.raises(UserError) as refused:
+        find_sources([f"{tmp_path}/"], "txt")
+    assert refused.value.hint == f"name its files: '{tmp_path}/*'"
+    assert len(find_sources([f"{tmp_path}/*"], "txt")) == 1
+    with pytest.raises(UserError) as refused:
+        find_sources([f"{tmp_path}/a.py"])
+    assert "give text as standard input" in refused.value.hint
+
+
 def test_a_format_can_be_given(tmp_path):
     (tmp_path / "what.doc").write_text("x")
     assert documents(tmp_path / "what.doc", format="txt") == ["x"]
