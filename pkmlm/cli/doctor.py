@@ -178,20 +178,20 @@ def release(version: str) -> tuple[int, ...]:
 def described(facts: dict[str, Any]) -> str:
     """The facts as lines for a person."""
     here, torch, room = facts["machine"], facts["torch"], facts["disk"]
-    lines = [f"{name:<14}{version or 'not installed'}" for name, version in facts["versions"].items()]
-    lines += ["", f"{'system':<14}{here['system']}"]
-    lines.append(f"{'cores':<14}{here['cores']}")
+    lines = [f"{name:<16}{version or 'not installed'}" for name, version in facts["versions"].items()]
+    lines += ["", f"{'system':<16}{here['system']}"]
+    lines.append(f"{'cores':<16}{here['cores']}")
     if "error" not in torch:
         lines[-1] += f" (torch uses {torch['threads']} threads, {torch['cpu']})"
     if here["memory_bytes"] is not None:
         total, free = here["memory_bytes"] / GIGA, here["memory_free_bytes"] / GIGA
-        lines.append(f"{'memory':<14}{total:.1f} GB, {free:.1f} GB free")
-    lines.append(f"{'disk':<14}{room['free_bytes'] / GIGA:.1f} GB free in {room['folder']}")
+        lines.append(f"{'memory':<16}{total:.1f} GB, {free:.1f} GB free")
+    lines.append(f"{'disk':<16}{room['free_bytes'] / GIGA:.1f} GB free in {room['folder']}")
     if "error" not in torch:
         for gpu in torch["cuda"]:
             size = gpu["memory_bytes"] / GIGA
-            lines.append(f"{'gpu':<14}{gpu['name']}, {size:.1f} GB, capability {gpu['capability']}")
-        lines.append(f"{'device':<14}{torch['device']}, {torch['precision']} ({torch['precision_reason']})")
+            lines.append(f"{'gpu':<16}{gpu['name']}, {size:.1f} GB, capability {gpu['capability']}")
+        lines.append(f"{'device':<16}{torch['device']}, {torch['precision']} ({torch['precision_reason']})")
     lines.append("")
     for problem in facts["problems"]:
         lines.append(f"{'broken' if problem['broken'] else 'warning'}: {problem['what']}")

@@ -33,8 +33,8 @@ def test_json_names_versions_devices_memory_and_disk(tmp_path: Path, monkeypatch
 
 
 def test_text_is_for_a_person() -> None:
-    labels = [line[:14].strip() for line in pkmlm("doctor").stdout.splitlines()]
-    assert {"python", "pkmlm", "torch", "system", "cores", "memory", "disk", "device"} <= set(labels)
+    labels = [line[:16].rstrip() for line in pkmlm("doctor").stdout.splitlines()]
+    assert {"python", "huggingface-hub", "pkmlm", "torch", "system", "cores", "memory", "disk", "device"} <= set(labels)
 
 
 def test_a_torch_that_does_not_import_is_broken(tmp_path: Path) -> None:
