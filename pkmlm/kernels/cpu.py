@@ -4,7 +4,7 @@ Floors are bytes over the memory's bandwidth: `weighted_row_sum` and `row_produc
 reads and writes three rows of each touched slot. Rows lie at random: eight are in flight at a time, which is twice as
 fast as one after the other.
 
-N: tokens; r: reads of a token; M: N * r; K: rows of the table; D: width; U: distinct rows read.
+N: tokens; r: reads of a token; M: N * r; K: rows of the table; D: width; U: distinct rows read; S: U + 1.
 """
 
 from typing import Any

@@ -4,7 +4,7 @@ A row is searched in three passes that a compiler turns into vector instructions
 largest of these, a bound that at least k scores reach; and the rank of each of the few scores that reach it, by
 counting those above it. Scores are compared as integers in the order of the floats, with NaN above all.
 
-R: rows (queries); n: scores of a row; k: columns to select.
+R: rows (queries); n: scores of a row; k: columns to select; l: lanes; m: scores that reach the bound; c: pairs.
 """
 
 from typing import Any
@@ -101,7 +101,8 @@ def _best(n: int, k: int, scratch: Any, column_k: Any) -> None:
     x_n, lane_l, found_m, column_m, above_m, equal_k = scratch
     bound = _bound(x_n, n, k, lane_l, above_m)
     found = equal = 0
-    for column in range(n):  # without a branch: written always, kept if above the bound or of the first k that equal it
+    for column in range(n):
+        # Branch-free: always write; advance only if it is above the bound or among the first k equal to it.
         x = x_n[column]
         found_m[found], column_m[found] = x, column
         found += np.int64((x > bound) | ((x == bound) & (equal < k)))

@@ -48,8 +48,8 @@ __all__ = [
 READS = constexpr(8)  # 128 bytes in flight a thread: with 8 programs on an SM several times latency x bandwidth
 COLUMNS = 1024  # of a program at most
 CHUNK = 128  # sorted reads: 16 tiles for its program; a slot read by 8,192 tokens leaves 64 sums for the row's
-# A bag of 128 reads is 16 tiles, one after the other, about 1.3 us each. Where bags are few, torch gets there first in
-# three launches that take all reads at once. Reckoned from latencies, not measured on a GPU.
+# Few bags leave the GPU idle: the 16 tiles of 128 reads run one after the other, at about 1.3 us each. Torch reads them
+# all at once, in three launches. Estimated from latencies, not measured on a GPU.
 SMALL_BYTES = 1 << 20
 
 

@@ -3,8 +3,9 @@
 Nothing of size k^2, n or reads x width is kept between forward and backward. Which implementation runs is `backend`'s
 choice.
 
-N: tokens; H: heads; n: sub-keys of a half; f: width of a sub-key; k: slots a head; r: reads of a token; K: slots; D:
-width of a value; R: rows (N * H).
+N: tokens; H: heads; d: width of a query; n: sub-keys of a half; f: width of a sub-key (d / 2); k: slots a head; r:
+reads of a token; K: slots, or keys; D: width of a value; R: queries, or their halves; S: halves of queries (2 * N * H);
+C: queries searched at a time; T: hash tables; b: bits of a code.
 """
 
 from typing import Any
@@ -68,11 +69,11 @@ def product_key_select(q_NHd: Tensor, subkeys_H2nf: Tensor, k: int) -> tuple[Ten
     """The k best of all n^2 product keys for each query (Lample et al. 2019, sec. 3.1, eq. 1 and 4).
 
     Args:
-        q_NHd: queries, d = 2f; the first f entries meet the first half's sub-keys.
-        subkeys_H2nf: two sets of n sub-keys for each head.
+        q_NHd: queries, floating; the first f entries meet the first half's sub-keys.
+        subkeys_H2nf: two sets of n sub-keys for each head, in the same dtype.
 
     Returns:
-        scores_NHk, differentiable in queries and sub-keys, highest first; slots_NHk = i * n + j, int64.
+        scores_NHk, in that dtype, differentiable in queries and sub-keys, highest first; slots_NHk = i * n + j, int64.
 
     Raises:
         ValueError: fewer than k product keys.
@@ -103,6 +104,13 @@ def flat_key_select(q_NHd: Tensor, keys_HKd: Tensor, k: int) -> tuple[Tensor, Te
     """The k best of K plain keys for each query: the baseline of table 4. Returns as `product_key_select`.
 
     The search takes a few tokens at a time, so that no more than `SCORES` scores exist at once.
+
+    Args:
+        q_NHd: queries, floating.
+        keys_HKd: the keys of each head, in the same dtype.
+
+    Raises:
+        ValueError: fewer than k keys.
     """
     if not 1 <= k <= keys_HKd.shape[1]:
         raise ValueError(f"cannot select {k} of {keys_HKd.shape[1]} keys")
@@ -158,9 +166,11 @@ def weighted_row_sum(
     """out[t] = sum over r of weights[t, r] * values[slots[t, r]] (eq. 3), in the dtype of the rows that are read.
 
     Args:
+        values_KD: the table.
+        slots_Nr: int64, rows of the table; that they are is not checked.
+        weights_Nr: any floating dtype; taken in that of the values.
         gradient: where the backward leaves the values' gradient; `values_KD.grad` then stays None. Without it the
             gradient is a dense tensor, as autograd's own.
-        slots_Nr: rows of the table; that they are is not checked.
         copy_KD: the values in half precision, to be read in their place; sums are fp32.
     """
     out_ND: Tensor = _WeightedRowSum.apply(values_KD, slots_Nr, weights_Nr.to(values_KD.dtype), gradient, copy_KD)
@@ -171,5 +181,5 @@ bucket_codes = reference.bucket_codes  # integer arithmetic, exact in every dtyp
 
 
 def bucket_scores(z_NTb: Tensor, temperature: float) -> Tensor:
-    """`reference.bucket_scores`, through logarithms: no overflow, and finite gradients, for any z."""
+    """`reference.bucket_scores` (N, T), through logarithms: no overflow, and finite gradients, for any z."""
     return torch.exp(-softplus(-2 / temperature * z_NTb.abs()).sum(-1))

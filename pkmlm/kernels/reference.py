@@ -3,7 +3,7 @@
 A fast kernel is right when it equals the function of the same name here, over random shapes, dtypes and ties.
 
 R: rows (queries); n: sub-keys of a half; k: slots to select; N: tokens; r: reads of a token; K: slots; D: width of a
-value; M, U, S: see `Segments`.
+value; c: pairs of ranks; T: hash tables; b: bits of a code; M, U, S: see `Segments`.
 """
 
 from collections.abc import Callable
@@ -58,7 +58,10 @@ def weighted_row_sum(values_KD: Tensor, slots_Nr: Tensor, weights_Nr: Tensor) ->
 
 
 def row_products(values_KD: Tensor, x_ND: Tensor, slots_Nr: Tensor) -> Tensor:
-    """<x[t], values[slots[t, r]]>: the gradient of `weighted_row_sum` to its weights, x being that of its output."""
+    """<x[t], values[slots[t, r]]>: the gradient of `weighted_row_sum` to its weights, x being that of its output.
+
+    (N, r), in the dtype of x, which is no narrower than the values'.
+    """
     return (values_KD[slots_Nr] * x_ND[:, None]).sum(-1)
 
 
@@ -101,8 +104,14 @@ def segment_row_adam_(
     weight_decay: float,
     copy_KD: Tensor | None = None,
 ) -> None:
-    """One Adam update, in place, of the rows that were read, by scale * `segment_sum` (Kingma and Ba 2015, algorithm 1;
-    decay decoupled); `copy_KD`, in half precision, gets the new rows too."""
+    """One Adam update, in place, of the rows that were read (Kingma and Ba 2015, algorithm 1; decay decoupled).
+
+    Args:
+        values_KD, mean_KD, square_KD: the table and its moments.
+        x_ND, segments: of `segment_sum`, which times `scale` is the gradient.
+        step: of the table, counted from 1, for the bias correction.
+        copy_KD: of the values in half precision; it gets the new rows too, rounded.
+    """
     rows_U, (beta1, beta2) = segments.rows_U, betas
     grad_UD = scale * segment_sum(x_ND, segments)
     mean_KD[rows_U] += (1 - beta1) * (grad_UD - mean_KD[rows_U])
@@ -114,10 +123,11 @@ def segment_row_adam_(
 
 
 def bucket_codes(z_NTb: Tensor) -> Tensor:
-    """h(z) = sum over i of [z_i >= 0] * 2^i, i from 0 (Ding et al. 2024, eq. 2 to 6); int64 (N, tables)."""
+    """h(z) = sum over i of [z_i >= 0] * 2^i, i from 0 (Ding et al. 2024, eq. 2 to 6); int64 (N, T)."""
     return ((z_NTb >= 0).long() << torch.arange(z_NTb.shape[-1], device=z_NTb.device)).sum(-1)
 
 
 def bucket_scores(z_NTb: Tensor, temperature: float) -> Tensor:
-    """p(z) = 1 / prod over i of (1 + exp(-2|z_i|/t)) (eq. 12): the softmax over all sign patterns of <z, pattern>/t."""
+    """p(z) = 1 / prod over i of (1 + exp(-2|z_i|/t)) (eq. 12): the softmax over all sign patterns of <z, pattern>/t;
+    (N, T), in the dtype of z."""
     return 1 / (1 + torch.exp(-2 * z_NTb.abs() / temperature)).prod(-1)

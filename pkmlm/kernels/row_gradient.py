@@ -1,6 +1,6 @@
 """The gradient of a table of rows, kept as the reads that cause it.
 
-N: tokens; r: reads of a token; K: rows; D: width; U: rows that were read.
+N: tokens; r: reads of a token; K: rows; D: width; U: rows that were read; S: U + 1.
 """
 
 import torch
@@ -42,8 +42,8 @@ class RowGradient:
         return bool(self.reads) or self.sums is not None
 
     def add(self, x_ND: Tensor, slots_Nr: Tensor, weights_Nr: Tensor) -> None:
-        """Add the reads of a backward pass."""
-        # Counted as ranks send them, so that what is to travel as reads is never folded.
+        """Add the reads of a backward pass: gradients of outputs, slots (int64) and weights, floating."""
+        # Counted as `exchange_bytes` does, so that reads which ranks would send as reads are never folded.
         taken = sum(x.numel() * x.element_size() + 8 * slots.numel() for x, slots, _ in self.reads)
         if self.reads and (self.sums is not None or taken > 4 * self.rows * (x_ND.shape[1] + 1)):
             self.fold()
@@ -55,7 +55,7 @@ class RowGradient:
         self.reads, self.sums, self._joined = reads, sums, None
 
     def fold(self) -> tuple[Tensor, Tensor]:
-        """Turn all reads into sums, and return these.
+        """Turn all reads into `sums`, and return these.
 
         Raises:
             ValueError: there has been no backward pass.
@@ -77,8 +77,13 @@ class RowGradient:
         return sums
 
     def joined(self) -> tuple[Tensor, Segments]:
-        """Output gradients of all passes (N, D), and the reads sorted by row; of sums, each row as a token of its own
-        that is read once, with weight 1."""
+        """Output gradients of all passes (N, D), and the reads sorted by row.
+
+        After folding: the sums (K, D), of which each row that was read is one token, read once with weight 1.
+
+        Raises:
+            ValueError: there has been no backward pass, here and below.
+        """
         if self._joined is None and self.sums is not None:
             sums_KD, read_K = self.fold()
             rows_U = read_K.nonzero()[:, 0]
@@ -96,7 +101,7 @@ class RowGradient:
         return backend.of(x_ND).squared_norm(x_ND, segments).sqrt() * abs(self.scale)
 
     def dense(self) -> Tensor:
-        """The whole gradient (K, D), scaled."""
+        """The whole gradient (K, D), scaled, in the dtype of the weights."""
         x_ND, segments = self.joined()
         sums_UD = backend.of(x_ND).segment_sum(x_ND, segments) * self.scale
         return sums_UD.new_zeros(self.rows, x_ND.shape[1]).index_copy_(0, segments.rows_U, sums_UD)

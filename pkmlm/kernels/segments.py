@@ -1,6 +1,6 @@
 """Reads in the order of the rows that they read.
 
-N: tokens; r: reads of a token; M: all reads (N * r); U: distinct rows read.
+N: tokens; r: reads of a token; M: all reads (N * r); U: distinct rows read; S: U + 1; K: rows of the table.
 """
 
 from typing import NamedTuple
