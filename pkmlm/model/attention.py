@@ -1,6 +1,7 @@
 """Causal self-attention, its positions and its cache; what may take the place of the softmax has files of its own.
 
-B: sequences; T: new positions; S: all positions so far; D: model width; h: heads; e: width of a head.
+B: sequences; T: new positions; S: all positions so far; D: model width; h: heads; e: width of a head; w: pairs of its
+entries that are rotated.
 """
 
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ class Cache:
     layers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def extend(self, index: int, k_BhTe: Tensor, v_BhTe: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the new positions of block `index`; return all of its keys and values."""
+        """Append the new positions of block `index`; return all of its keys and values, (B, h, S, e) each."""
         if index == len(self.layers):
             self.layers.append((k_BhTe, v_BhTe))
         else:
@@ -101,6 +102,16 @@ class Attention(nn.Module):
         cache: Cache | None,
         layout: Layout | None = None,
     ) -> Tensor:
+        """What each position gathers (B, T, D).
+
+        Args:
+            cos_sin: of `rotation`, for rotary positions.
+            cache: gets the new positions' keys and values; with it the tokens follow those that it holds.
+            layout: where the tokens stand, if not one after another; then there is no cache.
+
+        Raises:
+            ValueError: a cache or a layout with anything but a softmax.
+        """
         batch, new, dim = x_BTD.shape
         split = self.qkv(x_BTD).view(batch, new, 3, self.heads, dim // self.heads)
         q_BhTe, k_BhTe, v_BhTe = split.permute(2, 0, 3, 1, 4)

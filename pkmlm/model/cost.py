@@ -123,7 +123,7 @@ class Cost:
 
 
 def cost_of(recipe: Recipe, vocab_size: int, entry_bytes: int = 2) -> Cost:
-    """The cost of a recipe's model.
+    """The cost of a recipe's model: operations in multiply-adds, sizes in bytes.
 
     Args:
         recipe: a checked recipe.

@@ -92,7 +92,8 @@ def orthogonal_rows(rows: int, width: int, random: torch.Generator) -> torch.Ten
     (Choromanski et al. 2021, sec. 2.4)."""
     blocks = -(-rows // width)
     q_bww, r_bww = torch.linalg.qr(torch.randn(blocks, width, width, dtype=torch.float64, generator=random))
-    q_bww = q_bww * r_bww.diagonal(dim1=-2, dim2=-1).sign()[:, None]  # without it the factorisation prefers some
+    # QR's signs are arbitrary; without this, directions are not uniform.
+    q_bww = q_bww * r_bww.diagonal(dim1=-2, dim2=-1).sign()[:, None]
     lengths_r1 = torch.randn(rows, width, dtype=torch.float64, generator=random).norm(dim=1, keepdim=True)
     return q_bww.transpose(1, 2).flatten(0, 1)[:rows] * lengths_r1
 

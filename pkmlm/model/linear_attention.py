@@ -3,7 +3,8 @@
 The output of position i is sum_j w_ij v_j / sum_j w_ij over j <= i, with w_ij = <f(q_i), g(k_j)> >= 0: a running sum of
 g(k_j) v_j^T takes the place of the weights.
 
-B: sequences; T: positions; h: heads; e: width of a head; M: features; n: chunks; c: positions of a chunk.
+B: sequences; T: positions; h: heads; e: width of a head; v: e + 1 (values and a one); M: features; n: chunks; c:
+positions of a chunk.
 """
 
 import math
@@ -71,8 +72,9 @@ class CosFormer(nn.Module):
     """w_ij = <relu(q_i), relu(k_j)> cos(pi/2 (i - j) / L), L the context (Qin et al. 2022).
 
     The cosine of a difference is a sum of two products, so that features are relu(x) times the cosine and relu(x) times
-    the sine of the own position: M = 2e of them. L is fixed: the length at hand would tell how much follows. Rotary
-    positions rotate before the ReLU, so that no weight is negative; weights then depend on more than the distance.
+    the sine of the own position: M = 2e of them. L is the model's context: the current length would leak how many
+    tokens follow. Rotary positions rotate before the ReLU, so that no weight is negative; weights then depend on more
+    than the distance.
     """
 
     def __init__(self, context: int):
@@ -97,8 +99,8 @@ class Performer(nn.Module):
     """w_ij ~ exp(<q_i, k_j> / sqrt(e)) by positive orthogonal random features, FAVOR+ (Choromanski et al. 2021).
 
     The M features of x / e^(1/4) are exp(<w_m, x> - |x|^2 / 2) / sqrt(M): over the draws of the w_m their products have
-    the mean of the softmax's weights. As in the authors' code 1e-6 is added to features; here to those of each vector
-    over its own largest, there over the largest of the sequence, which would let later tokens in. Queries and keys that
+    the mean of the softmax's weights. As in the authors' code features are divided by the largest, and 1e-6 is added;
+    there by the largest of the sequence, which leaks later tokens, here by each vector's own. Queries and keys that
     rotary positions have rotated go in as they are: what is estimated is then softmax attention with rotary positions.
 
     The directions are drawn once from the seed, are the same for all heads of a layer, and are saved with the weights;

@@ -1,7 +1,7 @@
 """Linformer (Wang et al. 2020) in a causal form.
 
 B: sequences; T: positions; h: heads; e: width of a head; n: blocks; c: positions of a block; r: rows that stand for a
-block; K: such rows in all; S: what a query may see (K + c).
+block; K: such rows in all; S: what a query may see (K + c); N: sequences x heads.
 """
 
 import torch
@@ -34,7 +34,7 @@ class Linformer(nn.Module):
         return {name: Normal(self.block**-0.5) for name in ("key_map_rc", "value_map_rc")}
 
     def forward(self, q_BhTe: Tensor, k_BhTe: Tensor, v_BhTe: Tensor) -> Tensor:
-        """(B, h, T, e)."""
+        """(B, h, T, e), in the dtype of q, k and v (all of that shape)."""
         dropout = self.dropout if self.training else 0.0
         batch, _, length, _ = q_BhTe.shape
         if length <= self.block:
@@ -43,7 +43,7 @@ class Linformer(nn.Module):
         spare = (0, 0, 0, blocks * self.block - length)
         q_Nnce, k_Nnce, v_Nnce = (
             pad(x, spare).unflatten(2, (blocks, self.block)).flatten(0, 1) for x in (q_BhTe, k_BhTe, v_BhTe)
-        )  # N: sequences and heads
+        )
         k_NnSe, v_NnSe = with_earlier(k_Nnce, self.key_map_rc), with_earlier(v_Nnce, self.value_map_rc)
         seen_1ncS = self._seen(blocks, q_BhTe.device)[None]
         out_Nnce = scaled_dot_product_attention(q_Nnce, k_NnSe, v_NnSe, attn_mask=seen_1ncS, dropout_p=dropout)

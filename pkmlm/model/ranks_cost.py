@@ -45,7 +45,11 @@ def table_parts(cost: Cost) -> list[Part]:
 
 
 def rank_cost(recipe: Recipe, cost: Cost, ranks: int, memory: int) -> RankCost:
-    """The cost of one of `ranks` ranks of which `memory` divide each table."""
+    """The cost, in bytes, of one of `ranks` ranks of which `memory` divide each table.
+
+    Args:
+        cost: `cost_of` the recipe.
+    """
     return RankCost(memory, bytes_held(recipe, cost, ranks, memory), bytes_sent(recipe, cost, ranks, memory))
 
 

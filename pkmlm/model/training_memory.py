@@ -16,10 +16,16 @@ def training_bytes(recipe: Recipe, dense: int, blocks: "tuple[Block, ...]", voca
     bf16 and fp16; for values and hash tables `row_gradient_bytes` in place of a gradient.
     activations: what maps, norms, attention and memories keep of one micro-batch for the backward, without
     dropout (with `train.recompute`: each block's input, and one block whole); 2 bytes a number in bf16 and fp16,
-    otherwise 4 ("auto" too); SDPA is taken to keep no s^2 scores.
+    otherwise 4; SDPA is taken to keep no s^2 scores.
     logits: the head's output, its log-softmax and its gradient in fp32.
     search: the scores of keys that exist at a time, and their ordering, at 28 bytes a score.
     Left out: the allocator's slack, the framework itself and the data.
+
+    Args:
+        recipe: a precision of "auto", which only a device resolves, is taken as fp32, here and below.
+        dense: parameters that are not in tables.
+        blocks: of `cost_of`.
+        vocab_size: rows of the embedding.
     """
     model, train, memory = recipe.model, recipe.train, recipe.model.memory
     parameters = dense + sum(block.memory for block in blocks)

@@ -1,6 +1,6 @@
 """The network: a decoder-only, pre-norm transformer whose FFNs may be memories.
 
-B: sequences; T: positions; D: model width; V: vocabulary.
+B: sequences; T: positions; D: model width; V: vocabulary; C: positions of the context; w: rotated pairs of a head.
 """
 
 from collections.abc import Callable
@@ -48,6 +48,7 @@ class FFN(nn.Module):
         self.activation: Callable[[Tensor], Tensor] = gelu if model.activation == "gelu" else relu
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        """(B, T, D)."""
         out: Tensor = self.down(self.activation(self.up(x_BTD)))
         return out
 
@@ -76,6 +77,7 @@ class Block(nn.Module):
         cache: Cache | None,
         layout: Layout | None = None,
     ) -> Tensor:
+        """The residual stream after the block (B, T, D); the other arguments are those of `Attention`."""
         z_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), cos_sin, cache, layout))
         h_BTD = self.norm(x_BTD if self.parallel else z_BTD)
         for part in self.parts.values():

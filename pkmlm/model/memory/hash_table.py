@@ -42,6 +42,8 @@ class HashLayer(nn.Module):
 
     Args:
         dim, width: in and out. `dim` is a multiple of `bits`.
+        bits: of a code; a table has 2^bits rows.
+        spec: of the recipe: its `temperature` and `score`.
         share: the size of the output beside that of the linear map (residual branches start smaller).
         layer, name: for the usage report.
     """
@@ -85,6 +87,7 @@ class MemoryBlock(nn.Module):
         self.gelu = spec.activation == "gelu"
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        """(B, T, D), in the dtype of the rows read."""
         h_BTW = self.first(x_BTD)
         out: Tensor = self.second(self.norm(gelu(h_BTW) if self.gelu else h_BTW))
         return out

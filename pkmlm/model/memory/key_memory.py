@@ -22,6 +22,7 @@ class KeyMemory(nn.Module, ABC):
 
     Args:
         dim: model width.
+        memory: of the recipe, of the kind that the class builds.
         layer: the block it stands in, counted from 1.
         momentum: of the query's batch normalisation, for one forward.
     """

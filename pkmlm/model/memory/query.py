@@ -20,6 +20,8 @@ class Query(nn.Module):
     batch normalises all H * q entries by their statistics over tokens; layer and rms normalise each head's query.
 
     Args:
+        dim: model width.
+        memory: of the recipe: its `query`, `query_norm`, `heads` and `key_dim`.
         momentum: of the batch normalisation's running statistics, for one forward.
     """
 
@@ -38,7 +40,7 @@ class Query(nn.Module):
         }[self.kind]()
 
     def forward(self, x_ND: Tensor) -> Tensor:
-        """Queries (N, H, q) in fp32 (fp64 for fp64 input), whatever the autocast."""
+        """Queries (N, H, q) in fp32 (fp64 for fp64 input); the maps run in the autocast's dtype, the norm in fp32."""
         q_NF = self.map(x_ND)
         with torch.autocast(x_ND.device.type, enabled=False):
             q_NF = at_least_fp32(q_NF)

@@ -80,7 +80,8 @@ def moments(x_NF: Tensor, ranks: World) -> tuple[Tensor, Tensor]:
 
 
 class _BatchNorm(torch.autograd.Function):
-    """(x - mean) * scale * weight + bias, of which mean and scale = 1 / sqrt(var + eps) follow from all ranks' x."""
+    """(x - mean) * scale * weight + bias. mean and scale = 1 / sqrt(var + eps) depend on all ranks' x; the backward
+    accounts for it."""
 
     @staticmethod
     def forward(
