@@ -59,14 +59,20 @@ def command(run_path: str, output: str, step: str, dtype: str, force: bool) -> N
 
 
 def scores_of(run: "RunDirectory", step: int) -> dict[str, dict[str, Any]]:
-    """What is known of a step, by split: its validation in training, and what `pkmlm eval` found on the test split."""
+    """What is known of a step, by what was scored: the splits that `pkmlm eval` read whole; where it has not read the
+    valid split, what training's validation read of it.
+    """
     from pkmlm.runtime.shapes import RESULTS, read_shaped
 
     scores: dict[str, dict[str, Any]] = {}
-    for line in run.metrics():
-        if line.get("event") == "valid" and line["step"] == step:
-            scores["valid"] = line
-    tested = run.path / "eval" / f"test-step-{step}.json"
-    if tested.exists():
-        scores["test"] = read_shaped(tested, RESULTS, "the results").get("perplexity") or {}
-    return {split: found for split, found in scores.items() if found.get("token_ppl") and found.get("bits_per_byte")}
+    for split in ("valid", "test"):
+        kept = run.path / "eval" / f"{split}-step-{step}.json"
+        if kept.exists():
+            scores[f"{split} split"] = read_shaped(kept, RESULTS, "the results").get("perplexity") or {}
+    if "valid split" not in scores:
+        tokens = run.recipe().eval.tokens
+        part = f"first {tokens:,} tokens of the valid split" if tokens else "valid split"
+        for line in run.metrics():
+            if line.get("event") == "valid" and line["step"] == step:
+                scores[part] = line
+    return {name: found for name, found in scores.items() if found.get("token_ppl") and found.get("bits_per_byte")}

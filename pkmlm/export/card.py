@@ -13,17 +13,18 @@ def card_of(recipe: Recipe, origin: Origin, parameters: int, dtype: str, scores:
 
     Args:
         parameters: of the whole model.
-        scores: "token_ppl" and "bits_per_byte" by split.
+        scores: "token_ppl" and "bits_per_byte" by what was scored.
     """
     model = recipe.model
+    length = min(40, model.context // 2)  # the model sees no further than its context
     facts = [
         f"- {parameters:,} parameters in {dtype}; {model.layers} layers of width {model.dim}, "
         f"{model.heads} attention heads, a context of {model.context:,} tokens",
         f"- {described(model)}",
         f"- trained on {origin.tokens:,} tokens ({origin.step:,} steps)",
         *(
-            f"- {split} split: perplexity {found['token_ppl']:,.2f} a token, {found['bits_per_byte']:.4f} bits a byte"
-            for split, found in scores.items()
+            f"- {scored}: perplexity {found['token_ppl']:,.2f} a token, {found['bits_per_byte']:.4f} bits a byte"
+            for scored, found in scores.items()
         ),
     ]
     return f"""---
@@ -43,7 +44,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained("path", trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained("path", trust_remote_code=True)
 inputs = tokenizer("It was", return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0], skip_special_tokens=True))
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens={length})[0], skip_special_tokens=True))
 ```
 
 `path` is this folder. The tokenizer (it needs `pip install sentencepiece`) loses nothing: every text comes back from
