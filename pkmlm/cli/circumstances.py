@@ -89,7 +89,7 @@ def changes(before: dict[str, Any], now: dict[str, Any], earlier: "Recipe", reci
 def schedules(recipe: "Recipe") -> set[str]:
     """The learning-rate schedules of the groups that a recipe has."""
     optim = recipe.optim
-    found = {optim.schedule}
+    found: set[str] = {optim.schedule}
     if recipe.model.memory.kind != "none":
         found.add(optim.values.schedule)
     if recipe.model.projections == "hash":

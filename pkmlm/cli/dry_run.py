@@ -29,6 +29,7 @@ def report(recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokenizer", world: "W
     cost = cost_of(recipe, recipe.model.vocab_size or tokenizer.size)
     train = recipe.train
     epochs = train.steps * train.batch_tokens / corpus.tokens
+    forwards = recipe.micro_batches(world.size)
     several = f" on each of {world.size} processes" if world.size > 1 else ""
     held = bytes_held(recipe, cost, world.size, recipe.parallel.memory)
     parts = ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in held.items())
@@ -37,7 +38,7 @@ def report(recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokenizer", world: "W
         f"device       {device}, {precision} ({reason})",
         f"parameters   {cost.dense:,} dense, {cost.memory:,} in memory, {cost.read_per_token:,} read for a token",
         f"batch        {recipe.sequences} sequences of {recipe.model.context} tokens, in "
-        f"{recipe.micro_batches(world.size)} forwards of {train.micro_batch}{several}",
+        f"{forwards} forward{'s' * (forwards != 1)} of {train.micro_batch}{several}",
         f"training     {train.steps:,} steps, {train.steps * train.batch_tokens:,} tokens, "
         f"{epochs:.2f} epochs of {corpus.tokens:,}",
         f"memory       {sum(held.values()) / 1e6:,.0f} MB to train{several}: {parts}",

@@ -265,7 +265,7 @@ def run_loop(
         for text in warnings:
             log.warn(steps[-1] if steps else 0, text)
         doing = f"resuming at step {steps[-1]}" if steps else "training"
-        several = f" and {world.size - 1} more" if world.size > 1 else ""
+        several = f" with {world.size} processes" if world.size > 1 else ""
         log.say(f"{doing} in {run.path} on {device}{several}, {precision}: {reason}")
         with world.together():
             if steps:

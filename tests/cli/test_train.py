@@ -245,9 +245,10 @@ def test_bf16_trains_and_resumes_on_a_cpu(tmp_path, write_recipe):
 
 def test_a_dry_run_writes_nothing(tmp_path, write_recipe):
     recipe = write_recipe(tmp_path, "product-key")
-    said = pkmlm("train", recipe, "--dry-run", "-o", tmp_path / "run").stdout
+    said = pkmlm("train", recipe, "-s", "train.micro_batch=8", "--dry-run", "-o", tmp_path / "run").stdout
     assert "first step   loss 6." in said
     assert "8,192 in memory" in said
+    assert "8 sequences of 32 tokens, in 1 forward of 8\n" in said
     assert not (tmp_path / "run").exists()
 
 
