@@ -11,7 +11,7 @@ from pkmlm.export.config import is_export
 from pkmlm.export.folder import read_export
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Recipe
-from pkmlm.runtime.device import choose_device
+from pkmlm.runtime.device import choose_device, is_finite
 from pkmlm.runtime.distributed import World
 from pkmlm.runtime.rundir import RunDirectory
 from pkmlm.train import checkpoint
@@ -105,7 +105,7 @@ def refuse_strange(model: Transformer, path: Path) -> None:
         UserError: (exit code 1) one is not finite, or a variance is negative.
     """
     for name, tensor in model.state_dict().items():
-        problem = "" if torch.isfinite(tensor).all() else "is not finite"
+        problem = "" if is_finite(tensor) else "is not finite"
         if name.endswith("running_var") and (tensor < 0).any():
             problem = "has a negative variance"
         if problem:

@@ -29,7 +29,7 @@ from pkmlm.export.config import (
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.check import require_softmax
 from pkmlm.recipe.schema import Recipe
-from pkmlm.runtime.device import DTYPES
+from pkmlm.runtime.device import DTYPES, is_finite
 from pkmlm.runtime.files import read_json, write_json, write_text, writing, writing_folder
 from pkmlm.runtime.manifest import ENTRIES, MANIFEST, damage, entry_of
 from pkmlm.runtime.shapes import misfit
@@ -140,7 +140,7 @@ def write_weights(folder: Path, model: nn.Module, dtype: str, shard_bytes: int) 
         files = [WHOLE]
     for file, names in zip(files, shards, strict=True):
         cast = {name: tensors[name].to(dtypes[name]).contiguous() for name in names}
-        bad = [name for name, tensor in cast.items() if not torch.isfinite(tensor).all()]
+        bad = [name for name, tensor in cast.items() if not is_finite(tensor)]
         if bad:
             raise UserError(f"{bad[0]} does not fit {dtype}", "use --dtype fp32 or bf16", exit_code=1)
         write_tensors(folder / file, cast, {"format": "pt"})

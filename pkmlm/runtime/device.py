@@ -88,6 +88,11 @@ def at_least_fp32(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def is_finite(x: torch.Tensor) -> bool:
+    """Whether all of x, of any shape and dtype, is finite; nothing of its size is allocated."""
+    return x.numel() == 0 or bool(torch.stack(x.aminmax()).isfinite().all())  # NaN is the least and the largest
+
+
 def autocast(device: torch.device, precision: str) -> torch.autocast:
     """The context in which a forward runs under `precision`; fp32 runs as it is."""
     return torch.autocast(device.type, dtype=DTYPES[precision], enabled=precision != "fp32", cache_enabled=True)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pkmlm.errors import UserError
 from pkmlm.model.memory.values import Values
+from pkmlm.runtime.device import is_finite
 from pkmlm.runtime.distributed import Ranks
 from pkmlm.runtime.files import read_json, remove_folder, write_json, writing_folder
 from pkmlm.runtime.manifest import MANIFEST, entry_of
@@ -70,7 +71,7 @@ def save(
     world, lead = ranks.world, ranks.world.rank == 0
     weights = {name: assembled(tensor, lead).contiguous() for name, tensor in model.state_dict().items()}
     with world.together():
-        bad = [name for name, tensor in weights.items() if not torch.isfinite(tensor).all()]
+        bad = [name for name, tensor in weights.items() if not is_finite(tensor)]
         if bad:
             what = f"training diverged: {bad[0]} is not finite at step {progress.step}, which is not saved"
             raise UserError(what, exit_code=3)
@@ -124,7 +125,11 @@ def state_tables(model: nn.Module) -> Tables:
 
 
 def prune(run: RunDirectory, keep: int) -> None:
-    """Delete all but the `keep` newest checkpoints and the best one."""
+    """Delete all but the `keep` newest checkpoints and the best one.
+
+    Raises:
+        UserError: (exit code 1) one cannot be deleted.
+    """
     steps, best = run.steps(), run.best()
     for step in steps[:-keep]:
         if step != best:
@@ -162,7 +167,11 @@ def check_weights(path: Path, model: nn.Module) -> None:
 
 
 def load(path: Path, model: nn.Module, groups: list[Group]) -> Progress:
-    """Fill model and optimizers from a checkpoint folder, checked against its manifest first."""
+    """Fill model and optimizers from a checkpoint folder, checked against its manifest first.
+
+    Raises:
+        UserError: it is damaged, strange or of another version (see `verify`), or of another model or optimizer.
+    """
     verify(path)
     load_weights(path, model)
     expected = {}

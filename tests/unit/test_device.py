@@ -7,7 +7,7 @@ from pkmlm.bench.models import RandomBatches
 from pkmlm.errors import UserError
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Memory, Model, Optim, Recipe, Train
-from pkmlm.runtime.device import autocast, choose_precision, is_shortage, precision_on_cpu
+from pkmlm.runtime.device import autocast, choose_precision, is_finite, is_shortage, precision_on_cpu
 from pkmlm.train.optim import parameter_groups
 from pkmlm.train.step import Stepper
 
@@ -78,3 +78,21 @@ def test_only_a_shortage_is_told_as_a_model_that_does_not_fit():
     assert found.value.exit_code == 1
     with pytest.raises(NotImplementedError, match="Vulkan"):  # a RuntimeError too
         build_model(Recipe(model=Model(vocab_size=8, dim=8, layers=1, heads=1)), 8, "vulkan")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_one_number_that_is_not_finite_is_found(dtype, size, number):
+    x = torch.linspace(-3, 3, size, dtype=dtype)
+    assert is_finite(x)
+    for place in {0, size // 2, size - 1}:
+        spoilt = x.clone()
+        spoilt[place] = number
+        assert not is_finite(spoilt)
+        assert not is_finite(spoilt[:, None].expand(size, 2))
+
+
+@pytest.mark.parametrize("x", [torch.empty(0, 3), torch.tensor(3), torch.tensor([True, False]), torch.tensor(2.0)])
+def test_tensors_of_any_kind_may_be_finite(x):
+    assert is_finite(x)
