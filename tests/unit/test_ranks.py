@@ -8,6 +8,7 @@ import torch
 
 from pkmlm.errors import UserError
 from pkmlm.model import initial
+from pkmlm.model.memory.columns import gathered_reads, returned
 from pkmlm.model.ranks_cost import exchange_bytes
 from pkmlm.recipe.check import check_recipe
 from pkmlm.recipe.ranks import check_ranks
@@ -106,6 +107,17 @@ def test_buckets_end_where_they_are_full(monkeypatch):
     monkeypatch.setattr(exchange, "BUCKET", 10)
     tensors = [torch.zeros(size) for size in (3, 8, 12, 1, 2)]
     assert [[len(tensor) for tensor in bucket] for bucket in buckets(tensors)] == [[3, 8], [12], [1, 2]]
+
+
+def test_a_gradient_that_goes_by_other_ranks_is_not_differentiated_again():
+    weights_Nr, out_Ad = torch.ones(3, 2, requires_grad=True), torch.ones(3, 4, requires_grad=True)
+    for x, y in (
+        (weights_Nr, gathered_reads(torch.zeros(3, 2), weights_Nr, World())[1]),
+        (out_Ad, returned(out_Ad, World())),
+    ):
+        (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.sum().backward()
 
 
 def test_one_process_needs_nobody(monkeypatch):

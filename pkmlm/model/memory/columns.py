@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from pkmlm.runtime.distributed import World
 
@@ -20,6 +21,7 @@ class _Gathered(torch.autograd.Function):
         return ranks.all_gather(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.ranks.reduce_scatter(grad), None
 
@@ -33,6 +35,7 @@ class _Exchanged(torch.autograd.Function):
         return ranks.all_to_all(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.ranks.all_to_all(grad), None
 
