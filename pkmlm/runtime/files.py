@@ -101,7 +101,7 @@ def new_file(path: Path, mode: str) -> tuple[Path, IO[Any]]:
         temporary = own_name(path)
         file = open(temporary, mode.replace("w", "x"), **text)  # type: ignore[call-overload]  # noqa: SIM115
         hold(file.fileno())
-        if temporary.exists():  # else it was taken for a leftover before it was held
+        if temporary.exists():  # else another process deleted it as a leftover before we locked it
             return temporary, file
         file.close()
 
@@ -287,11 +287,11 @@ def no_number(name: str) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Make what another writer has put into a file durable, and give it the permissions of a new file."""
+    """Make what another writer has put into a file of a new folder durable, and give it the permissions of a new file,
+    as the folder has them: the process's umask can be read only by changing it, also for other threads.
+    """
     with disk_errors(path):
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(path, 0o666 & ~mask)
+        os.chmod(path, path.parent.stat().st_mode & 0o666)
         with open(path, "rb") as file:
             os.fsync(file.fileno())
 

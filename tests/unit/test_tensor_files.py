@@ -1,5 +1,7 @@
 """Tables in parts: whatever ranks have written is read by any others."""
 
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 
 from pkmlm.errors import UserError
 from pkmlm.runtime.distributed import World
+from pkmlm.runtime.files import writing_folder
 from pkmlm.train.tensor_files import copy_tensors, part_name, parts_of, write_tensors
 
 TABLE = torch.arange(7 * 12.0).view(7, 12)
@@ -47,3 +50,14 @@ def test_a_missing_part_and_one_of_another_shape_are_named_before_anything_is_co
     with pytest.raises(UserError, match=r"weights-2-of-3\.safetensors"):
         copy_tensors(path, held, {"table": World()})
     assert not held["bias"].any()
+
+
+def test_files_of_tensors_have_the_permissions_of_new_ones(tmp_path, monkeypatch):
+    mask = os.umask(0o027)
+    try:
+        with monkeypatch.context() as during, writing_folder(tmp_path / "new") as folder:
+            during.delattr(os, "umask")  # the whole process's: another thread's files would have other permissions
+            write(folder, 1)
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE((tmp_path / "new/weights.safetensors").stat().st_mode) == 0o640
