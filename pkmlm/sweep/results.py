@@ -201,9 +201,18 @@ class Results:
     def _tuning(self) -> Table:
         assert self.grid.tune is not None
         columns = [Column(axis) for axis in self.grid.axes]
-        columns += [number(value, "{:.4f}") for value in self.grid.tune.values]
-        rows = [[*point, *(self._tried(cell) for cell in self.cells.tuning(point))] for point in self.grid.points()]
+        columns += [*(number(value, "{:.4f}") for value in self.grid.tune.values), Column("best at the edge")]
+        rows = [
+            [*point, *(self._tried(cell) for cell in self.cells.tuning(point)), "yes" if self._at_edge(point) else None]
+            for point in self.grid.points()
+        ]
         return Table(f"Validation (nats a token) of seed {self.grid.seeds[0]} by {self.grid.tune.key}", columns, rows)
+
+    def _at_edge(self, point: Point) -> bool:
+        """Whether the best value is the first or the last of the list: one beyond it may be better still."""
+        assert self.grid.tune is not None
+        chosen = self.chosen(point)
+        return bool(chosen) and chosen[0].cell.tuned in (self.grid.tune.values[0], self.grid.tune.values[-1])
 
     def _tried(self, cell: Cell) -> float | str | None:
         outcome = self.outcomes.get(cell.name)

@@ -291,7 +291,7 @@ def test_other_seeds_count_at_the_best_tuned_value_only(folder):
         "dense is above"
     )
     assert next(row for row in costs.rows if tuple(row[:2]) == P[2])[2:5] == ["2e-3", 2, "3.0"]
-    assert next(row for row in tried.rows if tuple(row[:2]) == P[2])[2:] == [5.0, 4.0, 4.5]
+    assert next(row for row in tried.rows if tuple(row[:2]) == P[2])[2:] == [5.0, 4.0, 4.5, None]
     made = results.as_json("grid", "large")
     point = next(point for point in made["points"] if tuple(point["point"].values()) == P[2])
     assert point["measured"]["perplexity"] == {"mean": 55.0, "values": [50.0, 60.0]}
@@ -312,6 +312,8 @@ def test_nothing_is_chosen_while_values_are_still_to_be_tried(folder):
     results.add(Outcome(third, "measured", {"valid_loss": 6.0}))
     assert results.values("perplexity", P[0]) == (9.0,)
     assert results.tables()[0].rows[0][2:5] == ["1e-3", "1/2", "9.00"]
+    assert results.tables()[2].rows[0][2:] == [5.0, 5.0, 6.0, "yes"]
+    assert results.tables()[2].columns[-1].name == "best at the edge"
     results.add(Outcome(first, "failed", {}, "the disk is full"))  # trained, but not measured: no other takes its place
     assert results.tables()[0].rows[0][2:5] == [None, None, "failed"]
     for cell, facts in ((first, {"valid_loss": 5.0}), (third, {})):
@@ -331,7 +333,7 @@ def test_a_diverged_rate_is_never_the_best(folder):
     results.add(Outcome(second, "diverged", {}, "training diverged"))
     results.add(Outcome(third, "measured", {"valid_loss": 4.9}))
     assert results.chosen(P[0])[0].cell == third
-    assert results.tables()[2].rows[0][2:] == [5.0, "diverged", 4.9]
+    assert results.tables()[2].rows[0][2:] == [5.0, "diverged", 4.9, "yes"]
 
 
 def test_a_figure_has_a_panel_for_the_paper_and_a_line_for_each_value(folder):
