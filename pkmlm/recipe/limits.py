@@ -4,7 +4,7 @@ import math
 
 LARGEST_SIZE = 2**31 - 1
 MOST_PARAMETERS = 2**40
-MOST_SLOTS = 2**31  # of several ranks, which tell each other slots as int32
+MOST_SLOTS = 2**31  # with more than one rank, which exchange slot numbers as int32
 
 # The least and largest whole numbers where they are not 1 and LARGEST_SIZE; the intervals of other numbers
 # are (low, low included, high, high included).
@@ -28,7 +28,7 @@ INTERVALS = {
     "model.hash.temperature": ABOVE_ZERO,
     "optim.lr": ABOVE_ZERO,
     "optim.betas": FROM_ZERO_BELOW_ONE,
-    "optim.eps": (1e-30, True, math.inf, False),  # in fp32 less may be zero, and an unread row 0 / 0
+    "optim.eps": (1e-30, True, math.inf, False),  # less is 0 in fp32: an unread row would give 0 / 0
     "optim.final_lr": (0.0, True, 1.0, True),
     "optim.weight_decay": FROM_ZERO,
     "optim.values.weight_decay": FROM_ZERO,

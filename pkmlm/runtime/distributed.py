@@ -54,7 +54,7 @@ class World:
     tally: Tally = field(default_factory=Tally, compare=False, repr=False)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, in place."""
+        """The sum over all ranks, in the tensor's dtype: put into the tensor itself, and returned."""
         if self.size > 1:
             with self._sending(2 * (self.size - 1) / self.size * tensor.nbytes):
                 dist.all_reduce(tensor, group=self.group)
@@ -95,7 +95,9 @@ class World:
         return out
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """The j-th of W equal parts of x goes to rank j; the parts received, by rank. It is its own inverse."""
+        """The j-th of W equal parts of x (its length is a multiple of W) goes to rank j; the parts received, by rank.
+        It is its own inverse.
+        """
         if self.size == 1:
             return x
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -161,7 +163,7 @@ class World:
         try:
             with torch.no_grad():
                 yield
-        except RuntimeError as error:  # an earlier kernel's too, which the device tells of here
+        except RuntimeError as error:  # may also be the delayed error of an earlier kernel
             if is_network(error):
                 raise self.lost(error) from error
             raise
@@ -212,7 +214,7 @@ def _part(world: World, parts: list[list[int]]) -> World:
 
 
 def is_network(error: BaseException) -> bool:
-    """Whether an error is torch's own of a network that fails: where others than a `World` send (`parallel.shard`)."""
+    """Whether torch reports a network failure, which may come from outside `World` (FSDP sends by itself)."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
@@ -236,10 +238,10 @@ def joined() -> Iterator[World]:
     wait = timedelta(seconds=patience())
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     try:
-        if torch.cuda.is_available():
+        if torch.cuda.is_available():  # a launcher may show each rank one GPU alone; NCCL refuses two ranks on one
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         dist.init_process_group(backend, timeout=wait)
-        dist.all_reduce(torch.zeros(1))  # one that ends before all have met would look like a crash to the others
+        dist.all_reduce(torch.zeros(1))  # a rank that exits before the others join looks like a crash to them
     except ValueError as error:
         raise UserError(f"WORLD_SIZE is set, but not all that goes with it: {error}", "start with torchrun") from None
     except RuntimeError:

@@ -42,7 +42,7 @@ def stop_on_signals(agree: Callable[[int], int] = int) -> Iterator[StopRequest]:
         if request.exit_code is None:
             request.exit_code = EXIT_CODES[signal.Signals(number)]
             request.asked_at = time.monotonic()
-            signal_at_parents_death(0)  # each thread of a parent that is killed would send it
+            signal_at_parents_death(0)  # it comes for each dying thread of the parent: one is enough
         elif time.monotonic() - request.asked_at > SAME_REQUEST:
             raise KeyboardInterrupt
 

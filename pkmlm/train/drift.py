@@ -61,7 +61,8 @@ class Drift:
 
     def record(self, step: int, log: RunLog) -> None:
         """After a step: record it, if that is due."""
-        ends = step == self.last and (step - self.since) * 2 >= self.every  # else too few steps to call a slot dead
+        # A window of less than half of `eval.every` is too short to call a slot dead.
+        ends = step == self.last and (step - self.since) * 2 >= self.every
         if not self.memories or step == self.since or not (ends or (self.every > 0 and step % self.every == 0)):
             return
         first = self.since == self.began
@@ -153,8 +154,8 @@ class _Memory:
     def record(self, since: int, step: int, first: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         """Numbers of the event, and how far each sampled value moved (2-norm, (S,)) with its norm before.
 
-        `read` counts slots read since the record before; `died` those of the record before that were not, `woke` those
-        that were but were not in the record before (neither in the first record); `never` those never read.
+        `read` counts slots read since the record before; `died`: read in the window before that, not in this one;
+        `woke`: read now, not in the window before. Both are 0 in the first record. `never` counts those never read.
         """
         before_K = self.last_K == since
         woke = 0 if first else int((self.read_K & ~before_K).sum())

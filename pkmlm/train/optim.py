@@ -71,6 +71,12 @@ def learning_rate(step: int, *, peak: float, schedule: str, warmup_steps: int, s
 
     inverse-sqrt: peak * min(t/w, sqrt(w/t)) (Vaswani et al. 2017, with the peak as scale); cosine and linear: from the
     peak to `final` * peak at the last step; constant: the peak.
+
+    Args:
+        peak: the rate after the warm-up of `warmup_steps` steps (0: none).
+        schedule: "inverse-sqrt" (which needs a warm-up), "cosine", "linear" or "constant".
+        steps: of the whole run.
+        final: the last rate, as a share of the peak.
     """
     warm = min(1.0, step / warmup_steps) if warmup_steps else 1.0
     if warm < 1 or schedule == "constant":
