@@ -54,21 +54,23 @@ def test_what_is_given_twice_is_warned_of(texts):
 
 def test_a_separator_that_never_occurs_is_warned_of(texts):
     given = [texts / "train.txt", "--vocab-size", 290, "--force", "-o", texts / "out", "--separator"]
-    told = "warning: '<|endoftext|>' occurs nowhere in train: each file is one document\n"
+    told = "warning: '<|endoftext|>' occurs nowhere: each file is one document\n"
     assert warnings(*given, "<|endoftext|>") == told
     assert warnings(*given, r"\n\n\n") == ""
-    assert warnings(*given, r"\n\n\n", "--valid", texts / "valid.txt") == (
-        r"warning: '\n\n\n' occurs nowhere in valid: each file is one document "
+    assert warnings(*given, r"\n\n\n", "--valid", texts / "valid.txt") == "", "one document to validate on is no fault"
+    (texts / "crlf.txt").write_bytes((texts / "train.txt").read_bytes().replace(b"\n", b"\r\n"))
+    assert warnings(texts / "crlf.txt", *given[1:], r"\n\n\n", "--valid", texts / "valid.txt") == (
+        r"warning: '\n\n\n' occurs nowhere: each file is one document "
         r"(where lines end in CRLF, it is '\r\n\r\n\r\n')" + "\n"
     )
     (texts / "one.jsonl").write_text('{"text": "a whale"}\n')  # lines are not separated by it
-    assert warnings(*given, r"\n\n\n", "--valid", texts / "one.jsonl") == ""
+    assert warnings(*given, "|", "--valid", texts / "one.jsonl") == ""
 
 
 def test_a_separator_that_is_in_no_part_is_warned_of_when_they_are_joined(texts):
     warnings(texts / "train.txt", "--vocab-size", 290, "-o", texts / "out")
     given = [texts / "train.txt", "--tokenizer", texts / "out/tokenizer.model"]
-    told = "warning: '|' occurs nowhere in train: each file is one document\n"
+    told = "warning: '|' occurs nowhere: each file is one document\n"
     for separator, expected in ((r"\n\n\n", ""), ("|", told)):
         for part in (1, 2):
             cut = ["--separator", separator, "--shard", f"{part}/2", "-o", texts / str(part), "--force"]
