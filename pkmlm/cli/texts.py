@@ -59,6 +59,19 @@ class TextChoice(NamedTuple):
         corpus = open_split(run.recipe.data.dir, self.split or "test", run.tokenizer)
         return documents_of_split(corpus, run.tokenizer)
 
+    def doubts(self, run: "LoadedRun") -> list[str]:
+        """What to warn of where a split was chosen: that the tokens are others than when the run trained."""
+        from pkmlm.evaluate.perplexity import open_split
+
+        if self.text is not None or run.recipe.data.dir is None:
+            return []
+        now = open_split(run.recipe.data.dir, self.split or "test", run.tokenizer).hashes
+        others = [name for name in ("train", "valid") if now.get(name, "") not in ("", run.data.get(name, now[name]))]
+        if not others:
+            return []
+        known = f"not those that run {run.name} trained with: what is scored may be what it learnt"
+        return [f"the {' and '.join(others)} tokens in {run.recipe.data.dir} are {known}"]
+
 
 def text_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that choose a text to a command; it gets them as one argument, `choice`."""

@@ -1,6 +1,7 @@
 """A trained run, or a model exported from one, ready to be measured."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ class LoadedRun:
         tokens: trained on until then.
         exported: it is an exported folder, a product that no results are written into.
         model: in evaluation mode, in fp32.
+        data: sha256 of "tokenizer" and of the splits "train" and "valid" in training, as far as they are known.
     """
 
     path: Path
@@ -39,6 +41,7 @@ class LoadedRun:
     tokenizer: Tokenizer
     device: torch.device
     exported: bool = False
+    data: Mapping[str, str] = field(default_factory=dict)
 
 
 def load_run(path: str | Path, step: str = "latest", device: torch.device | None = None) -> LoadedRun:
@@ -71,7 +74,9 @@ def load_run(path: str | Path, step: str = "latest", device: torch.device | None
         message = f"{run.tokenizer_file} is not the tokenizer that the run was trained with"
         raise UserError(message, "copy it again from the tokens that the run was trained on")
     refuse_strange(model, run.checkpoint(number))
-    return LoadedRun(run.path, run.name, number, progress.tokens, recipe, model.eval(), tokenizer, device)
+    return LoadedRun(
+        run.path, run.name, number, progress.tokens, recipe, model.eval(), tokenizer, device, data=progress.data
+    )
 
 
 def load_same(path: str | Path, step: str, world: World | None) -> LoadedRun:

@@ -82,6 +82,22 @@ def test_mistakes_are_told_in_one_line(trained, tmp_path):
     assert "tokenizer.model" in pkmlm("eval", broken, code=2).stderr
 
 
+def test_tokens_that_were_made_anew_since_are_warned_of(trained, novels, tmp_path):
+    run = shutil.copytree(trained("dense"), tmp_path / "run")
+    assert pkmlm("eval", run, "-q").stderr == ""
+    recipe = (run / "recipe.yaml").read_text()
+    dir_line = next(line for line in recipe.splitlines() if line.strip().startswith("dir:"))
+    (run / "recipe.yaml").write_text(recipe.replace(dir_line, f"  dir: {tmp_path / 'new'}"))
+    splits = [f"--{split}={novels}/{split}.txt" for split in ("valid", "test")]
+    kept = [*splits, "--tokenizer", run / "tokenizer.model", "-o", tmp_path / "new", "-q"]
+    pkmlm("tokenize", novels / "valid.txt", *kept)
+    told = "tokens in {} are not those that run run trained with: what is scored may be what it learnt\n"
+    assert pkmlm("eval", run, "-q").stderr == "warning: the train " + told.format(tmp_path / "new")
+    assert pkmlm("eval", run, "-q", "--text", novels / "test.txt").stderr == ""
+    pkmlm("tokenize", novels / "train.txt", *kept, "--force")
+    assert pkmlm("eval", run, "-q").stderr == ""
+
+
 def test_generate_continues_a_prompt_the_same_way_for_a_seed(trained):
     run = trained("product-key")
     first = pkmlm("generate", run, "It was", "-n", 50, "--seed", 3).stdout
