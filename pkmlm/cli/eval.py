@@ -102,12 +102,12 @@ def command(
         return
     print_result(record, as_json)
     warn_of_cuts(record)
-    for text in choice.doubts(run) if measured else []:
-        click.echo(f"warning: {printable(text)}", err=True)
     try:
         store(run, record, choice.text is not None, stride)
     except UserError as error:  # a folder that only another user may write, say: the result still stands
         click.echo(f"warning: not kept in the run: {printable(error.message)}", err=True)
+    for text in choice.doubts(run) if measured else []:
+        click.echo(f"warning: {printable(text)}", err=True)
 
 
 def perplexity(run: "LoadedRun", choice: TextChoice, stride: int | None, quiet: bool, world: "World") -> dict[str, Any]:

@@ -67,7 +67,7 @@ USAGE: Shape = {
     ]
 }
 # state.json of a checkpoint: what `pkmlm compare` needs of it.
-STATE: Shape = {"seconds": NUMBER}
+STATE: Shape = {"seconds": NUMBER, "data?": {str: (str,)}}
 
 
 def misfit(value: Any, shape: Shape, where: str = "") -> str:

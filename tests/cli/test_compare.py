@@ -194,6 +194,9 @@ def test_what_cannot_be_held_against_each_other_is_told(run: Path, tmp_path: Pat
         "warning: several texts to train on (like, partly; longer)",
         "warning: several texts, or shares of one, to validate on (like, longer; partly)",
     ]
+    damaged = pkmlm("compare", like, other("damaged", {**same, "valid": ["c"]}), code=2).stderr
+    assert "state.json" in damaged
+    assert "data.valid" in damaged
 
 
 def test_accuracies_are_averaged_over_shared_tasks(run: Path, tmp_path: Path) -> None:
