@@ -78,6 +78,8 @@ def command(
     """
     import json
 
+    from pkmlm.recipe.doubts import idle_keys
+
     if (recipe is None) == (hash_layer is None):
         raise click.UsageError("Give either a RECIPE or --hash-layer BITS TABLES WIDTH.")
     if world is None and device_memory is not None:
@@ -92,6 +94,8 @@ def command(
     else:
         assert recipe is not None
         result, text = whole_model(recipe, overrides, width, world, device_memory)
+        for told in idle_keys(recipe, overrides):
+            click.echo(f"warning: {told}", err=True)
     click.echo(json.dumps(result, indent=2) if as_json else text)
 
 

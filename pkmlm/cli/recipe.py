@@ -34,7 +34,8 @@ def command() -> None:
 def check(files: tuple[str, ...], overrides: tuple[str, ...]) -> None:
     """Check recipes: keys, types, and what must hold between them.
 
-    Stops at the first that is wrong, names its line, and exits with 2. Warns of what is allowed and hardly meant.
+    Stops at the first that is wrong, names its line, and exits with 2. Warns of what is allowed and hardly meant: keys
+    without effect, rates that rise to the end.
 
     \b
     Examples:
@@ -42,13 +43,13 @@ def check(files: tuple[str, ...], overrides: tuple[str, ...]) -> None:
       pkmlm recipe check recipes/*/*.yaml
       pkmlm recipe check mine.yaml -s model.layers=12
     """
-    from pkmlm.recipe.doubts import doubts
+    from pkmlm.recipe.doubts import doubts, idle_keys
     from pkmlm.recipe.load import load_recipe
 
     for file in files:
         recipe = load_recipe(file, overrides)
         click.echo(printable(f"ok  {file}: {summary(recipe)}"))
-        for text in doubts(recipe):
+        for text in doubts(recipe) + idle_keys(file, overrides):
             click.echo(printable(f"warning: {file}: {text}"), err=True)
 
 

@@ -1,5 +1,11 @@
 """What a recipe may say and hardly means: worth a warning, no error."""
 
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from pkmlm.recipe.dump import flatten
+from pkmlm.recipe.load import load_recipe, parse_override
+from pkmlm.recipe.nodes import Node, parse, yaml_text
 from pkmlm.recipe.schema import Recipe
 
 
@@ -16,3 +22,52 @@ def doubts(recipe: Recipe) -> list[str]:
         for key, warmup in warmups.items()
         if warmup is not None and warmup > steps
     ]
+
+
+def idle_keys(path: str | Path, overrides: Iterable[str] = ()) -> list[str]:
+    """What to warn of, a line each: keys that the user has set and that do nothing, as another key has it.
+
+    Those of the file itself and of the overrides count, not what it inherits; nor a key that stands beside the one that
+    makes it idle, or before it: `model.memory.kind: none` over a memory's recipe is how its dense twin is written.
+
+    Raises:
+        UserError: as `load_recipe`.
+    """
+    overrides = list(overrides)
+    values = flatten(load_recipe(path, overrides))
+    layers = [parse(yaml_text(Path(path)), str(path)), *map(parse_override, overrides)]
+    given = {key: number for number, tree in enumerate(layers, 1) for key in keys_of(tree)}
+    told: dict[str, list[str]] = {}
+    for key, switch in switches(values).items():
+        if key != switch and given.get(key, 0) > given.get(switch, 0):
+            told.setdefault(switch, []).append(key)
+    return [f"{', '.join(keys)}: without effect, as {switch} is {values[switch]}" for switch, keys in told.items()]
+
+
+def keys_of(tree: Node, prefix: str = "") -> Iterator[str]:
+    """The dotted keys of a tree's leaves."""
+    if isinstance(tree.value, dict):
+        for key, child in tree.value.items():
+            yield from keys_of(child, f"{prefix}.{key}" if prefix else key)
+    else:
+        yield prefix
+
+
+def switches(values: dict[str, object]) -> dict[str, str]:
+    """The keys that do nothing in a recipe of these values, and the key whose value makes them idle."""
+    idle: dict[str, tuple[str, ...]] = {}
+    if values["model.memory.kind"] == "none":
+        idle["model.memory.kind"] = ("model.memory.", "optim.keys.", "optim.values.", "eval.recalibrate")
+    elif values["model.memory.query_norm"] != "batch":
+        idle["model.memory.query_norm"] = ("eval.recalibrate",)
+    dense = ("model.hash.", "optim.tables.")
+    hashed = ("model.ffn_dim", "model.activation", "model.bias")
+    idle["model.projections"] = hashed if values["model.projections"] == "hash" else dense
+    if values["model.positions"] != "rotary":
+        idle["model.positions"] = ("model.rotary_fraction",)
+    sizes = {"performer": ("features",), "linformer": ("block", "rank")}
+    others = [name for kind, names in sizes.items() if kind != values["model.attention"] for name in names]
+    idle["model.attention"] = tuple(f"model.attention_options.{name}" for name in others)
+    if not {"cosine", "linear"} & {values[f"optim.{group}schedule"] for group in ("", "values.", "tables.")}:
+        idle["optim.schedule"] = ("optim.final_lr",)
+    return {key: switch for switch, keys in idle.items() for key in values if key.startswith(keys)}

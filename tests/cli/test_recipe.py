@@ -58,6 +58,14 @@ def test_a_warm_up_longer_than_training_is_warned_of(tmp_path: Path) -> None:
     assert pkmlm("recipe", "check", "a.yaml", "-s", "train.steps=4000").stderr == ""
 
 
+def test_keys_without_effect_are_warned_of(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(SMALL)
+    setting = ["-s", "model.memory.num_keys=64", "-s", "model.vocab_size=256"]
+    told = "model.memory.num_keys: without effect, as model.memory.kind is none\n"
+    assert pkmlm("recipe", "check", "a.yaml", *setting).stderr == f"warning: a.yaml: {told}"
+    assert pkmlm("cost", "a.yaml", *setting).stderr == f"warning: {told}"
+
+
 def test_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:
     (tmp_path / "a\x1b[31m.yaml").write_text(SMALL)
     done = pkmlm("recipe", "check", "a\x1b[31m.yaml")
