@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zstandard
@@ -115,3 +116,18 @@ def trained(
         return folder / kind
 
     return run
+
+
+def after_step(monkeypatch: pytest.MonkeyPatch, step: int, do: Callable[[Any], object]) -> None:
+    """Let something be done, in this process, when training has taken a step."""
+    from pkmlm.train.step import Stepper
+
+    take = Stepper.take
+
+    def taken(stepper: Any, number: int) -> Any:
+        result = take(stepper, number)
+        if number == step:
+            do(stepper)
+        return result
+
+    monkeypatch.setattr(Stepper, "take", taken)

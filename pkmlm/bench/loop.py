@@ -12,26 +12,19 @@ from torch.nn.functional import cross_entropy
 
 from pkmlm.bench.rounds import Overhead, in_rounds, synchronize
 from pkmlm.data.batches import Batches
-from pkmlm.data.corpus import Corpus
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Recipe
-from pkmlm.runtime.device import autocast
+from pkmlm.runtime.device import Arithmetic, autocast
 from pkmlm.runtime.log import TrainingLog
 from pkmlm.runtime.rundir import RunDirectory
 from pkmlm.runtime.signals import StopRequest
-from pkmlm.train.loop import train
+from pkmlm.train.job import Job
+from pkmlm.train.loop import Training
 from pkmlm.train.optim import parameter_groups
+from pkmlm.train.step import Stepper
 
 
-def loop_cost(
-    recipe: Recipe,
-    corpus: Corpus,
-    device: torch.device,
-    precision: str,
-    rounds: int,
-    steps: int,
-    say: Callable[[str], None],
-) -> Overhead:
+def loop_cost(job: Job, arithmetic: Arithmetic, rounds: int, steps: int, say: Callable[[str], None]) -> Overhead:
     """Time a step of the loop of `pkmlm train` and of a bare one over the same batches; each round of each starts from
     a new model.
 
@@ -41,18 +34,18 @@ def loop_cost(
     """
     # Two more steps than are timed: the first allocates, and the last is only begun.
     recipe = replace(
-        recipe,
-        train=replace(recipe.train, steps=steps + 2),
-        eval=replace(recipe.eval, every=0),
-        checkpoint=replace(recipe.checkpoint, every=0),
+        job.recipe,
+        train=replace(job.recipe.train, steps=steps + 2),
+        eval=replace(job.recipe.eval, every=0),
+        checkpoint=replace(job.recipe.checkpoint, every=0),
     )
-    batches = Batches(corpus, recipe.model.context, recipe.sequences, recipe.train.seed)
+    batches = Batches.of(job.corpus, recipe)
     first, last = recipe.micro_batches(), -recipe.micro_batches()
 
     def seconds_a_step(loop: Callable[[Transformer, Batches, Recipe, str], None]) -> float:
-        model = build_model(recipe, recipe.model.vocab_size or corpus.vocab_size, device)
-        begun = note_forwards(model, device)
-        loop(model, batches, recipe, precision)
+        model = build_model(recipe, job.vocab_size, arithmetic.device)
+        begun = note_forwards(model, arithmetic.device)
+        loop(model, batches, recipe, arithmetic.precision)
         return (begun[last] - begun[first]) / steps
 
     times = in_rounds({loop: partial(seconds_a_step, loop) for loop in (full_loop, bare_loop)}, rounds, say)
@@ -72,12 +65,12 @@ def note_forwards(model: Transformer, device: torch.device) -> list[float]:
 
 
 def full_loop(model: Transformer, batches: Batches, recipe: Recipe, precision: str) -> None:
-    """`train`, in a run directory that is thrown away."""
+    """`Training`, in a run directory that is thrown away."""
     with TemporaryDirectory() as folder:
         run = RunDirectory(folder)
         run.create(recipe)
         with TrainingLog(Path(folder), "bench", recipe.train.steps, recipe.log, quiet=True) as log:
-            train(run, recipe, model, batches, precision, None, log, StopRequest())
+            Training(run, Stepper(recipe, model, batches, precision), None, log, StopRequest()).go_on()
 
 
 def bare_loop(model: Transformer, batches: Batches, recipe: Recipe, precision: str) -> None:

@@ -15,7 +15,6 @@ from pkmlm.bench.rounds import Timing
 from pkmlm.model.attention import Cache
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.runtime.device import autocast, choose_device
-from pkmlm.train.optim import parameter_groups
 from pkmlm.train.step import Stepper
 
 
@@ -54,7 +53,7 @@ def time_training(chosen: list[Variant], precision: str, rounds: int, say: Calla
         vocab_size = recipe.model.vocab_size or 0
         model = build_model(recipe, vocab_size, device)
         batches = RandomBatches(recipe, vocab_size)
-        stepper = Stepper(model, parameter_groups(model, recipe), batches, recipe, precision)
+        stepper = Stepper(recipe, model, batches, precision)
         ids_BT = batches.micro_batch(1, 0, recipe.train.micro_batch).tokens_BT.to(device)
         prompt_1T = random_tokens(vocab_size, 1, max(1, recipe.model.context // 2)).to(device)
         filled = prefilled(model.eval(), prompt_1T[:, :-1])

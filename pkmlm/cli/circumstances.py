@@ -3,20 +3,17 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
-
-    from pkmlm.data.tokenizer import Tokenizer
     from pkmlm.recipe.schema import Recipe
+    from pkmlm.runtime.device import Arithmetic
     from pkmlm.runtime.rundir import RunDirectory
+    from pkmlm.train.job import Job
 
 DIVISION = ("train.micro_batch", "train.recompute", "parallel.")  # how a step is divided: the order of its additions
 MEASURES = ("eval.tokens", "eval.recalibrate")
 KEPT = ("versions", "commit", "device", "precision", "precision_reason", "ranks")
 
 
-def circumstances(
-    recipe: "Recipe", tokenizer: "Tokenizer", device: "torch.device", precision: str, reason: str, ranks: int
-) -> dict[str, Any]:
+def circumstances(job: "Job", arithmetic: "Arithmetic", ranks: int) -> dict[str, Any]:
     """What run.json says of how this process was started."""
     import platform
     import sys
@@ -29,7 +26,7 @@ def circumstances(
     from pkmlm.runtime.commit import source_commit
     from pkmlm.runtime.device import name_of
 
-    cost = cost_of(recipe, recipe.model.vocab_size or tokenizer.size)
+    cost = cost_of(job.recipe, job.vocab_size)
     return {
         "argv": sys.argv[1:],
         "versions": {
@@ -39,9 +36,9 @@ def circumstances(
             "python": platform.python_version(),
         },
         "commit": source_commit(),
-        "device": name_of(device),
-        "precision": precision,
-        "precision_reason": reason,
+        "device": name_of(arithmetic.device),
+        "precision": arithmetic.precision,
+        "precision_reason": arithmetic.reason,
         "ranks": ranks,
         "parameters": cost.as_json()["parameters"],
     }

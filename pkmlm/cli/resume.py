@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from pkmlm.errors import UserError
 
 if TYPE_CHECKING:
-    from pkmlm.data.corpus import Corpus
     from pkmlm.recipe.schema import Recipe
     from pkmlm.runtime.rundir import RunDirectory
+    from pkmlm.train.job import Job
 
 # What may change when a run goes on: how long it trains, on how many ranks, and what is measured, kept and shown.
 FREE_KEYS = (
@@ -37,7 +37,7 @@ def refuse_changes(run: "RunDirectory", recipe: "Recipe") -> None:
         raise UserError(f"run {run.path} was started with another recipe: {told}", "train it under another -o")
 
 
-def refuse_other_data(run: "RunDirectory", recipe: "Recipe", corpus: "Corpus") -> None:
+def refuse_other_data(run: "RunDirectory", job: "Job") -> None:
     """Refuse to go on with another tokenizer, or on other text to train or to validate on, than the newest checkpoint,
     which is whole, says. A split for validation may come or go.
     """
@@ -49,10 +49,10 @@ def refuse_other_data(run: "RunDirectory", recipe: "Recipe", corpus: "Corpus") -
         ("train", "trained on other tokens than those in"),
         ("valid", "validated on other text than that in"),
     ):
-        expected, found = before.get(name), corpus.hashes.get(name)
+        expected, found = before.get(name), job.corpus.hashes.get(name)
         if expected and found and found != expected:
             told = f"sha256 {found[:16]}... (expected {expected[:16]}...)"
-            raise UserError(f"run {run.path} was {what} {recipe.data.dir}: {told}", "train under another -o")
+            raise UserError(f"run {run.path} was {what} {job.recipe.data.dir}: {told}", "train under another -o")
 
 
 def ended_already(run: "RunDirectory", recipe: "Recipe") -> bool:

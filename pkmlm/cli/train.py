@@ -12,18 +12,13 @@ from pkmlm.errors import UserError, printable
 from pkmlm.runtime.launcher import started
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    import torch
-
-    from pkmlm.data.corpus import Corpus
-    from pkmlm.data.tokenizer import Tokenizer
-    from pkmlm.model.transformer import Transformer
     from pkmlm.recipe.schema import Recipe
-    from pkmlm.runtime.distributed import Ranks, World
+    from pkmlm.runtime.device import Arithmetic
+    from pkmlm.runtime.distributed import World
     from pkmlm.runtime.log import RunLog
     from pkmlm.runtime.rundir import RunDirectory
     from pkmlm.runtime.signals import StopRequest
+    from pkmlm.train.job import Job
     from pkmlm.train.loop import Outcome
 
 
@@ -71,7 +66,7 @@ def command(
     """
     alone, several, processes = started() == 1, launches(nproc), nproc or 1
     # What is wrong shows before torch comes, and before other processes are started.
-    opened = open_all(recipe_file, overrides, processes, verify and not several) if alone else None
+    job = open_job(recipe_file, overrides, processes, verify and not several) if alone else None
     if not output and not dry_run:
         raise UserError("Missing option '-o': the run directory to write", "add -o RUN, or --dry-run")
     if several:
@@ -80,21 +75,20 @@ def command(
 
     with joined() as world:
         with world.together():
-            opened = opened or open_all(recipe_file, overrides, world.size, verify and world.rank == 0)
+            job = job or open_job(recipe_file, overrides, world.size, verify and world.rank == 0)
         if dry_run:
             from pkmlm.cli.dry_run import report
 
-            return report(*opened, world)
-        return train_in(str(output), *opened, resume, quiet, world)
+            return report(job, world)
+        return train_in(str(output), job, resume, quiet, world)
 
 
-def open_all(
-    recipe_file: str, overrides: tuple[str, ...], ranks: int, verify: bool
-) -> "tuple[Recipe, Corpus, Tokenizer]":
+def open_job(recipe_file: str, overrides: tuple[str, ...], ranks: int, verify: bool) -> "Job":
     """The recipe, and the tokens and the tokenizer that it names; they fit together, and so many processes."""
     from pkmlm.data.corpus import Corpus, open_tokenizer
     from pkmlm.recipe.load import load_recipe
     from pkmlm.recipe.ranks import check_ranks
+    from pkmlm.train.job import Job
 
     recipe = load_recipe(recipe_file, overrides)
     if recipe.data.dir is None:
@@ -110,83 +104,120 @@ def open_all(
             "leave it null, or tokenize with a smaller --vocab-size",
         )
     check_ranks(recipe, ranks, recipe_file)
-    return recipe, corpus, tokenizer
+    return Job(recipe, corpus, tokenizer)
 
 
-def train_in(
-    output: str, recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokenizer", resume: str, quiet: bool, world: "World"
-) -> int:
+def train_in(output: str, job: "Job", resume: str, quiet: bool, world: "World") -> int:
     """Train in the run directory `output`, and note in its run.json how it ended; rank 0 alone writes there."""
-    from pkmlm.cli.circumstances import changes, circumstances, lost_metrics, with_earlier
-    from pkmlm.cli.resume import ended_already, refuse_changes, refuse_other_data, refuse_resume
-    from pkmlm.recipe.doubts import doubts
-    from pkmlm.runtime.files import write_text
+    from pkmlm.cli.resume import ended_already
     from pkmlm.runtime.rundir import RunDirectory
     from pkmlm.runtime.signals import stop_on_signals
-    from pkmlm.train.integrity import fall_back
 
     run, lead, warnings, complete = RunDirectory(output), world.rank == 0, [], False
     with ExitStack() as held, stop_on_signals(world.largest) as stop:
         with world.together():
-            device, precision, reason = arithmetic(recipe)
+            arithmetic = arithmetic_of(job.recipe)
             if lead:
-                refuse_resume(run, resume)
-                run.refuse_foreign()
+                refuse(run, job, resume)
                 held.enter_context(run.locked())
-                if run.steps():
-                    refuse_changes(run, recipe)
-                    warnings = fall_back(run)
-                    refuse_other_data(run, recipe, corpus)
-                complete = ended_already(run, recipe)
+                warnings = mend(run, job)
+                complete = ended_already(run, job.recipe)
         if world.broadcast(complete):
             if lead:
-                more = "eval.patience" if run.facts().get("status") == "patience" else "train.steps"
-                step = run.steps()[-1]
-                click.echo(
-                    f"run {printable(output)} is complete already at step {step}; more {more} would train it longer"
-                )
+                click.echo(already_complete(run))
             return 0
         with world.together():
             if lead:
-                if recipe.train.init_from is not None and not run.steps():
-                    check_shapes(initial_checkpoint(recipe, tokenizer), recipe, tokenizer)
-                before, earlier = run.facts(), run.recipe() if run.steps() else recipe
-                begin(run, recipe, corpus, tokenizer)
-                facts = circumstances(recipe, tokenizer, device, precision, reason, world.size)
-                if run.steps():
-                    warnings += changes(before, facts, earlier, recipe) + lost_metrics(run)
-                    facts = with_earlier(before, facts, run.steps()[-1])
-                else:
-                    warnings += doubts(recipe)
-                run.note(**facts, status="running", exit_code=None, rank=None)
-        with noting_failure(run, recipe, tokenizer, world):
-            outcome = run_loop(run, recipe, corpus, tokenizer, device, precision, reason, warnings, stop, quiet, world)
+                warnings += begin(run, job, arithmetic, world.size)
+        with noting_failure(run, job, arithmetic, world):
+            outcome = run_loop(run, job, arithmetic, warnings, stop, quiet, world)
         with world.together():
             if lead:
-                run.note(status=outcome.status, exit_code=outcome.exit_code, step=outcome.step)
-            if lead and outcome.exit_code == 0:  # last of all: nothing is left to do where it stands
-                run.refuse_replaced()
-                write_text(run.path / "done", f"{outcome.status} at step {outcome.step}\n")
+                end(run, outcome)
     return outcome.exit_code
 
 
-def arithmetic(recipe: "Recipe") -> "tuple[torch.device, str, str]":
-    """The device to train on, the precision there, and why it is this one.
+def arithmetic_of(recipe: "Recipe") -> "Arithmetic":
+    """The device to train on and the precision there.
 
     Raises:
         UserError: the device has not what the recipe asks for, or `parallel.shard` cannot be had in that precision.
     """
-    from pkmlm.runtime.device import choose_device, choose_precision
+    from pkmlm.runtime.device import choose_arithmetic
 
-    device = choose_device()
-    precision, reason = choose_precision(recipe.train.precision, device)
-    if precision == "fp16" and recipe.parallel.shard:
+    arithmetic = choose_arithmetic(recipe.train.precision)
+    if arithmetic.precision == "fp16" and recipe.parallel.shard:
         raise UserError("parallel.shard: found fp16 (expected bf16 or fp32)", "add -s train.precision=fp32")
-    return device, precision, reason
+    return arithmetic
+
+
+def refuse(run: "RunDirectory", job: "Job", resume: str) -> None:
+    """Refuse what can be seen to be wrong before anything is written, not even a folder."""
+    from pkmlm.cli.resume import refuse_resume
+    from pkmlm.train.start import check_shapes, initial_checkpoint
+
+    refuse_resume(run, resume)
+    run.refuse_foreign()
+    if job.recipe.train.init_from is not None and not run.steps():
+        check_shapes(initial_checkpoint(job), job)
+
+
+def mend(run: "RunDirectory", job: "Job") -> list[str]:
+    """Go back to the last whole checkpoint of a run that has been begun, if it is this job's; what to warn of."""
+    from pkmlm.cli.resume import refuse_changes, refuse_other_data
+    from pkmlm.train.integrity import fall_back
+
+    if not run.steps():
+        return []
+    refuse_changes(run, job.recipe)
+    warnings = fall_back(run)
+    refuse_other_data(run, job)
+    return warnings
+
+
+def already_complete(run: "RunDirectory") -> str:
+    """What is said of a run that has nothing left to do."""
+    more = "eval.patience" if run.facts().get("status") == "patience" else "train.steps"
+    step = run.steps()[-1]
+    return f"run {printable(str(run.path))} is complete already at step {step}; more {more} would train it longer"
+
+
+def begin(run: "RunDirectory", job: "Job", arithmetic: "Arithmetic", ranks: int) -> list[str]:
+    """Make the run's folder, clear what an earlier process left of work that is to be done again, and note in run.json
+    that this one trains; what to warn of."""
+    from pkmlm.cli.circumstances import changes, circumstances, lost_metrics, with_earlier
+    from pkmlm.recipe.doubts import doubts
+    from pkmlm.runtime.files import remove_file, writing
+
+    recipe, step = job.recipe, max(run.steps(), default=0)
+    facts, before = circumstances(job, arithmetic, ranks), run.facts()
+    warnings = changes(before, facts, run.recipe(), recipe) if step else doubts(recipe)
+    run.create(recipe)
+    run.clean()
+    remove_file(run.path / "done")
+    run.cut_metrics(step)  # before the log opens the file, which this replaces
+    with writing(run.tokenizer_file) as file:
+        file.write(job.tokenizer.model_bytes)
+    if step:
+        warnings += lost_metrics(run)
+        facts = with_earlier(before, facts, step)
+    hashes = {"data_sha256": job.corpus.sha256, "tokenizer_sha256": job.tokenizer.sha256}
+    run.note(**hashes, **facts, status="running", exit_code=None, rank=None)
+    return warnings
+
+
+def end(run: "RunDirectory", outcome: "Outcome") -> None:
+    """Note how training ended; where there is nothing left to do, the file `done` says so, last of all."""
+    from pkmlm.runtime.files import write_text
+
+    run.note(status=outcome.status, exit_code=outcome.exit_code, step=outcome.step)
+    if outcome.exit_code == 0:
+        run.refuse_replaced()
+        write_text(run.path / "done", f"{outcome.status} at step {outcome.step}\n")
 
 
 @contextmanager
-def noting_failure(run: "RunDirectory", recipe: "Recipe", tokenizer: "Tokenizer", world: "World") -> Iterator[None]:
+def noting_failure(run: "RunDirectory", job: "Job", arithmetic: "Arithmetic", world: "World") -> Iterator[None]:
     """Note a failure, the step of the last checkpoint and whose error it was (where that is known) in run.json, by
     rank 0; where memory ran out, say what to lower; where the network failed, which rank noticed."""
     from pkmlm.runtime.device import is_shortage
@@ -213,46 +244,32 @@ def noting_failure(run: "RunDirectory", recipe: "Recipe", tokenizer: "Tokenizer"
     except BaseException as error:
         note("failed", 1)
         if is_shortage(error):
-            raise out_of_memory(recipe, recipe.model.vocab_size or tokenizer.size, world.size) from None
+            raise out_of_memory(job, arithmetic.precision, world.size) from None
         if is_network(error):
             raise world.lost(error) from None
         raise
 
 
-def begin(run: "RunDirectory", recipe: "Recipe", corpus: "Corpus", tokenizer: "Tokenizer") -> None:
-    """Make the run's folder, and clear what an earlier process left of work that is to be done again."""
-    from pkmlm.runtime.files import remove_file, writing
-
-    run.create(recipe)
-    run.clean()
-    remove_file(run.path / "done")
-    run.cut_metrics(max(run.steps(), default=0))  # before the log opens the file, which this replaces
-    with writing(run.tokenizer_file) as file:
-        file.write(tokenizer.model_bytes)
-    run.note(data_sha256=corpus.sha256, tokenizer_sha256=tokenizer.sha256)
-
-
 def run_loop(
     run: "RunDirectory",
-    recipe: "Recipe",
-    corpus: "Corpus",
-    tokenizer: "Tokenizer",
-    device: "torch.device",
-    precision: str,
-    reason: str,
+    job: "Job",
+    arithmetic: "Arithmetic",
     warnings: list[str],
     stop: "StopRequest",
     quiet: bool,
     world: "World",
 ) -> "Outcome":
-    """Build the model and train it; the log begins with `warnings` and the `reason` for the precision."""
+    """Build the model and train it; the log begins with `warnings` and the arithmetic."""
     from pkmlm.data.batches import Batches
     from pkmlm.evaluate.validation import validation
     from pkmlm.runtime.distributed import ranks_of
     from pkmlm.runtime.log import TrainingLog, Unheard
     from pkmlm.train.health import Health
-    from pkmlm.train.loop import train
+    from pkmlm.train.loop import Training
+    from pkmlm.train.start import check_shapes, starting_model
+    from pkmlm.train.step import Stepper
 
+    recipe, device, precision = job.recipe, arithmetic.device, arithmetic.precision
     ranks = ranks_of(world, recipe.parallel.memory)
     log: RunLog = Unheard()
     with ExitStack() as opened:
@@ -266,63 +283,15 @@ def run_loop(
             log.warn(steps[-1] if steps else 0, text)
         doing = f"resuming at step {steps[-1]}" if steps else "training"
         several = f" with {world.size} processes" if world.size > 1 else ""
-        log.say(f"{doing} in {run.path} on {device}{several}, {precision}: {reason}")
+        log.say(f"{doing} in {run.path} on {device}{several}, {precision}: {arithmetic.reason}")
         with world.together():
             if steps:
-                check_shapes(run.checkpoint(steps[-1]), recipe, tokenizer)
-            model = starting_model(recipe, tokenizer, device, ranks, fresh=not steps)
-        batches = Batches(corpus, recipe.model.context, recipe.sequences, recipe.train.seed)
+                check_shapes(run.checkpoint(steps[-1]), job)
+            model = starting_model(job, device, ranks, fresh=not steps)
         validate = None
-        if "valid" in corpus.splits:
-            validate = validation(recipe, model, tokenizer, precision, log.say, ranks)
+        if "valid" in job.corpus.splits:
+            validate = validation(recipe, model, job.tokenizer, precision, log.say, ranks)
         else:
             log.say(f"{recipe.data.dir} has no valid split: there will be no validation and no best checkpoint")
-        outcome = train(run, recipe, model, batches, precision, validate, log, stop, ranks)
-    return outcome
-
-
-def check_shapes(path: "Path", recipe: "Recipe", tokenizer: "Tokenizer") -> None:
-    """Refuse a checkpoint of other shapes than the recipe's, before anything of their size is allocated."""
-    from pkmlm.model.transformer import build_model
-    from pkmlm.train.checkpoint import check_weights
-
-    check_weights(path, build_model(recipe, recipe.model.vocab_size or tokenizer.size, "meta"))
-
-
-def starting_model(
-    recipe: "Recipe", tokenizer: "Tokenizer", device: "torch.device", ranks: "Ranks", *, fresh: bool
-) -> "Transformer":
-    """The model with its initial weights: drawn from the seed, or those of `train.init_from`. If not `fresh`, without
-    any: they are to be read from the run's checkpoint.
-    """
-    from pkmlm.model.transformer import build_model
-
-    draw = fresh and recipe.train.init_from is None
-    model = build_model(recipe, recipe.model.vocab_size or tokenizer.size, device, ranks, draw=draw)
-    if fresh and not draw:
-        from pkmlm.train.checkpoint import load_weights
-
-        load_weights(initial_checkpoint(recipe, tokenizer), model)
-    return model
-
-
-def initial_checkpoint(recipe: "Recipe", tokenizer: "Tokenizer") -> "Path":
-    """The checkpoint of `train.init_from`: the best, else the latest.
-
-    Raises:
-        UserError: there is no such run, it has another tokenizer (exit code 2), or the checkpoint is damaged (1).
-    """
-    from pkmlm.runtime.files import sha256_of
-    from pkmlm.runtime.rundir import RunDirectory
-    from pkmlm.train.integrity import damage_of
-
-    source = RunDirectory.existing(str(recipe.train.init_from))
-    if sha256_of(source.tokenizer_file) != tokenizer.sha256:
-        raise UserError(
-            f"train.init_from: run {source.path} has another tokenizer than {recipe.data.dir}",
-            f"tokenize again with --tokenizer {source.tokenizer_file}",
-        )
-    path = source.checkpoint(source.resolve("best" if source.best() is not None else "latest"))
-    if problem := damage_of(path):
-        raise UserError(f"train.init_from: {problem}", "start from another run, or copy that one again", exit_code=1)
-    return path
+        stepper = Stepper(recipe, model, Batches.of(job.corpus, recipe), precision, ranks)
+        return Training(run, stepper, validate, log, stop).go_on()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pkmlm.data.corpus import Corpus
+from pkmlm.recipe.schema import Recipe
 from pkmlm.runtime.seeds import derived_seed
 
 IGNORED = -100  # a target that is not scored: torch's own mark
@@ -40,6 +41,11 @@ class Batches:
     def __init__(self, corpus: Corpus, context: int, sequences: int, seed: int):
         self.corpus, self.context, self.batch, self.seed = corpus, context, sequences, seed
         self.pieces = -(-corpus.tokens // context)
+
+    @classmethod
+    def of(cls, corpus: Corpus, recipe: Recipe) -> "Batches":
+        """Those that a recipe asks for."""
+        return cls(corpus, recipe.model.context, recipe.sequences, recipe.train.seed)
 
     def scored(self, step: int) -> int:
         """Targets that count in the global batch of `step` (from 1)."""

@@ -1,6 +1,7 @@
 """Which device and which arithmetic a command uses, and why."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import psutil
@@ -39,6 +40,21 @@ def free_bytes(device: torch.device) -> int:
     """What can still be allocated: memory of a GPU, or main memory without swapping."""
     free: int = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     return free
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """Where a command computes, in which precision, and why in this one."""
+
+    device: torch.device
+    precision: Precision
+    reason: str
+
+
+def choose_arithmetic(requested: str) -> Arithmetic:
+    """`choose_device`, and `choose_precision` for it."""
+    device = choose_device()
+    return Arithmetic(device, *choose_precision(requested, device))
 
 
 def choose_precision(requested: str, device: torch.device) -> tuple[Precision, str]:

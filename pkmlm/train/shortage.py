@@ -6,13 +6,16 @@ from pkmlm.errors import UserError
 from pkmlm.model.cost import cost_of
 from pkmlm.model.ranks_cost import bytes_held
 from pkmlm.recipe.schema import Recipe
+from pkmlm.runtime.device import Precision
+from pkmlm.train.job import Job
 
 OF_A_FORWARD = ("activations", "logits", "search")  # parts of `Cost.training` that grow with the micro-batch
 
 
-def out_of_memory(recipe: Recipe, vocab_size: int, ranks: int) -> UserError:
+def out_of_memory(job: Job, precision: Precision, ranks: int) -> UserError:
     """The error that names the key to lower, and to what, for a run of so many ranks; exit code 1."""
-    training = bytes_held(recipe, cost_of(recipe, vocab_size), ranks, recipe.parallel.memory)
+    recipe = job.recipe_in(precision)
+    training = bytes_held(recipe, cost_of(recipe, job.vocab_size), ranks, recipe.parallel.memory)
     parts = ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in training.items() if size >= 1e6)
     total = sum(training.values()) / 1e6
     key, value, lower = what_to_lower(recipe, training, ranks)

@@ -15,7 +15,7 @@ from pkmlm.runtime.distributed import Ranks
 from pkmlm.runtime.seeds import derived_seed
 from pkmlm.train.dense_parts import compile_dense_parts
 from pkmlm.train.exchange import exchange_gradients
-from pkmlm.train.optim import Group, parameter_groups
+from pkmlm.train.optim import parameter_groups
 from pkmlm.train.recompute import recompute_in_backward
 from pkmlm.train.shard import shard_dense_parts
 
@@ -39,29 +39,25 @@ class StepResult:
 
 
 class Stepper:
-    """Takes optimizer steps on one model. A run makes it by `stepper_for`.
+    """Takes the optimizer steps of a run on one model, whose dense parameters it divides among the ranks, and whose
+    blocks it compiles and recomputes, where the recipe asks for it.
 
     Args:
-        model, groups, batches: what is trained, how, and on what.
         precision: "fp32", "bf16" or "fp16"; weights, gradients and moments are fp32 in each.
         ranks: those that take each step together; None: this process alone.
     """
 
     def __init__(
-        self,
-        model: Transformer,
-        groups: list[Group],
-        batches: Batches,
-        recipe: Recipe,
-        precision: str,
-        ranks: Ranks | None = None,
+        self, recipe: Recipe, model: Transformer, batches: Batches, precision: str, ranks: Ranks | None = None
     ):
-        self.model, self.groups, self.batches = model, groups, batches
-        self.recipe, self.precision = recipe, precision
+        self.recipe, self.model, self.batches, self.precision = recipe, model, batches, precision
         self.ranks = ranks or Ranks()
         self.device = next(model.parameters()).device
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
         self.skips = 0  # in a row
+        if recipe.parallel.shard and self.ranks.world.size > 1:
+            shard_dense_parts(model, self.ranks.world.size)
+        self.groups = parameter_groups(model, recipe)  # of the parameters as they are divided
         if recipe.train.compile:
             compile_dense_parts(model)
         if recipe.train.recompute:
@@ -147,17 +143,6 @@ class Stepper:
         lower = max(SCALE_FLOOR, scale * self.scaler.get_backoff_factor())
         self.scaler.update(new_scale=lower)
         self.scaler.load_state_dict({**self.scaler.state_dict(), "_growth_tracker": 0})
-
-
-def stepper_for(
-    recipe: Recipe, model: Transformer, batches: Batches, precision: str, ranks: Ranks | None = None
-) -> Stepper:
-    """What takes the steps of a run: the model's dense parameters are divided where `parallel.shard` asks for it, and
-    only then has each group its parameters, and are the blocks compiled and recomputed.
-    """
-    if recipe.parallel.shard and ranks is not None and ranks.world.size > 1:
-        shard_dense_parts(model, ranks.world.size)
-    return Stepper(model, parameter_groups(model, recipe), batches, recipe, precision, ranks)
 
 
 def summed_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ import pytest
 from pkmlm.cli.circumstances import changes
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runtime.rundir import RunDirectory
-from pkmlm.train import loop
-from tests.conftest import ROOT, pkmlm
+from pkmlm.train.step import Stepper
+from tests.conftest import ROOT, after_step, pkmlm
 
 
 @pytest.fixture(scope="module")
@@ -201,16 +201,13 @@ def test_what_is_told_of_another_division_of_a_step():
 
 def test_a_run_that_is_made_anew_meanwhile_gets_nothing_of_the_old_one(begun, tmp_path, monkeypatch):
     run = tmp_path / "run"
-    take_step = loop.take_step
 
-    def replacing(stepper, progress, *rest):
-        take_step(stepper, progress, *rest)
-        if progress.step == 3:
-            shutil.rmtree(run)
-            with RunDirectory(run).locked():
-                RunDirectory(run).create(stepper.recipe)
+    def replace_it(stepper: Stepper) -> None:
+        shutil.rmtree(run)
+        with RunDirectory(run).locked():
+            RunDirectory(run).create(stepper.recipe)
 
-    monkeypatch.setattr(loop, "take_step", replacing)
+    after_step(monkeypatch, 3, replace_it)
     said = on(begun, run, code=1).stderr
     assert re.match(r"error: run \S+ has been deleted or replaced since this process began: nothing more is wr", said)
     assert sorted(path.name for path in run.rglob("*")) == [".lock", "checkpoints", "recipe.yaml"]

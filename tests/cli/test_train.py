@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from pkmlm.cli.dry_run import report
-from pkmlm.cli.train import open_all
+from pkmlm.cli.train import open_job
 from pkmlm.data.batches import Batches
 from pkmlm.data.corpus import Corpus
 from pkmlm.errors import UserError
@@ -23,9 +24,9 @@ from pkmlm.runtime.distributed import World
 from pkmlm.runtime.log import TrainingLog
 from pkmlm.runtime.rundir import RunDirectory
 from pkmlm.runtime.signals import StopRequest
-from pkmlm.train import loop
-from pkmlm.train.loop import train
-from tests.conftest import ROOT, pkmlm
+from pkmlm.train.loop import Training
+from pkmlm.train.step import Stepper
+from tests.conftest import ROOT, after_step, pkmlm
 
 
 def losses(run: Path) -> list[tuple[int, str]]:
@@ -68,18 +69,6 @@ def test_a_run_directory_holds_what_the_design_says(trained, kind):
     assert [line["step"] for line in lines if line["event"] == "valid"] == [15, 30]
 
 
-def signal_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
-    """Let training be sent a signal, by this process itself, when it has taken a step."""
-    take_step = loop.take_step
-
-    def signalled(stepper, progress, *rest):
-        take_step(stepper, progress, *rest)
-        if progress.step == step:
-            os.kill(os.getpid(), number)
-
-    monkeypatch.setattr(loop, "take_step", signalled)
-
-
 @pytest.mark.parametrize("extra", [["dense", "model.dropout=0.2"], ["product-key", "train.precision=fp16"], ["hash"]])
 def test_stopped_and_resumed_is_the_same_run_to_the_bit(tmp_path, write_recipe, trained, monkeypatch, extra):
     """Stopped between two checkpoints."""
@@ -90,7 +79,7 @@ def test_stopped_and_resumed_is_the_same_run_to_the_bit(tmp_path, write_recipe, 
         pkmlm(*arguments, "-o", straight)
     else:
         straight = trained(kind)
-    signal_after(monkeypatch, 3, signal.SIGTERM)
+    after_step(monkeypatch, 3, lambda _: os.kill(os.getpid(), signal.SIGTERM))
     pkmlm(*arguments, "-o", run, code=75)
     pkmlm(*arguments, "-o", run)
     assert "resuming at step 3" in (run / "train.log").read_text()
@@ -105,7 +94,7 @@ def test_stopped_and_resumed_is_the_same_run_to_the_bit(tmp_path, write_recipe, 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_signals_save_and_stop(tmp_path, write_recipe, monkeypatch, number, code):
     run, recipe = tmp_path / "run", write_recipe(tmp_path, "dense")
-    signal_after(monkeypatch, 2, number)
+    after_step(monkeypatch, 2, lambda _: os.kill(os.getpid(), number))
     said = pkmlm("train", recipe, "-o", run, code=code).stderr
     assert "stopped on request at step 2; the checkpoint is saved" in said
     facts = json.loads((run / "run.json").read_text())
@@ -162,14 +151,7 @@ def test_divergence_exits_3_and_keeps_the_last_checkpoint(tmp_path, write_recipe
 
 
 def test_a_model_that_cannot_be_measured_has_diverged(tmp_path, write_recipe, monkeypatch):
-    take_step = loop.take_step
-
-    def breaking(stepper, progress, *rest):
-        take_step(stepper, progress, *rest)
-        if progress.step == 2:
-            stepper.model.norm.weight.data.fill_(3e38)
-
-    monkeypatch.setattr(loop, "take_step", breaking)
+    after_step(monkeypatch, 2, lambda stepper: stepper.model.norm.weight.data.fill_(3e38))
     run, recipe = tmp_path / "run", write_recipe(tmp_path, "dense")
     said = pkmlm("train", recipe, "-o", run, "-s", "eval.every=1", code=3).stderr
     assert "error: training diverged at step 2: the model's scores on valid are not finite\nhint: " in said
@@ -204,9 +186,9 @@ def test_a_validation_cut_short_is_made_up_for(tmp_path, write_recipe):
                     return None
                 return {"loss": float(model.norm.weight.detach().sum())}
 
-            batches = Batches(corpus, 32, recipe.sequences, 1)
+            batches = Batches.of(corpus, recipe)
             with TrainingLog(run.path, "x", 4, recipe.log, quiet=True) as log:
-                outcomes.append(train(run, recipe, model, batches, "fp32", validate, log, stop))
+                outcomes.append(Training(run, Stepper(recipe, model, batches, "fp32"), validate, log, stop).go_on())
     assert [(outcome.status, outcome.step) for outcome in outcomes] == [
         ("finished", 4),
         ("stopped", 2),
@@ -222,10 +204,10 @@ def test_a_run_that_is_asked_for_fewer_steps_than_it_has_taken_is_validated_wher
     for steps, agree in ((4, lambda _: next(answers)), (1, int)):
         recipe = load_recipe(path, [f"train.steps={steps}", "eval.every=0"])
         run.create(recipe)
-        batches = Batches(Corpus.open(recipe.data.dir, "train"), 32, recipe.sequences, 1)
+        batches = Batches.of(Corpus.open(recipe.data.dir, "train"), recipe)
         with TrainingLog(run.path, "x", 4, recipe.log, quiet=True) as log:
-            model, stop = build_model(recipe, 600), StopRequest(agree)
-            outcome = train(run, recipe, model, batches, "fp32", lambda _: {"loss": 1.0}, log, stop)
+            stepper = Stepper(recipe, build_model(recipe, 600), batches, "fp32")
+            outcome = Training(run, stepper, lambda _: {"loss": 1.0}, log, StopRequest(agree)).go_on()
     assert (outcome.status, outcome.step, run.best()) == ("finished", 2, 2)
 
 
@@ -233,6 +215,12 @@ def test_starting_from_another_run(tmp_path, write_recipe, trained):
     run, recipe = tmp_path / "run", write_recipe(tmp_path, "dense")
     pkmlm("train", recipe, "-o", run, "-s", f"train.init_from={trained('dense')}", "-s", "train.steps=1")
     assert float.fromhex(losses(run)[0][2]) < float.fromhex(losses(trained("dense"))[0][2]) - 0.5
+
+
+def test_a_run_that_cannot_begin_leaves_nothing(tmp_path, write_recipe):
+    run, recipe = tmp_path / "run", write_recipe(tmp_path, "dense")
+    assert "/nowhere" in pkmlm("train", recipe, "-o", run, "-s", "train.init_from=/nowhere", code=2).stderr
+    assert not run.exists()
 
 
 def test_bf16_trains_and_resumes_on_a_cpu(tmp_path, write_recipe):
@@ -255,9 +243,19 @@ def test_a_dry_run_writes_nothing(tmp_path, write_recipe):
 def test_a_dry_run_refuses_what_the_run_would(tmp_path, write_recipe, monkeypatch):
     """Precision auto is fp16 on old GPUs alone."""
     monkeypatch.setattr("pkmlm.runtime.device.choose_precision", lambda *_: ("fp16", "auto"))
-    opened = open_all(str(write_recipe(tmp_path, "dense")), ("parallel.shard=true",), 1, False)
+    job = open_job(str(write_recipe(tmp_path, "dense")), ("parallel.shard=true",), 1, False)
     with pytest.raises(UserError, match=r"^parallel.shard: found fp16"):
-        report(*opened, World())
+        report(job, World())
+
+
+def test_a_dry_run_counts_memory_in_the_precision_that_auto_is(tmp_path, write_recipe, monkeypatch, capsys):
+    job = open_job(str(write_recipe(tmp_path, "dense")), (), 1, False)
+    said = []
+    for precision in ("fp32", "bf16"):
+        monkeypatch.setattr("pkmlm.runtime.device.choose_precision", lambda *_, chosen=precision: (chosen, "auto"))
+        report(job, World())
+        said.append(re.search(r"memory .*", capsys.readouterr().out)[0])
+    assert said[0] != said[1]
 
 
 @pytest.mark.parametrize(

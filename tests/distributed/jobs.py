@@ -28,7 +28,6 @@ from pkmlm.runtime.distributed import Ranks, World, joined, ranks_of
 from pkmlm.runtime.launcher import TIMEOUT
 from pkmlm.train import checkpoint, step
 from pkmlm.train.exchange import exchange_reads
-from pkmlm.train.optim import parameter_groups
 from pkmlm.train.recalibrate import recalibrate
 from pkmlm.train.step import Stepper, StepResult
 from tests.golden.test_curves import Stream
@@ -112,8 +111,7 @@ def recipe_of(kind: str, memory: int = 1, micro_batch: int = 1, **train: Any) ->
 
 def stepper_of(recipe: Recipe, ranks: Ranks | None, precision: str = "fp32") -> Stepper:
     model = build_model(recipe, 40, ranks=ranks)
-    batches = Batches(Stream(), recipe.model.context, recipe.sequences, recipe.train.seed)
-    return Stepper(model, parameter_groups(model, recipe), batches, recipe, precision, ranks)
+    return Stepper(recipe, model, Batches.of(Stream(), recipe), precision, ranks)
 
 
 def whole_weights(model: Transformer) -> dict[str, np.ndarray]:

@@ -13,7 +13,6 @@ import torch
 
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Hash, Memory, Model, Optim, Recipe, Train, ValuesOptim
-from pkmlm.train.optim import parameter_groups
 from pkmlm.train.step import Stepper
 
 CURVES = Path(__file__).parent / "curves.json"
@@ -47,7 +46,7 @@ def curve(name: str) -> list[float]:
     recipe = Recipe(model=MODELS[name], optim=optim, train=Train(steps=20, batch_tokens=128, micro_batch=4))
     model = build_model(recipe, 40).double()
     batches = Batches(Stream(), 16, recipe.sequences, recipe.train.seed)
-    stepper = Stepper(model, parameter_groups(model, recipe), batches, recipe, "fp32")
+    stepper = Stepper(recipe, model, batches, "fp32")
     return [stepper.take(step).loss for step in range(1, 21)]
 
 

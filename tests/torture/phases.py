@@ -10,10 +10,10 @@ from typing import Any
 # (module, name of a function in it, phase while it runs); the innermost counts.
 TRAINING = (
     ("pkmlm.cli.train", "begin", "begin"),
-    ("pkmlm.cli.train", "starting_model", "build"),
-    ("pkmlm.train.loop", "restore", "restore"),
-    ("pkmlm.train.loop", "take_step", "step"),
-    ("pkmlm.train.loop", "measure", "validate"),
+    ("pkmlm.train.start", "starting_model", "build"),
+    ("pkmlm.train.loop.Training", "_restore", "restore"),
+    ("pkmlm.train.loop.Training", "_take_step", "step"),
+    ("pkmlm.train.loop.Training", "_measure", "validate"),
     ("pkmlm.train.checkpoint", "write_tensors", "tensors"),
     ("pkmlm.train.checkpoint", "write_json", "manifest"),
     ("pkmlm.train.checkpoint", "verify", "verify"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pkmlm.cli.train import starting_model
+from pkmlm.data.corpus import Corpus
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
 from pkmlm.evaluate.load import load_run
@@ -20,7 +20,9 @@ from pkmlm.runtime.rundir import RunDirectory
 from pkmlm.train import checkpoint
 from pkmlm.train.checkpoint import Progress
 from pkmlm.train.integrity import verify
+from pkmlm.train.job import Job
 from pkmlm.train.optim import parameter_groups
+from pkmlm.train.start import starting_model
 
 
 @pytest.fixture
@@ -55,10 +57,11 @@ def test_what_is_saved_is_what_is_loaded(run):
 @pytest.mark.parametrize("kind", ["dense", "product-key", "flat-key", "hash"])
 def test_a_model_that_is_resumed_is_not_drawn_and_every_number_of_it_is_read(trained, kind):
     run = RunDirectory(trained(kind))
-    recipe, tokenizer = run.recipe(), Tokenizer.load(run.tokenizer_file)
+    recipe = run.recipe()
+    job = Job(recipe, Corpus.open(recipe.data.dir, "train"), Tokenizer.load(run.tokenizer_file))
     torch.use_deterministic_algorithms(True)  # what has storage, and nothing more, is NaN
     try:
-        model = starting_model(recipe, tokenizer, torch.device("cpu"), Ranks(), fresh=False)
+        model = starting_model(job, torch.device("cpu"), Ranks(), fresh=False)
     finally:
         torch.use_deterministic_algorithms(False)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -17,7 +17,6 @@ from pkmlm.model.transformer import build_model
 from pkmlm.recipe.check import check_recipe
 from pkmlm.recipe.schema import Memory, Model, Recipe, Train
 from pkmlm.train.dense_parts import compile_dense_parts
-from pkmlm.train.optim import parameter_groups
 from pkmlm.train.step import Stepper
 
 
@@ -28,7 +27,7 @@ def recipe_of(layers: int, memory: Memory, *, compiled: bool) -> Recipe:
 
 def stepper_of(recipe: Recipe) -> Stepper:
     model = build_model(recipe, 50)
-    return Stepper(model, parameter_groups(model, recipe), RandomBatches(recipe, 50), recipe, "fp32")
+    return Stepper(recipe, model, RandomBatches(recipe, 50), "fp32")
 
 
 def graphs() -> int:

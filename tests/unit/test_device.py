@@ -8,7 +8,6 @@ from pkmlm.errors import UserError
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Memory, Model, Optim, Recipe, Train
 from pkmlm.runtime.device import autocast, choose_precision, is_finite, is_shortage, precision_on_cpu
-from pkmlm.train.optim import parameter_groups
 from pkmlm.train.step import Stepper
 
 OLD, ZEN4, ARM = {"avx2": True, "avx512_bf16": False}, {"avx2": True, "avx512_bf16": True}, {"neon": True, "bf16": True}
@@ -45,7 +44,7 @@ def test_bf16_on_a_cpu_trains_as_fp32_does(projections, apart):
     losses = {}
     for precision in ("fp32", "bf16"):
         network = build_model(recipe, 50)
-        stepper = Stepper(network, parameter_groups(network, recipe), RandomBatches(recipe, 50), recipe, precision)
+        stepper = Stepper(recipe, network, RandomBatches(recipe, 50), precision)
         losses[precision] = torch.tensor([stepper.take(step).loss for step in range(1, 31)])
         assert all(parameter.dtype == torch.float32 for parameter in network.parameters())
     assert losses["fp32"][-1] < losses["fp32"][0] - 0.5

@@ -9,7 +9,6 @@ from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Memory, Model, Recipe, Train
 from pkmlm.runtime.distributed import World
 from pkmlm.train import recent_reads
-from pkmlm.train.optim import parameter_groups
 from pkmlm.train.recent_reads import RecentReads
 from pkmlm.train.step import Stepper
 from tests.golden.test_curves import Stream
@@ -25,7 +24,7 @@ def test_a_window_is_so_many_steps(monkeypatch, recompute, micro_batch):
     train = Train(steps=9, batch_tokens=128, micro_batch=micro_batch, recompute=recompute)
     recipe = Recipe(model=MODEL, train=train)
     model = build_model(recipe, 40)
-    stepper = Stepper(model, parameter_groups(model, recipe), Batches(Stream(), 16, 8, 1), recipe, "fp32")
+    stepper = Stepper(recipe, model, Batches(Stream(), 16, 8, 1), "fp32")
     (tap,) = usage_taps(model)
     reads, seen = RecentReads(tap, World()), []
     tap.register_forward_hook(lambda _, inputs, out: seen.append(out[0].flatten()))

@@ -14,7 +14,6 @@ from pkmlm.model.transformer import build_model
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runtime.distributed import Ranks
-from pkmlm.train.optim import parameter_groups
 from pkmlm.train.recalibrate import recalibrate
 from pkmlm.train.step import MOST_SKIPS, Stepper
 
@@ -26,9 +25,7 @@ def recipe(tmp_path: Path, write_recipe) -> Recipe:
 
 def stepper_of(recipe: Recipe, precision: str = "fp32") -> Stepper:
     corpus = Corpus.open(recipe.data.dir, "train")
-    model = build_model(recipe, corpus.vocab_size)
-    batches = Batches(corpus, recipe.model.context, recipe.sequences, recipe.train.seed)
-    return Stepper(model, parameter_groups(model, recipe), batches, recipe, precision)
+    return Stepper(recipe, build_model(recipe, corpus.vocab_size), Batches.of(corpus, recipe), precision)
 
 
 def weights(stepper: Stepper) -> dict[str, torch.Tensor]:

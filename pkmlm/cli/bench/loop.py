@@ -27,15 +27,13 @@ def command(recipe_file: str, overrides: tuple[str, ...], rounds: int, steps: in
       pkmlm bench loop recipes/demo.yaml -s model.memory.kind=none --json
     """
     from pkmlm.bench.loop import loop_cost
-    from pkmlm.cli.train import open_all
+    from pkmlm.cli.train import open_job
     from pkmlm.report.tables import Column, Table, number
-    from pkmlm.runtime.device import choose_device, choose_precision
+    from pkmlm.runtime.device import choose_arithmetic
 
-    recipe, corpus, _ = open_all(recipe_file, overrides, ranks=1, verify=False)
-    device = choose_device()
-    precision, _ = choose_precision(recipe.train.precision, device)
+    job = open_job(recipe_file, overrides, ranks=1, verify=False)
     with waiting(quiet) as say:
-        cost = loop_cost(recipe, corpus, device, precision, rounds, steps, say)
+        cost = loop_cost(job, choose_arithmetic(job.recipe.train.precision), rounds, steps, say)
     if as_json:
         seconds = {"loop": cost.whole.seconds, "bare": cost.bare.seconds}
         click.echo(json.dumps({**seconds, "tokens": cost.amount, "ratio": cost.ratio}))
@@ -45,5 +43,5 @@ def command(recipe_file: str, overrides: tuple[str, ...], rounds: int, steps: in
         rows.append([name, *timing.milliseconds(), cost.amount / timing.median])
     times = [number(name, "{:,.1f}") for name in ("median (ms/step)", "min", "max")]
     columns = [Column("loop"), *times, number("tokens/s", "{:,.0f}")]
-    sys.stdout.write(Table(f"{recipe.name}: {rounds} rounds of {steps} steps", columns, rows).render())
+    sys.stdout.write(Table(f"{job.recipe.name}: {rounds} rounds of {steps} steps", columns, rows).render())
     click.echo(f"pkmlm train takes {cost.ratio:.3f} times the bare loop (median of the rounds' ratios)")

@@ -48,10 +48,10 @@ def command(
     from pkmlm.bench.bandwidth import bandwidth
     from pkmlm.bench.train import time_training
     from pkmlm.recipe.load import load_recipe
-    from pkmlm.runtime.device import choose_device, choose_precision, machine
+    from pkmlm.runtime.device import choose_arithmetic, machine
 
     recipe = load_recipe(recipe_file, overrides)
-    precision, _ = choose_precision(recipe.train.precision, choose_device())
+    precision = choose_arithmetic(recipe.train.precision).precision
     chosen = chosen_models(recipe, num_keys, kinds)
     with waiting(quiet) as say:
         times = time_training(chosen, precision, rounds, say)

@@ -1,0 +1,33 @@
+"""What a run is to train, and on what."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from pkmlm.data.corpus import Corpus
+from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.recipe.schema import Recipe
+
+if TYPE_CHECKING:  # which imports torch
+    from pkmlm.runtime.device import Precision
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe, and what it names: its tokens to train on and their tokenizer, which fit it.
+
+    Attributes:
+        corpus: the train split.
+    """
+
+    recipe: Recipe
+    corpus: Corpus
+    tokenizer: Tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the model's embedding: as the recipe says, or one for each token."""
+        return self.recipe.model.vocab_size or self.tokenizer.size
+
+    def recipe_in(self, precision: "Precision") -> Recipe:
+        """The recipe in the precision that its "auto" has become, by which memory is counted."""
+        return replace(self.recipe, train=replace(self.recipe.train, precision=precision))
