@@ -93,11 +93,11 @@ def command(
         if world.size > 1:
             choice.refuse_standard_input("several processes cannot read one standard input")
         run = load_same(run_path, step, world)
-        zero_shot = NO_TASKS if prepared is None else score_tasks(run, prepared, asked, world, quiet)
-        record: dict[str, Any] = {"run": run.name, "step": run.step, "stride": None, "perplexity": None, **zero_shot}
-        if measured:
+        record: dict[str, Any] = {"run": run.name, "step": run.step, "stride": None, "perplexity": None}
+        if measured:  # first: what is wrong with its text or stride is told before the hours that tasks may take
             record["stride"] = stride or run.model.context
             record["perplexity"] = perplexity(run, choice, stride, quiet, world)
+        record |= NO_TASKS if prepared is None else score_tasks(run, prepared, asked, world, quiet)
     if world.rank > 0:
         return
     print_result(record, as_json)

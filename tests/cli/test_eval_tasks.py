@@ -114,6 +114,13 @@ def test_piqa_and_arc_easy_agree_with_raw_logits_on_every_example(run, rows, tmp
         assert record["tasks"][task]["acc"] == pytest.approx(sum(found) / len(found))
 
 
+def test_mistakes_about_the_text_are_told_before_tasks_are_scored(run, rows, tmp_path):
+    told = ["--tasks", "piqa", "--task-data", rows, "--log-samples", tmp_path / "samples.jsonl"]
+    for mistake in (["--split", "tset"], ["--split", "test", "--stride", 33], ["--text", tmp_path / "none.txt"]):
+        assert pkmlm("eval", run, *told, *mistake, code=2).stdout == ""
+        assert not list(tmp_path.iterdir()), mistake
+
+
 def test_batch_sizes_agree(run, rows):
     results = [scored(run, rows, "memoryformer", "--batch-size", size) for size in (1, 32)]
     for one, many in zip(*(samples for _, samples in results), strict=True):
