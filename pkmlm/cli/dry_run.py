@@ -18,7 +18,6 @@ def report(job: "Job", world: "World") -> int:
     from pkmlm.data.batches import Batches
     from pkmlm.model.cost import cost_of
     from pkmlm.model.ranks_cost import bytes_held
-    from pkmlm.recipe.doubts import doubts
     from pkmlm.runtime.distributed import ranks_of
     from pkmlm.train.start import starting_model
     from pkmlm.train.step import Stepper
@@ -44,7 +43,7 @@ def report(job: "Job", world: "World") -> int:
     ]
     if world.rank == 0:
         click.echo("\n".join(lines))
-        for text in doubts(recipe):
+        for text in job.doubts:
             click.echo(f"warning: {text}", err=True)
     ranks = ranks_of(world, recipe.parallel.memory)
     model = starting_model(job, arithmetic.device, ranks, fresh=True)

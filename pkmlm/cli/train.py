@@ -86,6 +86,7 @@ def command(
 def open_job(recipe_file: str, overrides: tuple[str, ...], ranks: int, verify: bool) -> "Job":
     """The recipe, and the tokens and the tokenizer that it names; they fit together, and so many processes."""
     from pkmlm.data.corpus import Corpus, open_tokenizer
+    from pkmlm.recipe.doubts import doubts, idle_keys
     from pkmlm.recipe.load import load_recipe
     from pkmlm.recipe.ranks import check_ranks
     from pkmlm.train.job import Job
@@ -104,7 +105,7 @@ def open_job(recipe_file: str, overrides: tuple[str, ...], ranks: int, verify: b
             "leave it null, or tokenize with a smaller --vocab-size",
         )
     check_ranks(recipe, ranks, recipe_file)
-    return Job(recipe, corpus, tokenizer)
+    return Job(recipe, corpus, tokenizer, (*doubts(recipe), *idle_keys(recipe_file, overrides)))
 
 
 def train_in(output: str, job: "Job", resume: str, quiet: bool, world: "World") -> int:
@@ -186,12 +187,11 @@ def begin(run: "RunDirectory", job: "Job", arithmetic: "Arithmetic", ranks: int)
     """Make the run's folder, clear what an earlier process left of work that is to be done again, and note in run.json
     that this one trains; what to warn of."""
     from pkmlm.cli.circumstances import changes, circumstances, lost_metrics, with_earlier
-    from pkmlm.recipe.doubts import doubts
     from pkmlm.runtime.files import remove_file, writing
 
     recipe, step = job.recipe, max(run.steps(), default=0)
     facts, before = circumstances(job, arithmetic, ranks), run.facts()
-    warnings = changes(before, facts, run.recipe(), recipe) if step else doubts(recipe)
+    warnings = changes(before, facts, run.recipe(), recipe) if step else list(job.doubts)
     run.create(recipe)
     run.clean()
     remove_file(run.path / "done")

@@ -17,11 +17,13 @@ class Job:
 
     Attributes:
         corpus: the train split.
+        doubts: what a person may not have meant by the recipe.
     """
 
     recipe: Recipe
     corpus: Corpus
     tokenizer: Tokenizer
+    doubts: tuple[str, ...] = ()
 
     @property
     def vocab_size(self) -> int:

@@ -217,6 +217,16 @@ def test_starting_from_another_run(tmp_path, write_recipe, trained):
     assert float.fromhex(losses(run)[0][2]) < float.fromhex(losses(trained("dense"))[0][2]) - 0.5
 
 
+def test_what_a_recipe_may_not_mean_is_warned_of(tmp_path, write_recipe):
+    run, recipe = tmp_path / "run", write_recipe(tmp_path, "dense")
+    arguments = ["train", recipe, "-s", "train.steps=1", "-s", "optim.warmup_steps=9", "-s", "model.memory.topk=2"]
+    told = ("optim.warmup_steps: 9 for 1 steps", "model.memory.topk, optim.values.lr: without effect, as ")
+    for more in (["--dry-run"], ["-o", run, "-q"]):
+        said = pkmlm(*arguments, *more).stderr
+        assert all(text in said for text in told)
+    assert sum(line["event"] == "warn" for line in RunDirectory(run).metrics()) == 2
+
+
 def test_a_run_that_cannot_begin_leaves_nothing(tmp_path, write_recipe):
     run, recipe = tmp_path / "run", write_recipe(tmp_path, "dense")
     assert "/nowhere" in pkmlm("train", recipe, "-o", run, "-s", "train.init_from=/nowhere", code=2).stderr
