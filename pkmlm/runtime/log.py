@@ -9,17 +9,19 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Column
 
 from pkmlm.errors import UserError, printable
 from pkmlm.recipe.schema import Log
 from pkmlm.runtime.files import appending, disk_errors
+from pkmlm.runtime.rundir import RunDirectory
 
 Judge = Callable[[dict[str, Any]], list[str]]
 
@@ -34,6 +36,9 @@ class TrainingLog:
         settings: the recipe's `log` section.
         quiet: nothing on standard error but warnings.
         judge: what to warn of after an event, a line each; None: of nothing.
+
+    Attributes:
+        start: the step of the latest checkpoint, from which a resumed run goes on; or 0.
     """
 
     def __init__(
@@ -43,16 +48,21 @@ class TrainingLog:
         self.judge = judge
         self.console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
         self.live = self.console.is_terminal and not quiet
+        self.start = max(RunDirectory(folder).steps(), default=0)
         self.began, self.taken = (0.0, 0), 0
 
     def __enter__(self) -> "TrainingLog":
         self.metrics = appending(self.folder / "metrics.jsonl")
         self.text = appending(self.folder / "train.log")
         self.sinks = self._open_sinks()
-        done = "{task.completed}/{task.total}"
-        columns = ("{task.description}", BarColumn(bar_width=None), done, "{task.fields[say]}")
+        # In a narrow terminal the bar gives way, then the text wraps.
+        columns = (
+            BarColumn(bar_width=None, table_column=Column(width=4, ratio=1)),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TextColumn("{task.fields[say]}", table_column=Column()),
+        )
         self.progress = Progress(*columns, console=self.console, disable=not self.live, expand=True)
-        self.task = self.progress.add_task(escape(printable(self.name)), total=self.steps, say="")
+        self.task = self.progress.add_task("", total=self.steps, completed=self.start, say="ETA -")
         self.progress.start()
         return self
 
@@ -107,10 +117,18 @@ class TrainingLog:
         if step % self.settings.every == 0 or step == self.steps:
             self.say(f"step {step}/{self.steps}  {say}", on_screen=not self.live)
 
+    @contextlib.contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Meanwhile, show beside the bar what is done between two steps, such as "validating"."""
+        before = self.progress.tasks[0].fields["say"]
+        self.progress.update(self.task, say=what)
+        yield
+        self.progress.update(self.task, say=before)
+
     def _open_sinks(self) -> list["Sink"]:
         sinks: list[Sink] = []
         if self.settings.tensorboard:
-            sinks.append(TensorBoardSink(self.folder))
+            sinks.append(TensorBoardSink(self.folder, self.start + 1))
         if self.settings.wandb:
             sinks.append(WandbSink(self.folder, self.name, self.settings.wandb))
         return sinks
@@ -129,6 +147,9 @@ class Unheard:
 
     def progressed(self, step: int, loss: float, tokens_per_second: float, extra: str) -> None: ...
 
+    def doing(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
 
 RunLog = TrainingLog | Unheard
 
@@ -142,14 +163,14 @@ class Sink(Protocol):
 
 
 class TensorBoardSink:
-    """Events for TensorBoard, in the run's folder `tensorboard`."""
+    """Events for TensorBoard, in the run's folder `tensorboard`; of an earlier process, those before `first` stay."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, first: int):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise UserError("log.tensorboard needs the package tensorboard", "pip install 'pkmlm[sinks]'") from None
-        self.writer = SummaryWriter(str(folder / "tensorboard"))
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first)
 
     def write(self, scalars: dict[str, float], step: int) -> None:
         for name, number in scalars.items():

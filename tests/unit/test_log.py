@@ -1,6 +1,7 @@
 """The training log: events, lines, sinks."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -8,6 +9,11 @@ import pytest
 from pkmlm.errors import UserError
 from pkmlm.recipe.schema import Log
 from pkmlm.runtime.log import TrainingLog, duration
+
+
+def plain(text: str) -> str:
+    """What a terminal shows of a text, without its colours and movements."""
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
 
 
 def test_events_and_lines_go_to_files_and_the_screen(tmp_path, capsys):
@@ -23,6 +29,41 @@ def test_events_and_lines_go_to_files_and_the_screen(tmp_path, capsys):
     assert [line.split("  ")[0] for line in shown[:2]] == ["step 20/40", "step 40/40"]
     assert shown[2] == "a line with [bold] and \\x1b[31m in it"
     assert len((tmp_path / "train.log").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_a_terminal_of_any_width_shows_the_steps_and_all_that_is_said(tmp_path, capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    with TrainingLog(tmp_path, "a-long-name-that-needs-no-room", 400, Log()) as log:
+        for step in range(1, 121):
+            log.progressed(step, 5.1234, 6012.0, "layer 3 reads 98%  layer 12 reads 92%  ")
+    *_, last = capsys.readouterr().err.replace("\x1b[2K", "\x1b[1A").split("\x1b[1A")  # what stays
+    lines = plain(last).strip().splitlines()
+    assert max(map(len, lines)) <= width
+    bar, *words = " ".join(lines).split()
+    assert set(bar) <= {"\u2501", "\u2578", "\u257a"}
+    assert re.fullmatch(
+        r"120/400 loss 5.123 6,012 tokens/s layer 3 reads 98% layer 12 reads 92% ETA \d+s", " ".join(words)
+    )
+
+
+def test_what_is_done_between_two_steps_is_shown_meanwhile(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    with TrainingLog(tmp_path, "x", 4, Log()) as log:
+        log.progressed(1, 5.0, 1000.0, "")
+        with log.doing("validating"):
+            log.progress.refresh()
+        assert "1/4 validating" in plain(capsys.readouterr().err)
+    assert "1/4 loss 5.000" in plain(capsys.readouterr().err)
+
+
+def test_a_resumed_bar_begins_at_the_latest_checkpoint(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    (tmp_path / "checkpoints" / "step-00000020").mkdir(parents=True)
+    with TrainingLog(tmp_path, "x", 40, Log()):
+        pass
+    assert " 20/40 " in plain(capsys.readouterr().err)
 
 
 def test_numbers_that_are_not_finite_are_a_mistake_of_ours(tmp_path):
@@ -51,6 +92,25 @@ def test_tensorboard_gets_every_number(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(scalar.step, scalar.value) for scalar in events.Scalars("train/loss")] == [(3, 1.5)]
+
+
+def test_tensorboard_drops_the_steps_that_a_resume_takes_again(tmp_path):
+    pytest.importorskip("tensorboard", reason="an extra: pip install 'pkmlm[sinks]'")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def train(first: int, last: int, loss: float) -> None:
+        with TrainingLog(tmp_path, "x", 9, Log(tensorboard=True), quiet=True) as log:
+            for step in range(first, last + 1):
+                log.event("train", step, loss=loss)
+
+    train(1, 3, 3.0)  # killed before a checkpoint
+    train(1, 6, 2.0)  # killed after the checkpoint of step 4
+    (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
+    train(5, 7, 1.0)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    told = [(scalar.step, scalar.value) for scalar in events.Scalars("train/loss")]
+    assert told == [*((step, 2.0) for step in range(1, 5)), *((step, 1.0) for step in range(5, 8))]
 
 
 def test_durations():
