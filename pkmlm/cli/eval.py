@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pkmlm.cli.options import force_option, json_option, quiet_option, step_option
-from pkmlm.cli.texts import TextChoice, text_options
+from pkmlm.cli.texts import TextChoice, kept_name, text_options
 from pkmlm.cli.zero_shot import Asked, prepare, score_tasks, tasks_file, warn_of_cuts
 from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
     from pkmlm.evaluate.load import LoadedRun
+    from pkmlm.evaluate.perplexity import Documents
     from pkmlm.runtime.distributed import World
 
+NO_PERPLEXITY: dict[str, Any] = {"stride": None, "source": None, "perplexity": None}
 NO_TASKS: dict[str, Any] = {"tasks": {}, "average_acc": None}
 
 
@@ -93,39 +95,39 @@ def command(
         if world.size > 1:
             choice.refuse_standard_input("several processes cannot read one standard input")
         run = load_same(run_path, step, world)
-        record: dict[str, Any] = {"run": run.name, "step": run.step, "stride": None, "perplexity": None}
+        record: dict[str, Any] = {"run": run.name, "step": run.step, **NO_PERPLEXITY}
         if measured:  # first: what is wrong with its text or stride is told before the hours that tasks may take
-            record["stride"] = stride or run.model.context
-            record["perplexity"] = perplexity(run, choice, stride, quiet, world)
+            documents = choice.documents(run)
+            scores = perplexity(run, documents, stride, quiet, world)
+            record |= {"stride": stride or run.model.context, "source": documents.source, "perplexity": scores}
         record |= NO_TASKS if prepared is None else score_tasks(run, prepared, asked, world, quiet)
     if world.rank > 0:
         return
     print_result(record, as_json)
     warn_of_cuts(record)
     try:
-        store(run, record, choice.text is not None, stride)
+        store(run, record, stride)
     except UserError as error:  # a folder that only another user may write, say: the result still stands
         click.echo(f"warning: not kept in the run: {printable(error.message)}", err=True)
     for text in choice.doubts(run) if measured else []:
         click.echo(f"warning: {printable(text)}", err=True)
 
 
-def perplexity(run: "LoadedRun", choice: TextChoice, stride: int | None, quiet: bool, world: "World") -> dict[str, Any]:
-    """The perplexity of the documents that are chosen."""
+def perplexity(
+    run: "LoadedRun", documents: "Documents", stride: int | None, quiet: bool, world: "World"
+) -> dict[str, Any]:
+    """The perplexity of documents."""
     from pkmlm.cli.progress import token_progress
     from pkmlm.evaluate.perplexity import score
 
-    documents = choice.documents(run)
     with token_progress("scoring", documents.tokens, quiet or world.rank > 0) as advance:
         result = score(run.model, documents, run.tokenizer.eos, stride=stride, advance=advance, world=world)
     assert result is not None
     return asdict(result)
 
 
-def store(run: "LoadedRun", record: dict[str, Any], of_text: bool, stride: int | None) -> None:
-    """Keep the results with the run: the perplexity under the split or text and the step (and stride, where one was
-    given), the tasks under their names. An exported folder is a product: nothing is written into it.
-    """
+def store(run: "LoadedRun", record: dict[str, Any], stride: int | None) -> None:
+    """Keep the results with the run. An exported folder is a product: nothing is written into it."""
     if run.exported:
         return
     from pkmlm.runtime.files import make_folder, refuse_link, write_json
@@ -134,12 +136,24 @@ def store(run: "LoadedRun", record: dict[str, Any], of_text: bool, stride: int |
     refuse_link(folder)
     make_folder(folder)
     if record["perplexity"] is not None:
-        kind = "text-" if of_text else ""
-        name = f"{kind}{record['perplexity']['split'][:100]}-step-{run.step}" + (f"-stride-{stride}" if stride else "")
         alone = {key: value for key, value in record.items() if key != "harness"}
-        write_json(folder / f"{name}.json", {**alone, **NO_TASKS})
+        write_json(folder / perplexity_file(record, stride), {**alone, **NO_TASKS})
     if record["tasks"]:
-        write_json(folder / tasks_file(record), {**record, "stride": None, "perplexity": None})
+        write_json(folder / tasks_file(record), {**record, **NO_PERPLEXITY})
+
+
+def perplexity_file(record: dict[str, Any], stride: int | None) -> str:
+    """The name under which a run keeps a perplexity: of a split; or of a text, with a mark of its bytes and of how they
+    were read, for others may have its name.
+    """
+    import hashlib
+    import json
+
+    name, source = record["perplexity"]["split"], record["source"]
+    if "file" in source:
+        read = json.dumps([source[key] for key in ("sha256", "separator", "field")])
+        name = f"text-{kept_name(name)}-{hashlib.sha256(read.encode()).hexdigest()[:8]}"
+    return f"{name}-step-{record['step']}" + (f"-stride-{stride}" if stride else "") + ".json"
 
 
 def print_result(record: dict[str, Any], as_json: bool) -> None:

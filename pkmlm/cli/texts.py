@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pkmlm.evaluate.load import LoadedRun
     from pkmlm.evaluate.perplexity import Documents
 
+NAME_BYTES = 100  # of a text's name, in the names of results
 TEXT_OPTIONS = (
     click.option("--split", metavar="NAME", help="A split of the run's tokens. Default: test."),
     click.option(
@@ -71,6 +72,11 @@ class TextChoice(NamedTuple):
             return []
         known = f"not those that run {run.name} trained with: what is scored may be what it learnt"
         return [f"the {' and '.join(others)} tokens in {run.recipe.data.dir} are {known}"]
+
+
+def kept_name(name: str) -> str:
+    """As much of a text's name as stands in the name of a file that keeps a result of it."""
+    return name.encode(errors="ignore")[:NAME_BYTES].decode(errors="ignore")
 
 
 def text_options(command: Callable[..., Any]) -> Callable[..., Any]:

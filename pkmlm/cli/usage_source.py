@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from pkmlm.cli.texts import TextChoice, kept_name
 from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
-    from pkmlm.cli.texts import TextChoice
     from pkmlm.report.slots import Holding
     from pkmlm.report.usage import MemoryUsage
     from pkmlm.runtime.distributed import World
@@ -90,7 +90,7 @@ def run_or_export(path: str) -> "RunDirectory":
     return RunDirectory(path) if is_export(Path(path)) else RunDirectory.existing(path)
 
 
-def source_of(label: str, run: "RunDirectory", step: str, choice: "TextChoice", world: "World | None") -> Source:
+def source_of(label: str, run: "RunDirectory", step: str, choice: TextChoice, world: "World | None") -> Source:
     """What is at a step of a run or in an exported folder: the same in all processes.
 
     Raises:
@@ -110,7 +110,7 @@ def source_of(label: str, run: "RunDirectory", step: str, choice: "TextChoice", 
     origin: dict[str, Any] = {"checkpoint": sha256_of(run.checkpoint(number) / MANIFEST)}
     if choice.text is not None:
         text = Path(choice.text)
-        name = f"text-{text.name[:100]}"
+        name = f"text-{kept_name(text.name)}"
         origin |= {"text": sha256_of(text), "separator": choice.separator, "field": choice.field}
     else:
         folder = run.recipe().data.dir

@@ -79,16 +79,15 @@ def read_chunks(stream: Stream, separator: str | None = None, field: str = "text
     return cut(parquet_documents(stream, field))
 
 
-def read_documents(source: Source, separator: str | None = None, field: str = "text") -> Iterator[str]:
+def read_documents(stream: Stream, separator: str | None = None, field: str = "text") -> Iterator[str]:
     """The documents of one source as whole strings, without the empty ones: for texts that fit in memory."""
     parts: list[str] = []
-    with source.open() as stream:
-        for chunk in read_chunks(stream, separator, field):
-            parts.append(chunk.text)
-            if chunk.ends_document:
-                if text := "".join(parts):
-                    yield text
-                parts = []
+    for chunk in read_chunks(stream, separator, field):
+        parts.append(chunk.text)
+        if chunk.ends_document:
+            if text := "".join(parts):
+                yield text
+            parts = []
 
 
 def cut(pieces: Iterable[tuple[str, bool]]) -> Iterator[Chunk]:

@@ -3,12 +3,14 @@
 B: windows of a batch; T: positions; N: both; D: model width; M: scored positions of a batch.
 """
 
+import hashlib
 import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +36,7 @@ class Documents:
         name: of the split or the file.
         ids: the documents' token ids, without the end-of-document token; may be read once.
         tokens: ids in all; words: as `len(re.split(r"\\s+", text))` summed over documents; bytes: of UTF-8.
+        source: what results keep of where they come from.
     """
 
     name: str
@@ -41,6 +44,7 @@ class Documents:
     tokens: int
     words: int
     bytes: int
+    source: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,8 @@ def documents_of_split(corpus: Corpus, tokenizer: Tokenizer, tokens: int | None 
     split = corpus.split
     whole = (corpus.document(i) for i in range(corpus.documents))
     if tokens is None or tokens >= corpus.tokens - corpus.documents:
-        return Documents(split, whole, corpus.tokens - corpus.documents, corpus.words, corpus.bytes)
+        source = {"folder": str(corpus.folder), "sha256": corpus.sha256, "documents": corpus.documents}
+        return Documents(split, whole, corpus.tokens - corpus.documents, corpus.words, corpus.bytes, source)
     first: list[np.ndarray] = []
     while tokens > 0:
         first.append(next(whole)[:tokens])
@@ -125,15 +130,26 @@ def documents_of_split(corpus: Corpus, tokenizer: Tokenizer, tokens: int | None 
 
 
 def documents_of_text(path: str, tokenizer: Tokenizer, separator: str | None = None, field: str = "text") -> Documents:
-    """The documents of a text file (any kind that `pkmlm tokenize` reads); "-" is standard input."""
+    """The documents of a text file (any kind that `pkmlm tokenize` reads); "-" is standard input.
+
+    Raises:
+        UserError: it cannot be read, holds no text, or is none that a separator could divide.
+    """
     sources = find_sources([path])
     if separator is not None and all(source.format != "txt" for source in sources):
         raise UserError(f"--separator is for text files (found {path})")
-    texts = [text for source in sources for text in read_documents(source, separator, field)]
+    digest = hashlib.sha256()  # of the stored bytes of all files, one after another
+    texts: list[str] = []
+    for source in sources:
+        with source.open() as stream:
+            stream.digest = digest
+            texts += read_documents(stream, separator, field)
     if not texts:
         raise UserError(f"{path} holds no text")
     name = "standard input" if path == "-" else Path(path).name
-    return documents_of_texts(name, [np.array(tokenizer.encode(text)) for text in texts], texts)
+    read = {"file": path, "sha256": digest.hexdigest(), "separator": separator, "field": field, "documents": len(texts)}
+    documents = documents_of_texts(name, [np.array(tokenizer.encode(text)) for text in texts], texts)
+    return replace(documents, source=read)
 
 
 def documents_of_texts(name: str, ids: list[np.ndarray], texts: list[str]) -> Documents:

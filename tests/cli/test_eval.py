@@ -1,5 +1,6 @@
 """`pkmlm eval` and `pkmlm generate` on trained runs."""
 
+import hashlib
 import json
 import shutil
 import subprocess
@@ -12,11 +13,12 @@ from tests.conftest import ROOT, pkmlm
 
 def test_json_has_the_shape_of_the_contract(trained):
     result = json.loads(pkmlm("eval", trained("product-key"), "--json").stdout)
-    assert result.keys() == {"run", "step", "stride", "perplexity", "tasks", "average_acc"}
+    assert result.keys() == {"run", "step", "stride", "source", "perplexity", "tasks", "average_acc"}
     assert result["step"] == 30
     assert result["perplexity"].keys() == {
         *("split", "tokens", "words", "bytes", "nll", "token_ppl", "word_ppl", "byte_ppl", "bits_per_byte")
     }
+    assert result["source"].keys() == {"folder", "sha256", "documents"}
     assert json.loads((trained("product-key") / "eval/test-step-30.json").read_text()) == result
 
 
@@ -27,6 +29,33 @@ def test_a_split_and_its_text_give_the_same(trained, novels):
     assert text.pop("split") == "test.txt"
     assert split.pop("split") == "test"
     assert text == pytest.approx(split, rel=1e-6)
+
+
+def test_texts_of_one_name_are_kept_apart_and_say_what_they_are(trained, tmp_path):
+    run = shutil.copytree(trained("dense"), tmp_path / "run", ignore=shutil.ignore_patterns("eval"))
+    long = "\u6f22" * 80 + ".txt"  # 244 bytes
+    texts = {tmp_path / "a" / long: b"one text", tmp_path / "b" / long: b"another\n\ntext"}
+    for path, content in texts.items():
+        path.parent.mkdir()
+        path.write_bytes(content)
+    asked = [["--text", path] for path in texts] + [["--text", path, "--separator", r"\n\n"]]
+    found = [json.loads(pkmlm("eval", run, "-q", "--json", *each).stdout) for each in asked]
+    found.append(json.loads(pkmlm("eval", run, "-q", "--json", "--text", "-", stdin=b"one text").stdout))
+    assert sorted(map(str, found)) == sorted(str(json.loads(each.read_text())) for each in (run / "eval").iterdir())
+    assert [each["source"] for each in found] == [
+        {
+            "file": str(path),
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "separator": separator,
+            "field": "text",
+            "documents": documents,
+        }
+        for path, content, separator, documents in (
+            *((path, content, None, 1) for path, content in texts.items()),
+            (path, content, "\n\n", 2),
+            ("-", b"one text", None, 1),
+        )
+    ]
 
 
 def test_validation_during_training_is_eval_on_valid(tmp_path, write_recipe):

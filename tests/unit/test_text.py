@@ -38,7 +38,8 @@ TRICKY = "\ufeffone\r\ntwo\rthree\x00\u2028four\x0bfive\x85\n\n  six\t\u2581seve
 
 def documents(path, separator=None, field="text", format=None):
     (source,) = find_sources([str(path)], format)
-    return list(read_documents(source, separator, field))
+    with source.open() as stream:
+        return list(read_documents(stream, separator, field))
 
 
 def counts(text_documents):
@@ -392,7 +393,7 @@ def test_a_small_table_that_holds_much_is_read_in_bounded_memory(tmp_path):
         "from pkmlm.data.text import read_documents\n"
         "resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))\n"
         "(source,) = find_sources(sys.argv[1:])\n"
-        "print(sum(len(text) for text in itertools.islice(read_documents(source), 2)))\n"
+        "print(sum(len(text) for text in itertools.islice(read_documents(source.open()), 2)))\n"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "a.parquet")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
