@@ -2,9 +2,62 @@
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
+from pkmlm.data.sources import Stream
+from pkmlm.data.text import bad_utf8, has_surrogate
 from pkmlm.errors import UserError
+
+LINE_LIMIT = 128 << 20  # bytes of one line, which must be read whole
+
+
+def json_documents(stream: Stream, field: str) -> Iterator[tuple[str, bool]]:
+    """The documents of a file of JSON lines; lines of white space are skipped."""
+    offset = 0
+    for number, line in enumerate(lines(stream), 1):
+        where = stream.source.line(number)
+        try:
+            text = line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise bad_utf8(stream, offset + error.start, error) from None
+        offset += len(line) + 1
+        text = text.removeprefix("\ufeff") if number == 1 and not stream.source.start else text
+        if text.strip():
+            yield text_of(json_object(text, where), field, where), True
+
+
+def text_of(row: dict[str, Any], field: str, where: str) -> str:
+    """The text in an object."""
+    if field not in row:
+        keys = ", ".join(map(repr, list(row)[:8])) or "no keys"
+        raise UserError(f"{where}: no key {field!r} (found {keys})", "name the key that holds the text with --field")
+    text = row[field]
+    if not isinstance(text, str):
+        raise UserError(f"{where}: {field!r} is {kind(text)} (expected a string)")
+    if has_surrogate(text):
+        raise UserError(f"{where}: {field!r} has a lone surrogate, which is not Unicode text")
+    return text
+
+
+def lines(stream: Stream) -> Iterator[bytes]:
+    """The lines of a stream, without their newlines."""
+    held: list[bytes] = []
+    size = number = 0
+    for block in stream.blocks():
+        first, *others = block.split(b"\n")
+        held.append(first)
+        size += len(first)
+        if size > LINE_LIMIT:
+            raise UserError(
+                f"{stream.source.line(number + 1)}: line over {LINE_LIMIT:,} bytes",
+                "cut the document into several",
+            )
+        for line in others:
+            yield b"".join(held)
+            number += 1
+            held, size = [line], len(line)
+    yield b"".join(held)
 
 
 def json_object(line: str, where: str) -> dict[str, Any]:

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
+from pkmlm.data.documents import read_chunks
 from pkmlm.data.index import HASHED, TOKENIZER, Index, Origin, Shard, Split, dtype_for
 from pkmlm.data.sources import Source
-from pkmlm.data.text import Chunk, Tally, read_chunks
+from pkmlm.data.text import Chunk, Tally
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
 from pkmlm.runtime.files import writing, writing_folder

@@ -1,4 +1,4 @@
-"""From sources to documents, as streams of short chunks of text.
+"""Text as streams of short chunks, and where one document ends and the next begins.
 
 A document is never held as a whole: it is a run of chunks, the last of which says so. Where it is cut depends
 on its text alone, never on how it was stored or read, so that its tokens are the same on every machine and in
@@ -9,17 +9,13 @@ import codecs
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from pkmlm.data.json_lines import json_object, kind
-from pkmlm.data.sources import STANDARD_INPUT, Source, Stream, spool
+from pkmlm.data.sources import Stream
 from pkmlm.errors import UserError
 
 WINDOW = 2048  # characters: BPE slows down on long strings
 LAST_SINGLE_SPACE = re.compile(r".*[^ ](?= [^ ])", re.DOTALL)
-LINE_LIMIT = 128 << 20  # bytes of one line of JSON or one cell of a table, which must be read whole
-ROWS = 64  # of a table, read at a time
-BATCH_LIMIT = 512 << 20  # bytes of a batch of cells in memory; compressed, they can be far fewer
 ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[nrtfv0\\]|)")
 SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -59,35 +55,6 @@ class Tally:
             self.empty += not text
             self.words += bool(text)
             self.after_space = False
-
-
-def read_chunks(stream: Stream, separator: str | None = None, field: str = "text") -> Iterator[Chunk]:
-    """The documents of one source.
-
-    Args:
-        stream: `source.open()`; the format is the source's.
-        separator: what stands between the documents of a text file; None: a file is a document.
-        field: the key of a JSON line, or the column of a parquet file, that holds the text.
-
-    Raises:
-        UserError: damaged data, bad UTF-8 (names the byte of the decompressed stream), a bad line or row.
-    """
-    if stream.source.format == "txt":
-        return cut(split_documents(decoded(stream), separator))
-    if stream.source.format == "jsonl":
-        return cut(json_documents(stream, field))
-    return cut(parquet_documents(stream, field))
-
-
-def read_documents(stream: Stream, separator: str | None = None, field: str = "text") -> Iterator[str]:
-    """The documents of one source as whole strings, without the empty ones: for texts that fit in memory."""
-    parts: list[str] = []
-    for chunk in read_chunks(stream, separator, field):
-        parts.append(chunk.text)
-        if chunk.ends_document:
-            if text := "".join(parts):
-                yield text
-            parts = []
 
 
 def cut(pieces: Iterable[tuple[str, bool]]) -> Iterator[Chunk]:
@@ -195,122 +162,3 @@ def unescape(separator: str) -> str:
 def has_surrogate(text: str) -> bool:
     """Whether a string has half of a surrogate pair, which UTF-8 cannot hold."""
     return not text.isascii() and SURROGATE.search(text) is not None
-
-
-def json_documents(stream: Stream, field: str) -> Iterator[tuple[str, bool]]:
-    """The documents of a file of JSON lines; lines of white space are skipped."""
-    offset = 0
-    for number, line in enumerate(lines(stream), 1):
-        where = stream.source.line(number)
-        try:
-            text = line.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise bad_utf8(stream, offset + error.start, error) from None
-        offset += len(line) + 1
-        text = text.removeprefix("\ufeff") if number == 1 and not stream.source.start else text
-        if text.strip():
-            yield text_of(json_object(text, where), field, where), True
-
-
-def text_of(row: dict[str, Any], field: str, where: str) -> str:
-    """The text in an object."""
-    if field not in row:
-        keys = ", ".join(map(repr, list(row)[:8])) or "no keys"
-        raise UserError(f"{where}: no key {field!r} (found {keys})", "name the key that holds the text with --field")
-    text = row[field]
-    if not isinstance(text, str):
-        raise UserError(f"{where}: {field!r} is {kind(text)} (expected a string)")
-    if has_surrogate(text):
-        raise UserError(f"{where}: {field!r} has a lone surrogate, which is not Unicode text")
-    return text
-
-
-def lines(stream: Stream) -> Iterator[bytes]:
-    """The lines of a stream, without their newlines."""
-    held: list[bytes] = []
-    size = number = 0
-    for block in stream.blocks():
-        first, *others = block.split(b"\n")
-        held.append(first)
-        size += len(first)
-        if size > LINE_LIMIT:
-            raise UserError(
-                f"{stream.source.line(number + 1)}: line over {LINE_LIMIT:,} bytes",
-                "cut the document into several",
-            )
-        for line in others:
-            yield b"".join(held)
-            number += 1
-            held, size = [line], len(line)
-    yield b"".join(held)
-
-
-def parquet_documents(stream: Stream, field: str) -> Iterator[tuple[str, bool]]:
-    """The documents in one column of a parquet file, which is read a few rows at a time."""
-    import pyarrow
-    import pyarrow.parquet
-
-    source = stream.source
-    plain = source.spool is None and source.name != STANDARD_INPUT and source.compression is None
-    row = 0
-    with open(source.name, "rb") if plain else spool(stream, decompress=True) as file:
-        try:
-            table = pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20)
-            check_column(table.schema_arrow, field, source)
-            for batch in table.iter_batches(batch_size=rows_at_once(table.metadata, field), columns=[field]):
-                for cell in batch.column(field):
-                    row += 1
-                    yield cell_text(cell.as_py(), f"{source.label}: row {row:,}: {field!r}"), True
-                advance(stream, row / table.metadata.num_rows)
-        except MemoryError:
-            raise UserError(
-                f"{source.label}: the rows after row {row:,} do not fit in memory", "cut them into several", 1
-            ) from None
-        except UnicodeDecodeError as error:
-            raise UserError(f"{source.label}: {field!r} is not UTF-8 after row {row:,} ({error.reason})") from None
-        except (pyarrow.ArrowException, OSError) as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(f"{source.label}: not a whole parquet file: {reason}") from None
-    advance(stream, 1.0)
-
-
-def rows_at_once(metadata: Any, field: str) -> int:
-    """How many cells of a column can be read together within BATCH_LIMIT.
-
-    A text that many cells repeat is stored once: each cell may be as large as the whole column of its row group.
-    """
-    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    columns = [group.column(place) for group in groups for place in range(group.num_columns)]
-    largest = max((each.total_uncompressed_size for each in columns if each.path_in_schema == field), default=0)
-    return max(1, min(ROWS, BATCH_LIMIT // max(1, largest)))
-
-
-def cell_text(text: str | None, where: str) -> str:
-    """The text of a cell."""
-    if text is None:
-        raise UserError(f"{where} is null (expected a string)")
-    if 4 * len(text) > LINE_LIMIT and len(text.encode()) > LINE_LIMIT:
-        raise UserError(f"{where} has more than {LINE_LIMIT:,} bytes", "cut the document into several")
-    return text
-
-
-def check_column(schema: Any, field: str, source: Source) -> None:
-    """Refuse a column that is missing, is there twice, or does not hold text."""
-    import pyarrow.types as types
-
-    if field not in schema.names:
-        names = ", ".join(map(repr, schema.names[:8]))
-        raise UserError(f"{source.label}: no column {field!r} (found {names})", "name the text's column with --field")
-    if (times := schema.names.count(field)) > 1:
-        raise UserError(f"{source.label}: {times} columns are named {field!r} (expected one)")
-    found = schema.field(field).type
-    value = found.value_type if types.is_dictionary(found) else found
-    if not (types.is_string(value) or types.is_large_string(value) or types.is_string_view(value)):
-        raise UserError(f"{source.label}: column {field!r} holds {found} (expected strings)")
-
-
-def advance(stream: Stream, share: float) -> None:
-    """Count and hash a file that another reads out of order, at the same pace."""
-    size = stream.source.size or 0
-    while stream.count < size * share and stream.read(1 << 20):
-        pass
