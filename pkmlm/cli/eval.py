@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pkmlm.cli.options import force_option, json_option, quiet_option, step_option
-from pkmlm.cli.texts import TextChoice, kept_name, text_options
+from pkmlm.cli.texts import TextChoice, kept_name, text_options, warn_of
 from pkmlm.cli.zero_shot import Asked, prepare, score_tasks, tasks_file, warn_of_cuts
 from pkmlm.errors import UserError, printable
 
@@ -109,8 +109,8 @@ def command(
         store(run, record, stride)
     except UserError as error:  # a folder that only another user may write, say: the result still stands
         click.echo(f"warning: not kept in the run: {printable(error.message)}", err=True)
-    for text in choice.doubts(run) if measured else []:
-        click.echo(f"warning: {printable(text)}", err=True)
+    if measured:
+        warn_of(documents)
 
 
 def perplexity(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pkmlm.cli.options import json_option, quiet_option, step_option
-from pkmlm.cli.texts import TextChoice, text_options
+from pkmlm.cli.texts import TextChoice, text_options, warn_of
 from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -85,6 +85,8 @@ def command(
         if found := record.get("patterns"):
             among = f"{found['patterned']} of {found['slots']} slots have contexts that share a pattern"
             click.echo(f"\n{among}; shuffled: {found['shuffled']:.1f}")
+    if prompt is None:
+        warn_of(documents[0])
 
 
 def heading(run: "LoadedRun", memory: int) -> dict[str, Any]:

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from pkmlm.cli.options import field_option, separator_option
-from pkmlm.errors import UserError
+from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
     from pkmlm.evaluate.load import LoadedRun
@@ -51,27 +52,38 @@ class TextChoice(NamedTuple):
 
     def documents(self, run: "LoadedRun") -> "Documents":
         """The documents that were chosen; for one pass."""
+        from dataclasses import replace
+
         from pkmlm.evaluate.perplexity import documents_of_split, documents_of_text, open_split
 
+        folder = run.recipe.data.dir
         if self.text is not None:
-            return documents_of_text(self.text, run.tokenizer, self.separator, self.field)
-        if run.recipe.data.dir is None:
+            return documents_of_text(self.text, run.tokenizer, self.separator, self.field, usual=separator_of(folder))
+        if folder is None:
             raise UserError(f"run {run.path} names no data.dir", "give a text with --text FILE")
-        corpus = open_split(run.recipe.data.dir, self.split or "test", run.tokenizer)
-        return documents_of_split(corpus, run.tokenizer)
-
-    def doubts(self, run: "LoadedRun") -> list[str]:
-        """What to warn of where a split was chosen: that the tokens are others than when the run trained."""
-        from pkmlm.evaluate.perplexity import open_split
-
-        if self.text is not None or run.recipe.data.dir is None:
-            return []
-        now = open_split(run.recipe.data.dir, self.split or "test", run.tokenizer).hashes
+        corpus = open_split(folder, self.split or "test", run.tokenizer)
+        documents, now = documents_of_split(corpus, run.tokenizer), corpus.hashes
         others = [name for name in ("train", "valid") if now.get(name, "") not in ("", run.data.get(name, now[name]))]
         if not others:
-            return []
+            return documents
         known = f"not those that run {run.name} trained with: what is scored may be what it learnt"
-        return [f"the {' and '.join(others)} tokens in {run.recipe.data.dir} are {known}"]
+        return replace(documents, doubts=(f"the {' and '.join(others)} tokens in {folder} are {known}",))
+
+
+def separator_of(folder: str | None) -> str | None:
+    """What separates the documents of tokens; None where it is not known, or nothing does."""
+    from pkmlm.data.index import read_index
+
+    try:
+        return None if folder is None else read_index(Path(folder)).separator
+    except UserError:
+        return None
+
+
+def warn_of(documents: "Documents") -> None:
+    """Say on standard error what is doubtful of documents."""
+    for doubt in documents.doubts:
+        click.echo(f"warning: {printable(doubt)}", err=True)
 
 
 def kept_name(name: str) -> str:

@@ -10,7 +10,7 @@ import click
 
 from pkmlm.cli.options import force_option, format_option, quiet_option
 from pkmlm.cli.outputs import free_file, free_folder
-from pkmlm.cli.texts import TextChoice, text_options
+from pkmlm.cli.texts import TextChoice, text_options, warn_of
 from pkmlm.cli.usage_source import Report, Source, run_or_export, source_of
 from pkmlm.errors import UserError, printable
 from pkmlm.runtime.launcher import started
@@ -154,6 +154,8 @@ def measured(
             memories, strongest = index_slots(loaded, documents, advance)
         else:
             memories = measure_usage(loaded, documents, advance, world)
+    if world is None or world.rank == 0:
+        warn_of(documents)
     found = [memory.as_json() for memory in memories]
     entry = {"run": loaded.name, "step": loaded.step, "split": documents.name, "memories": found}
     return Report(entry, memories, hold(loaded, memories, strongest, choice.documents(loaded)) if strongest else [])

@@ -36,7 +36,7 @@ class Documents:
         name: of the split or the file.
         ids: the documents' token ids, without the end-of-document token; may be read once.
         tokens: ids in all; words: as `len(re.split(r"\\s+", text))` summed over documents; bytes: of UTF-8.
-        source: what results keep of where they come from.
+        source: what results keep of where they come from; doubts: what to warn of.
     """
 
     name: str
@@ -45,6 +45,7 @@ class Documents:
     words: int
     bytes: int
     source: dict[str, Any] = field(default_factory=dict)
+    doubts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -129,14 +130,21 @@ def documents_of_split(corpus: Corpus, tokenizer: Tokenizer, tokens: int | None 
     return documents_of_texts(split, first, [tokenizer.decode(ids.tolist()) for ids in first])
 
 
-def documents_of_text(path: str, tokenizer: Tokenizer, separator: str | None = None, field: str = "text") -> Documents:
+def documents_of_text(
+    path: str, tokenizer: Tokenizer, separator: str | None = None, field: str = "text", usual: str | None = None
+) -> Documents:
     """The documents of a text file (any kind that `pkmlm tokenize` reads); "-" is standard input.
+
+    Args:
+        usual: what separates the documents of the run's tokens: a text that it would divide, and that nothing divides,
+            is doubtful.
 
     Raises:
         UserError: it cannot be read, holds no text, or is none that a separator could divide.
     """
     sources = find_sources([path])
-    if separator is not None and all(source.format != "txt" for source in sources):
+    plain = any(source.format == "txt" for source in sources)
+    if separator is not None and not plain:
         raise UserError(f"--separator is for text files (found {path})")
     digest = hashlib.sha256()  # of the stored bytes of all files, one after another
     texts: list[str] = []
@@ -147,9 +155,16 @@ def documents_of_text(path: str, tokenizer: Tokenizer, separator: str | None = N
     if not texts:
         raise UserError(f"{path} holds no text")
     name = "standard input" if path == "-" else Path(path).name
+    doubts: tuple[str, ...] = ()
+    if usual is not None and plain and separator is None:
+        divided = sum(bool(part) for text in texts for part in text.split(usual))
+        if divided > len(texts):
+            few = f"{len(texts):,} document{'s' * (len(texts) > 1)}"
+            more = f"--separator {usual!r}, as the run's tokens had it, divides it into {divided:,}"
+            doubts = (f"{name} was read as {few}, but {more}",)
     read = {"file": path, "sha256": digest.hexdigest(), "separator": separator, "field": field, "documents": len(texts)}
     documents = documents_of_texts(name, [np.array(tokenizer.encode(text)) for text in texts], texts)
-    return replace(documents, source=read)
+    return replace(documents, source=read, doubts=doubts)
 
 
 def documents_of_texts(name: str, ids: list[np.ndarray], texts: list[str]) -> Documents:

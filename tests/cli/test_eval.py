@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 from tests.conftest import ROOT, pkmlm
 
@@ -111,20 +112,44 @@ def test_mistakes_are_told_in_one_line(trained, tmp_path):
     assert "tokenizer.model" in pkmlm("eval", broken, code=2).stderr
 
 
+def move_tokens(run, folder):
+    """Let a run's recipe say that its tokens are in a folder."""
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+    (run / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "data": {**recipe["data"], "dir": str(folder)}}))
+
+
 def test_tokens_that_were_made_anew_since_are_warned_of(trained, novels, tmp_path):
-    run = shutil.copytree(trained("dense"), tmp_path / "run")
+    run = shutil.copytree(trained("product-key"), tmp_path / "run")
     assert pkmlm("eval", run, "-q").stderr == ""
-    recipe = (run / "recipe.yaml").read_text()
-    dir_line = next(line for line in recipe.splitlines() if line.strip().startswith("dir:"))
-    (run / "recipe.yaml").write_text(recipe.replace(dir_line, f"  dir: {tmp_path / 'new'}"))
+    move_tokens(run, tmp_path / "new")
     splits = [f"--{split}={novels}/{split}.txt" for split in ("valid", "test")]
     kept = [*splits, "--tokenizer", run / "tokenizer.model", "-o", tmp_path / "new", "-q"]
     pkmlm("tokenize", novels / "valid.txt", *kept)
     told = "tokens in {} are not those that run run trained with: what is scored may be what it learnt\n"
-    assert pkmlm("eval", run, "-q").stderr == "warning: the train " + told.format(tmp_path / "new")
+    for command in ("eval", "usage-report", "slots"):
+        assert pkmlm(command, run, "-q").stderr == "warning: the train " + told.format(tmp_path / "new"), command
     assert pkmlm("eval", run, "-q", "--text", novels / "test.txt").stderr == ""
     pkmlm("tokenize", novels / "train.txt", *kept, "--force")
     assert pkmlm("eval", run, "-q").stderr == ""
+
+
+def test_a_text_that_is_not_divided_as_the_tokens_were_is_warned_of(trained, novels, tmp_path):
+    run = shutil.copytree(trained("product-key"), tmp_path / "run")
+    move_tokens(run, tmp_path / "divided")
+    kept = ["--tokenizer", run / "tokenizer.model", "-o", tmp_path / "divided", "-q"]
+    pkmlm("tokenize", novels / "train.txt", "--separator", r"\n\n", *kept)
+    (tmp_path / "x.txt").write_text("one\n\ntwo\n\nthree")
+    told = (
+        "warning: x.txt was read as 1 document, "
+        r"but --separator '\n\n', as the run's tokens had it, divides it into 3" + "\n"
+    )
+    for command in ("eval", "usage-report", "slots"):
+        assert pkmlm(command, run, "-q", "--text", tmp_path / "x.txt").stderr == told, command
+        assert pkmlm(command, run, "-q", "--text", tmp_path / "x.txt", "--separator", r"\n\n").stderr == ""
+    (tmp_path / "y.txt").write_text("one\n\n")
+    (tmp_path / "z.jsonl").write_text(json.dumps({"text": "one\n\ntwo"}))
+    for name in ("y.txt", "z.jsonl"):
+        assert pkmlm("eval", run, "-q", "--text", tmp_path / name).stderr == "", name
 
 
 def test_generate_continues_a_prompt_the_same_way_for_a_seed(trained):
