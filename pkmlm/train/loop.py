@@ -145,9 +145,10 @@ class Training:
         """Validate, record it, and keep the best; a validation that a stop request cuts short is made up for on
         resume."""
         step, history = self.progress.step, self.history
-        recalibrate(self.stepper, step)
         try:
-            numbers = self.world.broadcast(validate(self.stop))
+            with self.log.doing("validating"):
+                recalibrate(self.stepper, step)
+                numbers = self.world.broadcast(validate(self.stop))
         except NotFinite as error:
             raise self.world.same(diverged(step, error.message)) from None
         if numbers is None:
@@ -174,7 +175,8 @@ class Training:
         progress.skips, progress.scaler = stepper.skips, stepper.scaler.state_dict()
         with self.world.together():
             self.log.sync()
-        checkpoint.save(run, stepper.model, stepper.groups, progress, stepper.ranks)
+        with self.log.doing("saving a checkpoint"):
+            checkpoint.save(run, stepper.model, stepper.groups, progress, stepper.ranks)
         self._prune()
         self.log.event("save", progress.step)
 
