@@ -35,7 +35,7 @@ GPU = re.compile(r"[0-9]+|(GPU|MIG)-[\w/-]+", re.ASCII)  # as CUDA_VISIBLE_DEVIC
 @click.option("--device", "devices", metavar="N,...", help="GPUs to use, a cell on each. Default: the first.")
 @click.option("--task-data", metavar="DIR", help="Where DIR/TASK.jsonl holds the rows of zero-shot tasks.")
 @click.option("--dry-run", is_flag=True, help="List the cells with their parameters and operations; train nothing.")
-@click.option("--table", "table_only", is_flag=True, help="The table of what is there already; train nothing.")
+@click.option("--table", "table_only", is_flag=True, help="Train nothing: the table of what DIR holds, with its -s.")
 @quiet_option
 def command(
     grid_file: str,
@@ -70,15 +70,17 @@ def command(
 
     path = Path(grid_file)
     grid, scale = read_grid(path, scale)
+    folder = SweepFolder(Path(output), path.stem, scale) if output else None
+    if folder and table_only and not overrides:
+        overrides = folder.settings()
     cells = Cells(grid, path.parent / grid.base, overrides)
     results = with_costs(grid, cells)
     if dry_run:
         sys.stdout.write(plan(results).render())
         return 0
-    if not output:
+    if folder is None:
         raise UserError("Missing option '-o': the folder to write", "add -o DIR, or --dry-run")
     own = devices_of(devices, jobs)
-    folder = SweepFolder(Path(output), path.stem, scale)
     folder.recall(results)
     code = 0
     if table_only:

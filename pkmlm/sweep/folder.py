@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pkmlm.errors import UserError
 from pkmlm.report.tables import Table
@@ -13,7 +14,7 @@ from pkmlm.sweep.results import Results, Speed
 from pkmlm.sweep.runner import finished
 
 TIMED = {"point": {str: (str,)}, "recipe?": (str,), "timed_on?": {str: (str,)}, "tokens_per_second": [NUMBER]}
-SHAPE = {"grid": (str,), "scale?": (str,), "speed?": [TIMED]}
+SHAPE = {"grid": (str,), "scale?": (str,), "set?": [(str,)], "speed?": [TIMED]}
 
 
 @dataclass(frozen=True)
@@ -34,26 +35,40 @@ class SweepFolder:
         """The folder of the cells' run directories."""
         return self.path / "cells"
 
+    def settings(self) -> tuple[str, ...]:
+        """The overrides of the command line with which the results here were made.
+
+        Raises:
+            UserError: as `recall`.
+        """
+        return tuple(self._found().get("set") or ())
+
     def recall(self, results: Results) -> None:
         """Take in the times of an earlier call: models of one table are timed together or not at all.
 
         Raises:
             UserError: the table and results here are another grid's, or this is something else than a sweep.
         """
-        file = self.path / "results.json"
-        if not file.exists():
-            self._refuse_other_files()
-            return
-        found = read_shaped(file, SHAPE, "the sweep's results", "delete it: it is made from the runs")
-        theirs, ours = (found["grid"], found.get("scale")), (self.grid, self.scale)
-        if theirs != ours:
-            held, asked = (" at scale ".join(filter(None, each)) for each in (theirs, ours))
-            raise UserError(f"{self.path} holds the sweep of {held} (expected {asked})", "name another folder with -o")
         points = set(results.grid.points())
-        for speed in found.get("speed") or []:
+        for speed in self._found().get("speed") or []:
             point = tuple(speed["point"].values())
             if point in points:
                 results.speeds[point] = Speed(speed.get("recipe"), speed["tokens_per_second"], speed.get("timed_on"))
+
+    def _found(self) -> dict[str, Any]:
+        """The results.json that is here, of this grid; empty where there is none yet."""
+        file = self.path / "results.json"
+        if not file.exists():
+            self._refuse_other_files()
+            return {}
+        found: dict[str, Any] = read_shaped(file, SHAPE, "the sweep's results", "delete it: it is made from the runs")
+        theirs, ours = (found["grid"], found.get("scale")), (self.grid, self.scale)
+        if theirs != ours:
+            held, asked = (" at scale ".join(filter(None, each)) for each in (theirs, ours))
+            scale = f"add --scale {theirs[1]}, or " if theirs[0] == self.grid and theirs[1] else ""
+            hint = f"{scale}name another folder with -o"
+            raise UserError(f"{self.path} holds the sweep of {held} (expected {asked})", hint)
+        return found
 
     def _refuse_other_files(self) -> None:
         if self.path.exists() and not self.path.is_dir():

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pkmlm.errors import UserError
-from pkmlm.recipe.dump import flatten
+from pkmlm.recipe.dump import flatten, scalar_text
 from pkmlm.report.compare import Facts, facts_of
 from pkmlm.runtime.cores import usable_cores
 from pkmlm.runtime.rundir import RunDirectory
@@ -252,8 +252,10 @@ def other_recipe(cell: Cell, run: RunDirectory) -> str:
     eval.tokens, or train it longer, at other rates than one that begins with as many steps.
     """
     before, now = flatten(run.recipe()), flatten(cell.recipe)
-    changed = ", ".join(key for key in now if before[key] != now[key])
-    return f"its run was trained with another {changed}: name another folder with -o"
+    changed = [
+        f"{key} {scalar_text(before[key])} (expected {scalar_text(now[key])})" for key in now if before[key] != now[key]
+    ]
+    return f"its run has {', '.join(changed)}: set it back with -s, or name another folder with -o"
 
 
 def steps_taken(cell: Cell, folder: Path) -> int:

@@ -122,13 +122,15 @@ def test_a_sweep_trains_measures_and_tells(grid, tmp_path):
     assert kept["speed"] == results["speed"], "timed once, told twice"
     assert times == {path: path.stat().st_mtime_ns for path in (folder / "cells").rglob("[!.]*.*")}
     assert pkmlm(*sweep, "--table").stdout == done.stdout
+    assert pkmlm("sweep", grid, "-o", folder, "--table").stdout == done.stdout, "with the -s of last time"
     written = (folder / "results.json").read_text()
     publisher = {"published_by": json.loads(written)["published_by"]}  # another, where somebody commits meanwhile
     assert json.loads(written) == kept | publisher
     grid.write_text(TUNED.replace(", 1e-9, 1e30", ""))
     said = pkmlm(*sweep, "-s", "model.dim=16", "--table", code=2).stderr
     assert f"{folder} holds no run of this grid that has ended\nhint: " in said
-    assert "256_3e-3_seed-1: its run was trained with another model.dim: name another folder with -o" in said
+    hint = "set it back with -s, or name another folder with -o"
+    assert f"256_3e-3_seed-1: its run has model.dim 32 (expected 16): {hint}" in said
     assert (folder / "results.json").read_text() == written, "an empty table takes no other's place"
     assert "3e-3" in pkmlm(*sweep, "--table").stdout
 
@@ -141,11 +143,13 @@ def test_a_run_under_other_settings_is_not_the_cells(grid, tmp_path):
     train_cell(grid, folder)
     pkmlm(*sweep)
     assert cells_in(folder)["256_seed-1"]["status"] == "measured"
-    message = "256_seed-1: its run was trained with another {}: name another folder with -o"
-    for key, value in (("eval.tokens", 500), ("train.steps", 4)):  # a longer training would have other rates on its way
+    message = "256_seed-1: its run has {}: set it back with -s, or name another folder with -o"
+    # A longer training would have other rates on its way.
+    for key, was, value in (("eval.tokens", 600, 500), ("train.steps", 2, 4)):
         told = pkmlm("sweep", grid, "-o", folder, "-s", "train.steps=2", "-s", f"{key}={value}", code=1)
-        assert message.format(key).replace(": ", ": failed: ", 1) in told.stderr
-        assert message.format(key) in pkmlm(*sweep, "-s", f"{key}={value}", "--table", code=2).stderr
+        found = message.format(f"{key} {was} (expected {value})")
+        assert found.replace(": ", ": failed: ", 1) in told.stderr
+        assert found in pkmlm(*sweep, "-s", f"{key}={value}", "--table", code=2).stderr
         assert cells_in(folder)["256_seed-1"]["status"] == "measured", "the table that is there stays"
     assert RunDirectory(folder / "cells" / "256_seed-1").done() == 2
 
@@ -365,7 +369,7 @@ def test_a_folder_of_another_sweep_or_of_other_files_is_left_alone(grid, tmp_pat
         ([other, "-o", folder], f"{folder} holds the sweep of grid (expected other at scale small)"),
         (
             [other, "-o", tmp_path / "two", "--scale", "large"],
-            "at scale small (expected other at scale large)",
+            "at scale small (expected other at scale large)\nhint: add --scale small, or name another folder with -o\n",
         ),
     ):
         before = (words[2] / "results.json").read_bytes()
@@ -457,7 +461,7 @@ def test_a_cell_that_fails_fails_alone(grid, tmp_path, trained):
         "256_seed-1": "measured",
     }
     assert "anchors" in cells["none_seed-1"]["message"]
-    assert cells["64_seed-1"]["message"].startswith("its run was trained with another ")
+    assert cells["64_seed-1"]["message"].startswith("its run has ")
     assert "1:7: anchors" in done.stderr
 
 
