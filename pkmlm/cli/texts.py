@@ -63,7 +63,7 @@ class TextChoice(NamedTuple):
             raise UserError(f"run {run.path} names no data.dir", "give a text with --text FILE")
         corpus = open_split(folder, self.split or "test", run.tokenizer)
         documents, now = documents_of_split(corpus, run.tokenizer), corpus.hashes
-        others = [name for name in ("train", "valid") if now.get(name, "") not in ("", run.data.get(name, now[name]))]
+        others = [name for name in ("train", "valid") if name in now and run.data.get(name, now[name]) != now[name]]
         if not others:
             return documents
         known = f"not those that run {run.name} trained with: what is scored may be what it learnt"
