@@ -28,7 +28,10 @@ def choose_device() -> torch.device:
 
 def name_of(device: torch.device) -> str:
     """A GPU by its name; a CPU by its threads."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"cpu, {threads} thread{'s' * (threads > 1)}"
 
 
 def machine() -> dict[str, str]:

@@ -7,7 +7,7 @@ from pkmlm.bench.models import RandomBatches
 from pkmlm.errors import UserError
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Memory, Model, Optim, Recipe, Train
-from pkmlm.runtime.device import autocast, choose_precision, is_finite, is_shortage, precision_on_cpu
+from pkmlm.runtime.device import autocast, choose_precision, is_finite, is_shortage, name_of, precision_on_cpu
 from pkmlm.train.step import Stepper
 
 OLD, ZEN4, ARM = {"avx2": True, "avx512_bf16": False}, {"avx2": True, "avx512_bf16": True}, {"neon": True, "bf16": True}
@@ -95,3 +95,9 @@ def test_one_number_that_is_not_finite_is_found(dtype, size, number):
 @pytest.mark.parametrize("x", [torch.empty(0, 3), torch.tensor(3), torch.tensor([True, False]), torch.tensor(2.0)])
 def test_tensors_of_any_kind_may_be_finite(x):
     assert is_finite(x)
+
+
+@pytest.mark.parametrize(("threads", "name"), [(1, "cpu, 1 thread"), (2, "cpu, 2 threads")])
+def test_a_cpu_is_named_by_its_threads(monkeypatch, threads, name):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert name_of(torch.device("cpu")) == name
