@@ -21,7 +21,7 @@ def bind(node: Node, kind: Any, name: str, places: dict[str, str]) -> Any:
 
     Args:
         name: the dotted key that it is for; "" where `kind` is a whole recipe or grid.
-        places: gets the place where each key was given.
+        places: gets the place where each key was given, and each item of a list, as `key.0`.
 
     Raises:
         UserError: the node is none; names its place and the dotted key.
@@ -84,6 +84,7 @@ class Binder:
             raise wrong(node, name, f"a list of {len(kinds)}")
         values = tuple(self.value(item, kind, name) for item, kind in zip(items, kinds, strict=True))
         self.places[name] = node.place  # of the list, not of its last item
+        self.places |= {f"{name}.{number}": item.place for number, item in enumerate(items)}
         return values
 
     def unknown(self, place: str, dotted: str, siblings: list[str], section: str) -> UserError:

@@ -178,8 +178,8 @@ def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:
 
     def known(name: str, choices: Sequence[str], key: str, what: str) -> None:
         if name not in choices:
-            place = places.get(key, str(path))
-            raise UserError(f"{place}: {key}: found {name or 'nothing'} (expected {what}: {', '.join(choices)})")
+            where = f"{places.get(key, path)}: {key.partition('.')[0]}"
+            raise UserError(f"{where}: found {name or 'nothing'} (expected {what}: {', '.join(choices)})")
 
     def named(axis: str, values: Sequence[str], key: str) -> None:
         known(axis, list(grid.axes), key, "an axis")
@@ -198,50 +198,52 @@ def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:
     tuned = grid.tune.values if grid.tune else ()
     for key, listed in (("seeds", grid.seeds), ("tune.values", tuned), ("measure", grid.measure), ("figures", figures)):
         if len(set(listed)) < len(listed):
-            twice = next(one for number, one in enumerate(listed) if one in listed[:number])
-            raise UserError(f"{places[key]}: {key}: found {twice} twice (expected each once)")
+            number = next(number for number, one in enumerate(listed) if one in listed[:number])
+            raise UserError(f"{places[f'{key}.{number}']}: {key}: found {listed[number]} twice (expected each once)")
     for axis, names in grid.only.items():
-        named(axis, names, "only")
-    for axis, name in (place for out in grid.without for place in out.items()):
-        named(axis, [name], "without")
-    for measure in (*grid.measure, *grid.paper):
-        known(measure, list(MEASURES), "measure" if measure in grid.measure else "paper", "a measure")
+        named(axis, names, f"only.{axis}")
+    for number, out in enumerate(grid.without):
+        for axis, name in out.items():
+            named(axis, [name], f"without.{number}")
+    for number, measure in enumerate(grid.measure):
+        known(measure, list(MEASURES), f"measure.{number}", "a measure")
     for measure, node in grid.paper.items():
+        known(measure, list(MEASURES), f"paper.{measure}", "a measure")
         check_paper(node, f"paper.{measure}", list(grid.axes.items()))
-    for claim in grid.claims:
+    for number, claim in enumerate(grid.claims):
+        key = f"claims.{number}"
         for axis, name in (*claim.greater.items(), *claim.less.items()):
-            named(axis, [name], "claims")
+            named(axis, [name], key)
         for axis, names in claim.at.items():
-            named(axis, names, "claims")
-        check_claim(claim, grid, known, places["claims"])
-    for figure in grid.figures:
-        check_figure(figure, grid, known, places["figures"])
+            named(axis, names, key)
+        check_claim(claim, grid, known, key, places[key])
+    for number, figure in enumerate(grid.figures):
+        check_figure(figure, grid, known, f"figures.{number}", places[f"figures.{number}"])
     if not grid.points():
         raise UserError(f"{path}: no point is left (only and without leave none)")
 
 
-def check_claim(claim: Claim, grid: Grid, known: Known, place: str) -> None:
+def check_claim(claim: Claim, grid: Grid, known: Known, key: str, place: str) -> None:
     """A claim speaks of one measure, and of two sides that differ or of an axis of two values and more."""
     if not claim.text:
         raise UserError(f"{place}: claims: one has no text")
-    known(claim.measure, grid.measure, "claims", "a measure of this grid")
+    known(claim.measure, grid.measure, key, "a measure of this grid")
     ways = (bool(claim.greater and claim.less), claim.rising is not None, claim.falling is not None)
     if sum(ways) != 1 or bool(claim.greater) != bool(claim.less):
         raise UserError(f"{place}: claims: expected greater: and less:, or rising:, or falling:")
     if claim.greater and (claim.greater.keys() != claim.less.keys() or claim.greater == claim.less):
         raise UserError(f"{place}: claims: {claim.text}: expected other values of the same axes in greater: and less:")
+    several = [axis for axis, values in grid.axes.items() if len(values) > 1]
     for axis in filter(None, (claim.rising, claim.falling)):
-        known(
-            axis, [axis for axis, values in grid.axes.items() if len(values) > 1], "claims", "an axis of several values"
-        )
+        known(axis, several, key, "an axis of several values")
 
 
-def check_figure(figure: Figure, grid: Grid, known: Known, place: str) -> None:
+def check_figure(figure: Figure, grid: Grid, known: Known, key: str, place: str) -> None:
     """A figure has a measure along y, another or an axis along x, and perhaps another axis for its lines."""
-    known(figure.x, [*grid.axes, *grid.measure], "figures", "an axis or a measure of this grid")
-    known(figure.y, [name for name in grid.measure if name != figure.x], "figures", "another measure of this grid")
+    known(figure.x, [*grid.axes, *grid.measure], key, "an axis or a measure of this grid")
+    known(figure.y, [name for name in grid.measure if name != figure.x], key, "another measure of this grid")
     if figure.line is not None:
-        known(figure.line, [axis for axis in grid.axes if axis != figure.x], "figures", "another axis")
+        known(figure.line, [axis for axis in grid.axes if axis != figure.x], key, "another axis")
     if "x" in figure.log and figure.x in grid.axes:
         raise UserError(f"{place}: figures: found log: x along the axis {figure.x} (expected a measure)")
 

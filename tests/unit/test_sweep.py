@@ -175,7 +175,7 @@ def test_the_papers_numbers_are_found_in_lists_and_mappings(folder):
         ("    none: {model.memory.kind: none}", "    none: [3]", "expected recipe keys"),
         ("  norm:\n", "  norm: 3\n  more:\n", "axes.norm: found 3 (expected a mapping)"),
         ("usage, rising", "usge, rising", "claims: found usge (expected a measure of this grid"),
-        ("seeds: [1, 2]", "seeds: [1, 2, 1]", "grid.yaml:3:1: seeds: found 1 twice (expected each once)"),
+        ("seeds: [1, 2]", "seeds: [1, 2, 1]", "grid.yaml:3:15: seeds: found 1 twice (expected each once)"),
         ("[1e-3, 2e-3, 4e-3]", "[1e-3, 2e-3, 1e-3]", "tune.values: found 1e-3 twice"),
         ("measure: [perplexity,", "measure: [usage, perplexity,", "measure: found usage twice"),
         ("{x: usage, y: perplexity}", "{x: slots, y: perplexity}", "figures: found perplexity by slots twice"),
@@ -198,6 +198,25 @@ def test_what_is_wrong_is_said_in_one_line(folder, before, after, said):
         Cells(grid_of(folder, GRID.replace(before, after, 1)), folder / "base.yaml")
     assert said in error.value.message
     assert "\n" not in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "place"),
+    [
+        ("falling: slots}", "falling: size}", "20:5: claims: found size "),
+        ("at: {norm: yes,", "at: {nor: [],", "21:5: claims: found nor "),
+        ("text: size helps, ", "", "20:5: claims: one has no text"),
+        ("{x: usage, y: perplexity}", "{x: usag, y: perplexity}", "22:50: figures: found usag "),
+        ("{slots: none, norm: yes}", "{slots: none}, {slots: non}", "13:26: without: found non "),
+        ("measure: [perplexity, usage", "measure: [perplexity, usag", "15:23: measure: found usag "),
+        ("without:", "only: {norm: [no],\n  slots: [65]}\nwithout:", "14:3: only: found 65 "),
+        ("  perplexity: {none", "  perplexities: {}\n  perplexity: {none", "17:3: paper: found perplexities "),
+    ],
+)
+def test_an_error_in_a_list_names_the_entry(folder, before, after, place):
+    assert before in GRID
+    with pytest.raises(UserError, match=f"grid.yaml:{place}"):
+        grid_of(folder, GRID.replace(before, after, 1))
 
 
 def test_a_grid_is_a_small_file(tmp_path):
