@@ -61,7 +61,8 @@ def draw_usage(folder: Path, run: str, memories: Sequence[MemoryUsage], metrics:
 
 def slot_mass(run: str, memories: Sequence[MemoryUsage]) -> Figure:
     """Share of the mass of each slot, most used first, and the same for uniform random reading."""
-    chosen = [memories[index] for index in spread([memory.layer for memory in memories])]
+    layers = [memory.layer for memory in memories]
+    chosen = [memories[index] for index in spread(layers)]
     figure, axes = new_figure(f"Slot mass in sorted order: {label(run)}")
     for number, memory in enumerate(chosen):
         axes.plot(*sorted_mass(memory), **line_style(number), label=title_of(memory))
@@ -70,7 +71,7 @@ def slot_mass(run: str, memories: Sequence[MemoryUsage]) -> Figure:
         name = "as many reads, uniform" if number == 0 else None
         axes.plot(*uniform_mass(memory), color=GREY, linestyle="--", linewidth=1.2, label=name)
     axes.set(xscale="log", yscale="log", xlabel="slots, most used first (rank)", ylabel="share of the mass")
-    axes.legend(fontsize=9)
+    axes.legend(fontsize=9, title=left_out([memory.layer for memory in chosen], layers))
     return figure
 
 
@@ -156,7 +157,9 @@ def usage_over_training(run: str, metrics: Metrics) -> Figure | None:
     figure.suptitle(f"Memory use over training, on the validation text (dotted: random reading): {label(run)}")
     upper, lower = figure.subplots(2, 1, sharex=True)
     names = list(lines)
-    for number, (layer, name) in enumerate(names[index] for index in spread([layer for layer, _ in names])):
+    layers = [layer for layer, _ in names]
+    chosen = [names[index] for index in spread(layers)]
+    for number, (layer, name) in enumerate(chosen):
         step, usage, kl, random_usage, random_kl = lines[layer, name].T
         style = line_style(number) | {"marker": "o", "markersize": 3}
         upper.plot(step, 100 * usage, **style, label=f"layer {layer} {name}")
@@ -167,7 +170,7 @@ def usage_over_training(run: str, metrics: Metrics) -> Figure | None:
     lower.set(ylabel="KL from uniform (nats)", xlabel="step", xlim=(0, None), ylim=(0, None))
     for axes in (upper, lower):
         axes.grid(alpha=0.3)
-    upper.legend(fontsize=9)
+    upper.legend(fontsize=9, title=left_out([layer for layer, _ in chosen], layers))
     return figure
 
 
@@ -236,6 +239,12 @@ def spread(layers: Sequence[int]) -> list[int]:
     most = max(1, min(len(distinct), MOST_LINES * len(distinct) // len(layers)))
     chosen = {distinct[index] for index in np.linspace(0, len(distinct) - 1, most).round().astype(int)}
     return [index for index, layer in enumerate(layers) if layer in chosen]
+
+
+def left_out(drawn: Sequence[int], layers: Sequence[int]) -> str | None:
+    """What a legend says where not all layers are drawn."""
+    some, every = len(set(drawn)), len(set(layers))
+    return None if some == every else f"{some} of {every} layers"
 
 
 def title_of(memory: MemoryUsage) -> str:

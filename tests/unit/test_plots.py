@@ -129,8 +129,13 @@ def test_many_memories_are_thinned_by_layers() -> None:
     layers = [layer for layer in range(1, 25) for _ in range(3)]
     assert [layers[index] for index in plots.spread(layers)] == [1, 1, 1, 24, 24, 24]
     assert plots.spread([6, 12]) == [0, 1]
-    lines = plots.slot_mass("r", [memory("hash", layer=layer) for layer in layers]).axes[0].lines
-    assert sum(str(line.get_label()).startswith("layer ") for line in lines) == 6
+    mass = plots.slot_mass("r", [memory("hash", layer=layer) for layer in layers]).axes[0]
+    assert sum(str(line.get_label()).startswith("layer ") for line in mass.lines) == 6
+    entries = [valid(10)["usage"][0] | {"layer": layer, "name": f"of {number}"} for number, layer in enumerate(layers)]  # type: ignore[index]
+    training = plots.usage_over_training("r", [valid(10) | {"usage": entries}])
+    assert training is not None
+    assert [axes.get_legend().get_title().get_text() for axes in (mass, training.axes[0])] == ["2 of 24 layers"] * 2
+    assert plots.slot_mass("r", [memory()]).axes[0].get_legend().get_title().get_text() == ""
 
 
 def test_learning_curves() -> None:
