@@ -17,7 +17,8 @@ from pkmlm.model.memory.usage_tap import UsageTap, usage_taps
 from pkmlm.report.usage import MemoryUsage
 from pkmlm.runtime.distributed import World
 
-COMPARISONS = 1 << 18  # of slots, held at a time when two heads are compared: as many as a core's cache holds
+# Of slots, held at a time when two heads are compared: as many as a core's cache holds; a GPU wants few large calls.
+COMPARISONS = {"cpu": 1 << 18, "cuda": 1 << 26}
 Watch = TypeVar("Watch", bound="WatchedReads")
 
 
@@ -114,7 +115,7 @@ class _Counter:
     def _add_common(self, slots_NHk: Tensor) -> None:
         """Count the slots that two heads share; a head's own slots differ from each other."""
         heads, topk = slots_NHk.shape[1:]
-        for part_nHk in slots_NHk.split(max(1, COMPARISONS // topk**2)):
+        for part_nHk in slots_NHk.split(max(1, COMPARISONS[slots_NHk.device.type] // topk**2)):
             for g in range(heads):
                 self.common_HH[g, g] += part_nHk[:, g].numel()
                 for h in range(g + 1, heads):

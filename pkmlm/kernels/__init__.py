@@ -1,3 +1,5 @@
 """The hot loops: `reference` defines them, `ops` chooses an implementation and knows their gradients."""
 
-SCORES = 1 << 22  # of a search at a time: 16 MB in fp32, which a cache may hold between product and search
+# Scores of a search at a time, by device. A CPU's cache may hold 16 MB in fp32 between product and search. A GPU wants
+# few large calls (not measured): 128 MB are 128 queries of 262,144 flat keys; 16 would take eight times the launches.
+SCORES = {"cpu": 1 << 22, "cuda": 1 << 25}

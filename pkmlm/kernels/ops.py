@@ -49,7 +49,7 @@ class _ProductKeys(torch.autograd.Function):
 def _search(q_N2f: Tensor, subkeys_2nf: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """One head's k best pairs of sub-keys for each query: scores (N, k), and the sub-keys of both halves (N, 2, k)."""
     scores, chosen = [], []
-    for q_C2f in q_N2f.split(max(1, SCORES // (2 * subkeys_2nf.shape[1]))):
+    for q_C2f in q_N2f.split(max(1, SCORES[q_N2f.device.type] // (2 * subkeys_2nf.shape[1]))):
         score1_Cn, score2_Cn = (q_C2f[:, half] @ subkeys_2nf[half].T for half in (0, 1))
         i_Ck, j_Ck = backend.of(score1_Cn).product_top_k(score1_Cn, score2_Cn, k)
         scores.append(score1_Cn.gather(1, i_Ck) + score2_Cn.gather(1, j_Ck))
@@ -114,7 +114,7 @@ def flat_key_select(q_NHd: Tensor, keys_HKd: Tensor, k: int) -> tuple[Tensor, Te
     """
     if not 1 <= k <= keys_HKd.shape[1]:
         raise ValueError(f"cannot select {k} of {keys_HKd.shape[1]} keys")
-    step = max(1, SCORES // keys_HKd.shape[1])
+    step = max(1, SCORES[q_NHd.device.type] // keys_HKd.shape[1])
     scores, slots = [], []
     for q_Nd, keys_Kd in zip(q_NHd.unbind(1), keys_HKd.unbind(0), strict=True):  # one gradient of all heads' keys
         q_Nd = q_Nd.contiguous()

@@ -18,7 +18,8 @@ def training_bytes(recipe: Recipe, dense: int, blocks: "tuple[Block, ...]", voca
     dropout (with `train.recompute`: each block's input, and one block whole); 2 bytes a number in bf16 and fp16,
     otherwise 4; SDPA is taken to keep no s^2 scores.
     logits: the head's output, its log-softmax and its gradient in fp32.
-    search: the scores of keys that exist at a time, and their ordering, at 28 bytes a score.
+    search: the scores of keys that exist at a time, and their ordering, at 28 bytes a score (on a CPU; a GPU takes up
+    to eight times as many at once, 0.9 GB).
     Left out: the allocator's slack, the framework itself and the data.
 
     Args:
@@ -32,7 +33,7 @@ def training_bytes(recipe: Recipe, dense: int, blocks: "tuple[Block, ...]", voca
     tokens = train.micro_batch * model.context
     kept = sum(row_gradient_bytes(part, train.batch_tokens, tokens) for block in blocks for part in block.parts)
     rows = 2 * memory.num_keys if memory.kind == "product-key" else memory.num_keys**2
-    search = 0 if memory.kind == "none" else min(SCORES, tokens * memory.heads * rows) * 28
+    search = 0 if memory.kind == "none" else min(SCORES["cpu"], tokens * memory.heads * rows) * 28
     width = 2 if train.precision in ("bf16", "fp16") else 4
     in_blocks = [sum(part.saved for part in block.parts) for block in blocks]
     saved = 3 * model.dim + (len(blocks) * model.dim + max(in_blocks) if train.recompute else sum(in_blocks))

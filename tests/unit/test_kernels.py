@@ -121,7 +121,7 @@ def test_gradients_of_product_keys_reach_queries_and_the_right_half():
 
 
 def test_flat_keys_equal_brute_force_and_their_gradients(monkeypatch):
-    monkeypatch.setattr(ops, "SCORES", 20)  # several pieces
+    monkeypatch.setattr(ops, "SCORES", {"cpu": 20})  # several pieces
     torch.manual_seed(1)
     q = torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True)
     keys = torch.randn(2, 9, 4, dtype=torch.float64, requires_grad=True)

@@ -132,7 +132,7 @@ def draw(tokens: int, heads: int, topk: int, slots: int, seed: int) -> tuple[Ten
 
 
 def test_counters_equal_plain_counting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counting, "COMPARISONS", 40)  # several chunks of tokens, the last not full
+    monkeypatch.setattr(counting, "COMPARISONS", {"cpu": 40})  # several chunks of tokens, the last not full
     heads, topk, slots = 3, 4, 20
     model = Reader(UsageTap(5, "memory", "product-key", slots, heads))
     counts: Counter[tuple[int, int]] = Counter()
