@@ -12,12 +12,11 @@ if TYPE_CHECKING:
 
 def report(job: "Job", world: "World") -> int:
     """Print the plan, then take the first step in memory and print how long it took; rank 0 prints."""
-    import psutil
-
     from pkmlm.cli.train import arithmetic_of
     from pkmlm.data.batches import Batches
     from pkmlm.model.cost import cost_of
     from pkmlm.model.ranks_cost import bytes_held
+    from pkmlm.runtime.device import held_bytes
     from pkmlm.runtime.distributed import ranks_of
     from pkmlm.train.start import starting_model
     from pkmlm.train.step import Stepper
@@ -51,7 +50,7 @@ def report(job: "Job", world: "World") -> int:
     began = time.monotonic()
     result = stepper.take(1)
     seconds = time.monotonic() - began
-    resident = psutil.Process().memory_info().rss / 1e6
+    size, where = held_bytes(arithmetic.device)
     if world.rank == 0:
-        click.echo(f"first step   loss {result.loss:.3f}, {seconds:.2f} s (with warm-up), {resident:,.0f} MB resident")
+        click.echo(f"first step   loss {result.loss:.3f}, {seconds:.2f} s (with warm-up), {size / 1e6:,.0f} MB {where}")
     return 0

@@ -40,9 +40,27 @@ def machine() -> dict[str, str]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What can still be allocated: memory of a GPU, or main memory without swapping."""
-    free: int = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    return free
+    """What can still be allocated: memory of a GPU, what torch keeps of it for later among it, or main memory without
+    swapping.
+    """
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return kept + int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
+
+
+def held_bytes(device: torch.device) -> tuple[int, str]:
+    """What this process has taken of a GPU at most, or holds of main memory, and how to say so."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device), "on the GPU at most"
+    return psutil.Process().memory_info().rss, "resident"
+
+
+def sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the CPU on a device. To a GPU it goes from pinned memory: the host does not wait for the copy, nor
+    for what stands before it in the GPU's queue.
+    """
+    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -96,8 +114,8 @@ def precision_on_cpu(requested: str, capabilities: Mapping[str, Any]) -> tuple[P
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether an error says that memory has run out, in the words of Python, numpy, torch on CPUs or CUDA."""
-    words = ("allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    """Whether an error says that memory has run out, in the words of Python, numpy, torch, Triton or CUDA."""
+    words = ("allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "out of memory")
     told = isinstance(error, RuntimeError) and any(each in str(error) for each in words)
     return told or isinstance(error, MemoryError | torch.OutOfMemoryError)
 

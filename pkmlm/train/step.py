@@ -10,7 +10,7 @@ from pkmlm.data.batches import IGNORED, Batches
 from pkmlm.errors import UserError
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.schema import Recipe
-from pkmlm.runtime.device import at_least_fp32, autocast
+from pkmlm.runtime.device import at_least_fp32, autocast, sent
 from pkmlm.runtime.distributed import Ranks
 from pkmlm.runtime.seeds import derived_seed
 from pkmlm.train.dense_parts import compile_dense_parts
@@ -108,7 +108,7 @@ class Stepper:
         total = torch.zeros((), device=self.device)
         for index in range(count):
             batch = self.batches.micro_batch(step, index, self.recipe.train.micro_batch, world.rank, world.size)
-            tokens_BT, targets_BT = (part.to(self.device, non_blocking=True) for part in batch)
+            tokens_BT, targets_BT = (sent(part, self.device) for part in batch)
             with autocast(self.device, self.precision):
                 logits_BTV = self.model(tokens_BT)
             loss = summed_loss(logits_BTV, targets_BT) / scored

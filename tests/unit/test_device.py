@@ -67,6 +67,7 @@ def test_what_is_a_shortage_of_memory():
     assert is_shortage(MemoryError())
     assert is_shortage(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
     assert is_shortage(torch.OutOfMemoryError("CUDA out of memory"))
+    assert is_shortage(RuntimeError("Triton Error [CUDA]: out of memory"))
     assert not is_shortage(RuntimeError("shapes do not match"))
     assert not is_shortage(ValueError("cannot allocate memory"))
 
