@@ -68,9 +68,9 @@ def command(
     """Perplexity of RUN's model on a split or any text, and its accuracy on zero-shot tasks.
 
     Perplexity is that of lm-evaluation-harness for rolling tasks: documents never share context, words are split by
-    white space, bytes are those of UTF-8. With --tasks it is computed only if --split or --text asks for it. Results
-    are also written to RUN/eval/. RUN may be an exported folder too: nothing is written into it. Under torchrun,
-    processes share the work; the numbers are those of one.
+    white space, bytes are those of UTF-8. With --tasks it is computed only if --split, --text or --data asks for it.
+    Results are also written to RUN/eval/. RUN may be an exported folder too: nothing is written into it. Under
+    torchrun, processes share the work; the numbers are those of one.
 
     \b
     Examples:

@@ -66,7 +66,7 @@ def command(
     from pkmlm.evaluate.slots import find_memory
 
     if prompt is not None and (slot is not None or choice.made):
-        raise UserError("PROMPT excludes --slot, --split and --text", "leave one of them out")
+        raise UserError("PROMPT excludes --slot, --split, --text and --data", "leave one of them out")
     choice.refuse_standard_input("a text is read twice")
     run = load_run(run_path, step)
     memory = find_memory(run.model, layer)

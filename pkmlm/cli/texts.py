@@ -13,6 +13,7 @@ from pkmlm.errors import UserError, printable
 if TYPE_CHECKING:
     from pkmlm.evaluate.load import LoadedRun
     from pkmlm.evaluate.perplexity import Documents
+    from pkmlm.recipe.schema import Recipe
 
 NAME_BYTES = 100  # of a text's name, in the names of results
 TEXT_OPTIONS = (
@@ -22,21 +23,25 @@ TEXT_OPTIONS = (
     ),
     separator_option,
     field_option,
+    click.option("--data", metavar="DIR", help="Where the run's tokens are now. Default: its recipe's data.dir."),
 )
 
 
 class TextChoice(NamedTuple):
-    """A split (None: test), or (with `text`) a file, cut by `separator`, its text in `field`."""
+    """A split (None: test) of the tokens in `data` (None: where the recipe says), or (with `text`) a file, cut by
+    `separator`, its text in `field`.
+    """
 
     split: str | None
     text: str | None
     separator: str | None
     field: str
+    data: str | None
 
     @property
     def made(self) -> bool:
         """Whether a split or a text was asked for."""
-        return self.split is not None or self.text is not None
+        return any(each is not None for each in (self.split, self.text, self.data))
 
     def refuse_contradictions(self) -> None:
         """Refuse options of which one would be ignored."""
@@ -44,30 +49,51 @@ class TextChoice(NamedTuple):
             raise UserError("--split and --text exclude each other", "leave one of them out")
         if self.separator is not None and self.text is None:
             raise UserError("--separator goes with --text (a split's documents are separated already)")
+        if self.data is not None and self.text is not None:
+            raise UserError("--data and --text exclude each other (a text is read as it is)", "leave one of them out")
 
     def refuse_standard_input(self, why: str) -> None:
         """Refuse it where it would be read more than once."""
         if self.text == "-":
             raise UserError(f"--text -: {why} (expected a file)")
 
+    def tokens(self, path: Path, recipe: "Recipe") -> str:
+        """The folder of the tokens of a run or an export.
+
+        Raises:
+            UserError: nobody says where they are, or they are not where the recipe says.
+        """
+        from pkmlm.data.index import FILE
+
+        folder = self.data or recipe.data.dir
+        if folder is None or (self.data is None and not (Path(folder) / FILE).exists()):
+            what = f"{path} names no data.dir" if folder is None else f"the tokens of {path} are not in {folder}"
+            raise UserError(what, "say where they are with --data DIR, or give a text with --text FILE")
+        return folder
+
     def documents(self, run: "LoadedRun") -> "Documents":
-        """The documents that were chosen; for one pass."""
+        """The documents that were chosen; for one pass.
+
+        Raises:
+            UserError: they cannot be had; `data` holds other tokens than those that the run was trained on.
+        """
         from dataclasses import replace
 
         from pkmlm.evaluate.perplexity import documents_of_split, documents_of_text, open_split
 
-        folder = run.recipe.data.dir
         if self.text is not None:
-            return documents_of_text(self.text, run.tokenizer, self.separator, self.field, usual=separator_of(folder))
-        if folder is None:
-            raise UserError(f"run {run.path} names no data.dir", "give a text with --text FILE")
+            usual = separator_of(run.recipe.data.dir)
+            return documents_of_text(self.text, run.tokenizer, self.separator, self.field, usual)
+        folder = self.tokens(run.path, run.recipe)
         corpus = open_split(folder, self.split or "test", run.tokenizer)
         documents, now = documents_of_split(corpus, run.tokenizer), corpus.hashes
         others = [name for name in ("train", "valid") if name in now and run.data.get(name, now[name]) != now[name]]
         if not others:
             return documents
-        known = f"not those that run {run.name} trained with: what is scored may be what it learnt"
-        return replace(documents, doubts=(f"the {' and '.join(others)} tokens in {folder} are {known}",))
+        found = f"the {' and '.join(others)} tokens in {folder} are not those that run {run.name} trained with"
+        if self.data is not None:
+            raise UserError(f"--data: {found}", "give any other text with --text FILE")
+        return replace(documents, doubts=(f"{found}: what is scored may be what it learnt",))
 
 
 def separator_of(folder: str | None) -> str | None:
@@ -95,8 +121,8 @@ def text_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that choose a text to a command; it gets them as one argument, `choice`."""
 
     @wraps(command)
-    def choosing(*, split: str | None, text: str | None, separator: str | None, field: str, **options: Any) -> Any:
-        choice = TextChoice(split, text, separator, field)
+    def choosing(**options: Any) -> Any:
+        choice = TextChoice(**{name: options.pop(name) for name in TextChoice._fields})
         choice.refuse_contradictions()
         return command(choice=choice, **options)
 

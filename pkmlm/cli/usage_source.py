@@ -113,9 +113,6 @@ def source_of(label: str, run: "RunDirectory", step: str, choice: TextChoice, wo
         name = f"text-{kept_name(text.name)}"
         origin |= {"text": sha256_of(text), "separator": choice.separator, "field": choice.field}
     else:
-        folder = run.recipe().data.dir
-        if folder is None:
-            raise UserError(f"run {run.path} names no data.dir", "give a text with --text FILE")
         name = choice.split or "test"
-        origin["tokens"] = read_index(Path(folder)).sha256
+        origin["tokens"] = read_index(Path(choice.tokens(run.path, run.recipe()))).sha256
     return Source(label, run, str(number), run.path / "usage" / f"{name}-step-{number}", origin)

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from tests.conftest import ROOT, pkmlm
+from tests.task_rows import write_rows
 
 
 def test_json_has_the_shape_of_the_contract(trained):
@@ -131,6 +132,33 @@ def test_tokens_that_were_made_anew_since_are_warned_of(trained, novels, tmp_pat
     assert pkmlm("eval", run, "-q", "--text", novels / "test.txt").stderr == ""
     pkmlm("tokenize", novels / "train.txt", *kept, "--force")
     assert pkmlm("eval", run, "-q").stderr == ""
+
+
+def test_tokens_that_have_moved_are_named_with_data(trained, tokens, novels, tmp_path):
+    run = shutil.copytree(trained("product-key"), tmp_path / "run", ignore=shutil.ignore_patterns("eval", "usage"))
+    move_tokens(run, tmp_path / "gone")
+    pkmlm("export", run, "-o", tmp_path / "exported")
+    kept = ["--tokenizer", run / "tokenizer.model", f"--test={novels}/test.txt", "-o", tmp_path / "others", "-q"]
+    pkmlm("tokenize", novels / "valid.txt", *kept)
+    others = f"the train tokens in {tmp_path / 'others'} are not those that run run trained with"
+    for command in ("eval", "usage-report", "slots"):
+        for path in (run, tmp_path / "exported"):
+            assert pkmlm(command, path, "-q", code=2).stderr == (
+                f"error: the tokens of {path} are not in {tmp_path / 'gone'}\n"
+                "hint: say where they are with --data DIR, or give a text with --text FILE\n"
+            )
+            found = pkmlm(command, path, "-q", "--data", tokens)
+            assert found.stderr == ""
+            before = pkmlm(command, trained("product-key"), "-q").stdout
+            assert found.stdout.splitlines()[5:] == before.splitlines()[5:]
+        assert f"error: --data: {others}\n" in pkmlm(command, run, "--data", tmp_path / "others", code=2).stderr
+        assert "exclude each other" in pkmlm(command, run, "--data", tokens, "--text", "x", code=2).stderr
+    kept_results = [json.loads((run / f"{name}/test-step-30.json").read_text()) for name in ("eval", "usage")]
+    assert kept_results[0]["source"]["folder"] == str(tokens)
+    assert "PROMPT excludes" in pkmlm("slots", run, "It was", "--data", tokens, code=2).stderr
+    tasks = ["--tasks", "piqa", "--task-data", write_rows(tmp_path / "tasks")]
+    result = json.loads(pkmlm("eval", run, "-q", "--json", "--data", tokens, *tasks).stdout)
+    assert result["perplexity"]["split"] == "test"
 
 
 def test_a_text_that_is_not_divided_as_the_tokens_were_is_warned_of(trained, novels, tmp_path):
