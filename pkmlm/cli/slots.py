@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 MOST = {"slots": 20, "contexts": 10, "token": 3}  # rows of each kind of report
 MOST_KEPT = 1 << 28  # contexts of all slots of a memory together, 12 bytes each: 3 GB
+MOST_DESCRIBED = 10_000  # slots of one report: dealing their contexts at random takes 3 ms a slot
 
 
 @click.command()
@@ -123,6 +124,9 @@ def of_memory(
     from pkmlm.evaluate.slots import Wanted, describe
     from pkmlm.report.slots import most_read, patterned, slots_table
 
+    if top > MOST_DESCRIBED:
+        message = f"--top: found {top} (expected at most {MOST_DESCRIBED} slots)"
+        raise UserError(message, "`pkmlm usage-report --export FILE` writes reads and mass of every slot")
     usage, strongest = indexed(run, memory, documents[0], CONTEXTS, quiet)
     (slots,) = describe(run, [Wanted(memory, usage, strongest, most_read(usage, top))], documents[1])
     record = heading(run, memory) | {"split": documents[0].name, "tokens": usage.tokens}
