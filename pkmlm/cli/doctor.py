@@ -13,6 +13,7 @@ NEEDED = (
     *("torch", "numpy", "numba", "sentencepiece", "click", "rich", "pyyaml", "safetensors", "zstandard", "pyarrow"),
     *("matplotlib", "psutil", "lm-eval", "datasets", "huggingface-hub", "jinja2"),
 )
+OPTIONAL = ("transformers", "tensorboard", "wandb")  # setup.py's extras hf and sinks
 OLDEST_TORCH = "2.10"
 GIGA = 10**9
 LITTLE_DISK, LITTLE_MEMORY = 5 * GIGA, 2 * GIGA
@@ -58,7 +59,7 @@ def versions() -> dict[str, str | None]:
     from pkmlm import __version__
 
     found: dict[str, str | None] = {"python": platform.python_version(), "pkmlm": __version__}
-    for name in NEEDED:
+    for name in (*NEEDED, *OPTIONAL):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
@@ -178,7 +179,9 @@ def release(version: str) -> tuple[int, ...]:
 def described(facts: dict[str, Any]) -> str:
     """The facts as lines for a person."""
     here, torch, room = facts["machine"], facts["torch"], facts["disk"]
-    lines = [f"{name:<16}{version or 'not installed'}" for name, version in facts["versions"].items()]
+    absent = dict.fromkeys(OPTIONAL, "not installed (optional)")
+    versions = facts["versions"].items()
+    lines = [f"{name:<16}{version or absent.get(name, 'not installed')}" for name, version in versions]
     lines += ["", f"{'system':<16}{here['system']}"]
     lines.append(f"{'cores':<16}{here['cores']}")
     if "error" not in torch:

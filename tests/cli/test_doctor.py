@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pkmlm import __version__
-from pkmlm.cli.doctor import GIGA, NEEDED, OLDEST_TORCH, examine, problems
+from pkmlm.cli.doctor import GIGA, NEEDED, OLDEST_TORCH, OPTIONAL, described, examine, problems
 from tests.conftest import ROOT, pkmlm
 
 
@@ -55,6 +55,14 @@ def test_a_missing_psutil_is_not_called_a_broken_torch() -> None:
     assert broken["what"] == "not installed: psutil"
 
 
+def test_an_optional_package_that_is_missing_is_no_problem() -> None:
+    facts = examine()
+    before = problems(facts)
+    facts["versions"]["wandb"] = None
+    assert (facts["problems"], problems(facts)) == (before, before)
+    assert "wandb           not installed (optional)\n" in described(facts)
+
+
 @pytest.mark.parametrize(
     ("section", "key", "value", "what", "broken"),
     [
@@ -89,9 +97,11 @@ def test_usable_cores_are_those_that_the_process_is_held_to() -> None:
 
 def test_what_is_looked_for_is_what_setup_installs() -> None:
     (call,) = [node for node in ast.walk(ast.parse((ROOT / "setup.py").read_text())) if is_setup(node)]
-    (listed,) = [ast.literal_eval(each.value) for each in call.keywords if each.arg == "install_requires"]
+    given = {each.arg: each.value for each in call.keywords}
+    listed, extras = (ast.literal_eval(given[key]) for key in ("install_requires", "extras_require"))
     assert f"torch>={OLDEST_TORCH},<3" in listed
-    assert sorted(NEEDED) == sorted(re.split("[<>=]", requirement)[0] for requirement in listed)
+    for names, requirements in ((NEEDED, listed), (OPTIONAL, extras["hf"] + extras["sinks"])):
+        assert sorted(names) == sorted(re.split("[<>=]", requirement)[0] for requirement in requirements)
 
 
 def is_setup(node: ast.AST) -> bool:
