@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ import torch
 from safetensors import safe_open
 
 from pkmlm.evaluate.load import load_run
-from tests.conftest import MODELS, pkmlm
+from tests.conftest import MODELS, ROOT, pkmlm
 
 FILES = {
     *("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.model", "model.safetensors"),
@@ -72,10 +73,14 @@ def test_the_folder_holds_a_whole_model(exports):
 def test_transformers_alone_gives_our_logits_ids_and_texts(exports, trained, tmp_path):
     folders = [shutil.copytree(folder, tmp_path / kind) for kind, folder in exports.items()]
     environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", USER, *map(str, folders)]
+    (example,) = re.findall(r"```python\n([^`]*\"exported\"[^`]*)```", (ROOT / "README.md").read_text())
+    (tmp_path / "exported").symlink_to(folders[0])
+    command = [sys.executable, "-c", f"{USER}print('the README')\n{example}", *map(str, folders)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
-    answers = json.loads(done.stdout.splitlines()[-1])
+    told, _, shown = done.stdout.partition("\nthe README\n")
+    assert shown.startswith("It was a dark night, and")
+    answers = json.loads(told.splitlines()[-1])
     for kind, folder in zip(exports, folders, strict=True):
         answer, run = answers[str(folder)], load_run(trained(kind))
         assert answer["type"] == "pkmlm"
