@@ -1,5 +1,6 @@
 """The figures of a grid: what was measured, and beside it what the paper has."""
 
+from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 
@@ -58,28 +59,30 @@ def known(grid: Grid, figure: Figure, value: Values) -> list[Point]:
 
 def panel(axes: Axes, grid: Grid, figure: Figure, value: Values) -> None:
     """The lines of one panel; along a measure, every point carries its name."""
-    lines = grid.names(figure.line) if figure.line else [None]
-    for number, name in enumerate(lines):
+    along_axis = figure.x in grid.axes
+    for number, name in enumerate(grid.names(figure.line) if figure.line else [None]):
         points = [p for p in known(grid, figure, value) if name is None or grid.place(p)[figure.line or ""] == name]
-        if not points:
-            continue
-        found = [value(figure.y, p) for p in points]
-        means = [fmean(seeds) for seeds in found]
-        bars = [[fmean(seeds) - min(seeds) for seeds in found], [max(seeds) - fmean(seeds) for seeds in found]]
         style = line_style(number) | {"marker": "o", "markersize": 5, "capsize": 3}
-        if figure.x not in grid.axes:
+        if not along_axis:
             style["linestyle"] = "-" if figure.line else "none"
-        where = [position(grid, figure, p, value) for p in points]
-        axes.errorbar(where, means, yerr=bars, **style, label=None if name is None else label(name))
-        if figure.x not in grid.axes:
-            for at, mean, p in zip(where, means, points, strict=True):
-                axes.annotate(label(" ".join(p)), (at, mean), xytext=(6, 6), textcoords="offset points", fontsize=8)
-    if figure.x in grid.axes:
+        shown = None if name is None else label(name)
+        for run in [points] if along_axis else runs(grid, figure, points):
+            found = [value(figure.y, p) for p in run]
+            means = [fmean(seeds) for seeds in found]
+            bars = [[fmean(seeds) - min(seeds) for seeds in found], [max(seeds) - fmean(seeds) for seeds in found]]
+            where = [position(grid, figure, p, value) for p in run]
+            axes.errorbar(where, means, yerr=bars, **style, label=shown if run[0] == points[0] else None)
+            for at, mean, p in zip(where, means, run, strict=True) if not along_axis else ():
+                axes.annotate(
+                    label(own_name(grid, figure, p)), (at, mean), xytext=(6, 6), textcoords="offset points", fontsize=8
+                )
+    if along_axis:
         names = grid.names(figure.x)
         axes.set_xticks(range(len(names)), [label(name) for name in names])
         axes.set_xlabel(label(figure.x))
     else:
         axes.set_xlabel(MEASURES[figure.x].label)
+        axes.margins(x=0.1)  # room for the last point's name
         if "x" in figure.log:
             axes.set_xscale("log")
     if "y" in figure.log:
@@ -88,6 +91,17 @@ def panel(axes: Axes, grid: Grid, figure: Figure, value: Values) -> None:
     axes.grid(alpha=0.3)
     if figure.line:
         axes.legend(title=label(figure.line), fontsize=9)
+
+
+def runs(grid: Grid, figure: Figure, points: list[Point]) -> list[list[Point]]:
+    """A line's points, which one stroke joins: those that differ along the last of the other axes alone."""
+    others = [axis for axis in grid.axes if axis != figure.line]
+    return [list(run) for _, run in groupby(points, lambda p: [grid.place(p)[axis] for axis in others[:-1]])]
+
+
+def own_name(grid: Grid, figure: Figure, point: Point) -> str:
+    """A point's name without that of its line, which the legend has."""
+    return " ".join(name for axis, name in grid.place(point).items() if axis != figure.line)
 
 
 def position(grid: Grid, figure: Figure, point: Point, value: Values) -> float:

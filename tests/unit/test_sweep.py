@@ -380,6 +380,22 @@ def test_a_figure_has_a_panel_for_the_paper_and_a_line_for_each_value(folder):
     assert len(picture(results, by_usage).axes) == 1, "one place of the paper's is no picture"
 
 
+def test_a_stroke_joins_points_that_differ_along_one_axis(folder):
+    axes = "axes:\n  depth: {shallow: {model.layers: 2}, deep: {model.layers: 4}}\n"
+    figures = "measure: [perplexity, usage]\nfigures: [{x: usage, y: perplexity, line: norm}]\n"
+    text = GRID.split("without:")[0].replace("axes:\n", axes) + figures
+    cells = Cells(grid_of(folder, text, None), folder / "base.yaml")
+    results = Results(cells.grid, cells, {point: {} for point in cells.grid.points()})
+    for cell in cells.first.values():
+        dense = cell.recipe.model.memory.kind == "none"
+        usage = [] if dense else [{"layer": 2, "name": "memory", "mass": {"usage": 0.5, "kl": 1.0}}]
+        results.add(Outcome(cell, "measured", {"test_token_ppl": 20.0, "usage": usage}))
+    (panel,) = picture(results, cells.grid.figures[0]).axes
+    assert [len(stroke[0].get_xdata()) for stroke in panel.containers] == [2, 2, 2, 2]
+    assert [name.get_text() for name in panel.texts] == ["shallow 64", "shallow 256", "deep 64", "deep 256"] * 2
+    assert [name.get_text() for name in panel.get_legend().get_texts()] == ["no", "yes"]
+
+
 def test_a_figure_shows_names_as_they_are(folder):
     text = (
         GRID.replace("norm", "$x^$").replace("no: {model", r"'$\frac{$': {model").replace("yes: {model", "_y: {model")
