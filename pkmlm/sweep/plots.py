@@ -100,8 +100,9 @@ def runs(grid: Grid, figure: Figure, points: list[Point]) -> list[list[Point]]:
 
 
 def own_name(grid: Grid, figure: Figure, point: Point) -> str:
-    """A point's name without that of its line, which the legend has."""
-    return " ".join(name for axis, name in grid.place(point).items() if axis != figure.line)
+    """A point's name without that of its line, which the legend has; a number says of which axis it is."""
+    places = {axis: name for axis, name in grid.place(point).items() if axis != figure.line}
+    return " ".join(f"{axis} {name}" if name.isdecimal() else name for axis, name in places.items())
 
 
 def position(grid: Grid, figure: Figure, point: Point, value: Values) -> float:

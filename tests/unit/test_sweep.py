@@ -392,7 +392,8 @@ def test_a_stroke_joins_points_that_differ_along_one_axis(folder):
         results.add(Outcome(cell, "measured", {"test_token_ppl": 20.0, "usage": usage}))
     (panel,) = picture(results, cells.grid.figures[0]).axes
     assert [len(stroke[0].get_xdata()) for stroke in panel.containers] == [2, 2, 2, 2]
-    assert [name.get_text() for name in panel.texts] == ["shallow 64", "shallow 256", "deep 64", "deep 256"] * 2
+    names = [f"{depth} slots {slots}" for depth in ("shallow", "deep") for slots in (64, 256)]
+    assert [name.get_text() for name in panel.texts] == names * 2
     assert [name.get_text() for name in panel.get_legend().get_texts()] == ["no", "yes"]
 
 
