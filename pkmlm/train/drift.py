@@ -3,6 +3,7 @@
 N: tokens; H: heads; k: slots a head reads; K: slots; S: slots sampled; D: width of a value.
 """
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,7 @@ class _Memory:
         norm_S = self.before_SD.norm(dim=1)
         share_S = moved_S / norm_S.clamp(min=1e-12)
         read_S = self.read_K[self.sample_S]
+        median = float(share_S[read_S].median()) if bool(read_S.any()) else math.nan
         numbers = {
             "layer": self.tap.layer,
             "name": self.tap.name,
@@ -173,7 +175,7 @@ class _Memory:
             "died": died,
             "woke": woke,
             "never": int((self.last_K == 0).sum()),
-            "moved": float(share_S[read_S].median()) if bool(read_S.any()) else None,
+            "moved": median if math.isfinite(median) else None,
         }
         return numbers, {"moved_S": moved_S.cpu().numpy(), "norm_S": norm_S.cpu().numpy()}
 

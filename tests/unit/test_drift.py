@@ -83,6 +83,16 @@ def test_moved_is_the_distance_of_sampled_values(watched, tmp_path: Path) -> Non
     assert log.told[2]["memories"][0]["moved"] is None, "nothing was read since"
 
 
+@pytest.mark.parametrize("value", [3e38, float("nan")])
+def test_values_beyond_measure_have_moved_by_no_number(watched, tmp_path: Path, value: float) -> None:
+    recipe, model, read = watched
+    log, drift = Events(), Drift(tmp_path / "usage", recipe, model, 0)
+    drift.memories[0].values.weight_KD.data.fill_(value)
+    read(drift, *range(256))
+    drift.record(15, log)
+    assert log.told[0]["memories"][0]["moved"] is None
+
+
 def test_going_on_from_a_checkpoint_changes_no_record(watched, tmp_path: Path) -> None:
     recipe, model, read = watched
     told = []
