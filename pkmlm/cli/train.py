@@ -155,12 +155,12 @@ def arithmetic_of(recipe: "Recipe") -> "Arithmetic":
 def refuse(run: "RunDirectory", job: "Job", resume: str) -> None:
     """Refuse what can be seen to be wrong before anything is written, not even a folder."""
     from pkmlm.cli.resume import refuse_resume
-    from pkmlm.train.start import check_shapes, initial_checkpoint
+    from pkmlm.train.start import check_initial
 
     refuse_resume(run, resume)
     run.refuse_foreign()
     if job.recipe.train.init_from is not None and not run.steps():
-        check_shapes(initial_checkpoint(job), job)
+        check_initial(job)
 
 
 def mend(run: "RunDirectory", job: "Job") -> list[str]:

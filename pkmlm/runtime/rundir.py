@@ -32,8 +32,8 @@ from pkmlm.runtime.shapes import DRIFT, EVENT, FACTS, misfit, read_shaped
 CHECKPOINT = re.compile(r"step-([0-9]{8,18})")
 STEP = re.compile(r"[0-9]{1,18}")
 # What a run keeps in its folder, besides what is measured later.
-OWN = {"recipe.yaml", "metrics.jsonl", "train.log", "tokenizer.model", "checkpoints", "best", "latest", "done"}
-MARKS = {".lock", "run.json"}  # only a run has these
+OWN = {"recipe.yaml", "run.json", "metrics.jsonl", "train.log", "tokenizer.model", "checkpoints"}
+OWN |= {"best", "latest", "done"}
 CHOOSE = "choose another -o"
 
 
@@ -92,7 +92,7 @@ class RunDirectory:
         for folder in (self.checkpoints, self.path / "usage"):
             refuse_link(folder)
         entries = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
-        if entries & MARKS:
+        if ".lock" in entries or {"recipe.yaml", "run.json"} <= entries:  # only a run has these
             return
         for name in sorted(entries & OWN):
             raise UserError(f"-o {self.path} is no run, but holds {name}, which training would overwrite", CHOOSE)

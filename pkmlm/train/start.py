@@ -25,6 +25,20 @@ def starting_model(job: Job, device: torch.device, ranks: Ranks, *, fresh: bool)
     return model
 
 
+def check_initial(job: Job) -> None:
+    """Refuse a `train.init_from` whose weights are not this model's.
+
+    Raises:
+        UserError: as `initial_checkpoint`; or its tensors have other shapes.
+    """
+    path = initial_checkpoint(job)
+    try:
+        check_shapes(path, job)
+    except UserError as error:
+        hint = f"give the model its shapes: pkmlm recipe show {job.recipe.train.init_from}/recipe.yaml"
+        raise UserError(f"train.init_from: {error.message}", error.hint or hint, error.exit_code) from None
+
+
 def check_shapes(path: Path, job: Job) -> None:
     """Refuse a checkpoint of other shapes than the recipe's, before anything of their size is allocated."""
     check_weights(path, build_model(job.recipe, job.vocab_size, "meta"))
@@ -36,7 +50,10 @@ def initial_checkpoint(job: Job) -> Path:
     Raises:
         UserError: there is no such run, it has another tokenizer (exit code 2), or the checkpoint is damaged (1).
     """
-    source = RunDirectory.existing(str(job.recipe.train.init_from))
+    try:
+        source = RunDirectory.existing(str(job.recipe.train.init_from))
+    except UserError as error:
+        raise UserError(f"train.init_from: {error.message}", error.hint) from None
     if sha256_of(source.tokenizer_file) != job.tokenizer.sha256:
         raise UserError(
             f"train.init_from: run {source.path} has another tokenizer than {job.recipe.data.dir}",

@@ -42,7 +42,7 @@ def on(begun, run, *arguments, code=0):
 
 
 def test_training_overwrites_nothing_that_is_no_run_s(begun, tmp_path):
-    for name in ("recipe.yaml", "tokenizer.model", "metrics.jsonl", "checkpoints"):
+    for name in ("recipe.yaml", "run.json", "tokenizer.model", "metrics.jsonl", "checkpoints"):
         folder = tmp_path / name.partition(".")[0]
         folder.mkdir()
         (folder / name).write_text("mine")

@@ -227,9 +227,13 @@ def test_what_a_recipe_may_not_mean_is_warned_of(tmp_path, write_recipe):
     assert sum(line["event"] == "warn" for line in RunDirectory(run).metrics()) == 2
 
 
-def test_a_run_that_cannot_begin_leaves_nothing(tmp_path, write_recipe):
+def test_a_run_that_cannot_begin_leaves_nothing(tmp_path, write_recipe, trained):
     run, recipe = tmp_path / "run", write_recipe(tmp_path, "dense")
-    assert "/nowhere" in pkmlm("train", recipe, "-o", run, "-s", "train.init_from=/nowhere", code=2).stderr
+    said = pkmlm("train", recipe, "-o", run, "-s", "train.init_from=/nowhere", code=2).stderr
+    assert "error: train.init_from: run /nowhere does not exist\n" in said
+    other = ["-s", f"train.init_from={trained('dense')}", "-s", "model.layers=1"]
+    said = pkmlm("train", recipe, "-o", run, *other, code=2).stderr
+    assert re.search(r"^error: train\.init_from: .*\nhint: .", said, re.MULTILINE)
     assert not run.exists()
 
 
