@@ -117,22 +117,21 @@ def seen_by_torch() -> dict[str, Any]:
     """Threads, instruction set, CUDA devices, device and precision."""
     import torch
 
-    from pkmlm.runtime.device import choose_device, choose_precision
+    from pkmlm.runtime.device import choose_arithmetic
 
     devices = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         capability = f"{properties.major}.{properties.minor}"
         devices.append({"name": properties.name, "memory_bytes": properties.total_memory, "capability": capability})
-    device = choose_device()
-    precision, reason = choose_precision("auto", device)
+    arithmetic = choose_arithmetic("auto")
     return {
         "threads": torch.get_num_threads(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "cuda": devices,
-        "device": str(device),
-        "precision": precision,
-        "precision_reason": reason,
+        "device": str(arithmetic.device),
+        "precision": arithmetic.precision,
+        "precision_reason": arithmetic.reason,
     }
 
 

@@ -78,6 +78,7 @@ def command(
       pkmlm eval runs/demo --text my.txt --stride 64
       zcat news.jsonl.gz | jq -r .body | pkmlm eval runs/demo --text -
       pkmlm eval runs/demo --step best --json
+      pkmlm eval copied/demo --data moved/tokens
       pkmlm eval runs/demo --tasks piqa,arc_easy --task-data tasks
       pkmlm eval runs/demo --tasks memoryformer --log-samples samples.jsonl
       torchrun --nproc-per-node 4 -m pkmlm eval runs/demo
