@@ -137,6 +137,7 @@ def differences(runs: dict[str, RunDirectory]) -> list[str]:
         "several texts, or shares of one, to validate on": {
             label: None if of.get("valid") is None else (of["valid"], parts[label]) for label, of in data.items()
         },
+        "several texts to test on": {label: tested_on(run) for label, run in runs.items()},
     }
     told = []
     for what, values in measures.items():
@@ -147,6 +148,13 @@ def differences(runs: dict[str, RunDirectory]) -> list[str]:
         if len(alike) > 1:
             told.append(f"{what} ({'; '.join(', '.join(labels) for labels in alike.values())})")
     return told
+
+
+def tested_on(run: RunDirectory) -> str | None:
+    """The sha256 of the test split that the newest result is of; None where it is not known."""
+    _, results = newest(run.path / "eval", "perplexity")
+    found: str | None = (results.get("source") or {}).get("sha256")
+    return found
 
 
 def compare_tables(runs: Sequence[Facts]) -> list[Table]:

@@ -52,6 +52,7 @@ FACTS: Shape = {
 # RUN/eval/*.json.
 RESULTS: Shape = {
     "perplexity?": SCORES,
+    "source?": {"sha256?": (str,)},
     "tasks?": {str: {"acc?": NUMBER, "num_fewshot?": NUMBER}},
 }
 # RUN/usage/*.json.

@@ -194,6 +194,13 @@ def test_what_cannot_be_held_against_each_other_is_told(run: Path, tmp_path: Pat
         "warning: several texts to train on (like, partly; longer)",
         "warning: several texts, or shares of one, to validate on (like, longer; partly)",
     ]
+    for folder, sha256 in ((like, "d"), (twin, "e")):
+        scores = {"token_ppl": 9.0, "word_ppl": 9.0, "bits_per_byte": 1.0}
+        (folder / "eval").mkdir(exist_ok=True)
+        result = {"perplexity": scores, "source": {"folder": "data", "sha256": sha256}}
+        (folder / "eval/test-step-200.json").write_text(json.dumps(result))
+    said = pkmlm("compare", run, like, twin).stderr
+    assert said == "warning: several texts to test on (like; twin)\n"
     damaged = pkmlm("compare", like, other("damaged", {**same, "valid": ["c"]}), code=2).stderr
     assert "state.json" in damaged
     assert "data.valid" in damaged
