@@ -13,7 +13,6 @@ from pkmlm.bench.models import Variant, check_room, decode, prefilled, random_to
 from pkmlm.bench.rounds import Timing
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.runtime.device import choose_device
-from pkmlm.train.step import summed_loss
 
 
 @dataclass(frozen=True)
@@ -89,4 +88,4 @@ def time_inference(
 @torch.no_grad()
 def score(model: Transformer, ids_BT: Tensor) -> Tensor:
     """The log-probability of a text under a model, all sequences together."""
-    return -summed_loss(model(ids_BT), ids_BT.roll(-1, 1))
+    return -model.loss(ids_BT, ids_BT.roll(-1, 1))

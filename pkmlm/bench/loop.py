@@ -60,7 +60,7 @@ def note_forwards(model: Transformer, device: torch.device) -> list[float]:
         synchronize(device)
         begun.append(time.perf_counter())
 
-    model.register_forward_pre_hook(note)
+    model.embedding.register_forward_pre_hook(note)  # the first of its modules to run
     return begun
 
 

@@ -7,6 +7,7 @@ k: slots a head reads; c: k^2 candidates; F: entries of all heads' queries.
 import torch
 from torch import Tensor, nn
 
+from pkmlm.model.linear import Linear
 from pkmlm.model.memory.product_key import ProductKeyMemory
 from pkmlm.recipe.schema import Memory
 
@@ -56,4 +57,4 @@ class PlainMemory(nn.Module):
 
 def plain_ffn(dim: int) -> nn.Sequential:
     """The FFN that a memory replaces: D to 4 D to D with a GELU between."""
-    return nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+    return nn.Sequential(Linear(dim, 4 * dim), nn.GELU(), Linear(4 * dim, dim))

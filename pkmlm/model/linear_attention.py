@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, relu
 
+from pkmlm.kernels.products import linear
 from pkmlm.model.attention_cost import CHUNK
 from pkmlm.model.initial import Initial, OrthogonalRows
 from pkmlm.runtime.device import at_least_fp32
@@ -129,6 +130,6 @@ class Performer(nn.Module):
     def _features(self, x_BhTe: Tensor) -> tuple[Tensor, Tensor]:
         """Features over the largest of their vector, and the logarithm of that."""
         x_BhTe = x_BhTe * x_BhTe.shape[-1] ** -0.25
-        log_BhTM = x_BhTe @ self.directions_Me.T - x_BhTe.square().sum(-1, keepdim=True) / 2
+        log_BhTM = linear(x_BhTe, self.directions_Me) - x_BhTe.square().sum(-1, keepdim=True) / 2
         largest_BhT1 = log_BhTM.amax(-1, keepdim=True)
         return (log_BhTM - largest_BhT1).exp() + EPSILON, largest_BhT1[..., 0]

@@ -8,6 +8,15 @@ from pkmlm.recipe.schema import Recipe
 if TYPE_CHECKING:
     from pkmlm.model.cost import Block, Part
 
+# Logits at a time, by device: 8 MB in fp32 stay in a CPU's cache; a GPU wants few large calls (512 MB, not measured).
+LOGITS = {"cpu": 1 << 21, "cuda": 1 << 27}
+LEAST_TOKENS = 512  # fewer at a time, and adding up the head's gradient would cost as much as its product
+
+
+def tokens_at_a_time(device: str, vocab_size: int) -> int:
+    """Tokens whose logits the loss holds at a time, on a kind of device."""
+    return max(LEAST_TOKENS, LOGITS[device] // vocab_size)
+
 
 def training_bytes(recipe: Recipe, dense: int, blocks: "tuple[Block, ...]", vocab_size: int) -> dict[str, int]:
     """An estimate of the memory that training takes in one process, by what holds it.
@@ -17,9 +26,9 @@ def training_bytes(recipe: Recipe, dense: int, blocks: "tuple[Block, ...]", voca
     activations: what maps, norms, attention and memories keep of one micro-batch for the backward, without
     dropout (with `train.recompute`: each block's input, and one block whole); 2 bytes a number in bf16 and fp16,
     otherwise 4; SDPA is taken to keep no s^2 scores.
-    logits: the head's output, its log-softmax and its gradient in fp32.
-    search: the scores of keys that exist at a time, and their ordering, at 28 bytes a score (on a CPU; a GPU takes up
-    to eight times as many at once, 0.9 GB).
+    logits: those that exist at a time, as they come and in fp32, and what the head's gradient takes before it is one.
+    search: the scores of keys that exist at a time, and their ordering, at 28 bytes a score.
+    Of both, what a CPU takes; a GPU holds up to 1.1 GB of logits and 0.9 GB of scores.
     Left out: the allocator's slack, the framework itself and the data.
 
     Args:
@@ -34,6 +43,7 @@ def training_bytes(recipe: Recipe, dense: int, blocks: "tuple[Block, ...]", voca
     kept = sum(row_gradient_bytes(part, train.batch_tokens, tokens) for block in blocks for part in block.parts)
     rows = 2 * memory.num_keys if memory.kind == "product-key" else memory.num_keys**2
     search = 0 if memory.kind == "none" else min(SCORES["cpu"], tokens * memory.heads * rows) * 28
+    at_a_time = min(tokens, tokens_at_a_time("cpu", vocab_size))
     width = 2 if train.precision in ("bf16", "fp16") else 4
     in_blocks = [sum(part.saved for part in block.parts) for block in blocks]
     saved = 3 * model.dim + (len(blocks) * model.dim + max(in_blocks) if train.recompute else sum(in_blocks))
@@ -42,7 +52,7 @@ def training_bytes(recipe: Recipe, dense: int, blocks: "tuple[Block, ...]", voca
         "gradients": 4 * dense + kept,
         "moments": 8 * parameters,
         "activations": tokens * saved * width,
-        "logits": tokens * vocab_size * 12,
+        "logits": 8 * vocab_size * (at_a_time + model.dim),
         "search": search,
     }
 

@@ -7,11 +7,14 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, linear, relu
+from torch.nn.functional import gelu, relu
 
 from pkmlm.errors import UserError
+from pkmlm.kernels.products import linear
 from pkmlm.model.attention import Attention, Cache, Layout, rotation
 from pkmlm.model.initial import Constant, Initial, Normal, initialise, linear_std
+from pkmlm.model.linear import Linear
+from pkmlm.model.loss import summed_loss
 from pkmlm.model.memory.flat_key import FlatKeyMemory
 from pkmlm.model.memory.hash_table import HashLayer, MemoryBlock
 from pkmlm.model.memory.product_key import ProductKeyMemory
@@ -25,7 +28,7 @@ from pkmlm.runtime.distributed import Ranks
 BATCH_NORM_MOMENTUM = 0.1  # of one optimizer step
 
 
-class ResidualLinear(nn.Linear):
+class ResidualLinear(Linear):
     """The last map of a residual branch: it starts smaller by the root of the number of branches (GPT-2)."""
 
     def __init__(self, dim_in: int, dim_out: int, bias: bool, share: float):
@@ -43,7 +46,7 @@ class FFN(nn.Module):
     def __init__(self, model: Model, share: float):
         super().__init__()
         inner = model.ffn_dim or 4 * model.dim
-        self.up = nn.Linear(model.dim, inner, bias=model.bias)
+        self.up = Linear(model.dim, inner, bias=model.bias)
         self.down = ResidualLinear(inner, model.dim, model.bias, share)
         self.activation: Callable[[Tensor], Tensor] = gelu if model.activation == "gelu" else relu
 
@@ -97,7 +100,7 @@ class Transformer(nn.Module):
         self.dropout = nn.Dropout(model.dropout)
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(model.dim)
-        self.untied_head = None if model.tie_embeddings else nn.Linear(model.dim, vocab_size, bias=False)
+        self.untied_head = None if model.tie_embeddings else Linear(model.dim, vocab_size, bias=False)
 
     def hidden(self, tokens_BT: Tensor, cache: Cache | None = None, layout: Layout | None = None) -> Tensor:
         """The final norm's output (B, T, D). With a cache, the tokens continue what the cache holds, and are added to
@@ -132,6 +135,11 @@ class Transformer(nn.Module):
     def head(self, h_BTD: Tensor) -> Tensor:
         """Logits (..., V) of hidden states."""
         return linear(h_BTD, (self.untied_head or self.embedding).weight)
+
+    def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """`summed_loss` of what each position says of its target (int64; negative: not scored): 0-d, nats."""
+        weight_VD = (self.untied_head or self.embedding).weight
+        return summed_loss(self.hidden(tokens_BT).flatten(0, 1), weight_VD, targets_BT.flatten())
 
     def forward(self, tokens_BT: Tensor, cache: Cache | None = None) -> Tensor:
         """Logits (B, T, V): at each position, of the token after it."""
@@ -203,6 +211,6 @@ def _block(recipe: Recipe, index: int, forwards: int) -> Block:
     if hashed:
         qkv: nn.Module = HashLayer(model.dim, 3 * model.dim, model.hash.bits, model.hash, layer, "qkv")
         return Block(model, Attention(model, qkv, None, index), parts)
-    qkv = nn.Linear(model.dim, 3 * model.dim, bias=model.bias)
+    qkv = Linear(model.dim, 3 * model.dim, bias=model.bias)
     out = ResidualLinear(model.dim, model.dim, model.bias, share)
     return Block(model, Attention(model, qkv, out, index), parts)

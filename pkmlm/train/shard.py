@@ -30,7 +30,7 @@ def shard_dense_parts(model: Transformer, ranks: int) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    for name in ("hidden", "head"):  # evaluation calls these, not forward
+    for name in ("hidden", "head", "loss"):  # training and evaluation call these, not forward
         register_fsdp_forward_method(model, name)
 
 

@@ -9,7 +9,7 @@ from pkmlm.recipe.schema import Recipe
 from pkmlm.runtime.device import Precision
 from pkmlm.train.job import Job
 
-OF_A_FORWARD = ("activations", "logits", "search")  # parts of `Cost.training` that grow with the micro-batch
+OF_A_FORWARD = ("activations", "search")  # parts of `Cost.training` that grow with the micro-batch
 
 
 def out_of_memory(job: Job, precision: Precision, ranks: int) -> UserError:

@@ -4,13 +4,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
-from pkmlm.data.batches import IGNORED, Batches
+from pkmlm.data.batches import Batches
 from pkmlm.errors import UserError
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.schema import Recipe
-from pkmlm.runtime.device import at_least_fp32, autocast, sent
+from pkmlm.runtime.device import autocast, sent
 from pkmlm.runtime.distributed import Ranks
 from pkmlm.runtime.seeds import derived_seed
 from pkmlm.train.dense_parts import compile_dense_parts
@@ -110,8 +109,7 @@ class Stepper:
             batch = self.batches.micro_batch(step, index, self.recipe.train.micro_batch, world.rank, world.size)
             tokens_BT, targets_BT = (sent(part, self.device) for part in batch)
             with autocast(self.device, self.precision):
-                logits_BTV = self.model(tokens_BT)
-            loss = summed_loss(logits_BTV, targets_BT) / scored
+                loss = self.model.loss(tokens_BT, targets_BT) / scored
             self.scaler.scale(loss).backward()
             total = total + loss.detach()
         return total
@@ -143,14 +141,6 @@ class Stepper:
         lower = max(SCALE_FLOOR, scale * self.scaler.get_backoff_factor())
         self.scaler.update(new_scale=lower)
         self.scaler.load_state_dict({**self.scaler.state_dict(), "_growth_tracker": 0})
-
-
-def summed_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Cross-entropy of logits (B, T, V) summed over the scored of the targets (int64, (B, T)), in fp32 (fp64 for fp64
-    logits): 0-d, nats.
-    """
-    logits_MV = at_least_fp32(logits_BTV.flatten(0, 1))
-    return cross_entropy(logits_MV, targets_BT.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def found(loss: float, norms: dict[str, float], after: str = "") -> str:

@@ -143,7 +143,7 @@ def curve(folder: Path, kind: str, size: int, memory: int, micro_batch: int, ste
     stepper = stepper_of(recipe_of(kind, memory, micro_batch), several)
     ranks = several or Ranks()
     seen: list[Tensor] = []
-    stepper.model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    stepper.model.embedding.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     taken = [stepper.take(step) for step in range(1, steps + 1)]
     order = torch.cat([ranks.world.all_gather(tokens_BT) for tokens_BT in seen])
     weights = whole_weights(stepper.model)

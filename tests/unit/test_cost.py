@@ -248,7 +248,9 @@ def test_memory_to_train_by_hand() -> None:
     memory = few.model.memory
     few = Recipe(model=Model(**{**vars(few.model), "memory": Memory(**{**vars(memory), "topk": 1})}), train=few.train)
     assert cost_of(few, 30).training["gradients"] == 4 * cost.dense + 10 * (2 * 40 + 4 * 16)
-    assert cost.training["logits"] == 2 * 10 * 30 * 12
+    assert cost.training["logits"] == 8 * 30 * (2 * 10 + 16)  # and of 512 tokens at most:
+    long = cost_of(key_memory_model(train=Train(batch_tokens=1000, micro_batch=100)), vocab_size=5000)
+    assert long.training["logits"] == 8 * 5000 * (512 + 16)
     many = cost_of(key_memory_model(train=Train(batch_tokens=4000, micro_batch=2, precision="fp32")), vocab_size=30)
     # One pass of 20 tokens, and twice the values: the sums of their 64 rows, and what turns into sums.
     assert many.training["gradients"] == 4 * cost.dense + 20 * (2 * 4 * 40 + 4 * 16) + 2 * 4 * 64 * 16

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pkmlm.model.initial import Constant, Initial, Normal
+from pkmlm.model.linear import Linear
 from pkmlm.model.memory.query_norm import QueryBatchNorm
 from pkmlm.recipe.schema import Memory
 from pkmlm.runtime.device import at_least_fp32
@@ -50,7 +51,7 @@ class Query(nn.Module):
             return normed
 
 
-class UnitLinear(nn.Linear):
+class UnitLinear(Linear):
     """A linear map that keeps the size of a normalised input at the start: queries start alike under any norm."""
 
     def initial(self) -> dict[str, Initial]:

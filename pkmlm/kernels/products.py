@@ -1,0 +1,75 @@
+"""Products of matrices in fp32 on a CPU, by the faster one of the two libraries that torch carries.
+
+torch takes MKL's, which on an AMD CPU leaves half the width of AVX-512 unused. oneDNN, torch's choice for half
+precision, uses all of it: 2.1 to 2.4 times as fast (recipes/README.md, "Speed"). Anywhere else torch is left to choose.
+
+N: rows; I, O: widths of the input and of the output.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+LEAST_WORK = 1 << 20  # multiplications, under which oneDNN's 15 us a call are more than it gains
+
+
+@cache
+def mkl_is_narrow() -> bool:
+    """Whether this is an AMD CPU with AVX-512, and torch can be asked for oneDNN (not before 2.11: it tells no CPU)."""
+    cpu: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    wide = bool(cpu.get("avx512_f")) and str(cpu.get("cpu_name")).startswith("AMD")
+    return wide and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def by_onednn(x: Tensor, y: Tensor) -> bool:
+    """Whether the product of x (..., I) with each row of y (O, I) is oneDNN's."""
+    plain = x.dtype == y.dtype == torch.float32 and x.device.type == y.device.type == "cpu"
+    return plain and x.numel() * len(y) >= LEAST_WORK and mkl_is_narrow() and not torch.is_autocast_enabled("cpu")
+
+
+def row_by_row(x_NI: Tensor, y_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """x y^T, plus a bias: the product of each row of x with each of y (N, O), without a gradient."""
+    if not by_onednn(x_NI, y_OI):
+        return functional.linear(x_NI, y_OI, bias_O)
+    out_NO: Tensor = torch.ops.mkldnn._linear_pointwise(x_NI, y_OI, bias_O, "none", [], "")
+    return out_NO
+
+
+def column_by_column(y_NO: Tensor, x_NI: Tensor) -> Tensor:
+    """y^T x: the product of each column of y with each of x (O, I), without a gradient.
+
+    oneDNN copies the first matrix of a product where it lies across: let it be the smaller one.
+    """
+    if y_NO.shape[1] <= x_NI.shape[1]:
+        return row_by_row(y_NO.t(), x_NI.t())
+    return row_by_row(x_NI.t(), y_NO.t()).t()
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x_NI, weight_OI)
+        return row_by_row(x_NI, weight_OI, bias_O)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x_NI, weight_OI = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        return (
+            row_by_row(grad_NO, weight_OI.t()) if needs_x else None,
+            column_by_column(grad_NO, x_NI) if needs_weight else None,
+            grad_NO.sum(0) if needs_bias else None,
+        )
+
+
+def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """torch's `linear` of x (..., I), with its gradients."""
+    if not by_onednn(x, weight_OI):
+        return functional.linear(x, weight_OI, bias_O)
+    out_NO: Tensor = _Linear.apply(x.flatten(0, -2), weight_OI, bias_O)
+    return out_NO.view(*x.shape[:-1], len(weight_OI))

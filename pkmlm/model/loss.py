@@ -1,0 +1,71 @@
+"""The loss of a model's head, from hidden states: no logits of all tokens ever exist.
+
+N: tokens; D: model width; V: vocabulary; C: tokens at a time.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from pkmlm.kernels.products import column_by_column, row_by_row
+from pkmlm.model.training_memory import tokens_at_a_time
+from pkmlm.runtime.device import at_least_fp32
+
+
+class _SummedLoss(torch.autograd.Function):
+    """Both gradients are computed beside the loss, while a piece's logits are there."""
+
+    @staticmethod
+    def forward(ctx: Any, h_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, dtype: torch.dtype) -> Tensor:
+        read_VD = weight_VD.to(dtype)
+        total = at_least_fp32(h_ND.new_zeros(()))
+        h_grad = torch.empty_like(h_ND) if ctx.needs_input_grad[0] else None
+        weight_grad = torch.zeros_like(weight_VD) if ctx.needs_input_grad[1] else None
+        step = tokens_at_a_time(h_ND.device.type, len(weight_VD))
+        for start in range(0, len(h_ND), step):
+            piece = slice(start, start + step)
+            h_CD = h_ND[piece].to(dtype)
+            loss, slope_CV = loss_and_slope(row_by_row(h_CD, read_VD), targets_N[piece])
+            total = total + loss
+            slope_CV = slope_CV.to(dtype)
+            if h_grad is not None:
+                h_grad[piece] = row_by_row(slope_CV, read_VD.t())
+            if weight_grad is not None:
+                weight_grad += column_by_column(slope_CV, h_CD)
+        ctx.save_for_backward(h_grad, weight_grad)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        h_grad, weight_grad = (None if part is None else part * grad for part in ctx.saved_tensors)
+        return h_grad, weight_grad, None, None
+
+
+def loss_and_slope(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy summed over scored targets (0-d), and its derivative by the logits (C, V): softmax less one-hot.
+    Both in fp32 (fp64 for fp64 logits); logits of at least that precision are overwritten.
+    """
+    x_CV = at_least_fp32(logits_CV)
+    scored_C1 = (targets_C >= 0).to(x_CV.dtype)[:, None]
+    at_C1 = targets_C.clamp_min(0)[:, None]
+    largest_C1, target_C1 = x_CV.amax(-1, keepdim=True), x_CV.gather(1, at_C1)
+    sum_C1 = x_CV.sub_(largest_C1).exp_().sum(-1, keepdim=True)
+    loss = ((sum_C1.log() + largest_C1 - target_C1) * scored_C1).sum()
+    x_CV.mul_(scored_C1 / sum_C1)
+    return loss, x_CV.scatter_(1, at_C1, x_CV.gather(1, at_C1) - scored_C1)  # one a row: the same bits every time
+
+
+def summed_loss(h_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Tensor:
+    """Cross-entropy of the logits h W^T, summed over scored tokens: 0-d, nats, in fp32 (fp64 for fp64 states), with
+    gradients to both. The products run in the autocast's dtype, and gradients of W add up in its own.
+
+    Args:
+        targets_N: int64; of a token that is not scored, negative.
+    """
+    kind = h_ND.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_VD.dtype
+    loss: Tensor = _SummedLoss.apply(h_ND, weight_VD, targets_N, dtype)
+    return loss

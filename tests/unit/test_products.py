@@ -1,0 +1,138 @@
+"""Products of fp32 matrices by oneDNN: the same numbers as torch's own, where they are chosen, and nowhere else."""
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pkmlm.data.batches import Batches
+from pkmlm.kernels import products
+from pkmlm.model.transformer import build_model
+from pkmlm.recipe.schema import Memory, Model, Optim, Recipe, Train
+from pkmlm.train.step import Stepper
+from tests.golden.test_curves import Stream
+
+needs_onednn = pytest.mark.skipif(
+    not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")),
+    reason="this torch has no oneDNN",
+)
+ONEDNN, MATRIX_PRODUCTS = "mkldnn._linear_pointwise.default", {"aten.mm.default", "aten.addmm.default"}
+
+
+class Calls(TorchDispatchMode):
+    """Which products run, by name, with the multiplications of each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.work: dict[str, list[int]] = {ONEDNN: [], **{name: [] for name in MATRIX_PRODUCTS}}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if str(func) in self.work:
+            left = args[1] if str(func) == "aten.addmm.default" else args[0]
+            self.work[str(func)].append(out.numel() * left.shape[-1])
+        return out
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    monkeypatch.setattr(products, "mkl_is_narrow", lambda: True)
+
+
+def drawn(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+# Around the least work; odd and even; a map that widens and one that narrows; a head.
+SHAPES = [(64, 128, 128), (1, 1024, 1024), (129, 100, 101), (8, 16, 16), (256, 512, 64), (40, 64, 5000)]
+
+
+@needs_onednn
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("strided", [True, False])
+def test_linear_and_its_gradients(narrow, shape, bias, strided):
+    rows, inner, outer = shape
+    torch.manual_seed(rows)
+    exact = [drawn(rows, inner), drawn(outer, inner), *([drawn(outer)] if bias else [])]
+    grad = drawn(rows, outer)
+
+    def results(dtype, linear):
+        x, *rest = [each.to(dtype).requires_grad_() for each in exact]
+        given = torch.stack([x, x], 1)[:, 1] if strided else x.view(1, rows, inner)
+        with Calls() as calls:
+            out = linear(given, *rest).reshape(rows, outer)
+            out.backward(grad.to(dtype))
+        return calls.work, [out, x.grad, *(each.grad for each in rest)]
+
+    work, found = results(torch.float32, products.linear)
+    _, expected = results(torch.float64, functional.linear)
+    work_of_each = rows * inner * outer
+    assert work[ONEDNN] == (3 * [work_of_each] if work_of_each >= products.LEAST_WORK else [])
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == torch.float32
+        assert one.shape == other.shape
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=2e-6 * float(other.detach().abs().max()))
+
+
+@needs_onednn
+def test_the_same_bits_wherever_the_numbers_lie_in_memory(narrow):
+    torch.manual_seed(1)
+    x, y = torch.randn(200, 96), torch.randn(300, 96)
+    first = products.row_by_row(x, y)
+    for offset in (1, 3, 16, 33):
+        moved = [torch.empty(each.numel() + offset)[offset:].view_as(each).copy_(each) for each in (x, y)]
+        assert torch.equal(products.row_by_row(*moved), first)
+
+
+@needs_onednn
+def test_only_what_needs_a_gradient_is_computed(narrow):
+    x, weight = torch.randn(64, 128), torch.randn(256, 128, requires_grad=True)
+    with Calls() as calls:
+        products.linear(x, weight).sum().backward()
+    assert x.grad is None
+    assert weight.grad is not None
+    assert calls.work[ONEDNN] == 2 * [64 * 128 * 256]
+
+
+@needs_onednn
+@pytest.mark.parametrize(
+    ("dtype", "autocast"), [(torch.float64, False), (torch.bfloat16, False), (torch.float32, True)]
+)
+def test_other_precisions_are_left_to_torch(narrow, dtype, autocast):
+    x, weight = torch.randn(64, 128, dtype=dtype), torch.randn(256, 128, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), Calls() as calls:
+        out = products.linear(x, weight)
+        assert torch.equal(out, functional.linear(x, weight))
+    assert not calls.work[ONEDNN]
+    assert out.dtype == (torch.bfloat16 if autocast else dtype)
+
+
+@pytest.mark.parametrize(
+    ("cpu", "narrow"),
+    [
+        ({"cpu_name": "AMD EPYC", "avx512_f": True}, True),
+        ({"cpu_name": "AMD Ryzen 5 3600", "avx512_f": False}, False),
+        ({"cpu_name": "Intel(R) Xeon(R)", "avx512_f": True}, False),
+        ({"architecture": "aarch64"}, False),
+        ({}, False),
+    ],
+)
+@needs_onednn
+def test_which_cpus_are_meant(monkeypatch, cpu, narrow):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: cpu, raising=False)
+    assert products.mkl_is_narrow.__wrapped__() is narrow
+
+
+@needs_onednn
+@pytest.mark.parametrize("memory", ["none", "product-key", "flat-key"])
+def test_every_large_product_of_a_training_step(narrow, memory):
+    keys = {} if memory == "none" else {"layers": ("2",), "num_keys": 64, "heads": 2, "topk": 4, "key_dim": 64}
+    model = Model(dim=64, layers=2, heads=2, context=64, memory=Memory(kind=memory, **keys))
+    recipe = Recipe(model=model, optim=Optim(), train=Train(steps=1, batch_tokens=512, micro_batch=8))
+    batches = Batches(Stream(), 64, recipe.sequences, 0)
+    stepper = Stepper(recipe, build_model(recipe, 400), batches, "fp32")
+    with Calls() as calls:
+        stepper.take(1)
+    assert 512 * 64 * 400 in calls.work[ONEDNN]
+    assert max(work for name in MATRIX_PRODUCTS for work in [0, *calls.work[name]]) < products.LEAST_WORK
