@@ -67,5 +67,7 @@ def summed_loss(h_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Tensor:
     """
     kind = h_ND.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_VD.dtype
+    if not torch.is_grad_enabled():  # which a function of autograd does not see
+        h_ND, weight_VD = h_ND.detach(), weight_VD.detach()
     loss: Tensor = _SummedLoss.apply(h_ND, weight_VD, targets_N, dtype)
     return loss

@@ -95,6 +95,9 @@ def test_a_gradient_that_nobody_needs_is_not_computed():
         assert torch.equal(given[index].grad, full[1 + index])
         assert given[1 - index].grad is None
         assert products.count == 2
+    with Products() as products, torch.no_grad():
+        assert summed_loss(h.requires_grad_(), weight.requires_grad_(), targets) == full[0]
+    assert products.count == 1
 
 
 def test_nothing_scored():
