@@ -114,9 +114,11 @@ def torch_facts() -> dict[str, Any]:
 
 
 def seen_by_torch() -> dict[str, Any]:
-    """Threads, instruction set, CUDA devices, device and precision."""
+    """Threads, instruction set, whose fp32 products, CUDA devices and what their kernels lack, device and precision."""
     import torch
 
+    from pkmlm.kernels.backend import lacking_for_triton
+    from pkmlm.kernels.products import mkl_is_narrow
     from pkmlm.runtime.device import choose_arithmetic
 
     devices = []
@@ -128,7 +130,9 @@ def seen_by_torch() -> dict[str, Any]:
     return {
         "threads": torch.get_num_threads(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
+        "fp32_by_onednn": mkl_is_narrow(),
         "cuda": devices,
+        "kernels_lack": lacking_for_triton() if devices else [],
         "device": str(arithmetic.device),
         "precision": arithmetic.precision,
         "precision_reason": arithmetic.reason,
@@ -152,6 +156,9 @@ def problems(facts: dict[str, Any]) -> list[dict[str, Any]]:
         report(f"torch {versions['torch']} is too old", f"pip install 'torch>={OLDEST_TORCH}'", broken=True)
     elif not torch["cuda"] and Path("/dev/nvidiactl").exists():
         report(f"a GPU is here, but torch {versions['torch']} cannot use it", "install torch for CUDA: pytorch.org")
+    elif torch["kernels_lack"]:
+        lacking = " and no ".join(torch["kernels_lack"])
+        report(f"the memory's CUDA kernels cannot be built: no {lacking}", "install what is missing", broken=True)
     if not facts["disk"]["writable"]:
         report(f"cannot write in {facts['disk']['folder']}", "change to a folder of yours, or give full paths")
     if facts["disk"]["free_bytes"] < LITTLE_DISK:
@@ -184,7 +191,8 @@ def described(facts: dict[str, Any]) -> str:
     lines += ["", f"{'system':<16}{here['system']}"]
     lines.append(f"{'cores':<16}{here['cores']}")
     if "error" not in torch:
-        lines[-1] += f" (torch uses {torch['threads']} threads, {torch['cpu']})"
+        products = ", fp32 products by oneDNN" if torch["fp32_by_onednn"] else ""
+        lines[-1] += f" (torch uses {torch['threads']} threads, {torch['cpu']}{products})"
     if here["memory_bytes"] is not None:
         total, free = here["memory_bytes"] / GIGA, here["memory_free_bytes"] / GIGA
         lines.append(f"{'memory':<16}{total:.1f} GB, {free:.1f} GB free")

@@ -1,23 +1,59 @@
 """The one place that chooses an implementation of the kernels."""
 
+import importlib.util
+import os
+import shutil
+import sysconfig
+from functools import cache
+from pathlib import Path
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from pkmlm.errors import UserError
+
 
 def of(x: Tensor) -> ModuleType:
     """The module whose kernels take tensors like x: numba's for fp32 on the CPU, Triton's for up to 32-bit floats on
     CUDA, else the reference. All define the functions of `reference` by the same names.
+
+    Raises:
+        UserError: Triton cannot build its kernels on this machine.
     """
     if x.device.type == "cpu" and x.dtype == torch.float32:
         from pkmlm.kernels import cpu
 
         return cpu
     if x.device.type == "cuda" and x.dtype != torch.float64:
-        from pkmlm.kernels import cuda
-
-        return cuda
+        return triton_kernels()
     from pkmlm.kernels import reference
 
     return reference
+
+
+@cache
+def triton_kernels() -> ModuleType:
+    """Triton's kernels; what it needs to build them is looked for once, before the first of them is."""
+    lacking = lacking_for_triton()
+    if lacking:
+        raise UserError(
+            f"the memory's CUDA kernels cannot be built: found no {' and no '.join(lacking)}",
+            "install what is missing, or set CUDA_VISIBLE_DEVICES= to use the CPU",
+            exit_code=1,
+        )
+    from pkmlm.kernels import cuda
+
+    return cuda
+
+
+def lacking_for_triton() -> list[str]:
+    """What Triton builds kernels with and does not find here: it compiles a launcher for each in C, while it runs."""
+    there = {
+        "package triton": importlib.util.find_spec("triton") is not None,
+        "C compiler (gcc or clang, or CC in the environment)": "CC" in os.environ
+        or shutil.which("gcc") is not None
+        or shutil.which("clang") is not None,
+        "Python.h (package python3-dev)": Path(sysconfig.get_paths()["include"], "Python.h").exists(),
+    }
+    return [name for name, found in there.items() if not found]

@@ -68,6 +68,7 @@ def test_an_optional_package_that_is_missing_is_no_problem() -> None:
     [
         ("versions", "torch", "2.9.1", "torch 2.9.1 is too old", True),
         ("versions", "numpy", None, "not installed: numpy", True),
+        ("torch", "kernels_lack", ["A", "B"], "the memory's CUDA kernels cannot be built: no A and no B", True),
         ("disk", "free_bytes", GIGA, "1.0 GB of disk are free", False),
         ("disk", "writable", False, "cannot write in ", False),
         ("machine", "memory_free_bytes", GIGA // 2, "0.5 GB of memory are free", False),
@@ -79,6 +80,7 @@ def test_what_is_wrong_is_named(section: str, key: str, value: object, what: str
     healthy["disk"].update(free_bytes=100 * GIGA, writable=True)
     if "error" not in healthy["torch"] and not healthy["torch"]["cuda"]:
         healthy["torch"]["cuda"] = [{}]  # a GPU that this torch cannot use is another test's matter
+    healthy["torch"]["kernels_lack"] = []
     assert problems(healthy) == []
     (found,) = problems({**healthy, section: {**healthy[section], key: value}})
     assert found["what"].startswith(what)

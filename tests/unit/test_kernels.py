@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pkmlm
-from pkmlm.kernels import cpu, ops, packed_top_k, reference
+from pkmlm.errors import UserError
+from pkmlm.kernels import backend, cpu, ops, packed_top_k, reference
 from pkmlm.kernels.compiled import over_threads
 from pkmlm.kernels.row_gradient import RowGradient
 
@@ -398,3 +399,22 @@ def test_bucket_scores_and_their_gradients_stay_finite():
     assert torch.isfinite(z.grad).all()
     z = torch.randn(4, 2, 5, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: ops.bucket_scores(x, 0.7), z)
+
+
+def test_what_triton_lacks_is_told_before_a_kernel_is_built(monkeypatch, tmp_path):
+    """With a CUDA tensor, a missing compiler would be an error of Triton's from the middle of the first step."""
+    (tmp_path / "gcc").touch(mode=0o755)
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert backend.lacking_for_triton() == []
+    (tmp_path / "gcc").unlink()
+    assert backend.lacking_for_triton() == ["C compiler (gcc or clang, or CC in the environment)"]
+    monkeypatch.setenv("CC", "mycc")
+    (tmp_path / "Python.h").unlink()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert [each.split(" (")[0] for each in backend.lacking_for_triton()] == ["package triton", "Python.h"]
+    with pytest.raises(UserError, match=r"cannot be built: found no package triton and no Python\.h"):
+        backend.triton_kernels.__wrapped__()
