@@ -1,5 +1,6 @@
 """What a command reads: a split of the run's tokens, or any text; and the options that say so."""
 
+import re
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -113,8 +114,10 @@ def warn_of(documents: "Documents") -> None:
 
 
 def kept_name(name: str) -> str:
-    """As much of a text's name as stands in the name of a file that keeps a result of it."""
-    return name.encode(errors="ignore")[:NAME_BYTES].decode(errors="ignore")
+    """As much of a text's name as stands in the name of a file that keeps a result of it: no blank, nor any sign that
+    means something to a shell.
+    """
+    return re.sub(r"[^\w.-]+", "_", name).encode(errors="ignore")[:NAME_BYTES].decode(errors="ignore")
 
 
 def text_options(command: Callable[..., Any]) -> Callable[..., Any]:

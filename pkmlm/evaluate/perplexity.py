@@ -9,7 +9,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,7 @@ class Documents:
     """Tokenized documents and what their text counts.
 
     Attributes:
-        name: of the split or the file.
+        name: of the split or the file; of several files, how many, and of what pattern.
         ids: the documents' token ids, without the end-of-document token; may be read once.
         tokens: ids in all; words: as `len(re.split(r"\\s+", text))` summed over documents; bytes: of UTF-8.
         source: what results keep of where they come from; doubts: what to warn of.
@@ -154,14 +153,15 @@ def documents_of_text(
             texts += read_documents(stream, separator, field)
     if not texts:
         raise UserError(f"{path} holds no text")
-    name = "standard input" if path == "-" else Path(path).name
+    one = "standard input" if path == "-" else sources[0].plain_name
+    name = one if len(sources) == 1 else f"{len(sources)} files of {path}"
     doubts: tuple[str, ...] = ()
     if usual is not None and plain and separator is None:
         divided = sum(bool(part) for text in texts for part in text.split(usual))
         if divided > len(texts):
             few = f"{len(texts):,} document{'s' * (len(texts) > 1)}"
             more = f"--separator {usual!r}, as the run's tokens had it, divides it into {divided:,}"
-            doubts = (f"{name} was read as {few}, but {more}",)
+            doubts = (f"{name}: read as {few}, but {more}",)
     read = {"file": path, "sha256": digest.hexdigest(), "separator": separator, "field": field, "documents": len(texts)}
     documents = documents_of_texts(name, [np.array(tokenizer.encode(text)) for text in texts], texts)
     return replace(documents, source=read, doubts=doubts)

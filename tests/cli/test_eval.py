@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -58,6 +60,20 @@ def test_texts_of_one_name_are_kept_apart_and_say_what_they_are(trained, tmp_pat
             ("-", b"one text", None, 1),
         )
     ]
+
+
+def test_several_texts_and_standard_input_have_names(trained, tmp_path, monkeypatch):
+    """In the heading, and in the result's file, where a blank or a sign of the shell is a nuisance."""
+    shutil.copytree(trained("dense"), tmp_path / "run", ignore=shutil.ignore_patterns("eval"))
+    monkeypatch.chdir(tmp_path)
+    Path("c").mkdir()
+    for name in ("a b.txt", "c.txt"):
+        (Path("c") / name).write_text("some text")
+    for text, name in (("c/*", "2 files of c/*"), ("c/a*", "a b.txt"), ("-", "standard input")):
+        said = pkmlm("eval", "run", "-q", "--text", text, stdin="some text").stdout
+        assert said.startswith(f"run at step 30, {name}\n")
+    kept = sorted(re.sub(r"-[0-9a-f]{8}-step-30\.json", "", file.name) for file in Path("run/eval").iterdir())
+    assert kept == ["text-2_files_of_c_", "text-a_b.txt", "text-standard_input"]
 
 
 def test_validation_during_training_is_eval_on_valid(tmp_path, write_recipe):
@@ -168,7 +184,7 @@ def test_a_text_that_is_not_divided_as_the_tokens_were_is_warned_of(trained, nov
     pkmlm("tokenize", novels / "train.txt", "--separator", r"\n\n", *kept)
     (tmp_path / "x.txt").write_text("one\n\ntwo\n\nthree")
     told = (
-        "warning: x.txt was read as 1 document, "
+        "warning: x.txt: read as 1 document, "
         r"but --separator '\n\n', as the run's tokens had it, divides it into 3" + "\n"
     )
     for command in ("eval", "usage-report", "slots"):
