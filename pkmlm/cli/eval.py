@@ -144,16 +144,10 @@ def store(run: "LoadedRun", record: dict[str, Any], stride: int | None) -> None:
 
 
 def perplexity_file(record: dict[str, Any], stride: int | None) -> str:
-    """The name under which a run keeps a perplexity: of a split; or of a text, with a mark of its bytes and of how they
-    were read, for others may have its name.
-    """
-    import hashlib
-    import json
-
+    """The name under which a run keeps a perplexity."""
     name, source = record["perplexity"]["split"], record["source"]
     if "file" in source:
-        read = json.dumps([source[key] for key in ("sha256", "separator", "field")])
-        name = f"text-{kept_name(name)}-{hashlib.sha256(read.encode()).hexdigest()[:8]}"
+        name = kept_name(name, source["sha256"], source["separator"], source["field"])
     return f"{name}-step-{record['step']}" + (f"-stride-{stride}" if stride else "") + ".json"
 
 

@@ -1,5 +1,7 @@
 """What a command reads: a split of the run's tokens, or any text; and the options that say so."""
 
+import hashlib
+import json
 import re
 from collections.abc import Callable
 from functools import wraps
@@ -113,11 +115,13 @@ def warn_of(documents: "Documents") -> None:
         click.echo(f"warning: {printable(doubt)}", err=True)
 
 
-def kept_name(name: str) -> str:
-    """As much of a text's name as stands in the name of a file that keeps a result of it: no blank, nor any sign that
-    means something to a shell.
+def kept_name(name: str, sha256: str, separator: str | None, field: str) -> str:
+    """The name under which a run keeps what was found of a text: without blanks and signs that mean something to a
+    shell, and with a mark of its bytes and of how they were read, for others may have its name.
     """
-    return re.sub(r"[^\w.-]+", "_", name).encode(errors="ignore")[:NAME_BYTES].decode(errors="ignore")
+    plain = re.sub(r"[^\w.-]+", "_", name).encode(errors="ignore")[:NAME_BYTES].decode(errors="ignore")
+    read = json.dumps([sha256, separator, field])
+    return f"text-{plain}-{hashlib.sha256(read.encode()).hexdigest()[:8]}"
 
 
 def text_options(command: Callable[..., Any]) -> Callable[..., Any]:

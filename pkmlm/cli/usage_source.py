@@ -110,8 +110,8 @@ def source_of(label: str, run: "RunDirectory", step: str, choice: TextChoice, wo
     origin: dict[str, Any] = {"checkpoint": sha256_of(run.checkpoint(number) / MANIFEST)}
     if choice.text is not None:
         text = Path(choice.text)
-        name = f"text-{kept_name(text.name)}"
         origin |= {"text": sha256_of(text), "separator": choice.separator, "field": choice.field}
+        name = kept_name(text.name, origin["text"], choice.separator, choice.field)
     else:
         name = choice.split or "test"
         origin["tokens"] = read_index(Path(choice.tokens(run.path, run.recipe()))).sha256

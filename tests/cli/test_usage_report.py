@@ -102,6 +102,19 @@ def test_text_equals_its_split_and_steps_differ(run_of: Callable[[str], Path], n
     assert len(list((run / "usage").glob("*.json"))) == 3
 
 
+def test_texts_of_one_name_are_kept_apart(run_of: Callable[[str], Path], tmp_path: Path) -> None:
+    run = run_of("product-key")
+    texts = [tmp_path / "a" / "my text.txt", tmp_path / "b" / "my text.txt"]
+    for text in texts:
+        text.parent.mkdir()
+        text.write_text(f"the text in {text.parent.name}\n\nand more")
+    asked = [["--text", text] for text in texts] + [["--text", texts[1], "--separator", r"\n\n"]]
+    found = [report(run, *each)[0] for each in asked]
+    kept = {file.name: json.loads(file.read_text()) for file in (run / "usage").glob("*.json")}
+    assert sorted(map(str, kept.values())) == sorted(map(str, found))
+    assert all(name.startswith("text-my_text.txt-") for name in kept)
+
+
 def test_standard_output_ends_in_a_table_for_one_run(run_of: Callable[[str], Path]) -> None:
     run = run_of("product-key")
     lines = pkmlm("usage-report", run).stdout.splitlines()
