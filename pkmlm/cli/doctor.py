@@ -118,7 +118,7 @@ def seen_by_torch() -> dict[str, Any]:
     import torch
 
     from pkmlm.kernels.backend import lacking_for_triton
-    from pkmlm.kernels.products import mkl_is_narrow
+    from pkmlm.kernels.products import BY_ONEDNN
     from pkmlm.runtime.device import choose_arithmetic
 
     devices = []
@@ -130,7 +130,7 @@ def seen_by_torch() -> dict[str, Any]:
     return {
         "threads": torch.get_num_threads(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
-        "fp32_by_onednn": mkl_is_narrow(),
+        "fp32_by_onednn": BY_ONEDNN,
         "cuda": devices,
         "kernels_lack": lacking_for_triton() if devices else [],
         "device": str(arithmetic.device),

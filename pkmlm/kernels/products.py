@@ -6,7 +6,6 @@ precision, uses all of it: 2.1 to 2.4 times as fast (recipes/README.md, "Speed")
 N: rows; I, O: widths of the input and of the output.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch.nn import functional
 LEAST_WORK = 1 << 20  # multiplications, under which oneDNN's 15 us a call are more than it gains
 
 
-@cache
 def mkl_is_narrow() -> bool:
     """Whether this is an AMD CPU with AVX-512, and torch can be asked for oneDNN (not before 2.11: it tells no CPU)."""
     cpu: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
@@ -25,18 +23,31 @@ def mkl_is_narrow() -> bool:
     return wide and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
+BY_ONEDNN = mkl_is_narrow()
+
+
 def by_onednn(x: Tensor, y: Tensor) -> bool:
     """Whether the product of x (..., I) with each row of y (O, I) is oneDNN's."""
     plain = x.dtype == y.dtype == torch.float32 and x.device.type == y.device.type == "cpu"
-    return plain and x.numel() * len(y) >= LEAST_WORK and mkl_is_narrow() and not torch.is_autocast_enabled("cpu")
+    return BY_ONEDNN and plain and x.numel() * len(y) >= LEAST_WORK and not torch.is_autocast_enabled("cpu")
 
 
 def row_by_row(x_NI: Tensor, y_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """x y^T, plus a bias: the product of each row of x with each of y (N, O), without a gradient."""
     if not by_onednn(x_NI, y_OI):
         return functional.linear(x_NI, y_OI, bias_O)
+    out_NO: Tensor = (_as_a_whole if torch.compiler.is_compiling() else _onednn)(x_NI, y_OI, bias_O)
+    return out_NO
+
+
+def _onednn(x_NI: Tensor, y_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     out_NO: Tensor = torch.ops.mkldnn._linear_pointwise(x_NI, y_OI, bias_O, "none", [], "")
     return out_NO
+
+
+# torch.compile has rules of its own for oneDNN's operation, which fail on ours: to it the product is one unknown step.
+_as_a_whole = torch.library.custom_op("pkmlm::row_by_row", _onednn, mutates_args=())
+_as_a_whole.register_fake(lambda x_NI, y_OI, bias_O: x_NI.new_empty(len(x_NI), len(y_OI)))
 
 
 def column_by_column(y_NO: Tensor, x_NI: Tensor) -> Tensor:
