@@ -2,12 +2,13 @@
 
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from pkmlm.cli.options import force_option, json_option, quiet_option, step_option
-from pkmlm.cli.texts import TextChoice, kept_name, text_options, warn_of
+from pkmlm.cli.texts import TextChoice, kept_name, kept_split, text_options, warn_of
 from pkmlm.cli.zero_shot import Asked, prepare, score_tasks, tasks_file, warn_of_cuts
 from pkmlm.errors import UserError, printable
 
@@ -107,7 +108,7 @@ def command(
     print_result(record, as_json)
     warn_of_cuts(record)
     try:
-        store(run, record, stride)
+        store(run, record, stride, choice)
     except UserError as error:  # a folder that only another user may write, say: the result still stands
         click.echo(f"warning: not kept in the run: {printable(error.message)}", err=True)
     if measured:
@@ -127,7 +128,7 @@ def perplexity(
     return asdict(result)
 
 
-def store(run: "LoadedRun", record: dict[str, Any], stride: int | None) -> None:
+def store(run: "LoadedRun", record: dict[str, Any], stride: int | None, choice: TextChoice) -> None:
     """Keep the results with the run. An exported folder is a product: nothing is written into it."""
     if run.exported:
         return
@@ -138,16 +139,18 @@ def store(run: "LoadedRun", record: dict[str, Any], stride: int | None) -> None:
     make_folder(folder)
     if record["perplexity"] is not None:
         alone = {key: value for key, value in record.items() if key != "harness"}
-        write_json(folder / perplexity_file(record, stride), {**alone, **NO_TASKS})
+        write_json(folder / perplexity_file(folder, record, stride, choice), {**alone, **NO_TASKS})
     if record["tasks"]:
         write_json(folder / tasks_file(record), {**record, **NO_PERPLEXITY})
 
 
-def perplexity_file(record: dict[str, Any], stride: int | None) -> str:
-    """The name under which a run keeps a perplexity."""
+def perplexity_file(folder: Path, record: dict[str, Any], stride: int | None, choice: TextChoice) -> str:
+    """The name under which a run keeps a perplexity in its folder of results."""
     name, source = record["perplexity"]["split"], record["source"]
-    if "file" in source:
+    if choice.text is not None:
         name = kept_name(name, source["sha256"], source["separator"], source["field"])
+    elif choice.data is not None:
+        name = kept_split(folder, name, "sha256", source["sha256"])
     return f"{name}-step-{record['step']}" + (f"-stride-{stride}" if stride else "") + ".json"
 
 

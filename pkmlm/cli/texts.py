@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -122,6 +123,29 @@ def kept_name(name: str, sha256: str, separator: str | None, field: str) -> str:
     plain = re.sub(r"[^\w.-]+", "_", name).encode(errors="ignore")[:NAME_BYTES].decode(errors="ignore")
     read = json.dumps([sha256, separator, field])
     return f"text-{plain}-{hashlib.sha256(read.encode()).hexdigest()[:8]}"
+
+
+def kept_split(folder: Path, split: str, key: str, sha256: str) -> str:
+    """The name under which a run keeps what was found of a split in --data: the split's; or, where what `folder` has
+    under that is of other tokens, the split's with a mark of these. Which test split is a run's own nobody knows, but
+    `compare` takes what has its name for it.
+
+    Args:
+        key: in the "source" of what is kept, that of the sha256.
+    """
+    from pkmlm.runtime.shapes import read_shaped
+
+    kept = set()
+    for file in folder.glob("*.json"):
+        if file.name.startswith(f"{split}-step-"):
+            with suppress(UserError):  # it is damaged, or of a time when results did not say of what they are
+                kept.add(read_shaped(file, {"source": {key: (str,)}}, "the results")["source"][key])
+    if not kept or sha256 in kept:
+        return split
+    name = f"{split}-{sha256[:8]}"
+    text = f"--data: what the run has kept of {split} is of other tokens: this is kept as {name}"
+    click.echo(f"warning: {printable(text)}", err=True)
+    return name
 
 
 def text_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from pkmlm.cli.texts import TextChoice, kept_name
+from pkmlm.cli.texts import TextChoice, kept_name, kept_split
 from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ def source_of(label: str, run: "RunDirectory", step: str, choice: TextChoice, wo
         return Source(label, run, step)
     number = run.resolve(step)
     number = world.broadcast(number) if world else number
+    folder = run.path / "usage"
     origin: dict[str, Any] = {"checkpoint": sha256_of(run.checkpoint(number) / MANIFEST)}
     if choice.text is not None:
         text = Path(choice.text)
@@ -115,4 +116,6 @@ def source_of(label: str, run: "RunDirectory", step: str, choice: TextChoice, wo
     else:
         name = choice.split or "test"
         origin["tokens"] = read_index(Path(choice.tokens(run.path, run.recipe()))).sha256
-    return Source(label, run, str(number), run.path / "usage" / f"{name}-step-{number}", origin)
+        if choice.data is not None and (world is None or world.rank == 0):  # the others keep nothing
+            name = kept_split(folder, name, "tokens", origin["tokens"])
+    return Source(label, run, str(number), folder / f"{name}-step-{number}", origin)

@@ -177,6 +177,29 @@ def test_tokens_that_have_moved_are_named_with_data(trained, tokens, novels, tmp
     assert result["perplexity"]["split"] == "test"
 
 
+def test_another_test_split_takes_no_place_of_the_runs_own(trained, tokens, novels, tmp_path):
+    """Which `compare` shows; another step, or stride, makes no difference."""
+    run = shutil.copytree(trained("product-key"), tmp_path / "run", ignore=shutil.ignore_patterns("eval", "usage"))
+    for command in ("eval", "usage-report"):
+        assert pkmlm(command, run, "-q", "--step", "20", "--data", tokens).stderr == ""
+    (tmp_path / "short.txt").write_text("It was a dark night.")
+    made = [novels / "train.txt", f"--valid={novels}/valid.txt", f"--test={tmp_path}/short.txt"]
+    pkmlm("tokenize", *made, "--tokenizer", run / "tokenizer.model", "-o", tmp_path / "other", "-q")
+    before = pkmlm("compare", run).stdout
+    for command in ("eval", "usage-report"):
+        said = pkmlm(command, run, "-q", "--data", tmp_path / "other").stderr
+        assert re.fullmatch("warning: --data: what the run has kept of test is of other .* as test-[0-9a-f]{8}\n", said)
+        assert pkmlm("compare", run).stdout == before
+    (run / "eval" / "test-step-10.json").write_text("torn")  # and no trouble
+    pkmlm("eval", run, "-q", "--data", tmp_path / "other", "--stride", 8)
+    kept = {re.sub("-[0-9a-f]{8}-", "-MARK-", file.name) for file in (run / "eval").iterdir()}
+    expected = {"test-step-10.json", "test-step-20.json", "test-MARK-step-30.json", "test-MARK-step-30-stride-8.json"}
+    assert kept == expected
+    assert len(list((run / "usage").glob("test-*-step-30.json"))) == 1
+    pkmlm("eval", run, "-q", "--data", tokens)
+    assert json.loads((run / "eval/test-step-30.json").read_text())["source"]["folder"] == str(tokens)
+
+
 def test_a_text_that_is_not_divided_as_the_tokens_were_is_warned_of(trained, novels, tmp_path):
     run = shutil.copytree(trained("product-key"), tmp_path / "run")
     move_tokens(run, tmp_path / "divided")
