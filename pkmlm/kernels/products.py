@@ -17,7 +17,7 @@ LEAST_WORK = 1 << 20  # multiplications, under which oneDNN's 15 us a call are m
 
 
 def mkl_is_narrow() -> bool:
-    """Whether this is an AMD CPU with AVX-512, and torch can be asked for oneDNN (not before 2.11: it tells no CPU)."""
+    """Whether this is an AMD CPU with AVX-512, and torch can be asked for oneDNN (older ones tell of no CPU)."""
     cpu: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     wide = bool(cpu.get("avx512_f")) and str(cpu.get("cpu_name")).startswith("AMD")
     return wide and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
