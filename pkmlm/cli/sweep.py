@@ -185,6 +185,7 @@ def run_all(
             if outcome.status != "stopped":
                 say(progress_line(outcome, len(results.outcomes), total, grid.measure))
 
+        folder.begin(results)
         say(f"{total} runs in {folder.path}, {jobs} at a time")
         Runner(cells.base, runs, grid.measure, jobs, devices, task_data, stop).run(cells, done, tick)
         if stop.exit_code is not None:

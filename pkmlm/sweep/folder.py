@@ -14,7 +14,7 @@ from pkmlm.sweep.results import Results, Speed
 from pkmlm.sweep.runner import finished
 
 TIMED = {"point": {str: (str,)}, "recipe?": (str,), "timed_on?": {str: (str,)}, "tokens_per_second": [NUMBER]}
-SHAPE = {"grid": (str,), "scale?": (str,), "set?": [(str,)], "speed?": [TIMED]}
+SHAPE = {"grid": (str,), "scale?": (str,), "set?": [(str,)], "cells?": [{}], "speed?": [TIMED]}
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,11 @@ class SweepFolder:
         if self.path.is_dir() and any(self.path.iterdir()) and not self.runs.exists():
             raise UserError(f"{self.path} holds no sweep, but other files", "name a new folder with -o")
 
+    def begin(self, results: Results) -> None:
+        """Note with which settings the runs here are made, before one has ended: `--table` then asks for the same."""
+        if not self._found().get("cells"):
+            write_json(self.path / "results.json", results.as_json(self.grid, self.scale))
+
     def collect(self, results: Results) -> None:
         """Take in the runs that are there already, if the grid needs any.
 
@@ -99,7 +104,7 @@ class SweepFolder:
         if not results.ended:
             message = f"{self.path} holds no run of this grid that has ended"
             failed = [f"{outcome.cell.name}: {outcome.message}" for outcome in results.outcomes.values()]
-            raise UserError(message, failed[0] if failed else "leave --table out")
+            raise UserError(message, failed[0] if failed else "wait for one, or leave --table out to train them")
 
     def write(self, results: Results) -> list[Table]:
         """Write the tables and results.json; the tables."""

@@ -207,6 +207,10 @@ def test_a_stopped_sweep_goes_on(grid, tmp_path):
     assert "the same command goes on" in said
     assert run.facts()["status"] == "stopped", "the cell saved a checkpoint"
     assert not (folder / "cells" / "256_seed-1").exists()
+    assert pkmlm("sweep", grid, "-o", folder, "--table", code=2).stderr == (
+        f"error: {folder} holds no run of this grid that has ended\n"
+        "hint: wait for one, or leave --table out to train them\n"
+    ), "it knows the -s, though nothing has ended"
     stopped = run.steps()[-1]
     (command,) = runner_of(grid, folder / "cells").commands(cells_of(grid, 5000)["none_seed-1"], run)
     last = f"train.steps={stopped + 3}"  # no more is needed
