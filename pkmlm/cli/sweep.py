@@ -242,11 +242,11 @@ def time_models(results: "Results", folder: "SweepFolder", quiet: bool) -> int:
 
 
 def tell_failures(results: "Results") -> int:
-    """Say which runs failed, and why; the exit code: 1 where one has."""
+    """Say which runs failed, and why; the exit code: 2 where all that failed were asked for what cannot be, else 1."""
     failed = [outcome for outcome in results.outcomes.values() if outcome.status == "failed"]
     for outcome in failed:
         click.echo(f"error: {printable(outcome.cell.name)}: {printable(outcome.message)}", err=True)
-    return int(bool(failed))
+    return min((outcome.exit_code for outcome in failed), default=0)
 
 
 def publish(results: "Results", folder: "SweepFolder") -> None:

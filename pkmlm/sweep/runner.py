@@ -21,7 +21,7 @@ from pkmlm.runtime.signals import StopRequest
 from pkmlm.sweep.cells import Cell, Cells
 from pkmlm.sweep.measures import MEASURES, tasks_of
 
-DIVERGED = 3  # the exit code of `pkmlm train`
+WRONG_USAGE, DIVERGED = 2, 3  # exit codes of commands
 CIRCUMSTANCES = ("versions", "commit", "device", "precision", "ranks", "earlier")  # of run.json
 
 
@@ -33,12 +33,14 @@ class Outcome:
         status: "measured", "diverged", "failed" or "stopped".
         facts: what is known of the run, where it was measured.
         message: what a failed command said last.
+        exit_code: of what has failed: 2 where the user asked for what cannot be, else 1.
     """
 
     cell: Cell
     status: str
     facts: Facts
     message: str = ""
+    exit_code: int = 1
 
     @property
     def loss(self) -> float:
@@ -128,7 +130,7 @@ class Runner:
         try:
             return self._measured(cell, measure)
         except UserError as error:  # its folder holds another run, say: the other cells go on
-            return Outcome(cell, "failed", {}, error.message)
+            return Outcome(cell, "failed", {}, error.message, error.exit_code)
         finally:
             self.running.remove(cell)
 
@@ -142,7 +144,7 @@ class Runner:
             code, said = self._call(command)
             if code:
                 status = "stopped" if self.stopping else "diverged" if code == DIVERGED else "failed"
-                return Outcome(cell, status, {}, said)
+                return Outcome(cell, status, {}, said, WRONG_USAGE if code == WRONG_USAGE else 1)
         return finished(cell, self.folder) or Outcome(cell, "failed", {}, "its run is not there any more")
 
     def commands(self, cell: Cell, run: RunDirectory, measure: bool = True) -> Iterable[list[str]]:
@@ -239,12 +241,12 @@ def finished(cell: Cell, folder: Path) -> Outcome | None:
         if not run.recipe_file.exists():
             return None
         if run.recipe() != cell.recipe:  # without a checkpoint nothing is lost: it is trained anew
-            return Outcome(cell, "failed", {}, other_recipe(cell, run)) if run.steps() else None
+            return Outcome(cell, "failed", {}, other_recipe(cell, run), WRONG_USAGE) if run.steps() else None
         if run.facts().get("status") == "diverged":
             return Outcome(cell, "diverged", {}, "as its run.json says; delete its folder to train it again")
         return Outcome(cell, "measured", facts_at_end(cell, run)) if run.done() is not None else None
     except UserError as error:
-        return Outcome(cell, "failed", {}, error.message)
+        return Outcome(cell, "failed", {}, error.message, error.exit_code)
 
 
 def other_recipe(cell: Cell, run: RunDirectory) -> str:

@@ -146,7 +146,7 @@ def test_a_run_under_other_settings_is_not_the_cells(grid, tmp_path):
     message = "256_seed-1: its run has {}: set it back with -s, or name another folder with -o"
     # A longer training would have other rates on its way.
     for key, was, value in (("eval.tokens", 600, 500), ("train.steps", 2, 4)):
-        told = pkmlm("sweep", grid, "-o", folder, "-s", "train.steps=2", "-s", f"{key}={value}", code=1)
+        told = pkmlm("sweep", grid, "-o", folder, "-s", "train.steps=2", "-s", f"{key}={value}", code=2)
         found = message.format(f"{key} {was} (expected {value})")
         assert found.replace(": ", ": failed: ", 1) in told.stderr
         assert found in pkmlm(*sweep, "-s", f"{key}={value}", "--table", code=2).stderr
@@ -283,10 +283,10 @@ def test_a_cell_on_each_device(grid, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     said = pkmlm("sweep", grid, "-o", folder, "--device", "0,1", code=2).stderr
     assert "error: --device 0,1: there is no GPU 1 here" in said
-    done = pkmlm("sweep", grid, "-o", folder, "--device", "MIG-5f3a,MIG-41b3", code=1)
+    done = pkmlm("sweep", grid, "-o", folder, "--device", "MIG-5f3a,MIG-41b3", code=2)
     assert f"2 runs in {folder}, 2 at a time" in done.stderr
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    done = pkmlm("sweep", grid, "-o", folder, "--device", "0,1", code=1)
+    done = pkmlm("sweep", grid, "-o", folder, "--device", "0,1", code=2)
     assert f"2 runs in {folder}, 2 at a time" in done.stderr
 
 
@@ -324,7 +324,7 @@ def test_each_command_has_a_device_of_its_own(grid, tmp_path):
 
     ended: list[Outcome] = []
     runner.run(Cells(read_grid(grid)[0], base, ["train.steps=5000"]), ended.append, tick)
-    assert [outcome.status for outcome in ended] == ["failed"] * 3
+    assert [(outcome.status, outcome.exit_code) for outcome in ended] == [("failed", 1)] * 3
     *first, third = given.values()
     assert sorted(first) == [b"4", b"5"]
     assert third in first
@@ -453,10 +453,10 @@ def test_a_cell_that_fails_fails_alone(grid, tmp_path, trained):
         said = pkmlm("sweep", grid, "-o", folder, "--table", code=2).stderr
         assert "the sweep's results" in said
     (folder / "results.json").unlink()
-    told = pkmlm("sweep", grid, "-o", folder, "-s", "train.steps=2", "--table", code=1)
+    told = pkmlm("sweep", grid, "-o", folder, "-s", "train.steps=2", "--table", code=2)
     assert "error: none_seed-1: " in told.stderr
     assert told.stdout.splitlines()[4].split()[:3] == ["none", "-", "failed"]
-    done = pkmlm("sweep", grid, "-o", folder, "-s", "train.steps=2", "-q", code=1)
+    done = pkmlm("sweep", grid, "-o", folder, "-s", "train.steps=2", "-q", code=2)
     assert (done.stdout, done.stderr) == (told.stdout, told.stderr), "failures are no progress"
     cells = cells_in(folder)
     assert {name: cell["status"] for name, cell in cells.items()} == {

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pkmlm.cli.sweep import tell_failures
 from pkmlm.errors import UserError
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.nodes import parse, yaml_text
@@ -342,6 +343,19 @@ def test_nothing_is_chosen_while_values_are_still_to_be_tried(folder):
     for cell, status in zip(cells.tuning(P[1]), ("diverged", "failed", "diverged"), strict=True):
         results.add(Outcome(cell, status, {}))
     assert results._row(P[1], ["perplexity", "dense"])[2:5] == [None, None, "diverged and failed"]
+
+
+def test_wrong_usage_is_the_exit_code_where_nothing_else_has_failed(folder):
+    cells = Cells(grid_of(folder), folder / "base.yaml")
+    results = Results(cells.grid, cells, {point: {} for point in P})
+    first, second, third = cells.tuning(P[0])
+    for cell, outcome, code in (
+        (first, Outcome(first, "diverged", {}), 0),
+        (second, Outcome(second, "failed", {}, "its run has model.dim 32 (expected 16)", 2), 2),
+        (third, Outcome(third, "failed", {}, "the disk is full"), 1),
+    ):
+        results.add(outcome)
+        assert tell_failures(results) == code, cell.name
 
 
 def test_a_diverged_rate_is_never_the_best(folder):
