@@ -58,6 +58,7 @@ class Tokenizer:
     """A lossless SentencePiece model.
 
     Attributes:
+        name: of its file, for errors.
         model_bytes: the model, as its file holds it; `sha256` is that of these bytes.
         size: number of ids.
         eos: the id that ends a document, and that a model sees before the first token of one.
@@ -69,7 +70,7 @@ class Tokenizer:
 
         Raises:
             UserError: it is not a SentencePiece model, has no token to end a document with, or does not give
-                back every probe text; `name` is what the error calls it.
+                back every probe text.
         """
         try:
             if not model_bytes:
@@ -77,7 +78,7 @@ class Tokenizer:
             self._processor: Any = sentencepiece.SentencePieceProcessor(model_proto=model_bytes)
         except (RuntimeError, UnicodeDecodeError):  # the second where its message quotes damaged bytes
             raise UserError(f"{name} is not a SentencePiece model, or is damaged") from None
-        self.model_bytes = model_bytes
+        self.name, self.model_bytes = name, model_bytes
         self.sha256 = hashlib.sha256(model_bytes).hexdigest()
         self.size = int(self._processor.vocab_size())
         self.unknown = int(self._processor.unk_id())

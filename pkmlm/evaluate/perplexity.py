@@ -102,9 +102,9 @@ def open_split(directory: str, split: str, tokenizer: Tokenizer) -> Corpus:
     corpus = Corpus.open(directory, split)
     if corpus.tokenizer_sha256 != tokenizer.sha256:
         raise UserError(
-            f"{directory} was tokenized with another tokenizer ({corpus.tokenizer_sha256[:12]}) than the run's "
+            f"{directory} was tokenized with another tokenizer ({corpus.tokenizer_sha256[:12]}) than {tokenizer.name} "
             f"({tokenizer.sha256[:12]})",
-            "tokenize again with --tokenizer RUN/tokenizer.model",
+            f"tokenize the text again with --tokenizer {tokenizer.name}",
         )
     refuse_forged(corpus.folder, (corpus.vocab_size, corpus.eos), tokenizer)
     return corpus

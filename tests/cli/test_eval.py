@@ -177,6 +177,18 @@ def test_tokens_that_have_moved_are_named_with_data(trained, tokens, novels, tmp
     assert result["perplexity"]["split"] == "test"
 
 
+def test_tokens_of_another_tokenizer_are_refused(trained, novels, tmp_path):
+    pkmlm("export", trained("product-key"), "-o", tmp_path / "exported")
+    pkmlm("tokenize", novels / "train.txt", "--vocab-size", 500, "-o", tmp_path / "other", "-q")
+    for place in (trained("product-key"), tmp_path / "exported"):
+        for command in ("eval", "usage-report", "slots"):
+            said = pkmlm(command, place, "-q", "--split", "train", "--data", tmp_path / "other", code=2).stderr
+            what, hint = (re.sub(r" \([0-9a-f]{12}\)", "", line) for line in said.splitlines())
+            theirs = place / "tokenizer.model"
+            assert what == f"error: {tmp_path / 'other'} was tokenized with another tokenizer than {theirs}"
+            assert hint == f"hint: tokenize the text again with --tokenizer {theirs}"
+
+
 def test_another_test_split_takes_no_place_of_the_runs_own(trained, tokens, novels, tmp_path):
     """Which `compare` shows; another step, or stride, makes no difference."""
     run = shutil.copytree(trained("product-key"), tmp_path / "run", ignore=shutil.ignore_patterns("eval", "usage"))
