@@ -65,15 +65,19 @@ class TextChoice(NamedTuple):
         """The folder of the tokens of a run or an export.
 
         Raises:
-            UserError: nobody says where they are, or they are not where the recipe says.
+            UserError: nobody says where they are, or they are not there.
         """
-        from pkmlm.data.index import FILE
+        from pkmlm.data.index import FILE, PART
 
-        folder = self.data or recipe.data.dir
-        if folder is None or (self.data is None and not (Path(folder) / FILE).exists()):
-            what = f"{path} names no data.dir" if folder is None else f"the tokens of {path} are not in {folder}"
-            raise UserError(what, "say where they are with --data DIR, or give a text with --text FILE")
-        return folder
+        folder = self.data if self.data is not None else recipe.data.dir
+        if folder is not None and any((Path(folder) / name).exists() for name in (FILE, PART)):
+            return folder
+        if self.data is not None:
+            problem = f"holds no tokens (no {FILE} in it)" if Path(self.data).exists() else "does not exist"
+            hint = "give a folder that `pkmlm tokenize -o` wrote, or a text with --text FILE"
+            raise UserError(f"--data {self.data} {problem}", hint)
+        what = f"{path} names no data.dir" if folder is None else f"the tokens of {path} are not in {folder}"
+        raise UserError(what, "say where they are with --data DIR, or give a text with --text FILE")
 
     def documents(self, run: "LoadedRun") -> "Documents":
         """The documents that were chosen; for one pass.

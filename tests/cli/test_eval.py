@@ -169,6 +169,14 @@ def test_tokens_that_have_moved_are_named_with_data(trained, tokens, novels, tmp
             assert found.stdout.splitlines()[5:] == before.splitlines()[5:]
         assert f"error: --data: {others}\n" in pkmlm(command, run, "--data", tmp_path / "others", code=2).stderr
         assert "exclude each other" in pkmlm(command, run, "--data", tokens, "--text", "x", code=2).stderr
+        for missing, problem in (
+            (tmp_path / "nowhere", "does not exist"),
+            (run, "holds no tokens (no index.json in it)"),
+        ):
+            assert pkmlm(command, run, "--data", missing, code=2).stderr == (
+                f"error: --data {missing} {problem}\n"
+                "hint: give a folder that `pkmlm tokenize -o` wrote, or a text with --text FILE\n"
+            )
     kept_results = [json.loads((run / f"{name}/test-step-30.json").read_text()) for name in ("eval", "usage")]
     assert kept_results[0]["source"]["folder"] == str(tokens)
     assert "PROMPT excludes" in pkmlm("slots", run, "It was", "--data", tokens, code=2).stderr
