@@ -30,7 +30,8 @@ MOST_DESCRIBED = 10_000  # slots of one report: dealing their contexts at random
     "--top",
     type=click.IntRange(min=1),
     metavar="N",
-    help="How many slots (default 20), contexts of --slot (10), or slots of a token (3).",
+    help=f"How many to show. Default: {MOST['slots']} slots; with --slot, {MOST['contexts']} contexts of it; "
+    f"with PROMPT, {MOST['token']} slots for each token.",
 )
 @step_option
 @json_option
