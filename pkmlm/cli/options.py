@@ -23,6 +23,11 @@ step_option = click.option(
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="No progress on standard error.")
 
 
+def given(context: click.Context, name: str) -> bool:
+    """Whether the user has set an option, be it to its default."""
+    return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+
+
 def unescaped(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     """An option's value with its escapes, such as \\n, resolved."""
     from pkmlm.data.text import unescape

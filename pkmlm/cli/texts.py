@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from pkmlm.cli.options import field_option, separator_option
+from pkmlm.cli.options import field_option, given, separator_option
 from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -47,12 +47,14 @@ class TextChoice(NamedTuple):
         """Whether a split or a text was asked for."""
         return any(each is not None for each in (self.split, self.text, self.data))
 
-    def refuse_contradictions(self) -> None:
+    def refuse_contradictions(self, field_given: bool) -> None:
         """Refuse options of which one would be ignored."""
         if self.text is not None and self.split is not None:
             raise UserError("--split and --text exclude each other", "leave one of them out")
         if self.separator is not None and self.text is None:
             raise UserError("--separator goes with --text (a split's documents are separated already)")
+        if field_given and self.text is None:
+            raise UserError("--field goes with --text (of a split there are tokens alone)")
         if self.data is not None and self.text is not None:
             raise UserError("--data and --text exclude each other (a text is read as it is)", "leave one of them out")
 
@@ -158,7 +160,7 @@ def text_options(command: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(command)
     def choosing(**options: Any) -> Any:
         choice = TextChoice(**{name: options.pop(name) for name in TextChoice._fields})
-        choice.refuse_contradictions()
+        choice.refuse_contradictions(given(click.get_current_context(), "field"))
         return command(choice=choice, **options)
 
     for option in reversed(TEXT_OPTIONS):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pkmlm.cli.doubts import doubt_repeats, doubt_sources, doubt_tokens
-from pkmlm.cli.options import field_option, json_option, quiet_option, separator_option
+from pkmlm.cli.options import field_option, given, json_option, quiet_option, separator_option
 from pkmlm.errors import UserError, printable
 from pkmlm.runtime.cores import usable_cores
 
@@ -170,10 +170,6 @@ def join(folder: Path, output: str, names: tuple[str, ...], force: bool, quiet: 
         index = join_parts(folder, [Path(name) for name in names], replace=force, watch=watch)
     doubt_tokens(index, set())
     print_result(output, index, watch.seconds, as_json)
-
-
-def given(context: click.Context, name: str) -> bool:
-    return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
 
 
 def free_tokens(shown: str, force: bool) -> Path:

@@ -116,9 +116,13 @@ def test_mistakes_are_told_in_one_line(trained, tmp_path):
     assert "no split 'tset'" in pkmlm("eval", trained("dense"), "--split", "tset", code=2).stderr
     assert "exclude each other" in pkmlm("eval", trained("dense"), "--split", "test", "--text", "x", code=2).stderr
     assert "goes with --text" in pkmlm("eval", trained("dense"), "--separator", "x", code=2).stderr
+    for command in ("eval", "usage-report", "slots"):
+        said = pkmlm(command, trained("dense"), "--split", "test", "--field", "text", code=2).stderr
+        assert said == "error: --field goes with --text (of a split there are tokens alone)\n"
     for temperature in ("nan", "inf"):
         assert "--temperature" in pkmlm("generate", trained("dense"), "--temperature", temperature, code=2).stderr
     (tmp_path / "a.jsonl").write_text('{"text": "It was"}')
+    pkmlm("eval", trained("dense"), "--text", tmp_path / "a.jsonl", "--field", "text")
     options = ["--text", tmp_path / "a.jsonl", "--separator", "x"]
     assert "--separator is for text files" in pkmlm("eval", trained("dense"), *options, code=2).stderr
     (tmp_path / "empty.txt").write_text("")
