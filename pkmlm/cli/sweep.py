@@ -12,12 +12,12 @@ from pkmlm.cli.options import quiet_option, set_option
 from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from rich.progress import TaskID
 
-    from pkmlm.report.tables import Table
+    from pkmlm.report.tables import Column, Table
     from pkmlm.sweep.cells import Cell, Cells
     from pkmlm.sweep.folder import SweepFolder
     from pkmlm.sweep.grid import Grid
@@ -145,9 +145,6 @@ def plan(results: "Results") -> "Table":
     from pkmlm.report.tables import Column, Table, number
 
     grid = results.grid
-    columns = [Column(axis) for axis in grid.axes]
-    columns += [number("dense"), number("in memory"), number("M ops/token", "{:,.1f}"), number("steps")]
-    columns += [number("M tokens", "{:,.1f}"), number("runs")]
     tried = len(grid.tune.values) if grid.tune else 1
     rows = []
     for point in grid.points():
@@ -155,7 +152,21 @@ def plan(results: "Results") -> "Table":
         sizes = [cost["dense"], cost["memory"], cost["operations"] / 1e6]
         tokens = train.steps * train.batch_tokens / 1e6
         rows.append([*point, *sizes, train.steps, tokens, tried + len(grid.seeds) - 1])
+    *_, all_operations, _, all_tokens, _ = zip(*rows, strict=True)
+    columns = [Column(axis) for axis in grid.axes]
+    columns += [number("dense"), number("in memory"), millions("M ops/token", all_operations), number("steps")]
+    columns += [millions("M tokens", all_tokens), number("runs")]
     return Table(f"{grid.title}: {len(results.cells)} runs", columns, rows)
+
+
+def millions(name: str, values: "Sequence[float]") -> "Column":
+    """A column of millions: one decimal, and as many more as the least of them needs to show two digits."""
+    from math import floor, log10
+
+    from pkmlm.report.tables import number
+
+    places = 1 - floor(log10(min(values)))
+    return number(name, f"{{:,.{max(1, places)}f}}")
 
 
 def run_all(

@@ -472,6 +472,9 @@ def test_a_cell_that_fails_fails_alone(grid, tmp_path, trained):
 def test_a_dry_run_lists_the_cells_and_writes_nothing(grid, tmp_path):
     done = pkmlm("sweep", grid, "--dry-run")
     assert done.stdout.startswith("Two memories: 2 runs")
+    rows = [line.split() for line in done.stdout.splitlines()[-2:]]
+    assert [row[5] for row in rows] == ["0.0077"] * 2, "30 steps of 256 tokens are no 0.0 million"
+    assert all(0 < float(row[3]) < 1 for row in rows), "nor are the operations of a tiny model"
     assert not (tmp_path / "cells").exists()
     assert "-o" in pkmlm("sweep", grid, code=2).stderr
 
