@@ -112,7 +112,7 @@ def command(
     except UserError as error:  # a folder that only another user may write, say: the result still stands
         click.echo(f"warning: not kept in the run: {printable(error.message)}", err=True)
     if measured:
-        warn_of(documents)
+        warn_of(documents.doubts)
 
 
 def perplexity(

@@ -88,7 +88,7 @@ def command(
             among = f"{found['patterned']} of {found['slots']} slots have contexts that share a pattern"
             click.echo(f"\n{among}; shuffled: {found['shuffled']:.1f}")
     if prompt is None:
-        warn_of(documents[0])
+        warn_of(documents[0].doubts)
 
 
 def heading(run: "LoadedRun", memory: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
@@ -116,9 +116,9 @@ def separator_of(folder: str | None) -> str | None:
         return None
 
 
-def warn_of(documents: "Documents") -> None:
-    """Say on standard error what is doubtful of documents."""
-    for doubt in documents.doubts:
+def warn_of(doubts: Iterable[str]) -> None:
+    """Say on standard error what is doubtful, each once."""
+    for doubt in dict.fromkeys(doubts):
         click.echo(f"warning: {printable(doubt)}", err=True)
 
 

@@ -86,6 +86,7 @@ def command(
     else:
         tables = [flat_table(entries)] if format == "csv" else usage_tables(entries)
         click.echo("\n".join(table.render(format) for table in tables), nl=False)
+    warn_of(warning for entry in entries for warning in entry.get("warnings") or [])
     if folder is not None:
         draw(folder, found)
     if page is not None:
@@ -154,10 +155,9 @@ def measured(
             memories, strongest = index_slots(loaded, documents, advance)
         else:
             memories = measure_usage(loaded, documents, advance, world)
-    if world is None or world.rank == 0:
-        warn_of(documents)
     found = [memory.as_json() for memory in memories]
     entry = {"run": loaded.name, "step": loaded.step, "split": documents.name, "memories": found}
+    entry["warnings"] = list(documents.doubts)  # what is kept has them too
     return Report(entry, memories, hold(loaded, memories, strongest, choice.documents(loaded)) if strongest else [])
 
 

@@ -1,6 +1,6 @@
 """RUN/usage: what a usage report measured, so that tables and plots need no second forward pass.
 
-`test-step-500.json` holds one entry of `usage-report --format json` and what it was measured on (`source`);
+`test-step-500.json` holds one entry of `usage-report --format json`, and what it was measured on (`source`);
 `test-step-500.npz` holds the counts and masses of every head and slot.
 """
 
@@ -13,6 +13,7 @@ from pkmlm.errors import UserError
 from pkmlm.report.usage import MemoryUsage
 from pkmlm.runtime.arrays import read_arrays
 from pkmlm.runtime.files import make_folder, read_json, refuse_link, write_json, writing
+from pkmlm.runtime.shapes import misfit
 
 ARRAYS = ("counts_HK", "masses_HK", "common_HH")
 
@@ -37,6 +38,7 @@ def load_usage(stem: Path, source: dict[str, Any]) -> tuple[dict[str, Any], list
         memories = [_memory(number, facts, arrays) for number, facts in enumerate(entry["memories"])]
         agree = [memory.as_json() for memory in memories] == entry["memories"]
         agree = agree and type(entry["step"]) is int and isinstance(entry["split"], str)
+        agree = agree and not misfit(entry, {"warnings?": [(str,)]})  # older ones have none
     except (ArithmeticError, LookupError, TypeError, ValueError, UserError):
         return None
     return (entry, memories) if agree else None

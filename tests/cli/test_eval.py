@@ -148,7 +148,8 @@ def test_tokens_that_were_made_anew_since_are_warned_of(trained, novels, tmp_pat
     pkmlm("tokenize", novels / "valid.txt", *kept)
     told = "tokens in {} are not those that run run trained with: what is scored may be what it learnt\n"
     for command in ("eval", "usage-report", "slots"):
-        assert pkmlm(command, run, "-q").stderr == "warning: the train " + told.format(tmp_path / "new"), command
+        for _ in range(2):  # what is kept is doubtful still
+            assert pkmlm(command, run, "-q").stderr == "warning: the train " + told.format(tmp_path / "new"), command
     assert pkmlm("eval", run, "-q", "--text", novels / "test.txt").stderr == ""
     pkmlm("tokenize", novels / "train.txt", *kept, "--force")
     assert pkmlm("eval", run, "-q").stderr == ""
@@ -235,7 +236,8 @@ def test_a_text_that_is_not_divided_as_the_tokens_were_is_warned_of(trained, nov
         r"but --separator '\n\n', as the run's tokens had it, divides it into 3" + "\n"
     )
     for command in ("eval", "usage-report", "slots"):
-        assert pkmlm(command, run, "-q", "--text", tmp_path / "x.txt").stderr == told, command
+        for _ in range(2):
+            assert pkmlm(command, run, "-q", "--text", tmp_path / "x.txt").stderr == told, command
         assert pkmlm(command, run, "-q", "--text", tmp_path / "x.txt", "--separator", r"\n\n").stderr == ""
     (tmp_path / "y.txt").write_text("one\n\n")
     (tmp_path / "z.jsonl").write_text(json.dumps({"text": "one\n\ntwo"}))

@@ -83,7 +83,9 @@ def test_what_is_stale_or_damaged_is_measured_again(run_of: Callable[[str], Path
     kept = run / "usage" / "test-step-30.json"
     true = kept.read_text()
     forged = true.replace('"reads": ', '"reads": 9')  # not what its arrays give
-    for broken in (forged, true.replace('"checkpoint": "', '"checkpoint": "0'), "[]"):
+    no_list = true.replace('"warnings": []', '"warnings": "some"')
+    for broken in (forged, no_list, true.replace('"checkpoint": "', '"checkpoint": "0'), "[]"):
+        assert broken != true
         kept.write_text(broken)
         assert report(run) == before
         assert kept.read_text() == true
