@@ -16,6 +16,7 @@ MISSING = "-"
 HUGE, SCIENTIFIC = 1e9, "{:.2e}"  # from where on the digits of a float say nothing: counts are integers
 SHARE, NATS = "{:.1%}", "{:.4f}"  # formats of numbers
 WORD = 16  # characters of a text column that are kept on one line, if they are one word
+BREAK = "\x1f"  # white space, but of no width; no cell has it, for it is not printable
 
 # Only ASCII, so that a table can be printed in any locale: a rule below the header and nothing else.
 RULE = "    \n    \n -- \n    \n    \n    \n    \n    \n"
@@ -43,6 +44,11 @@ class Column:
         if isinstance(value, str):
             return printable(value)
         return (SCIENTIFIC if isinstance(value, float) and abs(value) >= HUGE else self.format).format(value)
+
+
+def breakable(text: str) -> str:
+    """A cell in which long words, names of runs mostly, break after their marks rather than in a number."""
+    return re.sub(rf"\S{{{WORD + 1},}}", lambda word: re.sub(r"((?<!\de)[-_/@])", rf"\1{BREAK}", word[0]), text)
 
 
 def number(name: str, format: str = "{:,}") -> Column:
@@ -85,13 +91,13 @@ class Table:
             grid.add_column(Text(shown[0][index]), justify=column.align, overflow="fold", min_width=narrowest)
             least += narrowest + 2
         for row in shown[1:]:
-            grid.add_row(*map(Text, row))
+            grid.add_row(*(Text(breakable(cell)) for cell in row))
         console = Console(file=io.StringIO(), width=10_000, color_system=None)  # a narrow console would drop columns
         goal = max(Console(file=io.StringIO()).width, least)
         for limit in range(goal, goal - len(self.columns) - 1, -1):  # rich may exceed the width by a character a column
             with console.capture() as captured:
                 console.print(grid, width=limit)
-            lines = [line.rstrip() for line in captured.get().splitlines()]
+            lines = [line.rstrip() for line in captured.get().replace(BREAK, "").splitlines()]
             if max(map(cell_len, lines)) <= goal:
                 break
         body = "\n".join(lines)

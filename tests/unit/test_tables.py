@@ -43,6 +43,20 @@ def test_text_never_cuts_a_number_and_wraps_words(monkeypatch: pytest.MonkeyPatc
         assert text.count("word") == 40 * many
 
 
+def test_long_names_break_at_their_marks_and_not_in_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"product-key-{lr}-seed-1-very-long-name" for lr in ("0.003", "3e-10")]
+    table = Table("", [Column("Run"), *COLUMNS[1:]], [[name, 262_144, 0.97949, None] for name in names])
+    broken = ["product-key-", "0.003-seed-1-", "very-long-name", "product-key-", "3e-10-seed-1-", "very-long-name"]
+    for width, expected in (("40", broken), ("80", names)):
+        monkeypatch.setenv("COLUMNS", width)
+        text = table.render()
+        assert [line.split()[0] for line in text.splitlines()[-len(expected) :]] == expected
+        assert text.isascii()
+        assert text.replace("\n", "").isprintable()
+    monkeypatch.setenv("COLUMNS", "16")
+    assert "0123456789abcdef\n0123456789" in Table("", [Column("Run")], [["0123456789abcdef" * 2]]).render()
+
+
 def test_floats_from_a_billion_on_are_short_in_tables_alone() -> None:
     columns = [Column("count", "right", "{:,}"), Column("ppl", "right", "{:,.3f}")]
     table = Table("", columns, [[10**12, 2.2754e49], [1, 999_999_999.5]])
