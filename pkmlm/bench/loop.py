@@ -8,7 +8,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from torch.nn.functional import cross_entropy
 
 from pkmlm.bench.rounds import Overhead, in_rounds, synchronize
 from pkmlm.data.batches import Batches
@@ -83,8 +82,7 @@ def bare_loop(model: Transformer, batches: Batches, recipe: Recipe, precision: s
             batch = batches.micro_batch(step, index, recipe.train.micro_batch)
             tokens_BT, targets_BT = (part.to(device) for part in batch)
             with autocast(device, precision):
-                logits_BTV = model(tokens_BT)
-            loss = cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten()) / recipe.micro_batches()
+                loss = model.loss(tokens_BT, targets_BT, 1 / (targets_BT.numel() * recipe.micro_batches()))
             loss.backward()
         for optimizer in optimizers:
             optimizer.step()

@@ -54,10 +54,11 @@ def time_training(chosen: list[Variant], precision: str, rounds: int, say: Calla
         model = build_model(recipe, vocab_size, device)
         batches = RandomBatches(recipe, vocab_size)
         stepper = Stepper(recipe, model, batches, precision)
-        ids_BT = batches.micro_batch(1, 0, recipe.train.micro_batch).tokens_BT.to(device)
+        batch = batches.micro_batch(1, 0, recipe.train.micro_batch)
+        tokens_BT, targets_BT = (part.to(device) for part in batch)
         prompt_1T = random_tokens(vocab_size, 1, max(1, recipe.model.context // 2)).to(device)
         filled = prefilled(model.eval(), prompt_1T[:, :-1])
-        actions[index, "forward"] = partial(forward, model, ids_BT, precision)
+        actions[index, "forward"] = partial(forward, model, tokens_BT, targets_BT, precision)
         actions[index, "step"] = partial(stepper.take, 1)
         actions[index, "token"] = partial(one_token, model, filled, prompt_1T[:, -1:])
     times, copy = beside_a_copy(actions, rounds, device, say)
@@ -65,11 +66,11 @@ def time_training(chosen: list[Variant], precision: str, rounds: int, say: Calla
 
 
 @torch.no_grad()
-def forward(model: Transformer, ids_BT: Tensor, precision: str) -> None:
-    """The forward of a training step, without its gradients."""
+def forward(model: Transformer, tokens_BT: Tensor, targets_BT: Tensor, precision: str) -> None:
+    """The forward of a training step to its loss, without gradients."""
     model.train()
-    with autocast(ids_BT.device, precision):
-        model(ids_BT)
+    with autocast(tokens_BT.device, precision):
+        model.loss(tokens_BT, targets_BT)
 
 
 def one_token(model: Transformer, filled: Cache, last_11: Tensor) -> None:

@@ -49,11 +49,10 @@ def triton_kernels() -> ModuleType:
 
 def lacking_for_triton() -> list[str]:
     """What Triton builds kernels with and does not find here: it compiles a launcher for each in C, while it runs."""
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     there = {
         "package triton": importlib.util.find_spec("triton") is not None,
-        "C compiler (gcc or clang, or CC in the environment)": "CC" in os.environ
-        or shutil.which("gcc") is not None
-        or shutil.which("clang") is not None,
+        "C compiler (gcc or clang, or what CC names)": any(map(shutil.which, compilers)),
         "Python.h (package python3-dev)": Path(sysconfig.get_paths()["include"], "Python.h").exists(),
     }
     return [name for name, found in there.items() if not found]

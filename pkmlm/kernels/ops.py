@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import softplus
 
 from pkmlm.kernels import SCORES, backend, reference
-from pkmlm.kernels.products import row_by_row
+from pkmlm.kernels.products import in_pieces, row_by_row
 from pkmlm.kernels.row_gradient import RowGradient
 
 
@@ -50,7 +50,8 @@ class _ProductKeys(torch.autograd.Function):
 def _search(q_N2f: Tensor, subkeys_2nf: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """One head's k best pairs of sub-keys for each query: scores (N, k), and the sub-keys of both halves (N, 2, k)."""
     scores, chosen = [], []
-    for q_C2f in q_N2f.split(max(1, SCORES[q_N2f.device.type] // (2 * subkeys_2nf.shape[1]))):
+    at_a_time = max(1, SCORES[q_N2f.device.type] // (2 * subkeys_2nf.shape[1]))
+    for q_C2f in in_pieces(q_N2f, subkeys_2nf[0], at_a_time):
         score1_Cn, score2_Cn = (row_by_row(q_C2f[:, half], subkeys_2nf[half]) for half in (0, 1))
         i_Ck, j_Ck = backend.of(score1_Cn).product_top_k(score1_Cn, score2_Cn, k)
         scores.append(score1_Cn.gather(1, i_Ck) + score2_Cn.gather(1, j_Ck))
@@ -120,7 +121,8 @@ def flat_key_select(q_NHd: Tensor, keys_HKd: Tensor, k: int) -> tuple[Tensor, Te
     for q_Nd, keys_Kd in zip(q_NHd.unbind(1), keys_HKd.unbind(0), strict=True):  # one gradient of all heads' keys
         q_Nd = q_Nd.contiguous()
         with torch.no_grad():
-            slots_Nk = torch.cat([backend.of(q_Nd).top_k(row_by_row(q_Cd, keys_Kd), k)[1] for q_Cd in q_Nd.split(step)])
+            pieces = in_pieces(q_Nd, keys_Kd, step)
+            slots_Nk = torch.cat([backend.of(q_Nd).top_k(row_by_row(q_Cd, keys_Kd), k)[1] for q_Cd in pieces])
         scores.append(_RowScores.apply(q_Nd, keys_Kd, slots_Nk))
         slots.append(slots_Nk)
     return torch.stack(scores, 1), torch.stack(slots, 1)

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 LEAST_WORK = 1 << 20  # multiplications, under which oneDNN's 15 us a call are more than it gains
+LEAST_WIDTH = 32  # of the narrower side of a map, under which its copies are
 
 
 def mkl_is_narrow() -> bool:
@@ -29,7 +30,25 @@ BY_ONEDNN = mkl_is_narrow()
 def by_onednn(x: Tensor, y: Tensor) -> bool:
     """Whether the product of x (..., I) with each row of y (O, I) is oneDNN's."""
     plain = x.dtype == y.dtype == torch.float32 and x.device.type == y.device.type == "cpu"
-    return BY_ONEDNN and plain and x.numel() * len(y) >= LEAST_WORK and not torch.is_autocast_enabled("cpu")
+    large = x.numel() * len(y) >= LEAST_WORK and min(y.shape) >= LEAST_WIDTH
+    return BY_ONEDNN and plain and large and not torch.is_autocast_enabled("cpu")
+
+
+def in_pieces(x: Tensor, y_OI: Tensor, most: int) -> list[Tensor]:
+    """The rows of x (N, ...), at most so many at a time, for their products with y.
+
+    For each new shape oneDNN keeps a megabyte or more, and batches of evaluation have ever new ones. What it takes is
+    therefore as many rows as a power of two says, and the few that are left over are torch's.
+    """
+    return [piece for part in x.split(most) for piece in part.split(_sizes(part, y_OI))]
+
+
+def _sizes(x: Tensor, y_OI: Tensor) -> list[int]:
+    rows, sizes = len(x), []
+    while by_onednn(x[:rows], y_OI):
+        sizes.append(1 << (rows.bit_length() - 1))
+        rows -= sizes[-1]
+    return [*sizes, rows] if rows or not sizes else sizes
 
 
 def row_by_row(x_NI: Tensor, y_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -41,6 +60,7 @@ def row_by_row(x_NI: Tensor, y_OI: Tensor, bias_O: Tensor | None = None) -> Tens
 
 
 def _onednn(x_NI: Tensor, y_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    bias_O = None if bias_O is None else bias_O.contiguous()  # its stride would not be looked at
     out_NO: Tensor = torch.ops.mkldnn._linear_pointwise(x_NI, y_OI, bias_O, "none", [], "")
     return out_NO
 
@@ -82,5 +102,10 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
     """torch's `linear` of x (..., I), with its gradients."""
     if not by_onednn(x, weight_OI):
         return functional.linear(x, weight_OI, bias_O)
-    out_NO: Tensor = _Linear.apply(x.flatten(0, -2), weight_OI, bias_O)
+    x_NI = x.reshape(-1, x.shape[-1])
+    if torch.is_grad_enabled():  # training, whose batches are all of one shape
+        out_NO: Tensor = _Linear.apply(x_NI, weight_OI, bias_O)
+    else:
+        parts = [row_by_row(x_CI, weight_OI, bias_O) for x_CI in in_pieces(x_NI, weight_OI, len(x_NI))]
+        out_NO = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out_NO.view(*x.shape[:-1], len(weight_OI))

@@ -18,7 +18,9 @@ class _SummedLoss(torch.autograd.Function):
     """Both gradients are computed beside the loss, while a piece's logits are there."""
 
     @staticmethod
-    def forward(ctx: Any, h_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, h_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, scale: Tensor | float, dtype: torch.dtype
+    ) -> Tensor:
         read_VD = weight_VD.to(dtype)
         total = at_least_fp32(h_ND.new_zeros(()))
         h_grad = torch.empty_like(h_ND) if ctx.needs_input_grad[0] else None
@@ -27,7 +29,7 @@ class _SummedLoss(torch.autograd.Function):
         for start in range(0, len(h_ND), step):
             piece = slice(start, start + step)
             h_CD = h_ND[piece].to(dtype)
-            loss, slope_CV = loss_and_slope(row_by_row(h_CD, read_VD), targets_N[piece])
+            loss, slope_CV = loss_and_slope(row_by_row(h_CD, read_VD), targets_N[piece], scale)
             total = total + loss
             slope_CV = slope_CV.to(dtype)
             if h_grad is not None:
@@ -39,17 +41,17 @@ class _SummedLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         h_grad, weight_grad = (None if part is None else part * grad for part in ctx.saved_tensors)
-        return h_grad, weight_grad, None, None
+        return h_grad, weight_grad, None, None, None
 
 
-def loss_and_slope(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy summed over scored targets (0-d), and its derivative by the logits (C, V): softmax less one-hot.
-    Both in fp32 (fp64 for fp64 logits); logits of at least that precision are overwritten.
+def loss_and_slope(logits_CV: Tensor, targets_C: Tensor, scale: Tensor | float) -> tuple[Tensor, Tensor]:
+    """Cross-entropy summed over scored targets, times `scale` (0-d), and its derivative by the logits (C, V): softmax
+    less one-hot. Both in fp32 (fp64 for fp64 logits); logits of at least that precision are overwritten.
     """
     x_CV = at_least_fp32(logits_CV)
-    scored_C1 = (targets_C >= 0).to(x_CV.dtype)[:, None]
+    scored_C1 = (targets_C >= 0).to(x_CV.dtype)[:, None] * scale
     at_C1 = targets_C.clamp_min(0)[:, None]
     largest_C1, target_C1 = x_CV.amax(-1, keepdim=True), x_CV.gather(1, at_C1)
     sum_C1 = x_CV.sub_(largest_C1).exp_().sum(-1, keepdim=True)
@@ -58,16 +60,17 @@ def loss_and_slope(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor
     return loss, x_CV.scatter_(1, at_C1, x_CV.gather(1, at_C1) - scored_C1)  # one a row: the same bits every time
 
 
-def summed_loss(h_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Tensor:
-    """Cross-entropy of the logits h W^T, summed over scored tokens: 0-d, nats, in fp32 (fp64 for fp64 states), with
-    gradients to both. The products run in the autocast's dtype, and gradients of W add up in its own.
+def summed_loss(h_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+    """Cross-entropy of the logits h W^T, summed over scored tokens, times `scale`: 0-d, nats, in fp32 (fp64 for fp64
+    states), with gradients to both. The products run in the autocast's dtype, and gradients of W add up in its own.
 
     Args:
         targets_N: int64; of a token that is not scored, negative.
+        scale: that of the loss in fp16 belongs here: the gradients are computed now, and would overflow without it.
     """
     kind = h_ND.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_VD.dtype
     if not torch.is_grad_enabled():  # which a function of autograd does not see
         h_ND, weight_VD = h_ND.detach(), weight_VD.detach()
-    loss: Tensor = _SummedLoss.apply(h_ND, weight_VD, targets_N, dtype)
+    loss: Tensor = _SummedLoss.apply(h_ND, weight_VD, targets_N, scale, dtype)
     return loss

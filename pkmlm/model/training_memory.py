@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 # Logits at a time, by device: 8 MB in fp32 stay in a CPU's cache; a GPU wants few large calls (512 MB, not measured).
 LOGITS = {"cpu": 1 << 21, "cuda": 1 << 27}
-LEAST_TOKENS = 512  # fewer at a time, and adding up the head's gradient would cost as much as its product
+LEAST_TOKENS = 512  # fewer at a time, and adding up the head's gradient would show
 
 
 def tokens_at_a_time(device: str, vocab_size: int) -> int:

@@ -104,14 +104,16 @@ class Stepper:
         """
         world = self.ranks.world
         count, scored = self.recipe.micro_batches(world.size), self.batches.scored(step)
+        enabled = self.scaler.is_enabled()
+        loss_scale = float(self.scaler.scale(torch.ones((), device=self.device))) if enabled else 1.0
         total = torch.zeros((), device=self.device)
         for index in range(count):
             batch = self.batches.micro_batch(step, index, self.recipe.train.micro_batch, world.rank, world.size)
             tokens_BT, targets_BT = (sent(part, self.device) for part in batch)
             with autocast(self.device, self.precision):
-                loss = self.model.loss(tokens_BT, targets_BT) / scored
-            self.scaler.scale(loss).backward()
-            total = total + loss.detach()
+                loss = self.model.loss(tokens_BT, targets_BT, loss_scale / scored)
+            loss.backward()
+            total = total + loss.detach() / loss_scale
         return total
 
     def _loss_and_norms(self, loss: Tensor) -> Tensor:

@@ -411,10 +411,14 @@ def test_what_triton_lacks_is_told_before_a_kernel_is_built(monkeypatch, tmp_pat
     monkeypatch.delenv("CC", raising=False)
     assert backend.lacking_for_triton() == []
     (tmp_path / "gcc").unlink()
-    assert backend.lacking_for_triton() == ["C compiler (gcc or clang, or CC in the environment)"]
+    assert backend.lacking_for_triton() == ["C compiler (gcc or clang, or what CC names)"]
+    (tmp_path / "mycc").touch(mode=0o755)
     monkeypatch.setenv("CC", "mycc")
     (tmp_path / "Python.h").unlink()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert [each.split(" (")[0] for each in backend.lacking_for_triton()] == ["package triton", "Python.h"]
+    monkeypatch.setenv("CC", "gcc")
+    assert [each.split(" (")[0] for each in backend.lacking_for_triton()][1] == "C compiler"
+    monkeypatch.setenv("CC", "mycc")
     with pytest.raises(UserError, match=r"cannot be built: found no package triton and no Python\.h"):
         backend.triton_kernels.__wrapped__()

@@ -128,6 +128,20 @@ def test_the_same_bits_every_time():
     assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
 
 
+def test_the_scale_of_an_fp16_loss_keeps_sums_in_range():
+    """The head's gradient of one token's logit is a sum over 600 tokens: beyond fp16 at the scale of 1."""
+    h, weight = torch.full((600, 32), 200.0), torch.zeros(40, 32)
+    targets = torch.zeros(600, dtype=torch.int64)
+    for scale, finite in ((1.0, False), (2.0**-10, True)):
+        leaf = weight.clone().requires_grad_()
+        with torch.autocast("cpu", torch.float16):
+            loss = summed_loss(h, leaf, targets, scale)
+        loss.backward()
+        assert bool(leaf.grad.isfinite().all()) is finite
+    expected = torch.autograd.grad(scale * plain(h, leaf, targets), leaf)[0]
+    torch.testing.assert_close(leaf.grad, expected, rtol=2e-3, atol=0)
+
+
 def test_a_second_backward_gives_the_same():
     h, weight, targets = drawn()
     h.requires_grad_()

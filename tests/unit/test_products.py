@@ -6,7 +6,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pkmlm.data.batches import Batches
-from pkmlm.kernels import products
+from pkmlm.kernels import ops, products
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Memory, Model, Optim, Recipe, Train
 from pkmlm.train.step import Stepper
@@ -68,7 +68,8 @@ def test_linear_and_its_gradients(narrow, shape, bias, strided):
     work, found = results(torch.float32, products.linear)
     _, expected = results(torch.float64, functional.linear)
     work_of_each = rows * inner * outer
-    assert work[ONEDNN] == (3 * [work_of_each] if work_of_each >= products.LEAST_WORK else [])
+    large = 2 + (rows >= products.LEAST_WIDTH) if work_of_each >= products.LEAST_WORK else 0
+    assert work[ONEDNN] == large * [work_of_each]
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == torch.float32
         assert one.shape == other.shape
@@ -83,6 +84,49 @@ def test_the_same_bits_wherever_the_numbers_lie_in_memory(narrow):
     for offset in (1, 3, 16, 33):
         moved = [torch.empty(each.numel() + offset)[offset:].view_as(each).copy_(each) for each in (x, y)]
         assert torch.equal(products.row_by_row(*moved), first)
+
+
+@needs_onednn
+def test_a_bias_with_a_stride_and_a_vector(narrow):
+    x, weight, bias = torch.randn(2048), torch.randn(1024, 2048), torch.randn(1024, 2)[:, 1]
+    torch.testing.assert_close(products.linear(x, weight, bias), functional.linear(x, weight, bias), atol=1e-4, rtol=0)
+
+
+@needs_onednn
+@pytest.mark.parametrize("shape", [(4096, 128, 16), (4096, 16, 128), (1 << 20, 2, 2)])
+def test_narrow_maps_are_left_to_torch(narrow, shape):
+    rows, inner, outer = shape
+    with Calls() as calls:
+        products.row_by_row(torch.randn(rows, inner), torch.randn(outer, inner))
+    assert not calls.work[ONEDNN]
+
+
+@needs_onednn
+def test_batches_of_ever_new_sizes_take_few_shapes(narrow):
+    """Without gradients: in evaluation."""
+    weight, bias, shapes = torch.randn(256, 64), torch.randn(256), set()
+    with torch.no_grad():
+        for rows in (*range(1, 400, 7), 5000):
+            x = torch.randn(rows, 64)
+            with Calls() as calls:
+                out = products.linear(x, weight, bias)
+            torch.testing.assert_close(out, functional.linear(x, weight, bias), atol=1e-4, rtol=0)
+            shapes |= {work // (64 * 256) for work in calls.work[ONEDNN]}
+            assert sum(calls.work[ONEDNN]) > rows * 64 * 256 - products.LEAST_WORK
+    assert shapes == {64, 128, 256, 512, 4096}
+
+
+@needs_onednn
+@pytest.mark.parametrize(("select", "keys"), [(ops.flat_key_select, (512, 64)), (ops.product_key_select, (2, 512, 32))])
+def test_so_do_searches(narrow, select, keys):
+    shapes = set()
+    for tokens in range(60, 400, 7):
+        with Calls() as calls:
+            slots = select(torch.randn(tokens, 1, 64), torch.randn(1, *keys), 4)[1]
+        shapes |= {work // (512 * keys[-1]) for work in calls.work[ONEDNN]}
+        assert slots.shape == (tokens, 1, 4)
+    assert shapes
+    assert shapes <= {32, 64, 128, 256}
 
 
 @needs_onednn

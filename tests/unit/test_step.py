@@ -1,5 +1,6 @@
 """One step: accumulation, precision, the scaler's verdict, divergence."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,6 +75,7 @@ def test_every_precision_and_optimizer_learns(recipe, precision, optimizer):
     recipe = replace(recipe, optim=replace(recipe.optim, values=replace(recipe.optim.values, optimizer=optimizer)))
     stepper = stepper_of(recipe, precision)
     losses = [stepper.take(step).loss for step in range(1, 16)]
+    assert losses[0] == pytest.approx(math.log(stepper.model.embedding.num_embeddings), abs=1), "nats of a token"
     assert losses[-1] < losses[0] - 0.3
     assert all(tensor.dtype in (torch.float32, torch.int64) for tensor in stepper.model.state_dict().values())
 
