@@ -101,9 +101,9 @@ def choose_precision(requested: str, device: torch.device) -> tuple[Precision, s
 def precision_on_cpu(requested: str, capabilities: Mapping[str, Any]) -> tuple[Precision, str]:
     """`choose_precision` for a CPU with these capabilities (of `torch.cpu.get_capabilities`; older torch tells none).
 
-    "auto" is fp32 also where bf16 is fast: on a CPU with AVX512-BF16, steps of models of width 128 ran 0.98 to 1.19
-    times as fast in bf16, which is not worth losses that another CPU would not repeat. Width 512: 1.9 times on one
-    thread; there it is worth asking for.
+    "auto" is fp32 also where bf16 is fast: on a CPU with AVX512-BF16, steps of models of width 128 ran 0.95 times as
+    fast in bf16, and of width 512 1.4 to 1.5 times; there it is worth asking for, at losses that another CPU would not
+    repeat.
     """
     native = {name: any(capabilities.get(one) for one in names) for name, names in CPU_INSTRUCTIONS.items()}
     if requested == "auto":
