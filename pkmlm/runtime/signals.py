@@ -40,8 +40,8 @@ def stop_on_signals(agree: Callable[[int], int] = int) -> Iterator[StopRequest]:
 
     def note(number: int, frame: FrameType | None) -> None:
         if request.exit_code is None:
+            request.asked_at = time.monotonic()  # first: a second signal may come between two lines of this
             request.exit_code = EXIT_CODES[signal.Signals(number)]
-            request.asked_at = time.monotonic()
             signal_at_parents_death(0)  # it comes for each dying thread of the parent: one is enough
         elif time.monotonic() - request.asked_at > SAME_REQUEST:
             raise KeyboardInterrupt

@@ -45,3 +45,18 @@ def test_a_later_signal_ends_at_once(monkeypatch):
         time.sleep(0.1)
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
+
+
+def test_a_signal_within_the_handling_of_another_is_the_same_request(monkeypatch):
+    """As when a launcher of many threads is killed: each thread's end sends one."""
+    clock, more = time.monotonic, [signal.SIGTERM]
+
+    def monotonic() -> float:
+        if more:
+            os.kill(os.getpid(), more.pop())
+        return clock()
+
+    with stop_on_signals() as request:
+        monkeypatch.setattr(signals.time, "monotonic", monotonic)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert request.agreed() == 75
