@@ -19,7 +19,7 @@ class _SummedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, h_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, scale: Tensor | float, dtype: torch.dtype
+        ctx: Any, h_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, scale: float, dtype: torch.dtype
     ) -> Tensor:
         read_VD = weight_VD.to(dtype)
         total = at_least_fp32(h_ND.new_zeros(()))
@@ -46,7 +46,7 @@ class _SummedLoss(torch.autograd.Function):
         return h_grad, weight_grad, None, None, None
 
 
-def loss_and_slope(logits_CV: Tensor, targets_C: Tensor, scale: Tensor | float) -> tuple[Tensor, Tensor]:
+def loss_and_slope(logits_CV: Tensor, targets_C: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Cross-entropy summed over scored targets, times `scale` (0-d), and its derivative by the logits (C, V): softmax
     less one-hot. Both in fp32 (fp64 for fp64 logits); logits of at least that precision are overwritten.
     """
@@ -60,7 +60,7 @@ def loss_and_slope(logits_CV: Tensor, targets_C: Tensor, scale: Tensor | float) 
     return loss, x_CV.scatter_(1, at_C1, x_CV.gather(1, at_C1) - scored_C1)  # one a row: the same bits every time
 
 
-def summed_loss(h_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+def summed_loss(h_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, scale: float = 1.0) -> Tensor:
     """Cross-entropy of the logits h W^T, summed over scored tokens, times `scale`: 0-d, nats, in fp32 (fp64 for fp64
     states), with gradients to both. The products run in the autocast's dtype, and gradients of W add up in its own.
 

@@ -136,7 +136,7 @@ class Transformer(nn.Module):
         """Logits (..., V) of hidden states."""
         return linear(h_BTD, (self.untied_head or self.embedding).weight)
 
-    def loss(self, tokens_BT: Tensor, targets_BT: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+    def loss(self, tokens_BT: Tensor, targets_BT: Tensor, scale: float = 1.0) -> Tensor:
         """`summed_loss` of what each position says of its target (int64; negative: not scored): 0-d, nats."""
         weight_VD = (self.untied_head or self.embedding).weight
         return summed_loss(self.hidden(tokens_BT).flatten(0, 1), weight_VD, targets_BT.flatten(), scale)
