@@ -31,7 +31,7 @@ from torch.nn.functional import pad
 from triton.language import constexpr
 
 from pkmlm.kernels import reference
-from pkmlm.kernels.packed_top_k import product_top_k, top_k
+from pkmlm.kernels.cuda_top_k import product_top_k, top_k
 from pkmlm.kernels.segments import Segments
 
 __all__ = [

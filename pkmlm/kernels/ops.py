@@ -5,7 +5,7 @@ choice.
 
 N: tokens; H: heads; d: width of a query; n: sub-keys of a half; f: width of a sub-key (d / 2); k: slots a head; r:
 reads of a token; K: slots, or keys; D: width of a value; R: queries, or their halves; S: halves of queries (2 * N * H);
-C: queries searched at a time; T: hash tables; b: bits of a code.
+C: tokens searched at a time; G: heads, likewise; T: hash tables; b: bits of a code.
 """
 
 from typing import Any
@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import softplus
 
-from pkmlm.kernels import SCORES, backend, reference
-from pkmlm.kernels.products import in_pieces, row_by_row
+from pkmlm.kernels import HEADS, SCORES, backend, reference
+from pkmlm.kernels.products import in_pieces, row_by_row, together
 from pkmlm.kernels.row_gradient import RowGradient
 
 
@@ -28,8 +28,9 @@ class _ProductKeys(torch.autograd.Function):
     def forward(ctx: Any, q_NHd: Tensor, subkeys_H2nf: Tensor, k: int) -> tuple[Tensor, Tensor]:
         heads, _, n, f = subkeys_H2nf.shape
         q_NH2f = q_NHd.reshape(-1, heads, 2, f)
-        found = [_search(q_NH2f[:, head], subkeys_H2nf[head], k) for head in range(heads)]
-        scores_NHk, chosen_NH2k = (torch.stack(parts, 1) for parts in zip(*found, strict=True))
+        groups = q_NH2f.split(HEADS[q_NHd.device.type], 1), subkeys_H2nf.split(HEADS[q_NHd.device.type])
+        found = [_search(q_NG2f, subkeys_G2nf, k) for q_NG2f, subkeys_G2nf in zip(*groups, strict=True)]
+        scores_NHk, chosen_NH2k = (together(parts, 1) for parts in zip(*found, strict=True))
         ctx.save_for_backward(q_NH2f, subkeys_H2nf, chosen_NH2k)
         slots_NHk = chosen_NH2k[:, :, 0] * n + chosen_NH2k[:, :, 1]
         ctx.mark_non_differentiable(slots_NHk)
@@ -47,16 +48,26 @@ class _ProductKeys(torch.autograd.Function):
         return q_grad.view(-1, heads, 2 * f), keys_grad.view_as(subkeys_H2nf), None
 
 
-def _search(q_N2f: Tensor, subkeys_2nf: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """One head's k best pairs of sub-keys for each query: scores (N, k), and the sub-keys of both halves (N, 2, k)."""
+def _search(q_NG2f: Tensor, subkeys_G2nf: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k best pairs of sub-keys for each query of some heads: scores (N, G, k), and the sub-keys of both halves
+    (N, G, 2, k)."""
     scores, chosen = [], []
-    at_a_time = max(1, SCORES[q_N2f.device.type] // (2 * subkeys_2nf.shape[1]))
-    for q_C2f in in_pieces(q_N2f, subkeys_2nf[0], at_a_time):
-        score1_Cn, score2_Cn = (row_by_row(q_C2f[:, half], subkeys_2nf[half]) for half in (0, 1))
-        i_Ck, j_Ck = backend.of(score1_Cn).product_top_k(score1_Cn, score2_Cn, k)
-        scores.append(score1_Cn.gather(1, i_Ck) + score2_Cn.gather(1, j_Ck))
-        chosen.append(torch.stack([i_Ck, j_Ck], 1))
-    return torch.cat(scores), torch.cat(chosen)
+    group, _, n, _ = subkeys_G2nf.shape
+    at_a_time = max(1, SCORES[q_NG2f.device.type] // (2 * group * n))
+    for q_CG2f in in_pieces(q_NG2f, subkeys_G2nf[0, 0], at_a_time):
+        score1_Rn, score2_Rn = (_by_head(q_CG2f[:, :, half], subkeys_G2nf[:, half]) for half in (0, 1))
+        i_Rk, j_Rk = backend.of(score1_Rn).product_top_k(score1_Rn, score2_Rn, k)
+        scores_Rk = score1_Rn.gather(1, i_Rk) + score2_Rn.gather(1, j_Rk)
+        scores.append(scores_Rk.view(group, -1, k).transpose(0, 1))
+        chosen.append(torch.stack([i_Rk, j_Rk], 1).view(group, -1, 2, k).transpose(0, 1))
+    return together(scores), together(chosen)
+
+
+def _by_head(q_CGf: Tensor, keys_Gnf: Tensor) -> Tensor:
+    """The products of each head's queries with its keys, one head after the other: (G * C, n)."""
+    if len(keys_Gnf) == 1:
+        return row_by_row(q_CGf[:, 0], keys_Gnf[0])
+    return torch.bmm(q_CGf.transpose(0, 1), keys_Gnf.transpose(1, 2)).flatten(0, 1)
 
 
 def _score_gradients(q_Rf: Tensor, keys_Kf: Tensor, rows_Rk: Tensor, grad_Rk: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,7 +133,7 @@ def flat_key_select(q_NHd: Tensor, keys_HKd: Tensor, k: int) -> tuple[Tensor, Te
         q_Nd = q_Nd.contiguous()
         with torch.no_grad():
             pieces = in_pieces(q_Nd, keys_Kd, step)
-            slots_Nk = torch.cat([backend.of(q_Nd).top_k(row_by_row(q_Cd, keys_Kd), k)[1] for q_Cd in pieces])
+            slots_Nk = together([backend.of(q_Nd).top_k(row_by_row(q_Cd, keys_Kd), k)[1] for q_Cd in pieces])
         scores.append(_RowScores.apply(q_Nd, keys_Kd, slots_Nk))
         slots.append(slots_Nk)
     return torch.stack(scores, 1), torch.stack(slots, 1)

@@ -6,6 +6,7 @@ precision, uses all of it: 2.1 to 2.4 times as fast (recipes/README.md, "Speed")
 N: rows; I, O: widths of the input and of the output.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,6 +42,11 @@ def in_pieces(x: Tensor, y_OI: Tensor, most: int) -> list[Tensor]:
     therefore as many rows as a power of two says, and the few that are left over are torch's.
     """
     return [piece for part in x.split(most) for piece in part.split(_sizes(part, y_OI))]
+
+
+def together(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """`torch.cat`, which copies a single part too."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _sizes(x: Tensor, y_OI: Tensor) -> list[int]:
@@ -106,6 +112,5 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
     if torch.is_grad_enabled():  # training, whose batches are all of one shape
         out_NO: Tensor = _Linear.apply(x_NI, weight_OI, bias_O)
     else:
-        parts = [row_by_row(x_CI, weight_OI, bias_O) for x_CI in in_pieces(x_NI, weight_OI, len(x_NI))]
-        out_NO = parts[0] if len(parts) == 1 else torch.cat(parts)
+        out_NO = together([row_by_row(x_CI, weight_OI, bias_O) for x_CI in in_pieces(x_NI, weight_OI, len(x_NI))])
     return out_NO.view(*x.shape[:-1], len(weight_OI))

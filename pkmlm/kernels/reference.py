@@ -6,8 +6,6 @@ R: rows (queries); n: sub-keys of a half; k: slots to select; N: tokens; r: read
 value; c: pairs of ranks; T: hash tables; b: bits of a code; M, U, S: see `Segments`.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -20,9 +18,6 @@ def top_k(scores_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return best_Rn[..., :k], column_Rn[..., :k]
 
 
-Search = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-
-
 def candidate_pairs(n: int, k: int) -> tuple[list[int], list[int]]:
     """Pairs of ranks (a, b), from 0, that can be among the k best sums of two lists of n sorted downwards.
 
@@ -33,22 +28,17 @@ def candidate_pairs(n: int, k: int) -> tuple[list[int], list[int]]:
     return [a for a, _ in pairs], [b for _, b in pairs]
 
 
-def product_top_k(scores1_Rn: Tensor, scores2_Rn: Tensor, k: int, search: Search = top_k) -> tuple[Tensor, Tensor]:
-    """Exact top-k over the n^2 sums scores1[i] + scores2[j] (Lample et al. 2019, eq. 4).
+def product_top_k(scores1_Rn: Tensor, scores2_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Exact top-k over the n^2 sums scores1[i] + scores2[j], in fp32 or wider (Lample et al. 2019, eq. 4).
 
     Returns (i_Rk, j_Rk), int64, in the order: sum, then rank of i in half 1, then rank of j in half 2, where ranks
     within a half are by score, then by index. The slot of a pair is i * n + j.
-
-    Args:
-        search: `top_k`, or what gives the same faster.
     """
-    n = scores1_Rn.shape[-1]
-    best1_Rk, i_Rk = search(scores1_Rn, min(n, k))
-    best2_Rk, j_Rk = search(scores2_Rn, min(n, k))
-    # From pinned memory: the host does not wait for the copy.
-    pairs_2c = torch.tensor(candidate_pairs(n, k), pin_memory=scores1_Rn.is_cuda)
-    a_c, b_c = pairs_2c.to(scores1_Rn.device, non_blocking=True)
-    _, chosen_Rk = search(best1_Rk[:, a_c] + best2_Rk[:, b_c], k)
+    n, wide = scores1_Rn.shape[-1], torch.promote_types(scores1_Rn.dtype, torch.float32)
+    best1_Rk, i_Rk = top_k(scores1_Rn.to(wide), min(n, k))
+    best2_Rk, j_Rk = top_k(scores2_Rn.to(wide), min(n, k))
+    a_c, b_c = torch.tensor(candidate_pairs(n, k), device=scores1_Rn.device)
+    _, chosen_Rk = top_k(best1_Rk[:, a_c] + best2_Rk[:, b_c], k)
     return i_Rk.gather(1, a_c[chosen_Rk]), j_Rk.gather(1, b_c[chosen_Rk])
 
 

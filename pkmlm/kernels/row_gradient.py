@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pkmlm.kernels import backend
+from pkmlm.kernels.products import together
 from pkmlm.kernels.segments import Segments
 
 Reads = tuple[Tensor, Tensor, Tensor]  # of a backward pass: output gradients (N, D), slots (N, r), weights (N, r)
@@ -90,7 +91,7 @@ class RowGradient:
             start_S = torch.arange(len(rows_U) + 1, device=rows_U.device)
             self._joined = sums_KD, Segments(rows_U, start_S, rows_U, sums_KD.new_ones(len(rows_U)))
         elif self._joined is None:
-            x_ND, slots_Nr, weights_Nr = (torch.cat(parts) for parts in zip(*self.reads, strict=True))
+            x_ND, slots_Nr, weights_Nr = (together(parts) for parts in zip(*self.reads, strict=True))
             self.replace([(x_ND, slots_Nr, weights_Nr)])
             self._joined = x_ND, backend.of(x_ND).sort_reads(slots_Nr, weights_Nr, self.rows)
         return self._joined

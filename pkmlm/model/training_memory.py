@@ -27,8 +27,8 @@ def training_bytes(recipe: Recipe, dense: int, blocks: "tuple[Block, ...]", voca
     dropout (with `train.recompute`: each block's input, and one block whole); 2 bytes a number in bf16 and fp16,
     otherwise 4; SDPA is taken to keep no s^2 scores.
     logits: those that exist at a time, as they come and in fp32, and what the head's gradient takes before it is one.
-    search: the scores of keys that exist at a time, and their ordering, at 28 bytes a score.
-    Of both, what a CPU takes; a GPU holds up to 1.1 GB of logits and 0.9 GB of scores.
+    search: the scores of keys that exist at a time.
+    Of both, what a CPU takes; a GPU holds up to 1.1 GB of logits and 0.13 GB of scores.
     Left out: the allocator's slack, the framework itself and the data.
 
     Args:
@@ -42,7 +42,7 @@ def training_bytes(recipe: Recipe, dense: int, blocks: "tuple[Block, ...]", voca
     tokens = train.micro_batch * model.context
     kept = sum(row_gradient_bytes(part, train.batch_tokens, tokens) for block in blocks for part in block.parts)
     rows = 2 * memory.num_keys if memory.kind == "product-key" else memory.num_keys**2
-    search = 0 if memory.kind == "none" else min(SCORES["cpu"], tokens * memory.heads * rows) * 28
+    search = 0 if memory.kind == "none" else min(SCORES["cpu"], tokens * memory.heads * rows) * 4
     at_a_time = min(tokens, tokens_at_a_time("cpu", vocab_size))
     width = 2 if train.precision in ("bf16", "fp16") else 4
     in_blocks = [sum(part.saved for part in block.parts) for block in blocks]

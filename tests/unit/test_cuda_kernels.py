@@ -17,7 +17,7 @@ from pkmlm.kernels import backend, ops, reference
 from pkmlm.kernels.row_gradient import RowGradient
 
 triton = pytest.importorskip("triton", reason="triton is not installed (the CUDA kernels need it)")
-from pkmlm.kernels import cuda  # noqa: E402
+from pkmlm.kernels import cuda, cuda_top_k  # noqa: E402
 
 INTERPRETED = triton.knobs.runtime.interpret
 HALF = [torch.float16, torch.bfloat16]
@@ -50,6 +50,8 @@ def kernels(monkeypatch):
     monkeypatch.setattr(cuda, "COLUMNS", 64)  # several blocks and many chunks at tiny shapes
     monkeypatch.setattr(cuda, "CHUNK", 4)
     monkeypatch.setattr(cuda, "SMALL_BYTES", 0)
+    monkeypatch.setattr(cuda_top_k, "COLUMNS", 16)
+    monkeypatch.setattr(ops, "HEADS", {"cpu": 2, "cuda": 2})
     return cuda
 
 
@@ -88,6 +90,28 @@ def test_weighted_row_sum_and_row_products(kernels, device, width, r, dtype):
     expected = reference.row_products(values.double(), x.double(), slots)
     assert products.dtype == dtype
     torch.testing.assert_close(products.double(), expected, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "dtype"),
+    [*((*shape, torch.float32) for shape in [(1, 1), (3, 9), (21, 4), (40, 12)]), *((9, 3, dtype) for dtype in HALF)],
+)
+def test_searches(kernels, device, n, k, dtype):
+    """Equal to the last bit, with ties, zeros of both signs, infinities and no numbers."""
+    torch.manual_seed(n)
+    scores1, scores2 = torch.randn(2, 6, n, device=device).to(dtype)
+    scores1[:3], scores2[1:4] = scores1[:3].round(), scores2[1:4].round()
+    scores1[3, ::3], scores1[3, 1::3] = 0.0, -0.0
+    scores1[4, ::2], scores2[4, ::3] = float("inf"), float("-inf")
+    scores1[5, n // 2], scores2[5, n // 2 :] = float("nan"), float("nan")
+    for found, expected in zip(
+        kernels.product_top_k(scores1, scores2, k), reference.product_top_k(scores1, scores2, k), strict=True
+    ):
+        assert torch.equal(found, expected)
+    best, columns = kernels.top_k(scores1, min(n, k))
+    expected, expected_columns = reference.top_k(scores1, min(n, k))
+    assert torch.equal(columns, expected_columns)
+    torch.testing.assert_close(best, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_few_small_bags_are_summed_in_torch(kernels, device, monkeypatch):
@@ -360,3 +384,16 @@ def test_machine_code(compiled, width, dtype):
             assert "bar.sync" not in ptx, f"the warps of {name} wait for each other"
         if name == "_row_adam" and copy is not None:
             assert re.search(rf"cvt\.rn\.{'bf16' if dtype == torch.bfloat16 else 'f16'}", ptx), "not rounded to nearest"
+
+
+def test_machine_code_of_searches(compiled, monkeypatch):
+    """A warp a row, in registers: a spill, or barriers between sorting steps, would cost more than the search."""
+    monkeypatch.setattr(torch, "empty", torch.zeros)  # what no kernel fills is read as columns
+    cuda.product_top_k(*torch.randn(2, 2, 1024), 32)
+    cuda.top_k(torch.randn(2, 4096).bfloat16(), 256)
+    assert [name for name, _ in compiled] == ["_product_rows", "_top_k_rows"]
+    for name, result in compiled:
+        ptx = result.asm["ptx"]
+        assert result.metadata.num_warps == 1
+        assert ".local" not in ptx, f"{name} spills"
+        assert ptx.count("bar.sync") <= 1, f"the threads of {name} wait for each other"
