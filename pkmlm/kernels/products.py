@@ -6,7 +6,6 @@ precision, uses all of it: 2.1 to 2.4 times as fast (recipes/README.md, "Speed")
 N: rows; I, O: widths of the input and of the output.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ def in_pieces(x: Tensor, y_OI: Tensor, most: int) -> list[Tensor]:
     return [piece for part in x.split(most) for piece in part.split(_sizes(part, y_OI))]
 
 
-def together(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+def together(parts: list[Tensor] | tuple[Tensor, ...], dim: int = 0) -> Tensor:
     """`torch.cat`, which copies a single part too."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
