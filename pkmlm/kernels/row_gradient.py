@@ -22,13 +22,17 @@ class RowGradient:
     as sums of rows: a step takes no more memory however many passes it has. Whoever updates the table sums each row's
     reads on the way: `pkmlm.train.row_adam`.
 
+    Args:
+        rows: of the table.
+        every_row: have a segment for each row, read or not, in the end.
+
     Attributes:
         reads: of each backward pass that is not in the sums.
         sums: of rows (K, D), in fp32 (fp64 for fp64 reads), and which of them have been read (K); None: no sums yet.
     """
 
-    def __init__(self, rows: int):
-        self.rows = rows
+    def __init__(self, rows: int, *, every_row: bool = False):
+        self.rows, self.every_row = rows, every_row
         self.clear()
 
     def clear(self) -> None:
@@ -89,11 +93,13 @@ class RowGradient:
             sums_KD, read_K = self.fold()
             rows_U = read_K.nonzero()[:, 0]
             start_S = torch.arange(len(rows_U) + 1, device=rows_U.device)
-            self._joined = sums_KD, Segments(rows_U, start_S, rows_U, sums_KD.new_ones(len(rows_U)))
+            segments = Segments(rows_U, start_S, rows_U, sums_KD.new_ones(len(rows_U)))
+            self._joined = sums_KD, segments.every_row(self.rows) if self.every_row else segments
         elif self._joined is None:
             x_ND, slots_Nr, weights_Nr = (together(parts) for parts in zip(*self.reads, strict=True))
             self.replace([(x_ND, slots_Nr, weights_Nr)])
-            self._joined = x_ND, backend.of(x_ND).sort_reads(slots_Nr, weights_Nr, self.rows)
+            kernels = backend.of(x_ND)
+            self._joined = x_ND, kernels.sort_reads(slots_Nr, weights_Nr, self.rows, every_row=self.every_row)
         return self._joined
 
     def norm(self) -> Tensor:

@@ -41,15 +41,16 @@ class Group:
         the first, a rank's shards and columns of tables on that rank (of the first of the groups that hold the same).
         """
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
-        norms = [torch.linalg.vector_norm(held(grad)) for grad in grads if is_shard(grad) or ranks.world.rank == 0]
+        own = [held(grad) for grad in grads if is_shard(grad) or ranks.world.rank == 0]
+        norms = [torch.stack(torch._foreach_norm(own))] if own else []
         norms += [table.norm() for table in self.tables if table and ranks.data.rank == 0]
         device = next(iter(self.parameters.values())).device
-        return sum((norm.to(device, torch.float64).square() for norm in norms), torch.zeros((), device=device).double())
+        return sum((norm.double().square().sum() for norm in norms), torch.zeros((), device=device).double())
 
     def scale_gradient(self, factor: float) -> None:
-        for parameter in self.parameters.values():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+        grads = [held(p.grad) for p in self.parameters.values() if p.grad is not None]
+        if grads:
+            torch._foreach_mul_(grads, factor)
         for table in self.tables:
             table.scale *= factor
 

@@ -46,9 +46,8 @@ class RowAdam(torch.optim.Optimizer):
         every_row: bool = False,
     ):
         self.tables = list(tables)
-        self.every_row = every_row
         for table in self.tables:
-            table.keep_reads()
+            table.keep_reads(every_row=every_row)
         parameters = [table.weight_KD for table in self.tables]
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
@@ -70,7 +69,7 @@ class RowAdam(torch.optim.Optimizer):
                 state["exp_avg"],
                 state["exp_avg_sq"],
                 x_ND,
-                segments.every_row(len(values_KD)) if self.every_row else segments,
+                segments,
                 scale=gradient.scale,
                 step=int(state["step"]),
                 lr=group["lr"],

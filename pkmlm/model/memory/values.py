@@ -47,15 +47,18 @@ class Values(nn.Module):
         self.weight_KD = nn.Parameter(self.weight_KD.new_empty(rows, width // ranks.size))
         self.ranks = ranks
 
-    def keep_reads(self) -> None:
+    def keep_reads(self, *, every_row: bool = False) -> None:
         """From now on backward passes leave the gradient in `gradient`, for the optimizer that calls this.
+
+        Args:
+            every_row: of `RowGradient`.
 
         Raises:
             ValueError: another has done so, and takes the gradient from there.
         """
         if self.gradient is not None:
             raise ValueError("the table leaves its gradient with another optimizer")
-        self.gradient = RowGradient(len(self.weight_KD))
+        self.gradient = RowGradient(len(self.weight_KD), every_row=every_row)
 
     def initial(self) -> dict[str, Initial]:
         width = self.weight_KD.shape[1]
