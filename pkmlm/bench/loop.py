@@ -12,7 +12,7 @@ import torch
 from pkmlm.bench.rounds import Overhead, in_rounds, synchronize
 from pkmlm.data.batches import Batches
 from pkmlm.model.transformer import Transformer, build_model
-from pkmlm.recipe.schema import Recipe
+from pkmlm.recipe.schema import Log, Recipe
 from pkmlm.runtime.device import Arithmetic, autocast
 from pkmlm.runtime.log import TrainingLog
 from pkmlm.runtime.rundir import RunDirectory
@@ -37,6 +37,7 @@ def loop_cost(job: Job, arithmetic: Arithmetic, rounds: int, steps: int, say: Ca
         train=replace(job.recipe.train, steps=steps + 2),
         eval=replace(job.recipe.eval, every=0),
         checkpoint=replace(job.recipe.checkpoint, every=0),
+        log=Log(),  # to no service
     )
     batches = Batches.of(job.corpus, recipe)
     first, last = recipe.micro_batches(), -recipe.micro_batches()

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def report(job: "Job", world: "World") -> int:
     """Print the plan, then take the first step in memory and print how long it took; rank 0 prints."""
-    from pkmlm.cli.train import arithmetic_of
+    from pkmlm.cli.train import arithmetic_of, explained
     from pkmlm.data.batches import Batches
     from pkmlm.model.cost import cost_of
     from pkmlm.model.ranks_cost import bytes_held
@@ -45,11 +45,12 @@ def report(job: "Job", world: "World") -> int:
         for text in job.doubts:
             click.echo(f"warning: {text}", err=True)
     ranks = ranks_of(world, recipe.parallel.memory)
-    model = starting_model(job, arithmetic.device, ranks, fresh=True)
-    stepper = Stepper(recipe, model, Batches.of(job.corpus, recipe), arithmetic.precision, ranks)
-    began = time.monotonic()
-    result = stepper.take(1)
-    seconds = time.monotonic() - began
+    with explained(job, arithmetic, world):
+        model = starting_model(job, arithmetic.device, ranks, fresh=True)
+        stepper = Stepper(recipe, model, Batches.of(job.corpus, recipe), arithmetic.precision, ranks)
+        began = time.monotonic()
+        result = stepper.take(1)
+        seconds = time.monotonic() - began
     size, where = held_bytes(arithmetic.device)
     if world.rank == 0:
         click.echo(f"first step   loss {result.loss:.3f}, {seconds:.2f} s (with warm-up), {size / 1e6:,.0f} MB {where}")

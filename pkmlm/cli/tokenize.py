@@ -42,8 +42,9 @@ class TokenizeCommand(click.Command):
                 continue
             if option and not files:
                 raise click.UsageError(f"Option '{option}' requires a file.", ctx)
-            option, files = (word, 0) if word in TAKE_ALL else ("", 0)
-            spread += [] if option else [word]
+            name, _, value = word.partition("=")
+            option, files = (name if name in TAKE_ALL else ""), int(bool(value))
+            spread += [] if option and not value else [word]
         return super().parse_args(ctx, spread[:-1])
 
 

@@ -130,7 +130,7 @@ def train_in(output: str, job: "Job", resume: str, quiet: bool, world: "World") 
         with world.together():
             if lead:
                 warnings += begin(run, job, arithmetic, world.size)
-        with noting_failure(run, job, arithmetic, world):
+        with noting_failure(run, world), explained(job, arithmetic, world):
             outcome = run_loop(run, job, arithmetic, warnings, stop, quiet, world)
         with world.together():
             if lead:
@@ -217,12 +217,26 @@ def end(run: "RunDirectory", outcome: "Outcome") -> None:
 
 
 @contextmanager
-def noting_failure(run: "RunDirectory", job: "Job", arithmetic: "Arithmetic", world: "World") -> Iterator[None]:
-    """Note a failure, the step of the last checkpoint and whose error it was (where that is known) in run.json, by
-    rank 0; where memory ran out, say what to lower; where the network failed, which rank noticed."""
+def explained(job: "Job", arithmetic: "Arithmetic", world: "World") -> Iterator[None]:
+    """Where memory runs out, say what to lower; where the network fails, which rank noticed."""
     from pkmlm.runtime.device import is_shortage
     from pkmlm.runtime.distributed import is_network
     from pkmlm.train.shortage import out_of_memory
+
+    try:
+        yield
+    except Exception as error:
+        if is_shortage(error):
+            raise out_of_memory(job, arithmetic.precision, world.size) from None
+        if is_network(error):
+            raise world.lost(error) from None
+        raise
+
+
+@contextmanager
+def noting_failure(run: "RunDirectory", world: "World") -> Iterator[None]:
+    """Note a failure, the step of the last checkpoint and whose error it was (where that is known) in run.json, by
+    rank 0."""
 
     def note(status: str, exit_code: int) -> None:
         if world.rank > 0:
@@ -241,12 +255,8 @@ def noting_failure(run: "RunDirectory", job: "Job", arithmetic: "Arithmetic", wo
     except SystemExit as error:  # another rank has told why
         note("failed", int(error.code or 0))
         raise
-    except BaseException as error:
+    except BaseException:
         note("failed", 1)
-        if is_shortage(error):
-            raise out_of_memory(job, arithmetic.precision, world.size) from None
-        if is_network(error):
-            raise world.lost(error) from None
         raise
 
 

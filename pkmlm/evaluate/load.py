@@ -56,13 +56,14 @@ def load_run(path: str | Path, step: str = "latest", device: torch.device | None
     run = RunDirectory.existing(path)
     run.check_tokenizer()
     recipe, tokenizer = run.recipe(), Tokenizer.load(run.tokenizer_file)
-    empty = build_model(recipe, recipe.model.vocab_size or tokenizer.size, "meta")
+    vocab_size = recipe.model.vocab_size or tokenizer.size
+    expected = build_model(recipe, vocab_size, "meta")
     while True:
         number = run.resolve(step)
         try:
             verify(run.checkpoint(number), moments=False)
-            checkpoint.check_weights(run.checkpoint(number), empty)
-            model = empty.to_empty(device=device)
+            checkpoint.check_weights(run.checkpoint(number), expected)
+            model = build_model(recipe, vocab_size, device, draw=False)
             checkpoint.load_weights(run.checkpoint(number), model)
             progress = checkpoint.progress_at(run.checkpoint(number))
             break

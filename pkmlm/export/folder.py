@@ -178,7 +178,7 @@ def read_export(path: Path, device: torch.device) -> Export:
         tokenizer = Tokenizer.load(path / TOKENIZER)
     except UserError as error:
         raise UserError(error.message, error.hint or HINT, exit_code=1) from None
-    model = build_model(recipe, recipe.model.vocab_size or tokenizer.size, "meta").to_empty(device=device)
+    model = build_model(recipe, recipe.model.vocab_size or tokenizer.size, device, draw=False)
     read_weights(path, exported_tensors(model))
     return Export(recipe, origin, model.eval(), tokenizer)
 

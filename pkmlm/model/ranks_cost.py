@@ -108,10 +108,10 @@ def bytes_sent(recipe: Recipe, cost: Cost, ranks: int, memory: int) -> dict[str,
     tokens, groups = recipe.train.batch_tokens // ranks, ranks // memory
     number = 2 if recipe.train.precision in ("bf16", "fp16") else 4
     # Recomputation ends where the last activation is had that a backward needs: before a block's last output.
-    again = [part for block in cost.blocks for part in block.parts[:-1]] if recipe.train.recompute else []
+    again = {id(part) for block in cost.blocks for part in block.parts[:-1]} if recipe.train.recompute else set()
     reads = gradients = 0
     for part in table_parts(cost):
-        passes = 2 if part in again else 1
+        passes = 2 if id(part) in again else 1
         outputs = (1 + passes) * part.width * number // memory
         reads += tokens * (memory - 1) * ((20 if recipe.train.recompute else 12) * part.reads + outputs)
         rows, columns = part.memory // part.width, part.width // memory

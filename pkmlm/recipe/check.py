@@ -264,7 +264,7 @@ def check_memory(check: Check, model: Model) -> None:
             "model.memory.num_keys",
             "model.memory.kind",
         )
-    if memory.key_dim % 2:
+    if memory.kind == "product-key" and memory.key_dim % 2:
         low, high = memory.key_dim - 1, memory.key_dim + 1
         near = f"{low} or {high}" if low else f"{high}"
         check.fail("model.memory.key_dim", f"{memory.key_dim} has no half for a sub-key", f"an even width: {near}")
@@ -283,7 +283,8 @@ def memory_layers(model: Model, check: Check | None = None) -> dict[int, bool]:
     """The layers with a memory, counted from 1 and in order; the value says whether it stands beside the FFN.
 
     `5` replaces the FFN of layer 5, `5+` adds beside it. `auto:N` spreads N memories at equal distances, over
-    layers i * ceil(L / (N + 1)), i = 1 ... N, which for L = 16 and N = 2 gives 6 and 12 (PKM section 4.3).
+    layers i * ceil(L / (N + 1)), i = 1 ... N, which for L = 16 and N = 2 gives 6 and 12 (PKM section 4.3); where these
+    go beyond the last, over i * (L + 1) / (N + 1), rounded.
     Empty where the kind is none.
 
     Args:
@@ -304,15 +305,23 @@ def memory_layers(model: Model, check: Check | None = None) -> dict[int, bool]:
         if match[1] and not 1 <= number <= model.layers:
             expected = f"at most auto:{model.layers}" if number else "auto:1 or more"
             check.fail("model.memory.layers", f"found {text}", expected, "model.layers")
-        step = math.ceil(model.layers / (number + 1))
-        for layer in [i * step for i in range(1, number + 1)] if match[1] else [number]:
+        for layer in spread(number, model.layers) if match[1] else [number]:
             if not 1 <= layer <= model.layers:
-                what = f"{text} asks for layer {layer}" if match[1] else f"found layer {layer}"
-                check.fail("model.memory.layers", what, f"layers from 1 to {model.layers}", "model.layers")
+                check.fail(
+                    "model.memory.layers", f"found layer {layer}", f"layers from 1 to {model.layers}", "model.layers"
+                )
             if layer in beside:
                 check.fail("model.memory.layers", f"layer {layer} is named twice", "each layer once")
             beside[layer] = bool(match[3])
     return dict(sorted(beside.items()))
+
+
+def spread(memories: int, layers: int) -> list[int]:
+    """The layers of `auto:N`."""
+    step = math.ceil(layers / (memories + 1))
+    if memories * step <= layers:
+        return [i * step for i in range(1, memories + 1)]
+    return [math.floor(i * (layers + 1) / (memories + 1) + 0.5) for i in range(1, memories + 1)]
 
 
 def nearest_divisors(number: int, value: int, most: int | None = None) -> str:

@@ -34,7 +34,7 @@ class Memory:
     num_keys: int = key(512, "sub-keys per half: num_keys^2 slots (flat-key: as many slots, one key each)")
     heads: int = key(4, "memory heads; all share the values, each has its own keys and queries")
     topk: int = key(32, "slots read per head and token")
-    key_dim: int = key(512, "width of a query; a sub-key has half of it")
+    key_dim: int = key(512, "width of a query; a sub-key has half of it, a flat key all")
     query: Literal["linear", "mlp"] = key("linear", "the query network: one linear map, or two with a ReLU between")
     query_norm: Literal["batch", "layer", "rms", "none"] = key(
         "batch", "normalisation of the queries; batch is the paper's (PKM table 2)"
@@ -76,7 +76,7 @@ class Model:
     residual: Literal["sequential", "parallel"] = key("sequential", "parallel: attention and FFN read the same input")
     ffn_dim: int | None = key(None, "inner width of the FFN; null: 4 * dim")
     activation: Literal["gelu", "relu"] = key("gelu", "activation of the FFN")
-    bias: bool = key(True, "biases in linear maps")
+    bias: bool = key(True, "biases in linear maps; a memory's queries always have them")
     tie_embeddings: bool = key(True, "the output head shares the token embedding")
     dropout: float = key(0.0, "dropout probability, on embeddings, attention and what blocks add")
     memory: Memory = key(Memory, "a sparsely read memory")

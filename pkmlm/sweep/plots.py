@@ -62,6 +62,8 @@ def panel(axes: Axes, grid: Grid, figure: Figure, value: Values) -> None:
     along_axis = figure.x in grid.axes
     for number, name in enumerate(grid.names(figure.line) if figure.line else [None]):
         points = [p for p in known(grid, figure, value) if name is None or grid.place(p)[figure.line or ""] == name]
+        if not points:  # not measured yet, or not in the paper
+            continue
         style = line_style(number) | {"marker": "o", "markersize": 5, "capsize": 3}
         if not along_axis:
             style["linestyle"] = "-" if figure.line else "none"

@@ -67,8 +67,10 @@ def test_each_split_takes_all_the_files_after_it_and_no_other_does(texts):
         ([texts / "train.txt", "--valid"], "error: Option '--valid' requires a file"),
     ):
         assert pkmlm("tokenize", *words, "-o", texts / "none", code=2).stderr.startswith(said)
-    tokenize("--valid=" + str(texts / "valid.txt"), *common, "-o", texts / "two", "--", texts / "train.txt")
-    assert text_of(texts / "two", "valid") == read("valid")
+    joined = [f"--valid={files['valid'][0]}", files["valid"][1]]
+    tokenize(*joined, *common, "-o", texts / "two", "--", texts / "train.txt")
+    assert text_of(texts / "two") == read("train")
+    assert text_of(texts / "two", "valid") == text_of(texts / "out", "valid")
 
 
 def text_of(folder, split="train", separator="\n\n\n"):

@@ -344,6 +344,8 @@ def test_out_of_memory_says_what_to_lower(ground):
     said = ground.train("product-key", ground.folder / "oom", *big, code=1, memory=64 << 20).stderr
     assert "hint: lower train.micro_batch from 2048 to 1024: -s train.micro_batch=1024" in said
     assert json.loads((ground.folder / "oom/run.json").read_text())["status"] == "failed"
+    dry = ground.train("product-key", ground.folder / "dry", *big, "--dry-run", code=1, memory=64 << 20).stderr
+    assert dry.splitlines() == said.splitlines()[-2:]
 
 
 def test_bombs_are_refused_or_bounded(ground):

@@ -95,6 +95,18 @@ def test_recomputation_keeps_the_inputs_of_blocks_and_one_block():
     assert less.training["activations"] == tokens * 4 * (3 * 512 + 2 * 512 + max(saved))
 
 
+def test_recomputation_repeats_all_but_the_last_table_of_each_block():
+    """Block 2 ends with a memory: its last hash table is repeated, the last one of block 1, its like, is not."""
+    model = replace(HASHED.model, layers=2, memory=replace(KEYS, num_keys=16, layers=("2+",), topk=4))
+    recipe = replace(HASHED, model=model, train=replace(HASHED.train, recompute=True))
+    cost = cost_of(recipe, 100)
+    parts = [part for block in cost.blocks for part in block.parts if part.memory]
+    last = 2 * model.dim
+    outputs = 3 * sum(part.width for part in parts) - last  # sent, as gradients, and again
+    slots = sum(20 * part.reads for part in parts)
+    assert bytes_sent(recipe, cost, 2, 2)["reads"] == 256 * (slots + 4 * outputs // 2)
+
+
 def test_every_division_that_is_possible():
     assert divisions(cost_of(MILLION, 1000), 12) == [1, 2, 4]
     assert divisions(cost_of(HASHED, 100), 32) == [1, 2, 4, 8, 16]  # 192, 80 and 64 columns

@@ -155,7 +155,6 @@ def test_what_is_no_recipe_is_refused_in_one_line(tmp_path: Path, text: str | by
         ("model.memory.layers=five", "model.memory.layers: found 'five'"),
         ("model.memory.layers=[5, 5+]", "model.memory.layers: layer 5 is named twice"),
         ("model.memory.layers=[]", "model.memory.layers: no layer for the product-key memory"),
-        ("model.memory.layers=auto:4", "auto:4 asks for layer 8 (expected layers from 1 to 6)"),
         ("model.memory.layers=auto:0", "found auto:0"),
         ("model.memory.layers=auto:999999999", "found auto:999999999 (expected at most auto:6)"),
         ("model.memory.num_keys=70000", "model.memory.num_keys: asks for 1.3e+12 parameters"),
@@ -245,6 +244,12 @@ def test_memory_layers_as_the_paper_spreads_them() -> None:
     assert layers(16, "auto:2") == {6: False, 12: False}
     assert layers(12, "auto:3") == {3: False, 6: False, 9: False}
     assert layers(12, "auto:1+") == {6: True}
+    assert list(layers(6, "auto:4")) == [1, 3, 4, 6], "the paper's step would end at 8"
+    for total in range(1, 40):
+        for number in range(1, total + 1):
+            found = list(layers(total, f"auto:{number}"))
+            assert len(found) == number
+            assert 1 <= found[0] <= found[-1] <= total
     assert list(layers(6, "5+", "2").items()) == [(2, False), (5, True)]
     with pytest.raises(UserError, match="from 1 to 6"):
         layers(6, "7")

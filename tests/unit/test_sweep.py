@@ -374,7 +374,11 @@ def test_a_figure_has_a_panel_for_the_paper_and_a_line_for_each_value(folder):
     results = Results(cells.grid, cells, {point: {} for point in P})
     by_slots, by_usage = cells.grid.figures
     assert picture(results, by_slots) is None, "nothing measured, nothing drawn"
-    for point in P:
+    lines = [[point for point in P if point[1] == norm] for norm in ("yes", "no")]
+    for point in lines[0] + lines[1]:
+        if point == lines[1][0]:
+            half, _ = picture(results, by_slots).axes
+            assert [text.get_text() for text in half.get_legend().get_texts()] == ["yes"], "the other is not measured"
         usage = [] if point[0] == "none" else [{"layer": 2, "name": "memory", "mass": {"usage": 0.5, "kl": 1.0}}]
         facts = {"valid_loss": 1.0, "test_token_ppl": 20.0, "usage": usage}
         for cell in cells.tuning(point):
