@@ -128,13 +128,13 @@ def main() -> None:
 def told(error: Exception) -> int:
     """Say in two lines what a user can mend, or the machine refuses, and return the exit code; raise all else again."""
     if isinstance(error, click.ClickException):
-        return report(UserError(printable(error.format_message()).rstrip("."), help_of(error)))
+        return print_error(UserError(printable(error.format_message()).rstrip("."), help_of(error)))
     if isinstance(error, UserError):
-        return report(error)
+        return print_error(error)
     if isinstance(error, OSError):
         return system_refused(error)
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and torch_is_short(error)):
-        return report(UserError("out of memory", exit_code=1))  # `pkmlm train` has said what to lower
+        return print_error(UserError("out of memory", exit_code=1))  # `pkmlm train` has said what to lower
     raise error
 
 
@@ -157,20 +157,20 @@ def system_refused(error: OSError) -> int:
     """
     if error.filename is not None:
         code = 2 if error.errno in WRONG_NAME else 1
-        return report(UserError(f"cannot read {str(error.filename)[:300]}: {error.strerror}", exit_code=code))
+        return print_error(UserError(f"cannot read {str(error.filename)[:300]}: {error.strerror}", exit_code=code))
     if error.errno == errno.ENOENT:  # of no file: os.getcwd()
-        return report(UserError("the working directory is gone", "cd to another one", exit_code=1))
+        return print_error(UserError("the working directory is gone", "cd to another one", exit_code=1))
     if error.errno not in streams.ENDED:
         if error.errno is None:
             raise error
-        return report(UserError(f"the system refused: {error.strerror}", exit_code=1))
+        return print_error(UserError(f"the system refused: {error.strerror}", exit_code=1))
     streams.silence_output()
     if error.errno == errno.EPIPE:
         return 0
-    return report(UserError(f"cannot write to standard output: {error.strerror}", exit_code=1))
+    return print_error(UserError(f"cannot write to standard output: {error.strerror}", exit_code=1))
 
 
-def report(error: UserError) -> int:
+def print_error(error: UserError) -> int:
     """Print the two lines of a user's error on standard error and return its exit code."""
     print(f"error: {printable(error.message)}", file=sys.stderr)
     if error.hint:

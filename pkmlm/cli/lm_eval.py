@@ -21,7 +21,7 @@ def main() -> None:
     """Hand over to lm_eval; `pkmlm eval` tells of a mistake in the same way."""
     from lm_eval.__main__ import cli_evaluate
 
-    from pkmlm.cli import report
+    from pkmlm.cli import print_error
     from pkmlm.errors import UserError
     from pkmlm.runtime.distributed import joined
 
@@ -30,7 +30,7 @@ def main() -> None:
         with joined():
             cli_evaluate()
     except UserError as error:
-        sys.exit(report(error))
+        sys.exit(print_error(error))
 
 
 if __name__ == "__main__":

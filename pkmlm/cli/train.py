@@ -115,7 +115,7 @@ def train_in(output: str, job: "Job", resume: str, quiet: bool, world: "World") 
     from pkmlm.runtime.signals import stop_on_signals
 
     run, lead, warnings, complete = RunDirectory(output), world.rank == 0, [], False
-    with ExitStack() as held, stop_on_signals(world.largest) as stop:
+    with ExitStack() as held, stop_on_signals(world.all_max) as stop:
         with world.together():
             arithmetic = arithmetic_of(job.recipe)
             if lead:
@@ -273,7 +273,7 @@ def run_loop(
     from pkmlm.data.batches import Batches
     from pkmlm.evaluate.validation import validation
     from pkmlm.runtime.distributed import ranks_of
-    from pkmlm.runtime.log import TrainingLog, Unheard
+    from pkmlm.runtime.log import SilentLog, TrainingLog
     from pkmlm.train.health import Health
     from pkmlm.train.loop import Training
     from pkmlm.train.start import check_shapes, starting_model
@@ -281,7 +281,7 @@ def run_loop(
 
     recipe, device, precision = job.recipe, arithmetic.device, arithmetic.precision
     ranks = ranks_of(world, recipe.parallel.memory)
-    log: RunLog = Unheard()
+    log: RunLog = SilentLog()
     with ExitStack() as opened:
         with world.together():
             if world.rank == 0:

@@ -155,7 +155,7 @@ class PkmLM(TemplateLM):
 
     def _from_all(self, scores: torch.Tensor) -> torch.Tensor:
         """The scores of all ranks, each of which has its own in place and zeros elsewhere."""
-        scores = world().sum(scores)
+        scores = world().all_sum(scores)
         if not bool(scores.isfinite().all()):
             raise UserError(f"the scores of {self.run.name} at step {self.run.step} are not finite", exit_code=1)
         return scores

@@ -31,8 +31,7 @@ def answers(address: str, patience: float = PATIENCE) -> bool:
 
 @contextmanager
 def asked_once(needed: bool) -> Iterator[bool]:
-    """Keep `datasets` to what it has on disk where the hub does not answer, instead of retrying; yields whether it does
-    so.
+    """Keep `datasets` to what it has on disk where the hub does not answer, instead of retrying; yields True then.
 
     Args:
         needed: whether anything comes from the hub; if not, it is not asked.

@@ -222,7 +222,7 @@ def score(
     # Ranks without a batch in the last round run an empty one: FSDP needs as many forwards on each.
     if 0 < len(sums) % world.size <= world.rank:
         score_windows(model, nothing, watch)
-    total = sum(world.sum(torch.tensor(sums, dtype=torch.float64)).tolist())
+    total = sum(world.all_sum(torch.tensor(sums, dtype=torch.float64)).tolist())
     if not math.isfinite(total):
         raise NotFinite(f"the model's scores on {documents.name} are not finite", exit_code=1)
     if tokens == 0:

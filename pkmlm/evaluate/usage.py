@@ -126,8 +126,8 @@ class _Counter:
     def result(self, world: World) -> MemoryUsage:
         tap = self.tap
         where = f"the {tap.name} of layer {tap.layer}"
-        tokens = int(world.sum(torch.tensor(self.tokens)))
-        counts, masses, common_HH = (world.sum(x.cpu().clone()) for x in (self.counts, self.masses, self.common_HH))
+        tokens = int(world.all_sum(torch.tensor(self.tokens)))
+        counts, masses, common_HH = (world.all_sum(x.cpu().clone()) for x in (self.counts, self.masses, self.common_HH))
         if not bool(masses.isfinite().all()):
             raise UserError(f"{where} reads with weights that are not finite", "use an earlier checkpoint: --step N")
         return MemoryUsage(

@@ -32,7 +32,7 @@ def compiled(function: Callable[..., Any]) -> Any:
 
 
 class Cache:
-    """numba's cache of one function, whose trouble (a full disk, a file cut short) costs a compilation and no more."""
+    """numba's cache of one function; where it fails (a full disk, a file cut short), the function is compiled anew."""
 
     def __init__(self, cache: Any):
         self._cache = cache

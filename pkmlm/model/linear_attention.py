@@ -21,15 +21,15 @@ from pkmlm.runtime.device import at_least_fp32
 EPSILON = 1e-6
 
 
-def causal_linear_attention(q_BhTM: Tensor, k_BhTM: Tensor, scale_BhT: Tensor, v_BhTe: Tensor) -> Tensor:
+def causal_linear_attention(q_BhTM: Tensor, k_BhTM: Tensor, log_scale_BhT: Tensor, v_BhTe: Tensor) -> Tensor:
     """sum_j w_ij v_j / max(sum_j w_ij, 1e-6) over j <= i, with w_ij = exp(s_j - m_i) <q_i, k_j>; (B, h, T, e).
 
     Within a chunk the weights are written out; what earlier chunks hold is carried as one (M, e + 1) sum a chunk.
 
     Args:
         q_BhTM, k_BhTM: features, none negative, in fp32 or wider.
-        scale_BhT: s, the logarithms of the keys' sizes. m_i, the largest until i, keeps all exponents at 0 or below; no
-            output depends on later positions, not even by rounding.
+        log_scale_BhT: s, the logarithms of the keys' sizes. m_i, the largest until i, keeps all exponents at 0 or
+            below; no output depends on later positions, not even by rounding.
     """
     length = v_BhTe.shape[2]
     size = min(CHUNK, length)
@@ -38,34 +38,34 @@ def causal_linear_attention(q_BhTM: Tensor, k_BhTM: Tensor, scale_BhT: Tensor, v
     if chunks * size > length:
         spare = chunks * size - length
         q_BhTM, k_BhTM, v_BhTv = (pad(x, (0, 0, 0, spare)) for x in (q_BhTM, k_BhTM, v_BhTv))
-        scale_BhT = pad(scale_BhT, (0, spare))
-    largest_BhT = scale_BhT.detach().cummax(-1).values
-    q_BhncM, k_BhncM, v_Bhncv, scale_Bhnc, largest_Bhnc = (
-        x.unflatten(2, (chunks, size)) for x in (q_BhTM, k_BhTM, v_BhTv, scale_BhT, largest_BhT)
+        log_scale_BhT = pad(log_scale_BhT, (0, spare))
+    running_max_BhT = log_scale_BhT.detach().cummax(-1).values
+    q_BhncM, k_BhncM, v_Bhncv, log_scale_Bhnc, running_max_Bhnc = (
+        x.unflatten(2, (chunks, size)) for x in (q_BhTM, k_BhTM, v_BhTv, log_scale_BhT, running_max_BhT)
     )
     later_cc = torch.ones(size, size, dtype=torch.bool, device=q_BhTM.device).triu(1)
-    sizes_Bhncc = (scale_Bhnc[..., None, :] - largest_Bhnc[..., None]).masked_fill(later_cc, -math.inf).exp()
+    sizes_Bhncc = (log_scale_Bhnc[..., None, :] - running_max_Bhnc[..., None]).masked_fill(later_cc, -math.inf).exp()
     sums_Bhncv = (q_BhncM @ k_BhncM.transpose(-1, -2) * sizes_Bhncc) @ v_Bhncv
     if chunks > 1:
-        before_BhnMv, end_Bhn = sums_of_earlier(k_BhncM, scale_Bhnc, v_Bhncv, largest_Bhnc)
-        fall_Bhnc = (end_Bhn[..., None] - largest_Bhnc[:, :, 1:]).exp()
-        earlier_Bhncv = (q_BhncM[:, :, 1:] @ before_BhnMv) * fall_Bhnc[..., None]
+        before_BhnMv, end_Bhn = sums_of_earlier(k_BhncM, log_scale_Bhnc, v_Bhncv, running_max_Bhnc)
+        decay_Bhnc = (end_Bhn[..., None] - running_max_Bhnc[:, :, 1:]).exp()
+        earlier_Bhncv = (q_BhncM[:, :, 1:] @ before_BhnMv) * decay_Bhnc[..., None]
         sums_Bhncv = torch.cat([sums_Bhncv[:, :, :1], sums_Bhncv[:, :, 1:] + earlier_Bhncv], 2)
     out_Bhnce = sums_Bhncv[..., :-1] / sums_Bhncv[..., -1:].clamp_min(EPSILON)
     return out_Bhnce.flatten(2, 3)[:, :, :length]
 
 
 def sums_of_earlier(
-    k_BhncM: Tensor, scale_Bhnc: Tensor, v_Bhncv: Tensor, largest_Bhnc: Tensor
+    k_BhncM: Tensor, log_scale_Bhnc: Tensor, v_Bhncv: Tensor, running_max_Bhnc: Tensor
 ) -> tuple[Tensor, Tensor]:
     """What stands before each chunk but the first: sum_j exp(s_j - m) k_j v_j^T, and m (the largest s_j)."""
-    end_Bhn = largest_Bhnc[:, :, :-1, -1]
-    sizes_Bhnc = (scale_Bhnc[:, :, :-1] - end_Bhn[..., None]).exp()
+    end_Bhn = running_max_Bhnc[:, :, :-1, -1]
+    sizes_Bhnc = (log_scale_Bhnc[:, :, :-1] - end_Bhn[..., None]).exp()
     own_BhnMv = (k_BhncM[:, :, :-1] * sizes_Bhnc[..., None]).transpose(-1, -2) @ v_Bhncv[:, :, :-1]
-    fall_Bhn = (end_Bhn[..., :-1] - end_Bhn[..., 1:]).exp()
+    decay_Bhn = (end_Bhn[..., :-1] - end_Bhn[..., 1:]).exp()
     sums = [own_BhnMv[:, :, 0]]
-    for own_BhMv, fall_Bh in zip(own_BhnMv.unbind(2)[1:], fall_Bhn.unbind(2), strict=True):
-        sums.append(sums[-1] * fall_Bh[..., None, None] + own_BhMv)
+    for own_BhMv, decay_Bh in zip(own_BhnMv.unbind(2)[1:], decay_Bhn.unbind(2), strict=True):
+        sums.append(sums[-1] * decay_Bh[..., None, None] + own_BhMv)
     return torch.stack(sums, 2), end_Bhn
 
 
@@ -92,8 +92,8 @@ class CosFormer(nn.Module):
     def _features(self, x_BhTe: Tensor) -> Tensor:
         place_T = torch.arange(x_BhTe.shape[2], device=x_BhTe.device, dtype=x_BhTe.dtype)
         angle_T1 = (math.pi / 2 / self.context * place_T)[:, None]
-        size_BhTe = relu(x_BhTe)
-        return torch.cat([size_BhTe * angle_T1.cos(), size_BhTe * angle_T1.sin()], -1)
+        positive_BhTe = relu(x_BhTe)
+        return torch.cat([positive_BhTe * angle_T1.cos(), positive_BhTe * angle_T1.sin()], -1)
 
 
 class Performer(nn.Module):

@@ -15,7 +15,7 @@ from pkmlm.recipe.schema import Model, Recipe
 
 
 class Check:
-    """The recipe under test and the places where its keys were given."""
+    """Fails with an error that names the place where a key was given."""
 
     def __init__(self, places: Mapping[str, str]):
         self.places = places

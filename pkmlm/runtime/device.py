@@ -40,7 +40,7 @@ def machine() -> dict[str, str]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What can still be allocated: memory of a GPU, what torch keeps of it for later among it, or main memory without
+    """What can still be allocated: of a GPU's memory, with the blocks that torch has cached, or of main memory without
     swapping.
     """
     if device.type == "cuda":
@@ -56,7 +56,7 @@ def held_bytes(device: torch.device) -> tuple[int, str]:
     return psutil.Process().memory_info().rss, "resident"
 
 
-def sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor of the CPU on a device. To a GPU it goes from pinned memory: the host does not wait for the copy, nor
     for what stands before it in the GPU's queue.
     """

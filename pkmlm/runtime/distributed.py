@@ -53,14 +53,14 @@ class World:
     group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
     tally: Tally = field(default_factory=Tally, compare=False, repr=False)
 
-    def sum(self, tensor: Tensor) -> Tensor:
+    def all_sum(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, in the tensor's dtype: put into the tensor itself, and returned."""
         if self.size > 1:
             with self._sending(2 * (self.size - 1) / self.size * tensor.nbytes):
                 dist.all_reduce(tensor, group=self.group)
         return tensor
 
-    def any(self, flags: Tensor) -> Tensor:
+    def all_any(self, flags: Tensor) -> Tensor:
         """Which flags (bool) some rank has set."""
         if self.size == 1:
             return flags
@@ -68,7 +68,7 @@ class World:
             dist.all_reduce(found := flags.to(torch.uint8), dist.ReduceOp.MAX, self.group)
         return found.bool()
 
-    def largest(self, number: int) -> int:
+    def all_max(self, number: int) -> int:
         """The largest of the ranks' numbers."""
         if self.size == 1:
             return number
@@ -110,7 +110,7 @@ class World:
         if self.size == 1:
             return [value]
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        padded = torch.full((1, self.largest(len(text))), ord(" "), dtype=torch.uint8)
+        padded = torch.full((1, self.all_max(len(text))), ord(" "), dtype=torch.uint8)
         padded[0, : len(text)] = text
         return [json.loads(row.numpy().tobytes()) for row in self.all_gather(padded)]
 

@@ -134,8 +134,8 @@ class TrainingLog:
         return sinks
 
 
-class Unheard:
-    """The log of a rank other than 0, whose steps and events are those that rank 0 tells."""
+class SilentLog:
+    """The log of a rank other than 0: it says nothing, as rank 0 tells of the same steps and events."""
 
     def event(self, event: str, step: int, **numbers: Any) -> None: ...
 
@@ -151,7 +151,7 @@ class Unheard:
         return contextlib.nullcontext()
 
 
-RunLog = TrainingLog | Unheard
+RunLog = TrainingLog | SilentLog
 
 
 class Sink(Protocol):

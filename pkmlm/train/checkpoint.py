@@ -1,7 +1,7 @@
 """Checkpoints: everything that a run needs to go on to the bit, written whole or not at all.
 
 A checkpoint is a folder: weights.safetensors (parameters and buffers by path), optimizer.safetensors (each parameter's
-state as "path|key"), state.json (step, scaler), and manifest.json with the size and sha256 of each. Where P ranks
+state as "path|key"), state.json (`Progress`), and manifest.json with the size and sha256 of each. Where P ranks
 divide the tables of a run, each writes its columns, and their moments, into files of its own
 (weights-1-of-P.safetensors ...), and the first writes the rest; any number of ranks reads what any other has written.
 There is no random state to save: a step's random numbers follow from the seed, its number and the rank.
@@ -25,7 +25,7 @@ from pkmlm.runtime.rundir import RunDirectory
 from pkmlm.runtime.shapes import NUMBER, Shape, misfit
 from pkmlm.train.integrity import FILES, VERSION, file_names, verify
 from pkmlm.train.optim import Group
-from pkmlm.train.shard import assembled
+from pkmlm.train.shard import full_tensor
 from pkmlm.train.tensor_files import Tables, copy_tensors, part_name, tensors_of, write_tensors
 
 PROGRESS: Shape = {
@@ -69,7 +69,7 @@ def save(
     """
     path, ranks = run.checkpoint(progress.step), ranks or Ranks()
     world, lead = ranks.world, ranks.world.rank == 0
-    weights = {name: assembled(tensor, lead).contiguous() for name, tensor in model.state_dict().items()}
+    weights = {name: full_tensor(tensor, lead).contiguous() for name, tensor in model.state_dict().items()}
     with world.together():
         bad = [name for name, tensor in weights.items() if not is_finite(tensor)]
         if bad:
@@ -137,9 +137,9 @@ def prune(run: RunDirectory, keep: int) -> None:
 
 
 def optimizer_state(groups: list[Group], first: bool = True) -> dict[str, Tensor]:
-    """Every optimizer's tensors by "path of the parameter|key", on the first rank all of each (see `assembled`)."""
+    """Every optimizer's tensors by "path of the parameter|key", on the first rank all of each (see `full_tensor`)."""
     return {
-        f"{name}|{key}": assembled(tensor, first).contiguous()
+        f"{name}|{key}": full_tensor(tensor, first).contiguous()
         for group in groups
         for name, parameter in group.parameters.items()
         for key, tensor in (group.optimizer.state[parameter] or empty_state(group.optimizer, parameter)).items()

@@ -146,7 +146,7 @@ class _Memory:
 
     def meet(self) -> None:
         """Note what other ranks have read, too."""
-        self.read_K = self.world.any(self.read_K)
+        self.read_K = self.world.all_any(self.read_K)
 
     def _values(self) -> Tensor:
         own_Sd = self.values.weight_KD.detach()[self.sample_S].float()

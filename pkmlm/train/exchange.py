@@ -36,7 +36,7 @@ def exchange_gradients(groups: list[Group], ranks: Ranks) -> None:
 def sum_gradients(grads: list[Tensor], ranks: World) -> None:
     """Sum tensors of one dtype over all ranks, in place."""
     for bucket in buckets(grads):
-        total = ranks.sum(torch.cat([grad.flatten() for grad in bucket]))
+        total = ranks.all_sum(torch.cat([grad.flatten() for grad in bucket]))
         for grad, part in zip(bucket, total.split([grad.numel() for grad in bucket]), strict=True):
             grad.copy_(part.view_as(grad))
 
@@ -57,8 +57,8 @@ def buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 def exchange_reads(table: RowGradient, ranks: World) -> None:
     """Make a table's gradient that of the reads of all ranks.
 
-    The reads themselves travel where that is less, and stand then in the order in which one process would have made
-    them; else the sums of rows.
+    Where that is less to send, the reads themselves travel, and are then in the order in which one process would have
+    made them; else the sums of rows do.
     """
     if ranks.size == 1 or not table:
         return
@@ -76,4 +76,4 @@ def exchange_reads(table: RowGradient, ranks: World) -> None:
             )
             return
     sums_KD, read_K = table.fold()
-    table.replace([], (ranks.sum(sums_KD), ranks.any(read_K)))
+    table.replace([], (ranks.all_sum(sums_KD), ranks.all_any(read_K)))

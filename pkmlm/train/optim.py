@@ -14,7 +14,7 @@ from pkmlm.model.memory.values import Values
 from pkmlm.recipe.schema import Recipe, TablesOptim, ValuesOptim
 from pkmlm.runtime.distributed import Ranks
 from pkmlm.train.row_adam import RowAdam
-from pkmlm.train.shard import held, is_shard
+from pkmlm.train.shard import is_shard, local_part
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class Group:
         the first, a rank's shards and columns of tables on that rank (of the first of the groups that hold the same).
         """
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
-        own = [held(grad) for grad in grads if is_shard(grad) or ranks.world.rank == 0]
+        own = [local_part(grad) for grad in grads if is_shard(grad) or ranks.world.rank == 0]
         norms = [torch.stack(torch._foreach_norm(own))] if own else []
         norms += [table.norm() for table in self.tables if table and ranks.data.rank == 0]
         device = next(iter(self.parameters.values())).device
         return sum((norm.double().square().sum() for norm in norms), torch.zeros((), device=device).double())
 
     def scale_gradient(self, factor: float) -> None:
-        grads = [held(p.grad) for p in self.parameters.values() if p.grad is not None]
+        grads = [local_part(p.grad) for p in self.parameters.values() if p.grad is not None]
         if grads:
             torch._foreach_mul_(grads, factor)
         for table in self.tables:

@@ -7,7 +7,7 @@ import torch
 
 from pkmlm.model.memory.query_norm import QueryBatchNorm
 from pkmlm.model.memory.values import Values
-from pkmlm.runtime.device import autocast, sent
+from pkmlm.runtime.device import autocast, to_device
 from pkmlm.train.step import Stepper
 
 
@@ -36,6 +36,6 @@ def recalibrate(stepper: Stepper, step: int) -> None:
             norm.momentum = 1 / (number + 1)
         batch = stepper.batches.micro_batch(first + number // count, number % count, size, ranks.rank, ranks.size)
         with autocast(stepper.device, stepper.precision):
-            stepper.model.hidden(sent(batch.tokens_BT, stepper.device))
+            stepper.model.hidden(to_device(batch.tokens_BT, stepper.device))
     for norm, momentum in zip(norms, before, strict=True):
         norm.momentum = momentum

@@ -39,6 +39,6 @@ class RecentReads:
         """
         self.steps += 1
         if self.steps % WINDOW == 0 and self.read_K is not None:
-            self.share = float(self.ranks.any(self.read_K).float().mean())
+            self.share = float(self.ranks.all_any(self.read_K).float().mean())
             self.read_K.zero_()
         return "" if self.share is None else f"layer {self.tap.layer} reads {self.share:.0%}"

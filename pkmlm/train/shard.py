@@ -44,18 +44,18 @@ def is_shard(tensor: Any) -> bool:
     return hasattr(tensor, "to_local")
 
 
-def held(tensor: Any) -> Tensor:
+def local_part(tensor: Any) -> Tensor:
     """The part that this rank holds, or all of it."""
     part: Tensor = tensor.to_local() if is_shard(tensor) else tensor
     return part
 
 
-def assembled(tensor: Any, first: bool) -> Tensor:
+def full_tensor(tensor: Any, first: bool) -> Tensor:
     """All of a tensor, whose parts all ranks give: on the first rank, in main memory; others keep their part."""
     if not is_shard(tensor):
         return tensor
     whole: Tensor = tensor.full_tensor()
-    return whole.cpu() if first else held(tensor)
+    return whole.cpu() if first else local_part(tensor)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from pkmlm.data.batches import Batches
 from pkmlm.errors import UserError
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.schema import Recipe
-from pkmlm.runtime.device import autocast, sent
+from pkmlm.runtime.device import autocast, to_device
 from pkmlm.runtime.distributed import Ranks
 from pkmlm.runtime.seeds import derived_seed
 from pkmlm.train.dense_parts import compile_dense_parts
@@ -109,7 +109,7 @@ class Stepper:
         total = torch.zeros((), device=self.device)
         for index in range(count):
             batch = self.batches.micro_batch(step, index, self.recipe.train.micro_batch, world.rank, world.size)
-            tokens_BT, targets_BT = (sent(part, self.device) for part in batch)
+            tokens_BT, targets_BT = (to_device(part, self.device) for part in batch)
             with autocast(self.device, self.precision):
                 loss = self.model.loss(tokens_BT, targets_BT, loss_scale / scored)
             loss.backward()
@@ -119,7 +119,7 @@ class Stepper:
     def _loss_and_norms(self, loss: Tensor) -> Tensor:
         """Loss and gradient norms of the global batch: the same numbers on all ranks, and so the same verdict."""
         shares = [loss.double(), *(group.own_square(self.ranks) for group in self.groups)]
-        total = self.ranks.world.sum(torch.stack(shares))
+        total = self.ranks.world.all_sum(torch.stack(shares))
         return torch.cat([total[:1], total[1:].sqrt()])
 
     def _update(self, step: int, norms: dict[str, float]) -> None:

@@ -197,7 +197,7 @@ def divided_tables(rows: int, reads_travel: bool, double: bool) -> None:
         exchange_reads(table.gradient, ranks.data)
         assert (len(table.gradient.joined()[0]) == 40) is reads_travel
         torch.testing.assert_close(table.gradient.dense(), whole.gradient.dense()[:, own], rtol=1e-6, atol=1e-6)
-        squares = ranks.memory.sum(table.gradient.norm().square())
+        squares = ranks.memory.all_sum(table.gradient.norm().square())
         torch.testing.assert_close(squares.sqrt(), whole.gradient.norm(), rtol=1e-6, atol=0)
         assert torch.equal(table.gradient.joined()[1].rows_U, whole.gradient.joined()[1].rows_U)
         slots, weights, _ = random_reads(9, rows, dtype)  # the same on all ranks
@@ -225,7 +225,7 @@ def batch_norm_over_ranks() -> None:
             expected.backward(grad_WNF.double().flatten(0, 1))
             torch.testing.assert_close(x.grad.double(), every.grad.view(4, 6, 7)[world.rank], rtol=1e-4, atol=1e-5)
         for name in ("weight", "bias"):
-            total = world.sum(getattr(ours, name).grad)
+            total = world.all_sum(getattr(ours, name).grad)
             torch.testing.assert_close(total.double(), getattr(torchs, name).grad, rtol=1e-4, atol=1e-4)
         for name in ("running_mean", "running_var"):
             torch.testing.assert_close(getattr(ours, name).double(), getattr(torchs, name), rtol=1e-5, atol=0)
@@ -337,7 +337,7 @@ def silent_neighbour(seconds: str) -> None:
             time.sleep(float(seconds) + 2)
             return
         try:
-            ranks.memory.sum(torch.ones(1))
+            ranks.memory.all_sum(torch.ones(1))
         except UserError as error:
             print(error.message)
 

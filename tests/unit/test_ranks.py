@@ -125,9 +125,9 @@ def test_one_process_needs_nobody(monkeypatch):
     with joined() as world, world.together():
         x = torch.arange(3.0)
         assert world == World()
-        for same in (world.sum(x), world.all_gather(x), world.reduce_scatter(x), world.all_to_all(x)):
+        for same in (world.all_sum(x), world.all_gather(x), world.reduce_scatter(x), world.all_to_all(x)):
             assert same is x
-        assert (world.largest(7), world.broadcast({"a": 1}), world.gather_objects(2)) == (7, {"a": 1}, [2])
+        assert (world.all_max(7), world.broadcast({"a": 1}), world.gather_objects(2)) == (7, {"a": 1}, [2])
     assert world.tally.sent == 0
 
 

@@ -72,7 +72,9 @@ class HashLayer(nn.Module):
 
 
 class MemoryBlock(nn.Module):
-    """Two Memory Layers in place of an FFN, a LayerNorm between and no activation (eq. 15, sec. 2.4).
+    """Two Memory Layers in place of an FFN, a LayerNorm between (eq. 15, sec. 2.4).
+
+    The paper has no activation there; `hash.activation: gelu` puts one before the norm.
 
     The second layer's chunks are `extra_bits` wider (table 5), which widens the output of the first.
     """

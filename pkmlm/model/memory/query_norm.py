@@ -97,6 +97,6 @@ class _BatchNorm(torch.autograd.Function):
         x_NF, weight_F, mean_F, scale_F = ctx.saved_tensors
         normed_NF = (x_NF - mean_F) * scale_F
         bias_grad, weight_grad = grad_NF.sum(0), (grad_NF * normed_NF).sum(0)
-        all_2F = ctx.ranks.sum(torch.stack([bias_grad, weight_grad])) / (len(x_NF) * ctx.ranks.size)
+        all_2F = ctx.ranks.all_sum(torch.stack([bias_grad, weight_grad])) / (len(x_NF) * ctx.ranks.size)
         x_grad = (grad_NF - all_2F[0] - normed_NF * all_2F[1]) * (weight_F * scale_F)
         return x_grad, weight_grad, bias_grad, None, None, None
