@@ -1,6 +1,6 @@
 """The layers that are timed beside one another, each with the optimizers that update it.
 
-N: tokens; K: slots; D: width.
+N: tokens; r: reads of a token; K: slots; D: width.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,11 +27,13 @@ class Contender:
 
     Attributes:
         count: the steps of its value table, as the optimizer that holds the table counts them; None: it has none.
+        values: the weighted sum of values, of slots and weights (N, r); None: it has none.
     """
 
     layer: nn.Module
     optimizers: list[torch.optim.Optimizer]
     count: Tensor | int | None = None
+    values: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def update(self) -> None:
         """One optimizer step over all of the layer's gradients."""
@@ -54,20 +56,14 @@ def product_key_layer(shape: Shape, device: torch.device) -> ProductKeyMemory:
 def row_adam(shape: Shape, source: ProductKeyMemory) -> Contender:
     """This package's layer, whose values are updated straight from their reads."""
     optimizers = [group.optimizer for group in parameter_groups(source, Recipe())]
-    return Contender(source, optimizers, torch.zeros((), dtype=torch.int64))
+    return Contender(source, optimizers, torch.zeros((), dtype=torch.int64), source.values)
 
 
-def plain_adam(shape: Shape, source: ProductKeyMemory) -> Contender:
-    """Plain torch, a dense gradient, Adam as it comes."""
+def plain_adam(shape: Shape, source: ProductKeyMemory, *, fused: bool = False) -> Contender:
+    """Plain torch, a dense gradient, Adam as it comes or fused."""
     layer = plain_layer(shape, source)
-    return Contender(layer, [torch.optim.Adam(layer.parameters(), lr=RATE)], torch.zeros(()))
-
-
-def plain_fused(shape: Shape, source: ProductKeyMemory) -> Contender:
-    """Plain torch, a dense gradient, fused Adam."""
-    layer = plain_layer(shape, source)
-    count = torch.zeros((), device=layer.values.weight.device)
-    return Contender(layer, [torch.optim.Adam(layer.parameters(), lr=RATE, fused=True)], count)
+    count = torch.zeros((), device=layer.values.weight.device if fused else "cpu")
+    return Contender(layer, [torch.optim.Adam(layer.parameters(), lr=RATE, fused=fused)], count, layer.sum_values)
 
 
 def plain_sparse(shape: Shape, source: ProductKeyMemory) -> Contender:
@@ -75,7 +71,8 @@ def plain_sparse(shape: Shape, source: ProductKeyMemory) -> Contender:
     layer = plain_layer(shape, source, sparse=True)
     values = layer.values.weight
     rest = [parameter for parameter in layer.parameters() if parameter is not values]
-    return Contender(layer, [torch.optim.SparseAdam([values], lr=RATE), torch.optim.Adam(rest, lr=RATE, fused=True)], 0)
+    optimizers = [torch.optim.SparseAdam([values], lr=RATE), torch.optim.Adam(rest, lr=RATE, fused=True)]
+    return Contender(layer, optimizers, 0, layer.sum_values)
 
 
 def ffn(shape: Shape, source: ProductKeyMemory) -> Contender:
@@ -95,7 +92,7 @@ def plain_layer(shape: Shape, source: ProductKeyMemory, *, sparse: bool = False)
 CONTENDERS: dict[str, Callable[[Shape, ProductKeyMemory], Contender]] = {
     "pkmlm": row_adam,
     "plain-adam": plain_adam,
-    "plain-fused": plain_fused,
+    "plain-fused": partial(plain_adam, fused=True),
     "plain-sparse": plain_sparse,
     "ffn": ffn,
 }
@@ -120,11 +117,25 @@ def inputs(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
     return x_1ND.requires_grad_(), grad_1ND
 
 
-def action(one: Contender, phase: str, x_1ND: Tensor, grad_1ND: Tensor) -> Callable[[], None]:
-    """One of `pkmlm.bench.LAYER_PHASES` of a layer in training mode, and the forgetting of its gradients."""
+def action(
+    one: Contender, phase: str, x_1ND: Tensor, grad_1ND: Tensor, reads: tuple[Tensor, Tensor]
+) -> Callable[[], None]:
+    """One of `pkmlm.bench.LAYER_PHASES` of a layer in training mode, and the forgetting of its gradients.
+
+    Args:
+        reads: slots and weights (N, r) of the sum of values alone.
+    """
+    if phase == "values" and one.values is not None:
+        return partial(sum_values, one.values, *reads)
     if phase == "forward":
         return partial(forward, one, x_1ND)
     return partial(backward, one, x_1ND, grad_1ND, update=phase == "step")
+
+
+@torch.no_grad()
+def sum_values(values: Callable[[Tensor, Tensor], Tensor], slots_Nr: Tensor, weights_Nr: Tensor) -> None:
+    """The weighted sum of values, without gradients."""
+    values(slots_Nr, weights_Nr)
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """A product-key memory timed beside the same layer in plain torch, and beside the FFN that it replaces.
 
-N: tokens; D: width.
+N: tokens; D: width; H: heads; k: slots a head reads; r: reads of a token (H * k).
 """
 
 from collections.abc import Callable, Sequence
@@ -90,11 +90,15 @@ def time_memory(
     source = product_key_layer(shape, device)
     contenders = beside_one_another(names, shape, source)
     x_1ND, grad_1ND = inputs(shape, device)
-    actions = {
-        (name, phase): action(one, phase, x_1ND, grad_1ND) for name, one in contenders.items() for phase in LAYER_PHASES
+    reads = reads_of(source, x_1ND)
+    timed = {
+        (name, phase): action(one, phase, x_1ND, grad_1ND, reads)
+        for name, one in contenders.items()
+        for phase in LAYER_PHASES
+        if phase != "values" or one.values is not None
     }
-    times, copy = beside_a_copy(actions, rounds, device, say)
-    return LayerTimes(shape, touched_slots(source, x_1ND), copy, times, peaks)
+    times, copy = beside_a_copy(timed, rounds, device, say)
+    return LayerTimes(shape, len(reads[0].unique()), copy, times, peaks)
 
 
 def check_room(shape: Shape, names: Sequence[str], device: torch.device) -> None:
@@ -114,11 +118,12 @@ def check_room(shape: Shape, names: Sequence[str], device: torch.device) -> None
         )
 
 
-def touched_slots(layer: ProductKeyMemory, x_1ND: Tensor) -> int:
-    """Distinct slots that the tokens read."""
+def reads_of(layer: ProductKeyMemory, x_1ND: Tensor) -> tuple[Tensor, Tensor]:
+    """The slots that the tokens read and their weights, both (N, r)."""
     seen: list[Tensor] = []
-    handle = layer.tap.register_forward_hook(lambda tap, given, out: seen.append(out[0]))
+    handle = layer.tap.register_forward_hook(lambda tap, given, out: seen.extend(out))
     with torch.no_grad():
         layer(x_1ND)
     handle.remove()
-    return len(seen[0].unique())
+    slots_NHk, weights_NHk = seen
+    return slots_NHk.flatten(1), weights_NHk.flatten(1)

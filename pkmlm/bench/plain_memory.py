@@ -1,7 +1,7 @@
 """The peers of the memory layer: a product-key memory of torch's own operations, and the FFN that it replaces.
 
 B: sequences; T: positions; D: model width; N: tokens (B * T); H: heads; n: sub-keys of a half; f: width of a sub-key;
-k: slots a head reads; c: k^2 candidates; F: entries of all heads' queries.
+k: slots a head reads; r: reads of a token (H * k); c: k^2 candidates; F: entries of all heads' queries.
 """
 
 import torch
@@ -51,8 +51,12 @@ class PlainMemory(nn.Module):
         slots_NHc = (index_NH2k[:, :, 0, :, None] * n + index_NH2k[:, :, 1, None, :]).flatten(2)
         top_NHk, chosen_NHk = sums_NHc.topk(k)
         slots_NHk = slots_NHc.gather(-1, chosen_NHk)
-        out: Tensor = self.values(slots_NHk.flatten(1), per_sample_weights=top_NHk.softmax(-1).flatten(1))
-        return out.view_as(x_BTD)
+        return self.sum_values(slots_NHk.flatten(1), top_NHk.softmax(-1).flatten(1)).view_as(x_BTD)
+
+    def sum_values(self, slots_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
+        """The weighted sum of values (N, D)."""
+        out: Tensor = self.values(slots_Nr, per_sample_weights=weights_Nr)
+        return out
 
 
 def plain_ffn(dim: int) -> nn.Sequential:

@@ -41,10 +41,10 @@ class Shape:
     def least_bytes(self, touched: int) -> dict[str, int]:
         """What each phase must move at least, were nothing read twice from memory.
 
-        forward: a row for each read, the input and the output. backward: the rows once more, for the gradients of the
-        weights. step: besides, every touched row and its two moments, read and written.
+        values: a row for each read, and the output. forward: the input, too. backward: the rows once more, for the
+        gradients of the weights. step: besides, every touched row and its two moments, read and written.
         """
-        rows = self.tokens * self.heads * self.topk * self.dim * WIDTH
-        forward = rows + 2 * self.tokens * self.dim * WIDTH
-        backward = forward + rows
-        return {"forward": forward, "backward": backward, "step": backward + 6 * touched * self.dim * WIDTH}
+        rows, tokens = self.tokens * self.heads * self.topk * self.dim * WIDTH, self.tokens * self.dim * WIDTH
+        forward, backward = rows + 2 * tokens, 2 * rows + 2 * tokens
+        step = backward + 6 * touched * self.dim * WIDTH
+        return {"values": rows + tokens, "forward": forward, "backward": backward, "step": step}

@@ -7,7 +7,7 @@ import torch
 
 from pkmlm.bench import LAYERS
 from pkmlm.bench.contenders import CONTENDERS, beside_one_another, inputs, product_key_layer
-from pkmlm.bench.memory import time_memory
+from pkmlm.bench.memory import reads_of, time_memory
 from pkmlm.bench.models import RandomBatches, decode, prefilled, random_tokens, variants
 from pkmlm.bench.rounds import Overhead, Timing, in_turn
 from pkmlm.bench.shape import Shape
@@ -31,9 +31,12 @@ def quiet(text: str) -> None:
 @pytest.mark.parametrize("name", ["plain-adam", "plain-fused", "plain-sparse"])
 def test_the_plain_layer_is_the_memory(name):
     source = product_key_layer(SHAPE, CPU)
-    plain = CONTENDERS[name](SHAPE, source).layer
+    one = CONTENDERS[name](SHAPE, source)
+    plain = one.layer
     x, grad = inputs(SHAPE, CPU)
     found = []
+    reads = reads_of(source, x)
+    torch.testing.assert_close(one.values(*reads).view_as(x), plain(x), rtol=0, atol=1e-5)
     for layer in (source, plain):
         x.grad = None
         out = layer(x)
@@ -95,12 +98,14 @@ def test_all_memories_train_one_table_with_one_pair_of_moments():
 
 def test_a_round_times_every_phase_of_every_layer():
     result = time_memory(SHAPE, LAYERS, 2, quiet, peak=False)
-    assert len(result.times) == 15
+    assert len(result.times) == 4 * 4 + 3, "four phases; three of the FFN, which has no values"
     assert all(len(timing.seconds) == 2 and min(timing.seconds) > 0 for timing in result.times.values())
     assert result.ratio("pkmlm", "step") == 1
     assert 0 < result.touched <= SHAPE.tokens * SHAPE.heads * SHAPE.topk
     least = SHAPE.least_bytes(result.touched)
     rows = SHAPE.tokens * 2 * 4 * 24 * 4
+    assert least["values"] == rows + SHAPE.tokens * 24 * 4
+    assert least["forward"] == rows + 2 * SHAPE.tokens * 24 * 4
     assert least["backward"] == 2 * rows + 2 * SHAPE.tokens * 24 * 4
     assert least["step"] - least["backward"] == 6 * result.touched * 24 * 4
     assert result.bytes_per_second("ffn", "step") is None
