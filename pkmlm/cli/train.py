@@ -303,5 +303,7 @@ def run_loop(
             validate = validation(recipe, model, job.tokenizer, precision, log.say, ranks)
         else:
             log.say(f"{recipe.data.dir} has no valid split: there will be no validation and no best checkpoint")
+        if recipe.train.compile:
+            log.say("the first step compiles attention and FFNs, which can take minutes")
         stepper = Stepper(recipe, model, Batches.of(job.corpus, recipe), precision, ranks)
         return Training(run, stepper, validate, log, stop).go_on()

@@ -84,6 +84,7 @@ def test_without_a_compiler_training_does_not_begin(tmp_path: Path, write_recipe
     assert "compiler" in error
     assert hint.startswith("hint: install a C++ compiler")
     assert "train" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert "the first step compiles" in (tmp_path / "run" / "train.log").read_text()
 
 
 def test_hash_tables_leave_nothing_to_compile():
