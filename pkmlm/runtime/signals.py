@@ -1,7 +1,10 @@
 """Stopping on request: a signal sets a flag, which the loop reads at the end of a step."""
 
 import ctypes
+import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +12,7 @@ from types import FrameType
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SAME_REQUEST = 1.0  # seconds: make and launchers pass on a signal that the process group has had already
+PATIENCE = 5.0  # seconds from a second request to the process's end, where the interpreter does not hear of it
 Handler = Callable[[int, FrameType | None], None]
 EXIT_CODES: dict[int, int] = {signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGINT: 130}
 
@@ -32,9 +36,13 @@ class StopRequest:
 
 
 @contextmanager
-def stop_on_signals(agree: Callable[[int], int] = int) -> Iterator[StopRequest]:
+def stop_on_signals(agree: Callable[[int], int] = int, told: str = "") -> Iterator[StopRequest]:
     """Note signals that ask to stop, instead of dying; one more than a second later ends the process at once
-    (KeyboardInterrupt). `agree`: see `StopRequest`.
+    (KeyboardInterrupt).
+
+    Args:
+        agree: see `StopRequest`.
+        told: a line for standard error when the first comes.
     """
     request = StopRequest(agree)
 
@@ -46,8 +54,42 @@ def stop_on_signals(agree: Callable[[int], int] = int) -> Iterator[StopRequest]:
         elif time.monotonic() - request.asked_at > SAME_REQUEST:
             raise KeyboardInterrupt
 
-    with handled(note):
+    with watched(told), handled(note):
         yield request
+
+
+@contextmanager
+def watched(told: str) -> Iterator[None]:
+    """Hear signals in a thread, too: the interpreter runs no handler while it waits for a call of a library, which may
+    be long (half precision on a CPU) or never end (another rank's share of a sum)."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    over = threading.Event()
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    thread = threading.Thread(target=_hear, args=(reader, over, told), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        over.set()
+        os.close(writer)
+        thread.join()
+        os.close(reader)
+
+
+def _hear(reader: int, over: threading.Event, told: str) -> None:
+    """Say that the first request was heard; end the process where a second one is not, for `PATIENCE` seconds."""
+    asked_at = 0.0
+    while numbers := os.read(reader, 64):
+        if not any(number in EXIT_CODES for number in numbers):
+            continue
+        if not asked_at:
+            asked_at = time.monotonic()
+            if told:
+                print(("\r\x1b[2K" if sys.stderr.isatty() else "") + told, file=sys.stderr, flush=True)
+        elif time.monotonic() - asked_at > SAME_REQUEST and not over.wait(PATIENCE):
+            os._exit(EXIT_CODES[signal.SIGINT])
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -63,3 +65,31 @@ def test_a_signal_within_the_handling_of_another_is_the_same_request(monkeypatch
         except KeyboardInterrupt:
             pytest.fail("taken for a second request")
         assert request.agreed() == 75
+
+
+DEAF = """
+import ctypes, sys
+from pkmlm.runtime import signals
+signals.PATIENCE = 0.2
+with signals.stop_on_signals(told="heard"):
+    mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+    lock(mutex)
+    print("waiting", flush=True)
+    lock(mutex)  # for ever, and no signal interrupts it
+"""
+
+
+def test_a_second_request_ends_a_process_that_waits_for_a_library():
+    process = subprocess.Popen([sys.executable, "-c", DEAF], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "waiting\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr.readline() == "heard\n"
+        process.send_signal(signal.SIGTERM)  # passed on by a launcher: the same request
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1.2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 130
+    finally:
+        process.kill()
+        process.communicate()
