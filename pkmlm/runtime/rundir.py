@@ -73,15 +73,25 @@ class RunDirectory:
         write_text(self.recipe_file, dump_recipe(recipe))
 
     def recipe(self) -> Recipe:
-        """The resolved recipe that the run was started with."""
-        return load_recipe(self.recipe_file)
+        """The resolved recipe that the run was started with.
+
+        Raises:
+            UserError: (exit code 1) its file is missing or damaged: here that is no mistake in what the user wrote.
+        """
+        try:
+            return load_recipe(self.recipe_file)
+        except UserError as error:
+            message = f"run {self.path}: its recipe.yaml is missing or damaged: {error.message}"
+            again = f"write it again with `pkmlm recipe show RECIPE -s ... > {self.recipe_file}` if you know what it was"
+            raise UserError(message, f"{again}, or train under another -o", exit_code=1) from None
 
     def refuse_foreign(self) -> None:
         """Refuse, before anything is written, a folder in which training would overwrite what is not a run's.
 
         Raises:
             UserError: there is no run at the path, but a file, or a folder with a file of a name that a run would
-                write; the name of the folder is no text, so that others could not name it; a folder in it is a link.
+                write, or with a run in it; the name of the folder is no text, so that others could not name it; a
+                folder in it is a link.
         """
         try:
             str(self.path.absolute()).encode()
@@ -96,6 +106,10 @@ class RunDirectory:
             return
         for name in sorted(entries & OWN):
             raise UserError(f"-o {self.path} is no run, but holds {name}, which training would overwrite", CHOOSE)
+        for name in sorted(entries):
+            if (self.path / name / "checkpoints").is_dir():
+                hint = f"name this run: -o {self.path / 'NAME'}"
+                raise UserError(f"-o {self.path} is a folder of runs: it holds {name}", hint)
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -51,6 +51,12 @@ def test_training_overwrites_nothing_that_is_no_run_s(begun, tmp_path):
         assert f"is no run, but holds {name}, which training would overwrite" in said
         assert sorted(os.listdir(folder)) == sorted([".tmp-mine", name])
         assert (folder / name).read_text() == "mine"
+    kept = tmp_path / "runs" / "kept"
+    shutil.copytree(begun[1], kept)
+    said = on(begun, kept.parent, code=2).stderr
+    assert f"-o {kept.parent} is a folder of runs: it holds kept" in said
+    assert f"-o {kept.parent / 'NAME'}" in said
+    assert os.listdir(kept.parent) == ["kept"]
     folder = tmp_path / "with-notes"
     folder.mkdir()
     (folder / "notes.txt").write_text("mine")
@@ -227,6 +233,21 @@ def test_the_clock_does_not_matter(begun, copy, tmp_path, monkeypatch):
     pkmlm("compare", copy, sound)
 
 
+@pytest.mark.parametrize("text", ["name tiny\nmodel: {dim: 32}\n", None])
+def test_a_run_whose_recipe_is_lost_says_so_and_goes_on_when_it_is_written_again(begun, copy, text):
+    (copy / "recipe.yaml").unlink()
+    if text is not None:
+        (copy / "recipe.yaml").write_text(text)
+    error, hint = on(begun, copy, code=1).stderr.splitlines()
+    assert error.startswith(f"error: run {copy}: its recipe.yaml is missing or damaged: ")
+    assert hint.startswith("hint: write it again with `pkmlm recipe show RECIPE -s ... > ")
+    if text is not None:
+        assert "is missing or damaged" in pkmlm("eval", copy, code=1).stderr
+    recipe, _, given = begun
+    (copy / "recipe.yaml").write_text(pkmlm("recipe", "show", recipe, *given[:-1]).stdout)
+    assert "is complete already" in on(begun, copy).stdout
+
+
 def test_another_s_damaged_checkpoint_begins_no_run(begun, copy, tmp_path):
     for path in copy.glob("checkpoints/*/weights.safetensors"):
         path.write_bytes(b"")
@@ -394,3 +415,10 @@ def test_training_outlives_its_terminal_and_saves_when_it_hangs_up(begun, tmp_pa
     assert RunDirectory(run).steps()[-1] == facts["step"]
     assert facts["step"] >= 15
     assert f"stopped on request at step {facts['step']}" in (run / "train.log").read_text()
+
+
+def test_where_a_relative_folder_of_tokens_was_sought_is_told(copy, tmp_path, monkeypatch):
+    file = copy / "recipe.yaml"
+    file.write_text(re.sub(r"(?m)^  dir: .*$", "  dir: data/mine", file.read_text()))
+    monkeypatch.chdir(tmp_path)
+    assert f"are not in data/mine, seen from {tmp_path}\n" in pkmlm("eval", copy, code=2).stderr
