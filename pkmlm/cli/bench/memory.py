@@ -59,10 +59,10 @@ def command(
     """A product-key memory beside the same layer in plain torch, and the FFN it replaces.
 
     The weighted sum of values alone, forward, forward and backward, and whole step with the optimizer's update, in
-    fp32 and in turn; this package's layer sums the gradient of its values in the update. Plain torch sorts all k^2 candidates and sums values by
-    EmbeddingBag: with dense gradients and Adam as it comes or fused, or with sparse gradients and SparseAdam. All
-    memories of a round share one value table and its moments. GB/s counts the rows that must be read and written,
-    once; the share is of a copy's bandwidth, taken in the same rounds.
+    fp32 and in turn; this package's layer sums the gradient of its values in the update. Plain torch sorts all k^2
+    candidates and sums values by EmbeddingBag: with dense gradients and Adam as it comes or fused, or with sparse
+    gradients and SparseAdam. All memories of a round share one value table and its moments. GB/s counts the rows that
+    must be read and written, once; the share is of a copy's bandwidth, taken in the same rounds.
 
     \b
     Examples:
