@@ -9,7 +9,7 @@ import click
 
 from pkmlm.cli.options import force_option, json_option, quiet_option, step_option
 from pkmlm.cli.texts import TextChoice, kept_name, kept_split, text_options, warn_of
-from pkmlm.cli.zero_shot import Asked, prepare, score_tasks, tasks_file, warn_of_cuts
+from pkmlm.cli.zero_shot import Asked, prepare, score_tasks, tasks_file, warn_of_cuts, write_samples
 from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -97,12 +97,14 @@ def command(
         if world.size > 1:
             choice.refuse_standard_input("several processes cannot read one standard input")
         run = load_same(run_path, step, world)
-        record: dict[str, Any] = {"run": run.name, "step": run.step, **NO_PERPLEXITY}
+        record: dict[str, Any] = {"run": run.name, "step": run.step, **NO_PERPLEXITY, **NO_TASKS}
         if measured:  # first: what is wrong with its text or stride is told before the hours that tasks may take
             documents = choice.documents(run)
             scores = perplexity(run, documents, stride, quiet, world)
             record |= {"stride": stride or run.model.context, "source": documents.source, "perplexity": scores}
-        record |= NO_TASKS if prepared is None else score_tasks(run, prepared, asked, world, quiet)
+        if prepared is not None:
+            found, samples = score_tasks(run, prepared, asked, world, quiet)
+            record |= found
     if world.rank > 0:
         return
     print_result(record, as_json)
@@ -113,6 +115,8 @@ def command(
         click.echo(f"warning: not kept in the run: {printable(error.message)}", err=True)
     if measured:
         warn_of(documents.doubts)
+    if asked.log_samples is not None:  # last: a full disk costs no result
+        write_samples(Path(asked.log_samples), samples)
 
 
 def perplexity(

@@ -1,5 +1,6 @@
 """Where a command may write: nothing is overwritten unless `--force` says so."""
 
+import os
 from pathlib import Path
 
 from pkmlm.errors import UserError
@@ -9,13 +10,15 @@ def free_file(option: str, path: str | None, force: bool) -> Path | None:
     """The file that an option names.
 
     Raises:
-        UserError: it exists, and `force` was not given, or it can be none.
+        UserError: it exists, and `force` was not given, or it can be none; (exit code 1) its folder is read-only.
     """
     if path is None:
         return None
     file = Path(path)
     if (file.exists() and not file.is_file()) or not file.parent.is_dir():
         raise UserError(f"{option} {path}: no file can be written there (expected a name in a folder that exists)")
+    if not os.access(file.parent, os.W_OK):
+        raise UserError(f"{option} {path}: the folder {file.parent} cannot be written", exit_code=1)
     if file.exists() and not force:
         raise UserError(f"{option} {path} exists already", "choose another name, or add --force to overwrite")
     return file

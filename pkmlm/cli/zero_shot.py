@@ -58,8 +58,10 @@ def prepare(names: str, task_data: str | None, num_fewshot: int | None) -> Prepa
     return Prepared(sources, build_tasks(sources, num_fewshot))
 
 
-def score_tasks(run: "LoadedRun", prepared: Prepared, asked: Asked, world: "World", quiet: bool) -> dict[str, Any]:
-    """The part of the record that tells of tasks: "tasks", "average_acc" and "harness"."""
+def score_tasks(
+    run: "LoadedRun", prepared: Prepared, asked: Asked, world: "World", quiet: bool
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The part of the record that tells of tasks: "tasks", "average_acc" and "harness"; and the samples."""
     from statistics import fmean
 
     from pkmlm.cli.progress import token_progress
@@ -74,10 +76,8 @@ def score_tasks(run: "LoadedRun", prepared: Prepared, asked: Asked, world: "Worl
             batch_size=asked.batch_size,
             advance=advance,
         )
-    if asked.log_samples is not None and world.rank == 0:
-        write_samples(Path(asked.log_samples), samples)
     right = [each["acc"] for each in facts.values() if each["acc"] is not None]
-    return {
+    record = {
         "tasks": facts,
         "average_acc": fmean(right) if right else None,
         "harness": {
@@ -87,6 +87,7 @@ def score_tasks(run: "LoadedRun", prepared: Prepared, asked: Asked, world: "Worl
             "processes": world.size,
         },
     }
+    return record, samples
 
 
 def warn_of_cuts(record: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import subprocess
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from pkmlm.evaluate.tasks import find_tasks
 from pkmlm.runtime.files import sha256_of
 from tests.conftest import pkmlm
 from tests.task_rows import ROWS, write_rows
+from tests.torture.disks import small_disk
 
 PAPER = ["piqa", "winogrande", "wsc", "arc_easy", "arc_challenge", "logiqa"]
 
@@ -162,6 +164,25 @@ def test_tables_for_people_fit_a_terminal(run, rows):
     both = pkmlm("eval", run, "--tasks", "wsc", "--task-data", rows, "--split", "valid").stdout
     assert "nats a token" in both
     assert "wsc   yes" in both
+
+
+def test_a_disk_that_takes_no_samples_costs_no_result(run, tmp_path):
+    rows = write_rows(tmp_path / "tasks", "copa")
+    (rows / "copa.jsonl").write_text((rows / "copa.jsonl").read_text() * 20)
+    kept = run / "eval/tasks-copa-step-30.json"
+    with small_disk(tmp_path / "disk", 8192) as disk:
+        if disk is None:
+            pytest.skip("no right to mount a small disk")
+        told = ["eval", run, "--tasks", "copa", "--task-data", rows, "--log-samples", disk / "samples.jsonl"]
+        full = pkmlm(*told, code=1)
+        assert full.stderr.endswith(f"error: cannot write {disk / 'samples.jsonl'}: No space left on device\n")
+        assert "copa  40" in full.stdout
+        kept.unlink()
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True, timeout=20)
+        refused = pkmlm(*told, code=1)
+    assert refused.stderr == f"error: --log-samples {told[-1]}: the folder {disk} cannot be written\n"
+    assert not refused.stdout
+    assert not kept.exists(), "nothing was evaluated"
 
 
 def test_rows_that_are_gone_when_all_is_scored_cost_no_result(run, tmp_path):
