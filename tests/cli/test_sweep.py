@@ -283,10 +283,10 @@ def test_a_cell_on_each_device(grid, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     said = pkmlm("sweep", grid, "-o", folder, "--device", "0,1", code=2).stderr
     assert "error: --device 0,1: there is no GPU 1 here" in said
-    done = pkmlm("sweep", grid, "-o", folder, "--device", "MIG-5f3a,MIG-41b3", code=2)
+    done = pkmlm("sweep", grid, "-o", folder, "--device", "MIG-5f3a,MIG-41b3", code=1)
     assert f"2 runs in {folder}, 2 at a time" in done.stderr
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    done = pkmlm("sweep", grid, "-o", folder, "--device", "0,1", code=2)
+    done = pkmlm("sweep", grid, "-o", folder, "--device", "0,1", code=1)
     assert f"2 runs in {folder}, 2 at a time" in done.stderr
 
 
@@ -453,10 +453,10 @@ def test_a_cell_that_fails_fails_alone(grid, tmp_path, trained):
         said = pkmlm("sweep", grid, "-o", folder, "--table", code=2).stderr
         assert "the sweep's results" in said
     (folder / "results.json").unlink()
-    told = pkmlm("sweep", grid, "-o", folder, "-s", "train.steps=2", "--table", code=2)
+    told = pkmlm("sweep", grid, "-o", folder, "-s", "train.steps=2", "--table", code=1)
     assert "error: none_seed-1: " in told.stderr
     assert told.stdout.splitlines()[4].split()[:3] == ["none", "-", "failed"]
-    done = pkmlm("sweep", grid, "-o", folder, "-s", "train.steps=2", "-q", code=2)
+    done = pkmlm("sweep", grid, "-o", folder, "-s", "train.steps=2", "-q", code=1)
     assert (done.stdout, done.stderr) == (told.stdout, told.stderr), "failures are no progress"
     cells = cells_in(folder)
     assert {name: cell["status"] for name, cell in cells.items()} == {
