@@ -82,7 +82,9 @@ class RunDirectory:
             return load_recipe(self.recipe_file)
         except UserError as error:
             message = f"run {self.path}: its recipe.yaml is missing or damaged: {error.message}"
-            again = f"write it again with `pkmlm recipe show RECIPE -s ... > {self.recipe_file}` if you know what it was"
+            again = (
+                f"write it again with `pkmlm recipe show RECIPE -s ... > {self.recipe_file}` if you know what it was"
+            )
             raise UserError(message, f"{again}, or train under another -o", exit_code=1) from None
 
     def refuse_foreign(self) -> None:
@@ -151,6 +153,9 @@ class RunDirectory:
         """
         steps = self.steps()
         if not steps:
+            if self.facts().get("status") == "diverged":
+                hint = "train under another -o with a lower optim.lr or a longer warm-up"
+                raise UserError(f"run {self.path} diverged before its first checkpoint", hint)
             raise UserError(f"run {self.path} has no checkpoint yet", "let it train to its first checkpoint")
         if step == "latest":
             return steps[-1]
@@ -212,13 +217,16 @@ class RunDirectory:
         """Refuse a tokenizer file that is not the one that the run was trained with.
 
         Raises:
-            UserError: it cannot be read, or run.json names another.
+            UserError: it is missing or cannot be read (exit code 1), or run.json names another.
         """
+        hint = "copy it again from the tokens that the run was trained on"
+        if not self.tokenizer_file.exists():
+            raise UserError(f"{self.tokenizer_file} is missing", hint, exit_code=1)
         found = sha256_of(self.tokenizer_file)
         expected = self.facts().get("tokenizer_sha256", found)
         if found != expected:
             message = f"{self.tokenizer_file} is damaged: sha256 {found[:16]}... (expected {str(expected)[:16]}...)"
-            raise UserError(message, "copy it again from the tokens that the run was trained on")
+            raise UserError(message, hint)
 
     def metrics(self) -> list[dict[str, Any]]:
         """All whole lines of metrics.jsonl; a line torn by a kill is passed over."""

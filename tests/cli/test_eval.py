@@ -130,7 +130,26 @@ def test_mistakes_are_told_in_one_line(trained, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(trained("dense"), broken)
     (broken / "tokenizer.model").write_bytes(b"garbage")
-    assert "tokenizer.model" in pkmlm("eval", broken, code=2).stderr
+    told = "hint: copy it again from the tokens that the run was trained on\n"
+    assert pkmlm("eval", broken, code=2).stderr.endswith(told)
+    (broken / "tokenizer.model").unlink()
+    said = pkmlm("eval", broken, code=1).stderr
+    assert said == f"error: {broken / 'tokenizer.model'} is missing\n{told}"
+
+
+def test_a_run_without_a_checkpoint_says_why(trained, tmp_path):
+    run = shutil.copytree(trained("dense"), tmp_path / "run", ignore=shutil.ignore_patterns("step-*"))
+    facts = json.loads((run / "run.json").read_text())
+    for status, error, hint in (
+        ("running", "has no checkpoint yet", "let it train to its first checkpoint"),
+        (
+            "diverged",
+            "diverged before its first checkpoint",
+            "train under another -o with a lower optim.lr or a longer warm-up",
+        ),
+    ):
+        (run / "run.json").write_text(json.dumps({**facts, "status": status}))
+        assert pkmlm("eval", run, code=2).stderr == f"error: run {run} {error}\nhint: {hint}\n"
 
 
 def move_tokens(run, folder):
