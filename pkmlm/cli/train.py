@@ -113,6 +113,7 @@ def train_in(output: str, job: "Job", resume: str, quiet: bool, world: "World") 
     from pkmlm.cli.resume import ended_already
     from pkmlm.runtime.rundir import RunDirectory
     from pkmlm.runtime.signals import stop_on_signals
+    from pkmlm.train.shortage import too_large
 
     run, lead, warnings, complete = RunDirectory(output), world.rank == 0, [], False
     told = "stopping after this step (again: at once)" if lead and not quiet else ""
@@ -130,7 +131,7 @@ def train_in(output: str, job: "Job", resume: str, quiet: bool, world: "World") 
             return 0
         with world.together():
             if lead:
-                warnings += begin(run, job, arithmetic, world.size)
+                warnings += begin(run, job, arithmetic, world.size) + too_large(job, arithmetic, world.size)
         with noting_failure(run, world), explained(job, arithmetic, world):
             outcome = run_loop(run, job, arithmetic, warnings, stop, quiet, world)
         with world.together():

@@ -1,4 +1,4 @@
-"""What to lower where training has run out of memory."""
+"""What to lower where training runs out of memory, or would."""
 
 import math
 
@@ -6,7 +6,7 @@ from pkmlm.errors import UserError
 from pkmlm.model.cost import cost_of
 from pkmlm.model.ranks_cost import bytes_held
 from pkmlm.recipe.schema import Recipe
-from pkmlm.runtime.device import Precision
+from pkmlm.runtime.device import Arithmetic, Precision, free_bytes
 from pkmlm.train.job import Job
 
 OF_A_FORWARD = ("activations", "search")  # parts of `Cost.training` that grow with the micro-batch
@@ -14,17 +14,33 @@ OF_A_FORWARD = ("activations", "search")  # parts of `Cost.training` that grow w
 
 def out_of_memory(job: Job, precision: Precision, ranks: int) -> UserError:
     """The error that names the key to lower, and to what, for a run of so many ranks; exit code 1."""
-    recipe = job.recipe_in(precision)
-    training = bytes_held(recipe, cost_of(recipe, job.vocab_size), ranks, recipe.parallel.memory)
+    training = held_in_training(job, precision, ranks)
     parts = ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in training.items() if size >= 1e6)
-    total = sum(training.values()) / 1e6
-    key, value, lower = what_to_lower(recipe, training, ranks)
-    what = f"{'each rank' if ranks > 1 else 'training'} needs about {total:,.0f} MB and the framework"
+    key, value, lower = what_to_lower(job.recipe, training, ranks)
     return UserError(
-        f"out of memory: {what} ({parts or 'little of each part'})",
+        f"out of memory: {needed(training, ranks)} and the framework ({parts or 'little of each part'})",
         f"lower {key} from {value} to {lower}: -s {key}={lower} (under another -o, if the run has a checkpoint)",
         exit_code=1,
     )
+
+
+def too_large(job: Job, arithmetic: Arithmetic, ranks: int) -> list[str]:
+    """What to warn of before memory runs out: on Linux that may end a process without a word."""
+    training, free = held_in_training(job, arithmetic.precision, ranks), free_bytes(arithmetic.device)
+    if sum(training.values()) <= free:
+        return []
+    key, value, lower = what_to_lower(job.recipe, training, ranks)
+    return [f"{needed(training, ranks)}, {free / 1e6:,.0f} MB are free: lower {key} from {value}, to {lower} say"]
+
+
+def held_in_training(job: Job, precision: Precision, ranks: int) -> dict[str, int]:
+    """Bytes of each part of what one of the ranks holds."""
+    recipe = job.recipe_in(precision)
+    return bytes_held(recipe, cost_of(recipe, job.vocab_size), ranks, recipe.parallel.memory)
+
+
+def needed(training: dict[str, int], ranks: int) -> str:
+    return f"{'each rank' if ranks > 1 else 'training'} needs about {sum(training.values()) / 1e6:,.0f} MB"
 
 
 def what_to_lower(recipe: Recipe, training: dict[str, int], ranks: int) -> tuple[str, int, int]:

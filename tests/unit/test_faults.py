@@ -348,6 +348,19 @@ def test_out_of_memory_says_what_to_lower(ground):
     assert dry.splitlines() == said.splitlines()[-2:]
 
 
+def test_too_large_a_run_is_warned_of(ground):
+    said = ground.train(
+        "product-key", ground.folder / "huge", "-s", "model.memory.num_keys=46340", code=1, memory=1 << 30
+    ).stderr
+    warning = (
+        r"warning: step 0: training needs about [\d,]{7,} MB, [\d,]+ MB are free: lower model\.memory\.num_keys from"
+    )
+    assert re.search(warning, said)
+    assert "error: the model does not fit into memory" in said
+    fits = ground.train("product-key", ground.folder / "fits").stderr
+    assert "MB are free" not in fits
+
+
 def test_bombs_are_refused_or_bounded(ground):
     for name in ("zst", "window.zst"):
         survived, said = sizes.bomb(ground, name, size=16 << 20, memory=256 << 20)
