@@ -8,15 +8,20 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from pkmlm.bench import contenders
+from pkmlm.bench.shape import Shape
 from pkmlm.kernels import backend, ops, reference
 from pkmlm.kernels.row_gradient import RowGradient
 
 triton = pytest.importorskip("triton", reason="triton is not installed (the CUDA kernels need it)")
+from triton.runtime.interpreter import GridExecutor  # noqa: E402
+
 from pkmlm.kernels import cuda, cuda_top_k  # noqa: E402
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -150,15 +155,20 @@ def test_sort_reads_with_a_segment_for_every_row(kernels, device, pattern, rows)
 
 
 class Watched(TorchDispatchMode):
-    """Notes the operations whose result has a shape that only the device knows, or goes to the host."""
+    """Notes torch's operations, other than views and allocations, and among them those for which the host waits: their
+    result has a shape that only the device knows, or goes to the host."""
 
     def __init__(self):
         super().__init__()
-        self.waits = []
+        self.launches, self.waits = [], []
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        if function.overloadpacket.__name__ in ("nonzero", "unique_consecutive", "_local_scalar_dense"):
-            self.waits.append(function)
+        name = function.overloadpacket.__name__
+        view = any(result.alias_info and not result.alias_info.is_write for result in function._schema.returns)
+        if not view and not name.startswith(("empty", "new_empty", "_record_function")):
+            self.launches.append(name)
+        if name in ("nonzero", "unique_consecutive", "_local_scalar_dense"):
+            self.waits.append(name)
         return function(*arguments, **(options or {}))
 
 
@@ -169,6 +179,27 @@ def test_the_host_does_not_wait_in_the_backward_of_a_search(kernels, device, mon
     with Watched() as watched:
         scores.sum().backward()
     assert watched.waits == []
+
+
+def test_a_step_of_the_memory_launches_few_kernels(kernels, device, monkeypatch):
+    """At 5 us a launch a hundred of them would take longer than the update of 262k slots."""
+    monkeypatch.setattr(backend, "of", lambda x: kernels)
+    shape = Shape(num_keys=4, dim=8, heads=2, topk=2, key_dim=4, tokens=4)
+    source = contenders.product_key_layer(shape, torch.device(device))
+    one = contenders.row_adam(shape, source)
+    x, grad = contenders.inputs(shape, torch.device(device))
+    step = partial(contenders.backward, one, x, grad, update=True)
+    step()
+    if INTERPRETED:  # which copies tensors in torch, within each call
+        interpret = GridExecutor.__call__
+        hidden = _disable_current_modes()(interpret)
+        monkeypatch.setattr(GridExecutor, "__call__", lambda *arguments, **options: hidden(*arguments, **options))
+    with Watched() as watched:
+        step()
+    assert len(watched.launches) <= 60, watched.launches  # besides eight of these kernels
+    assert watched.waits == ["nonzero"] + ["_local_scalar_dense"] * (
+        device == "cpu"
+    )  # rows; the step's number, a CPU's
 
 
 @pytest.mark.parametrize(
