@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pkmlm.cli.options import format_option, set_option
-from pkmlm.errors import printable
+from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
     from pkmlm.recipe.dump import Key
@@ -31,11 +31,11 @@ def command() -> None:
 @command.command()
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
 @set_option
-def check(files: tuple[str, ...], overrides: tuple[str, ...]) -> None:
+def check(files: tuple[str, ...], overrides: tuple[str, ...]) -> int:
     """Check recipes: keys, types, and what must hold between them.
 
-    Stops at the first that is wrong, names its line, and exits with 2. Warns of what is allowed and hardly meant: keys
-    without effect, rates that rise to the end.
+    Names the line of the first mistake in each, and exits with 2 if there is one. Warns of what is allowed and hardly
+    meant: keys without effect, rates that rise to the end.
 
     \b
     Examples:
@@ -43,14 +43,32 @@ def check(files: tuple[str, ...], overrides: tuple[str, ...]) -> None:
       pkmlm recipe check recipes/*/*.yaml
       pkmlm recipe check mine.yaml -s model.layers=12
     """
+    from pkmlm.cli import print_error
+
+    code = 0
+    for file in files:
+        try:
+            check_one(file, overrides)
+        except UserError as error:
+            if file not in error.message:  # but an override, or the file that it inherits
+                error.message = f"{file}: {error.message}"
+            code = max(code, print_error(error))
+    return code
+
+
+def check_one(file: str, overrides: tuple[str, ...]) -> None:
+    """Say that a recipe is right, and what is to be doubted in it.
+
+    Raises:
+        UserError: it is wrong.
+    """
     from pkmlm.recipe.doubts import doubts, idle_keys
     from pkmlm.recipe.load import load_recipe
 
-    for file in files:
-        recipe = load_recipe(file, overrides)
-        click.echo(printable(f"ok  {file}: {summary(recipe)}"))
-        for text in doubts(recipe) + idle_keys(file, overrides):
-            click.echo(printable(f"warning: {file}: {text}"), err=True)
+    recipe = load_recipe(file, overrides)
+    click.echo(printable(f"ok  {file}: {summary(recipe)}"))
+    for text in doubts(recipe) + idle_keys(file, overrides):
+        click.echo(printable(f"warning: {file}: {text}"), err=True)
 
 
 def summary(recipe: "Recipe") -> str:
@@ -58,7 +76,7 @@ def summary(recipe: "Recipe") -> str:
     from pkmlm.recipe.check import memory_layers
 
     model, memory = recipe.model, recipe.model.memory
-    parts = [f"{recipe.name}, {model.layers} layers of {model.dim}"]
+    parts = [f"{recipe.name}, {model.layers} layer{'s' * (model.layers > 1)} of {model.dim}"]
     if model.attention != "softmax":
         parts.append(f"{model.attention} attention")
     if model.projections == "hash":
@@ -66,7 +84,8 @@ def summary(recipe: "Recipe") -> str:
     if memory.kind != "none":
         layers = ", ".join(f"{layer}{'+' * beside}" for layer, beside in memory_layers(model).items())
         parts.append(f"{memory.kind} memory of {memory.num_keys**2:,} slots at {layers}")
-    parts.append(f"{recipe.train.steps:,} steps of {recipe.train.batch_tokens:,} tokens")
+    steps = recipe.train.steps
+    parts.append(f"{steps:,} step{'s' * (steps > 1)} of {recipe.train.batch_tokens:,} tokens")
     return ", ".join(parts)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pkmlm.errors import UserError
 from pkmlm.recipe.nodes import Node, shorten
-from pkmlm.recipe.schema import leaves
+from pkmlm.recipe.schema import Recipe, leaves
 
 WHOLE = re.compile(r"[+-]?(0|[1-9][0-9]*(_[0-9]+)*)")
 NUMBER = re.compile(r"[+-]?((0|[1-9][0-9]*(_[0-9]+)*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,4})?")
@@ -63,7 +63,7 @@ class Binder:
         for key, child in entries.items():
             dotted = f"{name}.{key}" if name else key
             if key not in hints:
-                raise self.unknown(child.place, dotted, list(hints), name)
+                raise self.unknown(child, dotted, list(hints), name)
             values[key] = self.value(child, hints[key], dotted)
         return kind(**values)
 
@@ -87,9 +87,11 @@ class Binder:
         self.places |= {f"{name}.{number}": item.place for number, item in enumerate(items)}
         return values
 
-    def unknown(self, place: str, dotted: str, siblings: list[str], section: str) -> UserError:
+    def unknown(self, node: Node, dotted: str, siblings: list[str], section: str) -> UserError:
         """The error for a key that is not there: with the key of that name elsewhere, or the nearest one."""
         names = [name for name, _, _ in leaves(self.root)]
+        if any(f"{name}.".startswith(f"{dotted}.") for name in names):
+            return self.flat(node, dotted, section)
         leaf = dotted.rpartition(".")[2]
         plain = leaf.lower().replace("_", "").replace("-", "")
         found = [name for name in names if name.rpartition(".")[2].replace("_", "") == plain]
@@ -101,9 +103,19 @@ class Binder:
             found = [name for name in names if near and name.rpartition(".")[2] == near[0]]
         meant = f" (did you mean {' or '.join(found[:3])}?)" if found else ""
         return UserError(
-            f"{place}: unknown key {shorten(dotted)}{meant}",
+            f"{node.place}: unknown key {shorten(dotted)}{meant}",
             f"keys of {section or 'a ' + self.root.__name__.lower()}: {', '.join(siblings)}",
         )
+
+    def flat(self, node: Node, dotted: str, section: str) -> UserError:
+        """The error for a key that has dots, as -s takes it, where a file nests sections."""
+        plain = isinstance(node.value, str) and not node.quoted
+        value = nested = (plain and shorten(str(node.value))) or "..."
+        for part in reversed(dotted.removeprefix(f"{section}.").split(".")):
+            nested = f"{{{part}: {nested}}}"
+        other = f", or give -s {dotted}={value} on the command line" * (self.root is Recipe)
+        message = f"{node.place}: {dotted}: found a key with dots (expected it nested)"
+        return UserError(message, f"write {nested[1:-1]}{other}")
 
 
 def scalar(node: Node, text: str, kind: Any, name: str) -> Any:

@@ -17,8 +17,9 @@ def doubts(recipe: Recipe) -> list[str]:
         warmups["optim.values.warmup_steps"] = optim.values.warmup_steps
     if recipe.model.projections == "hash":
         warmups["optim.tables.warmup_steps"] = optim.tables.warmup_steps
+    training = f"{steps:,} step{'s' * (steps > 1)} of training"
     return [
-        f"{key}: {warmup:,} for {steps:,} steps of training: the rate ends at {steps / warmup:.0%} of its peak"
+        f"{key}: {warmup:,} for {training}: the rate ends at {steps / warmup:.0%} of its peak"
         for key, warmup in warmups.items()
         if warmup is not None and warmup > steps
     ]

@@ -33,13 +33,24 @@ def test_check_says_ok_and_sums_up(tmp_path: Path) -> None:
     ]
 
 
-def test_check_stops_at_a_wrong_recipe_with_two_lines_and_exit_code_2(tmp_path: Path) -> None:
+def test_check_tells_a_wrong_recipe_in_two_lines_and_exit_code_2(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(SMALL + "optim:\n  learning_rate: 1\n")
     done = pkmlm("recipe", "check", "a.yaml", code=2)
     assert done.stdout == ""
     error, hint = done.stderr.splitlines()
     assert error == "error: a.yaml:5:3: unknown key optim.learning_rate"
     assert hint.startswith("hint: keys of optim: lr, betas, eps, schedule, warmup_steps, ")
+
+
+def test_check_goes_on_after_a_wrong_recipe_and_names_each(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(SMALL + "optim:\n  learning_rate: 1\n")
+    (tmp_path / "c.yaml").write_text("model: {layers: 1, heads: 7}\ntrain: {steps: 1}\noptim: {warmup_steps: 1}\n")
+    done = pkmlm("recipe", "check", "a.yaml", "missing.yaml", "c.yaml", "-s", "model.heads=8", code=2)
+    assert done.stdout == "ok  c.yaml: unnamed, 1 layer of 512, 1 step of 65,536 tokens\n"
+    told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert told == ["error: a.yaml:5:3: unknown key optim.learning_rate", "error: no such recipe: missing.yaml"]
+    wrong = pkmlm("recipe", "check", "c.yaml", "-s", "model.heads=7", code=2).stderr
+    assert wrong.startswith("error: c.yaml: -s model.heads=7: model.heads: 7 heads do not divide model.dim 512 ")
 
 
 def test_a_warm_up_longer_than_training_is_warned_of(tmp_path: Path) -> None:

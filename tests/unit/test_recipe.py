@@ -111,6 +111,7 @@ def test_numbers_are_read_by_the_type_of_their_key(recipe_file: Path) -> None:
         ("\n\nmodel:\n  dims: 5", ":4:3: unknown key model.dims (did you mean model.dim?)"),
         ("topk: 4", ":1:1: unknown key topk (did you mean model.memory.topk?)"),
         ("model: {top-k: 4}", ":1:9: unknown key model.top-k (did you mean model.memory.topk?)"),
+        ("model.dims: 5", ":1:1: unknown key model.dims (did you mean model.dim?)"),
         ("model: {lr: 3}", "unknown key model.lr (did you mean optim.lr or optim.values.lr?)"),
         ("train: {steps: 0755}", ":1:9: train.steps: found 0755 (expected a whole number)"),
         ("train: {steps: 1:30}", "train.steps: found 1:30 (expected a whole number)"),
@@ -172,7 +173,11 @@ def test_what_is_no_recipe_is_refused_in_one_line(tmp_path: Path, text: str | by
         ("optim.warmup_steps=0", "optim.warmup_steps: found 0 with the inverse-sqrt schedule"),
         ("optim.values.schedule=inverse-sqrt", "optim.values.warmup_steps: found 0 with"),
         ("optim.betas=[0.9, 1]", "optim.betas: found 1"),
-        ("optim.lr=0", "optim.lr: found 0 (expected more than 0)"),
+        ("optim.lr=0", "optim.lr: found 0 (expected more than 0 and at most 1000)"),
+        ("optim.lr=99999999999999999999999", "optim.lr: found 1e+23 (expected more than 0 and at most 1000)"),
+        ("optim.values.lr=1001", "optim.values.lr: found 1001"),
+        ("optim.tables.lr_scale=1001", "optim.tables.lr_scale: found 1001"),
+        ("optim.keys.lr_scale=1001", "optim.keys.lr_scale: found 1001 (expected 0 or more and at most 1000)"),
         ("optim.final_lr=1.5", "optim.final_lr: found 1.5 (expected 0 or more and at most 1)"),
         ("checkpoint.keep=1", "checkpoint.keep: found 1 (expected 2 or more)"),
         ("name=a/b", "name: found 'a/b'"),
@@ -191,6 +196,34 @@ def test_what_cannot_hold_is_refused_with_the_override_and_the_key(
     message = error_of(recipe_file, override).message
     assert message.startswith(f"-s {override}:")
     assert expected in message
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "hint"),
+    [
+        (
+            "name: x\nmodel.dim: 32\n",
+            "2:1: model.dim",
+            "model: {dim: 32}, or give -s model.dim=32 on the command line",
+        ),
+        (
+            "model: {memory.topk: 8}",
+            "1:9: model.memory.topk",
+            "memory: {topk: 8}, or give -s model.memory.topk=8 on the command line",
+        ),
+        (
+            "optim.values.betas: [0.9, 0.99]",
+            "1:1: optim.values.betas",
+            "optim: {values: {betas: ...}}, or give -s optim.values.betas=... on the command line",
+        ),
+    ],
+)
+def test_a_key_with_dots_in_a_file_is_shown_nested(tmp_path: Path, text: str, place: str, hint: str) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    error = error_of(path)
+    assert error.message == f"{path}:{place}: found a key with dots (expected it nested)"
+    assert error.hint == f"write {hint}"
 
 
 def test_hash_tables_must_fit_the_width(recipe_file: Path) -> None:
@@ -318,24 +351,25 @@ texts = st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters
 @given(
     text=st.none() | texts,
     folder=texts,
-    lr=numbers,
+    decay=numbers,
     beta=st.floats(0, 1, exclude_max=True),
     tie=st.booleans(),
 )
 def test_what_is_written_reads_back_equal(
-    tmp_path_factory: pytest.TempPathFactory, text: str | None, folder: str, lr: float, beta: float, tie: bool
+    tmp_path_factory: pytest.TempPathFactory, text: str | None, folder: str, decay: float, beta: float, tie: bool
 ) -> None:
     recipe = Recipe(
         data=Data(dir=folder),
         model=Model(tie_embeddings=tie, memory=Memory(kind="flat-key", layers=("1", "3+"))),
-        optim=Optim(lr=lr, betas=(beta, 0.1)),
+        optim=Optim(weight_decay=decay, betas=(beta, 0.1)),
         eval=Eval(sample=text),
     )
     path = tmp_path_factory.getbasetemp() / "written.yaml"
     path.write_text(dump_recipe(recipe), encoding="utf-8", newline="\n")
     assert load_recipe(path) == recipe
     other = yaml.safe_load(dump_recipe(recipe))  # and for other readers of YAML
-    assert (other["optim"]["lr"], other["optim"]["betas"], other["eval"]["sample"]) == (lr, [beta, 0.1], text)
+    optim = other["optim"]
+    assert (optim["weight_decay"], optim["betas"], other["eval"]["sample"]) == (decay, [beta, 0.1], text)
 
 
 @pytest.mark.parametrize("word", ["no", "null", "True", "on", "1e3", "0x1F", "~", "12", "a: b", "- a", "", " x"])
@@ -367,3 +401,6 @@ def test_a_key_that_is_unknown_is_looked_for_in_its_own_tree() -> None:
     with pytest.raises(UserError, match=r"g.yaml:1:1: unknown key bits\Z") as caught:
         bind(parse("bits: 3", "g.yaml"), Train, "", {})
     assert caught.value.hint.startswith("keys of a train: steps, batch_tokens, ")
+    with pytest.raises(UserError) as caught:
+        bind(parse("values.lr: 3", "g.yaml"), Optim, "", {})
+    assert caught.value.hint == "write values: {lr: 3}"  # -s is for recipes
