@@ -29,5 +29,7 @@ def damage(folder: Path, files: dict[str, dict[str, Any]]) -> str:
             return f"{file}: {file.stat().st_size} bytes (expected {expected['bytes']})"
         found = sha256_of(file)
         if found != expected["sha256"]:
-            return f"{file}: sha256 {found[:12]} (expected {expected['sha256'][:12]})"
+            wanted = expected["sha256"]
+            digits = next(n for n in range(12, 66) if found[:n] != wanted[:n])
+            return f"{file}: sha256 {found[:digits]} (expected {wanted[:digits]})"
     return ""

@@ -16,6 +16,7 @@ from pkmlm.evaluate.load import load_run
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.load import load_recipe
 from pkmlm.runtime.distributed import Ranks
+from pkmlm.runtime.files import write_json
 from pkmlm.runtime.rundir import RunDirectory
 from pkmlm.train import checkpoint
 from pkmlm.train.checkpoint import Progress
@@ -117,6 +118,18 @@ def test_damage_is_named(run, name, damage):
     model, groups = state_of(run)
     with pytest.raises(UserError, match=name if damage != "flip" or name != "manifest.json" else "version 7"):
         checkpoint.load(run.checkpoint(30), model, groups)
+
+
+def test_hashes_are_told_up_to_where_they_differ(run):
+    manifest = run.checkpoint(30) / "manifest.json"
+    whole = json.loads(manifest.read_text())
+    right = whole["files"]["state.json"]["sha256"]
+    for place, told in ((0, 12), (11, 12), (12, 13), (40, 41), (63, 64)):
+        wrong = right[:place] + ("1" if right[place] == "0" else "0") + right[place + 1 :]
+        whole["files"]["state.json"]["sha256"] = wrong
+        write_json(manifest, whole)
+        with pytest.raises(UserError, match=rf"state.json: sha256 {right[:told]} \(expected {wrong[:told]}\)\Z"):
+            verify(run.checkpoint(30))
 
 
 def test_evaluation_checks_what_it_reads_and_no_moments(run):
