@@ -55,15 +55,15 @@ def changes(before: dict[str, Any], now: dict[str, Any], earlier: "Recipe", reci
     """What to warn of where a run, until now of the recipe `earlier`, goes on under circumstances in which arithmetic
     gives other bits, or validation another measure.
     """
-    from pkmlm.recipe.dump import flatten
+    from pkmlm.recipe.dump import flatten, scalar_text
 
     libraries = ("torch", "numpy")  # numpy draws the order of the data
     known = {name: before.get("versions", {}).get(name) for name in libraries} | before
     changed = {name: now["versions"][name] for name in libraries}
     changed |= {key: now[key] for key in ("device", "precision", "ranks")}
     machine = [told(key, known[key], new) for key, new in changed.items() if known.get(key) not in (None, new)]
-    old = flatten(earlier)
-    keys = {key: told(key, old[key], new) for key, new in flatten(recipe).items() if new != old[key]}
+    old, asked = flatten(earlier), flatten(recipe)
+    keys = {key: told(key, scalar_text(old[key]), scalar_text(new)) for key, new in asked.items() if new != old[key]}
     division = [text for key, text in keys.items() if key.startswith(DIVISION)]
     measures = [text for key, text in keys.items() if key in MEASURES]
     warnings = []

@@ -28,12 +28,12 @@ def refuse_resume(run: "RunDirectory", resume: str) -> None:
 
 def refuse_changes(run: "RunDirectory", recipe: "Recipe") -> None:
     """Refuse to go on with another recipe, but for keys that do not touch what is trained."""
-    from pkmlm.recipe.dump import flatten
+    from pkmlm.recipe.dump import flatten, scalar_text
 
     before, now = flatten(run.recipe()), flatten(recipe)
     changed = [key for key in now if before[key] != now[key] and not key.startswith(FREE_KEYS)]
     if changed:
-        told = ", ".join(f"{key} was {before[key]} and is now {now[key]}" for key in changed)
+        told = ", ".join(f"{key} was {scalar_text(before[key])} and is now {scalar_text(now[key])}" for key in changed)
         raise UserError(f"run {run.path} was started with another recipe: {told}", "train it under another -o")
 
 

@@ -118,8 +118,10 @@ def test_resume_rules(tmp_path, write_recipe, trained):
     assert not (tmp_path / "x").exists()
     done = trained("dense")
     assert "has checkpoints already" in pkmlm("train", recipe, "-o", done, "--resume", "never", code=2).stderr
-    other = pkmlm("train", recipe, "-o", done, "-s", "optim.lr=1e-3", "-s", "log.every=3", code=2).stderr
-    assert "optim.lr was 0.003 and is now 0.001" in other
+    other = pkmlm(
+        "train", recipe, "-o", done, "-s", "optim.lr=1e-3", "-s", "log.every=3", "-s", "model.memory.layers=1", code=2
+    ).stderr
+    assert "model.memory.layers was [] and is now [1], optim.lr was 0.003 and is now 0.001" in other
     assert "log.every" not in other
 
 
@@ -137,7 +139,7 @@ def test_divergence_exits_3_and_keeps_the_last_checkpoint(tmp_path, write_recipe
         "-o",
         run,
         "-s",
-        "optim.lr=1e30",
+        "optim.weight_decay=1e30",
         "-s",
         "optim.clip=0",
         "-s",
@@ -220,7 +222,7 @@ def test_starting_from_another_run(tmp_path, write_recipe, trained):
 def test_what_a_recipe_may_not_mean_is_warned_of(tmp_path, write_recipe):
     run, recipe = tmp_path / "run", write_recipe(tmp_path, "dense")
     arguments = ["train", recipe, "-s", "train.steps=1", "-s", "optim.warmup_steps=9", "-s", "model.memory.topk=2"]
-    told = ("optim.warmup_steps: 9 for 1 steps", "model.memory.topk, optim.values.lr: without effect, as ")
+    told = ("optim.warmup_steps: 9 for 1 step of", "model.memory.topk, optim.values.lr: without effect, as ")
     for more in (["--dry-run"], ["-o", run, "-q"]):
         said = pkmlm(*arguments, *more).stderr
         assert all(text in said for text in told)
