@@ -200,9 +200,9 @@ def test_what_is_told_of_another_division_of_a_step():
         f"device was cpu and is now cuda: {same}"
     ]
     (said,) = changes(machine, machine, plain, divided)
-    assert said == f"train.recompute was False and is now True, parallel.shard was False and is now True: {same}"
+    assert said == f"train.recompute was false and is now true, parallel.shard was false and is now true: {same}"
     (said,) = changes(machine, machine, plain, replace(plain, eval=replace(plain.eval, tokens=9)))
-    assert said.startswith("eval.tokens was None and is now 9: ")
+    assert said.startswith("eval.tokens was null and is now 9: ")
 
 
 def test_a_run_that_is_made_anew_meanwhile_gets_nothing_of_the_old_one(begun, tmp_path, monkeypatch):
