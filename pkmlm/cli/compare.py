@@ -9,10 +9,11 @@ import click
 
 from pkmlm.cli.options import force_option, format_option
 from pkmlm.cli.outputs import free_folder
-from pkmlm.errors import printable
+from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
     from pkmlm.report.tables import Format
+    from pkmlm.runtime.rundir import RunDirectory
 
 
 @click.command()
@@ -32,17 +33,26 @@ def command(run_paths: tuple[str, ...], format: "Format", plots: str | None, for
       pkmlm compare runs/* --plots pictures
       pkmlm compare runs/* --format csv > runs.csv
     """
-    from pkmlm.report.compare import compare_tables, differences, facts_of, flat_table, open_runs
+    from pkmlm.report.compare import (
+        compare_tables,
+        cut_short,
+        differences,
+        facts_of,
+        flat_table,
+        open_runs,
+        partly_measured,
+    )
 
     folder = free_folder(plots, force)
-    runs = open_runs(without_strays(run_paths))
+    runs = open_runs(without_strays(run_paths), run_at)
+    trained = [max(run.steps(), default=0) for run in runs.values()]  # before the metrics: some may be training
     facts = [facts_of(label, run) for label, run in runs.items()]
     if format == "json":
         click.echo(json.dumps({"runs": facts}, indent=2, allow_nan=False))
     else:
         tables = [flat_table(facts)] if format == "csv" else compare_tables(facts)
         click.echo("\n".join(table.render(format) for table in tables), nl=False)
-    for text in differences(runs):
+    for text in (*cut_short(facts, trained), *partly_measured(runs), *differences(runs)):
         click.echo(f"warning: {printable(text)}", err=True)
     if folder is not None:
         from pkmlm.report.plots import learning_curves, save
@@ -54,11 +64,26 @@ def command(run_paths: tuple[str, ...], format: "Format", plots: str | None, for
             click.echo(f"drew {printable(str(save(folder / 'learning-curves.png', figure)))}", err=True)
 
 
+def run_at(path: str) -> "RunDirectory":
+    """The run at a path.
+
+    Raises:
+        UserError: there is none, or an exported model.
+    """
+    from pkmlm.export.config import is_export
+    from pkmlm.runtime.rundir import RunDirectory
+
+    if is_export(Path(path)):
+        raise UserError(f"{path} is an export (expected a run)", "give the run it was exported from")
+    return RunDirectory.existing(path)
+
+
 def without_strays(paths: Sequence[str]) -> Sequence[str]:
     """What of several paths, as a shell's glob gives them, may be a run; warns of what is there and is none.
 
     Where nothing is left, all of them: the error is that of the first.
     """
+    from pkmlm.export.config import is_export
     from pkmlm.runtime.rundir import RunDirectory
 
     strays = {path for path in paths if Path(path).exists() and not RunDirectory(path).recipe_file.is_file()}
@@ -66,5 +91,6 @@ def without_strays(paths: Sequence[str]) -> Sequence[str]:
     if not runs:
         return paths
     for path in sorted(strays):
-        click.echo(f"warning: left out {printable(path)}: it is no run (no recipe.yaml in it)", err=True)
+        why = "an export" if is_export(Path(path)) else "no recipe.yaml in it"
+        click.echo(f"warning: left out {printable(path)}: it is no run ({why})", err=True)
     return runs

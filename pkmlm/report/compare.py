@@ -120,7 +120,33 @@ def latest_state(run: RunDirectory) -> Facts:
     """The state.json of the latest checkpoint; nothing where there is none."""
     steps = run.steps()
     state = run.checkpoint(steps[-1]) / "state.json" if steps else None
-    return read_shaped(state, STATE, "the checkpoint's state") if state and state.exists() else {}
+    hint = "the checkpoint is damaged: `pkmlm train` goes on from the one before it"
+    return read_shaped(state, STATE, "the checkpoint's state", hint) if state and state.exists() else {}
+
+
+def cut_short(facts: Sequence[Facts], trained: Sequence[int]) -> list[str]:
+    """Of which runs metrics.jsonl has lost its end, a line each.
+
+    Args:
+        trained: the step of each run's newest checkpoint.
+    """
+    return [
+        f"{run['run']}: metrics.jsonl ends at step {run['step'] or 0:,} of {last:,}: its totals and curves end there"
+        for run, last in zip(facts, trained, strict=True)
+        if (run["step"] or 0) < last
+    ]
+
+
+def partly_measured(runs: dict[str, RunDirectory]) -> list[str]:
+    """What `eval --limit` left in runs that have no whole results of those tasks, a line for each run."""
+    name = re.compile(r"(tasks-.+)-step-[0-9]+(-limit-[0-9]+)?\.json")
+    told = []
+    for label, run in runs.items():
+        kept = [m for file in sorted((run.path / "eval").glob("tasks-*.json")) if (m := name.fullmatch(file.name))]
+        whole = {m[1] for m in kept if m[2] is None}
+        if partial := [m[0] for m in kept if m[1] not in whole]:
+            told.append(f"{label}: left out {', '.join(partial)}: with --limit, a part of a task was measured")
+    return told
 
 
 def differences(runs: dict[str, RunDirectory]) -> list[str]:

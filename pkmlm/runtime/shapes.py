@@ -95,9 +95,9 @@ def read_shaped(path: Path, shape: Shape, what: str, hint: str = "it is damaged:
     """`read_json` of a file whose content has a shape.
 
     Raises:
-        UserError: it is missing, unreadable, no JSON, or of another shape.
+        UserError: (exit code 1) it is missing, unreadable, no JSON, or of another shape.
     """
-    value = read_json(path, what, hint)
+    value = read_json(path, what, hint, exit_code=1)
     if problem := misfit(value, shape):
-        raise UserError(f"{what} {path} is not as it was written: {problem}", hint)
+        raise UserError(f"{what} {path} is not as it was written: {problem}", hint, exit_code=1)
     return value

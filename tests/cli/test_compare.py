@@ -170,6 +170,12 @@ def test_among_several_what_is_no_run_is_left_out(run: Path) -> None:
     assert done.stderr.splitlines() == [
         f"warning: left out {path}: it is no run (no recipe.yaml in it)" for path in (several[0], several[2])
     ]
+    (run.parent / "failed" / "config.json").write_text("{}")
+    assert pkmlm("compare", *several[:2]).stderr == f"warning: left out {several[0]}: it is no run (an export)\n"
+    assert pkmlm("compare", several[0], code=2).stderr == (
+        f"error: {several[0]} is an export (expected a run)\nhint: give the run it was exported from\n"
+    )
+    (run.parent / "failed" / "config.json").unlink()
     assert "failed is not a run directory" in pkmlm("compare", several[0], several[2], code=2).stderr
     assert "mien does not exist" in pkmlm("compare", run, run.parent / "mien", code=2).stderr
 
@@ -201,9 +207,10 @@ def test_what_cannot_be_held_against_each_other_is_told(run: Path, tmp_path: Pat
         (folder / "eval/test-step-200.json").write_text(json.dumps(result))
     said = pkmlm("compare", run, like, twin).stderr
     assert said == "warning: several texts to test on (like; twin)\n"
-    damaged = pkmlm("compare", like, other("damaged", {**same, "valid": ["c"]}), code=2).stderr
+    damaged = pkmlm("compare", like, other("damaged", {**same, "valid": ["c"]}), code=1).stderr
     assert "state.json" in damaged
     assert "data.valid" in damaged
+    assert damaged.endswith("hint: the checkpoint is damaged: `pkmlm train` goes on from the one before it\n")
 
 
 def test_accuracies_are_averaged_over_shared_tasks(run: Path, tmp_path: Path) -> None:
@@ -226,6 +233,25 @@ def test_an_unfinished_run_says_so(run: Path) -> None:
     assert "diverged" in pkmlm("compare", run).stdout
 
 
+def test_a_run_that_has_lost_the_end_of_its_metrics_is_named(run: Path) -> None:
+    assert pkmlm("compare", run).stderr == ""
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    told = "warning: mine: metrics.jsonl ends at step {} of 200: its totals and curves end there\n"
+    for kept, step in ((2, 2), (0, 0)):
+        (run / "metrics.jsonl").write_text("".join(lines[:kept]) + lines[kept][:20])
+        assert pkmlm("compare", run).stderr == told.format(step)
+
+
+def test_results_of_a_part_of_a_task_are_left_out_with_a_warning(run: Path) -> None:
+    for name in ("copa-step-200-limit-3", "copa-wsc-step-100", "wsc-step-200-limit-3", "wsc-step-100"):
+        tasks = {name.partition("-")[0]: {"acc": 0.1}}
+        (run / "eval" / f"tasks-{name}.json").write_text(json.dumps({"tasks": tasks}))
+    done = pkmlm("compare", run)
+    left = "left out tasks-copa-step-200-limit-3.json: with --limit, a part of a task was measured"
+    assert done.stderr == f"warning: mine: {left}\n"
+    assert "copa" not in done.stdout
+
+
 def test_plots(run: Path, tmp_path: Path) -> None:
     done = pkmlm("compare", run, "--plots", tmp_path / "p")
     assert (tmp_path / "p" / "learning-curves.png").read_bytes()[:4] == b"\x89PNG"
@@ -246,7 +272,7 @@ def test_neither_torch_nor_numpy_is_needed(run: Path) -> None:
 
 def test_damaged_results_are_named(run: Path) -> None:
     (run / "eval" / "test-step-200.json").write_text("{")
-    assert "test-step-200.json" in pkmlm("compare", run, code=2).stderr
+    assert "test-step-200.json" in pkmlm("compare", run, code=1).stderr
     assert "none" in pkmlm("compare", run / "none", code=2).stderr
 
 

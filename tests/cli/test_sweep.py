@@ -450,7 +450,7 @@ def test_a_cell_that_fails_fails_alone(grid, tmp_path, trained):
         '{"grid": "grid", "speed": [{"point": {"slots": "64"}, "tokens_per_second": [], "timed_on": 5}]}',
     ):
         (folder / "results.json").write_text(content)
-        said = pkmlm("sweep", grid, "-o", folder, "--table", code=2).stderr
+        said = pkmlm("sweep", grid, "-o", folder, "--table", code=1).stderr
         assert "the sweep's results" in said
     (folder / "results.json").unlink()
     told = pkmlm("sweep", grid, "-o", folder, "-s", "train.steps=2", "--table", code=1)
