@@ -97,12 +97,15 @@ def source_of(label: str, run: "RunDirectory", step: str, choice: TextChoice, wo
         UserError: there is no such checkpoint or text.
     """
     from pkmlm.data.index import read_index
+    from pkmlm.data.sources import expanded
     from pkmlm.export.config import is_export
     from pkmlm.runtime.files import sha256_of
     from pkmlm.runtime.manifest import MANIFEST
 
-    if choice.text is not None and not Path(choice.text).is_file():
-        raise UserError(f"--text {choice.text} is not a file")
+    texts = [] if choice.text is None else sorted(map(Path, expanded(choice.text)))
+    for text in texts:
+        if not text.is_file():
+            raise UserError(f"--text {text} is not a file")
     if is_export(run.path):
         return Source(label, run, step)
     number = run.resolve(step)
@@ -110,9 +113,9 @@ def source_of(label: str, run: "RunDirectory", step: str, choice: TextChoice, wo
     folder = run.path / "usage"
     origin: dict[str, Any] = {"checkpoint": sha256_of(run.checkpoint(number) / MANIFEST)}
     if choice.text is not None:
-        text = Path(choice.text)
-        origin |= {"text": sha256_of(text), "separator": choice.separator, "field": choice.field}
-        name = kept_name(text.name, origin["text"], choice.separator, choice.field)
+        whole = " ".join(map(sha256_of, texts))
+        origin |= {"text": whole, "separator": choice.separator, "field": choice.field}
+        name = kept_name(Path(choice.text).name, whole, choice.separator, choice.field)
     else:
         name = choice.split or "test"
         origin["tokens"] = read_index(Path(choice.tokens(run.path, run.recipe()))).sha256

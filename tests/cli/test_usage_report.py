@@ -115,6 +115,10 @@ def test_texts_of_one_name_are_kept_apart(run_of: Callable[[str], Path], tmp_pat
     kept = {file.name: json.loads(file.read_text()) for file in (run / "usage").glob("*.json")}
     assert sorted(map(str, kept.values())) == sorted(map(str, found))
     assert all(name.startswith("text-my_text.txt-") for name in kept)
+    both = [report(run, "--text", tmp_path / "*" / "my*.txt")[0] for _ in range(2)]
+    assert both[0] == both[1]
+    texts[0].write_text("another text")
+    assert report(run, "--text", tmp_path / "*" / "my*.txt")[0]["memories"] != both[0]["memories"]
 
 
 def test_standard_output_ends_in_a_table_for_one_run(run_of: Callable[[str], Path]) -> None:
@@ -158,6 +162,7 @@ def test_errors_are_one_line(run_of: Callable[[str], Path], tmp_path: Path) -> N
         ([tmp_path], "not a run directory"),
         ([run, "--step", "7"], "has 20, 30"),
         ([run, "--text", tmp_path / "no.txt"], "no.txt"),
+        ([run, "--text", tmp_path / "no*.txt"], "no*.txt matches no file"),
         ([run, "--split", "unknown"], "unknown"),
         ([run, "--format", "xml"], "xml"),
         ([run, "--html", tmp_path / "one", "--export", tmp_path / "one"], "--html and --export name one file"),
