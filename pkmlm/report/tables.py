@@ -4,11 +4,15 @@ import csv
 import io
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pkmlm.errors import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Format = Literal["table", "md", "csv", "json"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -17,9 +21,6 @@ HUGE, SCIENTIFIC = 1e9, "{:.2e}"  # from where on the digits of a float say noth
 SHARE, NATS = "{:.1%}", "{:.4f}"  # formats of numbers
 WORD = 16  # characters of a text column that are kept on one line, if they are one word
 BREAK = "\x1f"  # white space, but of no width; no cell has it, for it is not printable
-
-# Only ASCII, so that a table can be printed in any locale: a rule below the header and nothing else.
-RULE = "    \n    \n -- \n    \n    \n    \n    \n    \n"
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,14 @@ def breakable(text: str) -> str:
     return re.sub(rf"\S{{{WORD + 1},}}", lambda word: re.sub(r"((?<!\de)[-_/@])", rf"\1{BREAK}", word[0]), text)
 
 
+def wrapped(console: "Console", cell: str, width: int, align: Literal["left", "right"]) -> list[str]:
+    """The lines of a cell, each of that width."""
+    from rich.text import Text
+
+    lines = Text(breakable(cell)).wrap(console, width, justify=align, overflow="fold")
+    return [line.plain.replace(BREAK, "") for line in lines]
+
+
 def number(name: str, format: str = "{:,}") -> Column:
     """A column of numbers, 1,234 as they come."""
     return Column(name, "right", format)
@@ -75,33 +84,41 @@ class Table:
         return {"table": self._text, "md": self._markdown, "csv": self._csv, "json": self._json}[format]()
 
     def _text(self) -> str:
-        from rich import box, table
-        from rich.cells import cell_len
         from rich.console import Console
-        from rich.text import Text
 
-        shown = self._shown()
-        style = box.Box(RULE, ascii=True)
-        grid = table.Table(box=style, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-        least = -2  # columns stand two apart
-        for index, column in enumerate(self.columns):
-            words = [word for row in shown for word in row[index].split()]
-            longest = max((cell_len(word) for word in words), default=1)
-            narrowest = longest if column.align == "right" else min(longest, WORD)
-            grid.add_column(Text(shown[0][index]), justify=column.align, overflow="fold", min_width=narrowest)
-            least += narrowest + 2
-        for row in shown[1:]:
-            grid.add_row(*(Text(breakable(cell)) for cell in row))
-        console = Console(file=io.StringIO(), width=10_000, color_system=None)  # a narrow console would drop columns
-        goal = max(Console(file=io.StringIO()).width, least)
-        for limit in range(goal, goal - len(self.columns) - 1, -1):  # rich may exceed the width by a character a column
-            with console.capture() as captured:
-                console.print(grid, width=limit)
-            lines = [line.rstrip() for line in captured.get().replace(BREAK, "").splitlines()]
-            if max(map(cell_len, lines)) <= goal:
+        console = Console(file=io.StringIO())  # as wide as the terminal, or 80
+        widths, apart = self._widths(console.width)
+
+        def lines(cells: Iterable[Sequence[str]]) -> list[str]:
+            rows = (zip(parts, widths, strict=True) for parts in zip_longest(*cells))
+            return [(" " * apart).join(part or " " * width for part, width in row).rstrip() for row in rows]
+
+        shown = [zip(row, widths, self.columns, strict=True) for row in self._shown()]
+        head, *rows = [[wrapped(console, cell, width, column.align) for cell, width, column in row] for row in shown]
+        body = lines(cell[::-1] for cell in head)[::-1]  # headings stand on the rule
+        body.append("-" * (sum(widths) + apart * (len(widths) - 1)))
+        body += [line for row in rows for line in lines(row)]
+        return "\n".join([*([printable(self.title), ""] if self.title else []), *body, ""])
+
+    def _widths(self, width: int) -> tuple[list[int], int]:
+        """How wide each column is in a terminal of this width, and how far apart they stand: two characters, or one
+        where they would not fit. What is left goes to the narrowest of those that want more.
+        """
+        from rich.cells import cell_len
+
+        wanted, found = [], []
+        for column, cells in zip(self.columns, zip(*self._shown(), strict=True), strict=True):
+            wanted.append(max(map(cell_len, cells)))
+            longest = max((cell_len(word) for cell in cells for word in cell.split()), default=1)
+            found.append(longest if column.align == "right" else min(longest, WORD))
+        gaps = len(found) - 1
+        apart = 2 if sum(found) + 2 * gaps <= width else 1
+        for _ in range(width - sum(found) - apart * gaps):
+            lacking = [index for index, least in enumerate(found) if least < wanted[index]]
+            if not lacking:
                 break
-        body = "\n".join(lines)
-        return f"{printable(self.title)}\n\n{body}\n" if self.title else f"{body}\n"
+            found[min(lacking, key=found.__getitem__)] += 1
+        return found, apart
 
     def _markdown(self) -> str:
         def line(cells: Sequence[str]) -> str:

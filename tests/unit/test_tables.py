@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from pkmlm.report.tables import FORMATS, Column, Table
+from pkmlm.report.tables import FORMATS, Column, Table, number
 
 COLUMNS = [
     Column("Run"),
@@ -41,6 +41,17 @@ def test_text_never_cuts_a_number_and_wraps_words(monkeypatch: pytest.MonkeyPatc
         assert text.count("1,000,000,000,000,000") == text.count("12345.678") == many
         assert text.count("Slots") == many
         assert text.count("word") == 40 * many
+
+
+def test_columns_draw_nearer_and_text_wraps_before_a_line_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = [Column("run"), number("M ops a token"), Column("made of"), *(number(f"part {n}") for n in range(4))]
+    row = ["product-key-seed-1", 10**9, "attention and a memory", *[10**6] * 4]
+    least = 16 + 13 + 9 + 4 * 9  # of the run's name, 1,000,000,000, "attention", 1,000,000
+    for width in range(least + 6, least + 40):
+        monkeypatch.setenv("COLUMNS", str(width))
+        text = Table("", columns, [row]).render()
+        assert max(map(len, text.splitlines())) <= width
+        assert ("1,000,000  1,000,000" in text) == (width >= least + 12)
 
 
 def test_long_names_break_at_their_marks_and_not_in_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
