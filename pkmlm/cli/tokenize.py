@@ -66,10 +66,8 @@ def part_of(context: click.Context, parameter: click.Parameter, value: str | Non
 @click.option(
     "--vocab-size",
     type=click.IntRange(1, 1 << 24),
-    default=8192,
-    show_default=True,
     metavar="N",
-    help="Size of the vocabulary to learn.",
+    help="Size of the vocabulary to learn. Default: 8192.",
 )
 @click.option(
     "--model-type",
@@ -95,7 +93,7 @@ def command(
     valid: tuple[str, ...],
     test: tuple[str, ...],
     output: str,
-    vocab_size: int,
+    vocab_size: int | None,
     model_type: str,
     model: Path | None,
     format: str | None,
@@ -177,11 +175,14 @@ def free_tokens(shown: str, force: bool) -> Path:
     """The folder to write. What is there is refused before any work; with --force, all but tokens."""
     from pkmlm.data.index import OWN_FILES
 
-    folder = Path(shown).resolve()
+    if not shown:
+        raise UserError("-o '': the name is empty (expected that of a folder)")
+    folder = Path(os.path.realpath(shown))
     if not os.path.lexists(folder):
         return folder
     if not folder.is_dir():
-        raise UserError(f"-o {shown} is a file (expected a folder, or nothing)")
+        what = "a link in a circle" if folder.is_symlink() else "a file"
+        raise UserError(f"-o {shown} is {what} (expected a folder, or nothing)")
     names = sorted(entry.name for entry in folder.iterdir())
     if names and not force:
         raise UserError(f"-o {shown} is there already", "name another folder, or replace it with --force")
@@ -217,7 +218,7 @@ def learn(
     sources: dict[str, list["Source"]],
     separator: str | None,
     field: str,
-    vocab_size: int,
+    vocab_size: int | None,
     model_type: str,
     watch: "Stopwatch",
 ) -> "Tokenizer":

@@ -131,7 +131,7 @@ def write_split(folder: Path, split: str, sources: Sequence[Source], encoding: E
 def no_text(split: str, labels: Sequence[str], empty: int) -> UserError:
     """The error for files whose documents are all empty."""
     names = ", ".join(labels[:3]) + ", ..." * (len(labels) > 3)
-    return UserError(f"no text for {split} in {names} ({empty} empty documents)")
+    return UserError(f"no text for {split} in {names} ({empty:,} empty document{'s' * (empty != 1)})")
 
 
 def write_tokens(

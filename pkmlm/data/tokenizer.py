@@ -16,6 +16,7 @@ from pkmlm.data.text import chunks_of, has_surrogate
 from pkmlm.errors import UserError, read_errors
 
 MARK = "\u2581"  # SentencePiece writes a space so: where the text itself has this character, it is spelt in bytes
+VOCABULARY = 8192  # the size to learn where none is asked for
 SAMPLE = 32 << 20  # bytes of text to learn from
 SEED = 0  # of the choice of that text
 LEARNING: dict[str, Any] = {
@@ -99,11 +100,14 @@ class Tokenizer:
         return cls(model_bytes, str(path))
 
     @classmethod
-    def learn(cls, texts: Iterable[str], vocab_size: int, model_type: str = "bpe", sample: int = SAMPLE) -> "Tokenizer":
+    def learn(
+        cls, texts: Iterable[str], vocab_size: int | None = None, model_type: str = "bpe", sample: int = SAMPLE
+    ) -> "Tokenizer":
         """Learn a model from chunks of text; the same texts give the same model, byte for byte.
 
         Args:
             texts: chunks, read once. Of more than `sample` bytes a random part of that size is used.
+            vocab_size: how many ids; None: the default.
             model_type: "bpe" or "unigram".
 
         Raises:
@@ -114,7 +118,7 @@ class Tokenizer:
             sentencepiece.SentencePieceTrainer.train(
                 sentence_iterator=iter(sampled(texts, sample)),
                 model_writer=model,
-                vocab_size=vocab_size,
+                vocab_size=vocab_size or VOCABULARY,
                 model_type=model_type,
                 **LEARNING,
             )
@@ -195,18 +199,19 @@ def sampled(texts: Iterable[str], limit: int) -> list[str]:
     return [text for _, _, _, text in sorted(kept, key=lambda entry: entry[1])]
 
 
-def learning_error(message: str, vocab_size: int) -> UserError:
+def learning_error(message: str, vocab_size: int | None) -> UserError:
     """SentencePiece's refusals, in terms of our options."""
+    size = f"--vocab-size: {vocab_size:,}" if vocab_size else f"--vocab-size: its default of {VOCABULARY:,}"
     if found := re.search(r"too high \(\d+\).*<= (\d+)", message):
         most = int(found[1])
         return UserError(
-            f"--vocab-size: {vocab_size:,} is too large for this text (expected at most {most:,})",
+            f"{size} is too large for this text (expected at most {most:,})",
             f"use --vocab-size {most}, or more text",
         )
     if found := re.search(r"required_chars\. \d+ vs (\d+)", message):
         least = int(found[1])
         return UserError(
-            f"--vocab-size: {vocab_size:,} is too small (256 bytes and the text's characters need {least:,})",
+            f"{size} is too small (256 bytes and the text's characters need {least:,})",
             f"use --vocab-size {least} or more",
         )
     if "sentences_.empty()" in message or "all_chars_count" in message:

@@ -56,11 +56,14 @@ def writing(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
 def writing_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `path` when the block ends well; of a link, the folder it names.
 
-    The files in it must have been synced by their writers (`writing` does). An existing folder at `path` is an
-    error, unless it is empty, or `replace` says that it goes once the new one is whole.
+    The files in it must have been synced by their writers (`writing` does). An existing folder at `path` goes once
+    the new one is whole, if it is empty or `replace` says so.
+
+    Raises:
+        UserError: there is one that may not go; (exit code 1) the system refused a write.
     """
     with disk_errors(path):
-        path = path.resolve() if path.is_symlink() else path
+        path = Path(os.path.realpath(path)) if path.is_symlink() else path
         old = path.with_name(f"{TEMPORARY}old-{short(path.name)}")
         if old.is_dir() and not path.exists():  # a kill came between the two renames of `exchange`
             os.rename(old, path)
@@ -69,10 +72,7 @@ def writing_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
         try:
             yield temporary
             sync_folder(temporary)
-            if replace and path.exists():
-                exchange(temporary, path, old)
-            else:
-                os.rename(temporary, path)
+            put_in_place(temporary, path, old if replace else None)
             sync_folder(path.parent)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -113,6 +113,8 @@ def new_folder(path: Path) -> tuple[Path, int]:
         try:
             make_folder(temporary)
             descriptor = os.open(temporary, os.O_RDONLY)
+        except FileNotFoundError:  # another process has deleted it as a leftover before we could open it
+            continue
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
@@ -156,6 +158,19 @@ def refuse_special(path: Path) -> None:
             raise OSError(errno.EINVAL, "it is no regular file", str(path))
 
 
+def put_in_place(new: Path, path: Path, aside: Path | None) -> None:
+    """Give a new folder its name; one of that name that is not empty changes places with it if it may, by `aside`."""
+    try:
+        os.rename(new, path)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        if aside is None:
+            hint = "it was not when this began: name another -o, or replace it with --force"
+            raise UserError(f"{path} is there already", hint) from None
+        exchange(new, path, aside)
+
+
 def exchange(new: Path, path: Path, aside: Path) -> None:
     """Let two folders change places: at once where the system can, else by way of a third name."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -174,6 +189,9 @@ def make_folder(path: Path) -> None:
     """Make a folder, and those above it that are missing, to stay; a folder that is there is left as it is."""
     with disk_errors(path):
         missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+        if link := next(filter(Path.is_symlink, missing), None):
+            message = f"{link} is a link to {os.readlink(link)}, where nothing is"
+            raise UserError(message, "make that folder, or name another")
         path.mkdir(parents=True, exist_ok=True)
         for folder in reversed(missing):
             sync_folder(folder.parent)

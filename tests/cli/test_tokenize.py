@@ -193,6 +193,39 @@ def test_nothing_is_overwritten_without_force(texts):
     assert not list(texts.glob(".tmp-*"))
 
 
+@pytest.mark.parametrize("force", [[], ["--force"]])
+def test_a_folder_that_another_process_makes_meanwhile_is_there_already(texts, force):
+    tokenize(texts / "train.txt", "--vocab-size", 320, "-o", texts / "first")
+    model = ["--tokenizer", texts / "first/tokenizer.model"]
+    command = [sys.executable, "-m", "pkmlm", "tokenize", "-", *model, "-o", "out", *force]
+    pipe = subprocess.PIPE
+    waiting = subprocess.Popen(command, cwd=texts, stdin=pipe, stdout=pipe, stderr=pipe)
+    until = time.monotonic() + 30
+    while not list(texts.glob(".tmp-*-out/tokenizer.model")) and time.monotonic() < until:
+        time.sleep(0.005)
+    tokenize(texts / "valid.txt", *model, "-o", texts / "out")
+    said = waiting.communicate((texts / "test.txt").read_bytes(), timeout=60)[1].decode()
+    assert waiting.returncode == (0 if force else 2), said
+    assert said.startswith("" if force else f"error: {texts}/out is there already\nhint: ")
+    assert text_of(texts / "out").encode() == (texts / ("test.txt" if force else "valid.txt")).read_bytes()
+    assert not list(texts.glob(".tmp-*"))
+
+
+def test_a_name_that_leads_nowhere_is_told(texts, monkeypatch):
+    monkeypatch.chdir(texts)
+    (texts / "circle").symlink_to("circle")
+    for name, said in (
+        ("", "error: -o '': the name is empty (expected that of a folder)"),
+        ("circle", "error: -o circle is a link in a circle (expected a folder, or nothing)"),
+        ("circle/out", f"error: {texts}/circle is a link to circle, where nothing is"),
+    ):
+        told = pkmlm("tokenize", "train.txt", "--vocab-size", 320, "-o", name, code=2).stderr
+        assert told.splitlines()[0] == said
+    (texts / "dangling").symlink_to("there")
+    tokenize("train.txt", "--vocab-size", 320, "-o", "dangling")
+    assert Corpus.open(texts / "there", "train").documents == 1
+
+
 def test_force_can_read_what_it_replaces(texts):
     tokenize(texts / "train.txt", "--vocab-size", 320, "-o", texts / "out")
     model = texts / "out/tokenizer.model"
@@ -231,7 +264,7 @@ def test_folders_above_are_made(texts):
         (["*.none"], r"\*\.none matches no file"),
         (["."], r"\. is a folder"),
         (["train.txt", "--valid", "missing.txt"], "cannot read missing.txt"),
-        (["train.txt", "--valid", "empty.txt"], r"no text for valid in empty\.txt \(1 empty documents\)"),
+        (["train.txt", "--valid", "empty.txt"], r"no text for valid in empty\.txt \(1 empty document\)"),
         (["empty.txt"], r"no text for train in empty\.txt"),
         (["bad.txt"], r"bad\.txt: not UTF-8 at byte 3 "),
         (["train.txt", "--test", "bad.txt"], r"bad\.txt: not UTF-8 at byte 3 "),

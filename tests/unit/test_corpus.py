@@ -121,7 +121,7 @@ def test_the_index_says_what_is_there(made):
 def test_a_folder_that_is_there_is_kept(made, tokenizer, copy):
     sources = {"train": find_sources([f"{made[0].parent}/valid.txt"])}
     before = (copy / "index.json").read_bytes()
-    with pytest.raises(UserError, match="cannot write"):
+    with pytest.raises(UserError, match="is there already"):
         write_corpus(copy, sources, Encoding(tokenizer))
     assert (copy / "index.json").read_bytes() == before
     write_corpus(copy, sources, Encoding(tokenizer), replace=True)

@@ -85,10 +85,11 @@ def test_two_who_replace_a_folder_leave_the_last_one_whole(tmp_path):
 
 def test_a_folder_that_appeared_meanwhile_is_not_replaced_unasked(tmp_path):
     appeared = tmp_path / "out"
-    told = pytest.raises(UserError, match=r"cannot write \S+: Directory not empty")
-    with told, writing_folder(tmp_path / "out"):
+    told = pytest.raises(UserError, match=r"\S+/out is there already\Z")
+    with told as error, writing_folder(tmp_path / "out"):
         make_folder(appeared)
         write_text(appeared / "theirs", "")
+    assert error.value.exit_code == 2
     assert leftovers(tmp_path) == []
     assert (tmp_path / "out/theirs").exists()
 
@@ -153,6 +154,34 @@ def test_what_was_taken_for_a_leftover_before_it_was_held_is_made_again(tmp_path
         fill(folder, "whole", "a")
     assert [len(names) for names in swept] == [1, 1]
     assert [(tmp_path / name).read_text() for name in ("f", "d/a")] == ["whole", "whole"]
+
+
+def test_a_folder_that_was_taken_for_a_leftover_before_it_was_open_is_made_again(tmp_path, monkeypatch):
+    make, swept = files.make_folder, []
+
+    def swept_at_once(path):
+        make(path)
+        if not swept:
+            swept.append(leftovers(tmp_path))
+            remove_leftovers(tmp_path)
+
+    monkeypatch.setattr(files, "make_folder", swept_at_once)
+    with writing_folder(tmp_path / "d") as folder:
+        fill(folder, "whole", "a")
+    assert len(swept[0]) == 1
+    assert (tmp_path / "d/a").read_text() == "whole"
+
+
+def test_no_folder_is_made_where_a_link_leads_nowhere(tmp_path):
+    (tmp_path / "dangling").symlink_to("nowhere")
+    for path in (tmp_path / "dangling", tmp_path / "dangling/run/checkpoints"):
+        with pytest.raises(UserError, match=r"/dangling is a link to nowhere, where nothing is\Z") as told:
+            make_folder(path)
+        assert told.value.exit_code == 2
+    assert not (tmp_path / "nowhere").exists()
+    (tmp_path / "circle").symlink_to("circle")
+    with pytest.raises(UserError, match="cannot write"), writing_folder(tmp_path / "circle"):
+        pass
 
 
 def test_links_in_the_way_are_not_followed(tmp_path, monkeypatch):

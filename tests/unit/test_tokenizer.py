@@ -117,8 +117,10 @@ def test_the_same_text_gives_the_same_model(model_type):
 
 def test_a_vocabulary_too_large_names_the_largest_that_works():
     texts = chunks_of(prose(200))
-    with pytest.raises(UserError, match="--vocab-size: 8,192 is too large") as caught:
+    with pytest.raises(UserError, match="--vocab-size: 8,192 is too large"):
         Tokenizer.learn(texts, 8192)
+    with pytest.raises(UserError, match="--vocab-size: its default of 8,192 is too large") as caught:
+        Tokenizer.learn(texts)
     most = int(caught.value.message.split("at most ")[1].rstrip(")").replace(",", ""))
     assert Tokenizer.learn(texts, most).size == most
     with pytest.raises(UserError, match=f"at most {most:,}"):
