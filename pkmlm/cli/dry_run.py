@@ -1,6 +1,8 @@
 """`pkmlm train --dry-run`: what a run would be, and one real batch of it, with nothing written."""
 
 import time
+from shutil import get_terminal_size
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 import click
@@ -29,19 +31,20 @@ def report(job: "Job", world: "World") -> int:
     forwards = recipe.micro_batches(world.size)
     several = f" on each of {world.size} processes" if world.size > 1 else ""
     held = bytes_held(recipe, cost, world.size, recipe.parallel.memory)
-    parts = ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in held.items())
+    sizes = {name: f"{size / 1e6:,.1f}" for name, size in held.items()}
+    parts = ", ".join(f"{name} {size}" for name, size in sizes.items() if size != "0.0")
     lines = [
         f"recipe       {recipe.name}",
         f"device       {arithmetic.device}, {arithmetic.precision} ({arithmetic.reason})",
         f"parameters   {cost.dense:,} dense, {cost.memory:,} in memory, {cost.read_per_token:,} read for a token",
-        f"batch        {recipe.sequences} sequences of {recipe.model.context} tokens, in "
-        f"{forwards} forward{'s' * (forwards != 1)} of {train.micro_batch}{several}",
+        f"batch        {recipe.sequences:,} sequences of {recipe.model.context:,} tokens, in "
+        f"{forwards:,} forward{'s' * (forwards != 1)} of {train.micro_batch:,}{several}",
         f"training     {train.steps:,} steps, {train.steps * train.batch_tokens:,} tokens, "
-        f"{epochs:.2f} epochs of {job.corpus.tokens:,}",
-        f"memory       {sum(held.values()) / 1e6:,.0f} MB to train{several}: {parts}",
+        f"{epochs:,.2f} epochs of {job.corpus.tokens:,}",
+        f"memory       {sum(held.values()) / 1e6:,.1f} MB to train{several}: {parts}",
     ]
     if world.rank == 0:
-        click.echo("\n".join(lines))
+        click.echo("\n".join(map(hanging, lines)))
         for text in job.doubts:
             click.echo(f"warning: {text}", err=True)
     ranks = ranks_of(world, recipe.parallel.memory)
@@ -53,5 +56,12 @@ def report(job: "Job", world: "World") -> int:
         seconds = time.monotonic() - began
     size, where = held_bytes(arithmetic.device)
     if world.rank == 0:
-        click.echo(f"first step   loss {result.loss:.3f}, {seconds:.2f} s (with warm-up), {size / 1e6:,.0f} MB {where}")
+        line = f"first step   loss {result.loss:.3f}, {seconds:.2f} s (with warm-up), {size / 1e6:,.0f} MB {where}"
+        click.echo(hanging(line))
     return 0
+
+
+def hanging(line: str) -> str:
+    """A line in as many as the terminal's width asks for (80 characters where there is none), under its label."""
+    width, indent = get_terminal_size().columns, " " * 13
+    return fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

@@ -256,6 +256,23 @@ def test_a_dry_run_writes_nothing(tmp_path, write_recipe):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_dry_run_keeps_to_the_terminal_and_to_its_labels(tmp_path, write_recipe, monkeypatch):
+    recipe, said = write_recipe(tmp_path, "dense"), {}
+    changes = ("train.steps=4000000", "train.batch_tokens=65536", "model.context=1024", "train.micro_batch=1")
+    for width in (60, 80, 300):
+        monkeypatch.setenv("COLUMNS", str(width))
+        words = [word for change in changes for word in ("-s", change)]
+        lines = pkmlm("train", recipe, "--dry-run", *words).stdout.splitlines()
+        assert max(map(len, lines)) <= width
+        assert all(line[12] == " " and line[13] != " " for line in lines)
+        said[width] = re.sub(r"\n {13}", " ", "\n".join(lines)).partition("first step")[0]
+    assert len(set(said.values())) == 1
+    assert "64 sequences of 1,024 tokens, in 64 forwards of 1\n" in said[80]
+    assert re.search(r"4,000,000 steps, 262,144,000,000 tokens, [\d,]+,\d{3}\.\d\d epochs of ", said[80])
+    assert re.search(r"memory {7}\d+\.\d MB to train: weights \d\.\d, ", said[80])
+    assert "search" not in said[80], "it has no memory"
+
+
 def test_a_dry_run_refuses_what_the_run_would(tmp_path, write_recipe, monkeypatch):
     """Precision auto is fp16 on old GPUs alone."""
     monkeypatch.setattr("pkmlm.runtime.device.choose_precision", lambda *_: ("fp16", "auto"))

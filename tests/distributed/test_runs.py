@@ -287,6 +287,7 @@ def test_a_dry_run_is_divided_as_the_run_is(recipe, ranks):
     assert [rank.stderr for rank in ended] == ["dense parts among 2\n"] * 2
     divided = load_recipe(recipe, changes[1::2])
     held = bytes_held(divided, cost_of(divided, 600), 2, 2)
-    total, values = (f"{size / 1e6:,.0f} MB" for size in (sum(held.values()), held["moments"]))
-    assert f"memory       {total} to train on each of 2 processes: " in ended[0].stdout
-    assert f", moments {values}," in ended[0].stdout
+    total, values = (f"{size / 1e6:,.1f}" for size in (sum(held.values()), held["moments"]))
+    said = " ".join(ended[0].stdout.split())
+    assert f"memory {total} MB to train on each of 2 processes: " in said
+    assert f", moments {values}," in said
