@@ -46,7 +46,8 @@ class TrainingLog:
     ):
         self.folder, self.name, self.steps, self.settings, self.quiet = folder, name, steps, settings, quiet
         self.judge = judge
-        self.console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+        self.console = Console(file=sys.stderr, highlight=False)
+        self.console.soft_wrap = not self.console.is_terminal  # a terminal would break a long line within a word
         self.live = self.console.is_terminal and not quiet
         self.start = max(RunDirectory(folder).steps(), default=0)
         self.began, self.taken = (0.0, 0), 0

@@ -48,6 +48,23 @@ def test_a_terminal_of_any_width_shows_the_steps_and_all_that_is_said(tmp_path, 
     )
 
 
+@pytest.mark.parametrize("width", [None, 40, 80])
+def test_a_long_line_breaks_between_words_in_a_terminal_alone(tmp_path, capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width or 80))
+    if width:
+        monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    line = "training in runs/demo on cpu, fp32: auto: a CPU; train.precision=bf16 may be faster on this one"
+    with TrainingLog(tmp_path, "x", 4, Log()) as log:
+        capsys.readouterr()
+        log.say(line)
+        log.warn(0, line)
+    shown = plain(capsys.readouterr().err.replace("\x1b[2K", "\n")).splitlines()  # where the bar is wiped
+    said = [text for text in map(str.strip, shown) if text and " 0/4 " not in text]
+    expected = [line, f"warning: step 0: {line}"]
+    assert " ".join(said) == " ".join(expected), "no word is broken"
+    assert said == expected if width is None else max(map(len, said)) <= width
+
+
 def test_what_is_done_between_two_steps_is_shown_meanwhile(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     with TrainingLog(tmp_path, "x", 4, Log()) as log:
