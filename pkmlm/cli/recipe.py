@@ -1,6 +1,7 @@
 """`pkmlm recipe`: check recipes, show one in full, list every key."""
 
 import shutil
+import traceback
 from typing import TYPE_CHECKING
 
 import click
@@ -31,7 +32,8 @@ def command() -> None:
 @command.command()
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
 @set_option
-def check(files: tuple[str, ...], overrides: tuple[str, ...]) -> int:
+@click.pass_obj
+def check(settings: dict[str, bool], files: tuple[str, ...], overrides: tuple[str, ...]) -> int:
     """Check recipes: keys, types, and what must hold between them.
 
     Names the line of the first mistake in each, and exits with 2 if there is one. Warns of what is allowed and hardly
@@ -53,6 +55,8 @@ def check(files: tuple[str, ...], overrides: tuple[str, ...]) -> int:
             if file not in error.message:  # but an override, or the file that it inherits
                 error.message = f"{file}: {error.message}"
             code = max(code, print_error(error))
+            if settings["verbose"]:
+                traceback.print_exception(error)
     return code
 
 

@@ -91,9 +91,8 @@ def difference(one: Part, other: Part) -> str:
     for split, expected_sources in one.divisions.items():
         sources = other.divisions[split]
         if len(sources) != len(expected_sources):
-            return (
-                f"it has {len(sources)} file{'s' * (len(sources) > 1)} for {split} (expected {len(expected_sources)})"
-            )
+            files = f"{len(sources)} file{'s' * (len(sources) > 1)}"
+            return f"it has {files} for {split} (expected {len(expected_sources)})"
         for source, expected_source in zip(sources, expected_sources, strict=True):
             if source != expected_source:
                 told = [f"{each.name} of {each.bytes:,} bytes" for each in (source, expected_source)]
