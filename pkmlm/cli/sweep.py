@@ -141,10 +141,10 @@ def with_costs(grid: "Grid", cells: "Cells") -> "Results":
 
 
 def plan(results: "Results") -> "Table":
-    """What a sweep would run."""
+    """What a sweep would run; of a grid of arithmetic alone, what it would count."""
     from pkmlm.report.tables import Column, Table, number
 
-    grid = results.grid
+    grid, runs = results.grid, len(results.cells) if results.trains else "no"
     tried = len(grid.tune.values) if grid.tune else 1
     rows = []
     for point in grid.points():
@@ -154,9 +154,10 @@ def plan(results: "Results") -> "Table":
         rows.append([*point, *sizes, train.steps, tokens, tried + len(grid.seeds) - 1])
     *_, all_operations, _, all_tokens, _ = zip(*rows, strict=True)
     columns = [Column(axis) for axis in grid.axes]
-    columns += [number("dense"), number("in memory"), millions("M ops/token", all_operations), number("steps")]
-    columns += [millions("M tokens", all_tokens), number("runs")]
-    return Table(f"{grid.title}: {len(results.cells)} runs", columns, rows)
+    columns += [number("dense"), number("in memory"), millions("M ops/token", all_operations)]
+    if results.trains:
+        columns += [number("steps"), millions("M tokens", all_tokens), number("runs")]
+    return Table(f"{grid.title}: {runs} runs", columns, [row[: len(columns)] for row in rows])
 
 
 def millions(name: str, values: "Sequence[float]") -> "Column":
@@ -192,9 +193,11 @@ def run_all(
     with held, stop_on_signals() as stop, cell_progress(runs, quiet) as (say, tick):
 
         def done(outcome: Outcome) -> None:
+            again = outcome.cell.name in results.outcomes  # it has trained, was chosen, and is measured now
             results.add(outcome)
             if outcome.status != "stopped":
-                say(progress_line(outcome, len(results.outcomes), total, grid.measure))
+                place = "chosen" if again else f"{len(results.outcomes)}/{total}"
+                say(f"{place} {progress_line(outcome, grid.measure)}")
 
         folder.begin(results)
         say(f"{total} runs in {folder.path}, {jobs} at a time")
@@ -215,7 +218,8 @@ def cell_progress(
 
     from pkmlm.sweep.runner import steps_taken
 
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = Console(stderr=True, highlight=False)
+    console.soft_wrap = not console.is_terminal  # a terminal would break a long line within a word
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
     with Progress(*columns, console=console, disable=quiet or not console.is_terminal, transient=True) as progress:
         bars: dict[str, TaskID] = {}

@@ -63,7 +63,7 @@ MEASURES: dict[str, Measure] = {
     "valid_perplexity": Measure(
         "valid ppl", "validation perplexity (token)", "{:,.2f}", "train", fact("valid_token_ppl")
     ),
-    "seconds": Measure("train s", "training (seconds)", "{:,.0f}", "train", fact("seconds")),
+    "seconds": Measure("train s", "training (seconds)", "{:,.1f}", "train", fact("seconds")),
     "lr": Measure("lr", "learning rate", "{:g}", "train", fact("lr")),
     "dim": Measure("dim", "width", "{:,.0f}", "train", fact("dim")),
     "layers": Measure("layers", "layers", "{:,.0f}", "train", fact("layers")),

@@ -251,7 +251,7 @@ def cell_json(grid: Grid, outcome: Outcome, trainers: Sequence[Any]) -> dict[str
     }
 
 
-def progress_line(outcome: Outcome, number: int, total: int, measures: Sequence[str]) -> str:
+def progress_line(outcome: Outcome, measures: Sequence[str]) -> str:
     """One line for a cell that has ended; of one that is only trained so far, its validation."""
     told = [
         f"{MEASURES[name].heading} {MEASURES[name].format.format(value)}"
@@ -259,4 +259,4 @@ def progress_line(outcome: Outcome, number: int, total: int, measures: Sequence[
         if (value := MEASURES[name].read(outcome.facts)) is not None
     ]
     what = ", ".join(told[:4] or [outcome.status])
-    return f"{number}/{total} {outcome.cell.name}: " + (f"{what}: {outcome.message}" if outcome.message else what)
+    return f"{outcome.cell.name}: " + (f"{what}: {outcome.message}" if outcome.message else what)

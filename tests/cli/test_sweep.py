@@ -108,7 +108,8 @@ def test_a_sweep_trains_measures_and_tells(grid, tmp_path):
     assert (point["tuned"], point["paper"]["perplexity"]) == ("3e-3", 21.0)
     assert (folder / "perplexity-by-slots.png").read_bytes().startswith(b"\x89PNG")
     assert "diverged" in (folder / "table.md").read_text()
-    assert "3/3" in done.stderr
+    assert re.findall(r"^(\S+) 256_", done.stderr, re.MULTILINE) == ["1/3", "2/3", "3/3", "chosen"]
+    assert "chosen 256_3e-3_seed-1: ppl " in done.stderr
     trained = RunDirectory(run).facts()
     told = {key: trained[key] for key in ("versions", "commit", "device", "precision", "ranks")}
     assert results["trained_by"] == [told]
@@ -477,6 +478,9 @@ def test_a_dry_run_lists_the_cells_and_writes_nothing(grid, tmp_path):
     assert all(0 < float(row[3]) < 1 for row in rows), "nor are the operations of a tiny model"
     assert not (tmp_path / "cells").exists()
     assert "-o" in pkmlm("sweep", grid, code=2).stderr
+    grid.write_text(GRID.replace("valid_loss, dense", "dense"))
+    title, _, headings, *_ = pkmlm("sweep", grid, "--dry-run").stdout.splitlines()
+    assert (title, headings.split()[-2:]) == ("Two memories: no runs", ["M", "ops/token"])
 
 
 def test_a_broken_grid_is_refused_before_anything_is_trained(grid, tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pkmlm.cli.sweep import tell_failures
+from pkmlm.cli.sweep import plan, tell_failures, with_costs
 from pkmlm.errors import UserError
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.nodes import parse, yaml_text
@@ -300,9 +300,9 @@ def test_other_seeds_count_at_the_best_tuned_value_only(folder):
     results = Results(cells.grid, cells, {point: {"dense": 2_000_000, "memory": 3_000_000} for point in P})
     tuning = cells.tuning(P[2])
     for cell, loss, ppl in zip(tuning, (5.0, 4.0, 4.5), (150.0, 50.0, 80.0), strict=True):
-        results.add(Outcome(cell, "measured", {"valid_loss": loss, "test_token_ppl": ppl}))
+        results.add(Outcome(cell, "measured", {"valid_loss": loss, "test_token_ppl": ppl, "seconds": 0.4}))
     (other,) = cells.others(tuning[1])
-    results.add(Outcome(other, "measured", {"valid_loss": 4.1, "test_token_ppl": 60.0}))
+    results.add(Outcome(other, "measured", {"valid_loss": 4.1, "test_token_ppl": 60.0, "seconds": 0.8}))
     assert results.values("perplexity", P[2]) == (50.0, 60.0)
     table, costs, tried, _ = results.tables()
     row = next(row for row in table.rows if tuple(row[:2]) == P[2])
@@ -310,7 +310,8 @@ def test_other_seeds_count_at_the_best_tuned_value_only(folder):
     assert [column.name for column in costs.columns][4:] == ["memory M", "M ops", "MB read", "train s"], (
         "dense is above"
     )
-    assert next(row for row in costs.rows if tuple(row[:2]) == P[2])[2:5] == ["2e-3", 2, "3.0"]
+    row = next(row for row in costs.rows if tuple(row[:2]) == P[2])
+    assert (row[2:5], row[-1]) == (["2e-3", 2, "3.0"], "0.6 +-0.2")
     assert next(row for row in tried.rows if tuple(row[:2]) == P[2])[2:] == [5.0, 4.0, 4.5, None]
     made = results.as_json("grid", "large")
     point = next(point for point in made["points"] if tuple(point["point"].values()) == P[2])
@@ -485,12 +486,14 @@ GRIDS = sorted((ROOT / "recipes").glob("*/grids/*.yaml"))
 
 
 @pytest.mark.parametrize("path", GRIDS, ids=lambda path: f"{path.parts[-3]}-{path.stem}")
-def test_the_papers_grids_are_possible_at_every_scale(path):
+def test_the_papers_grids_are_possible_at_every_scale(path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     scales, tested = parse(yaml_text(path), str(path)).value.get("scales"), set()
     for scale in scales.value if scales else [None]:
         grid, _ = read_grid(path, scale)
-        cells = Cells(grid, path.parent / grid.base)
+        cells = Cells(grid, path.parent / grid.base, ["model.vocab_size=50000"])
         assert len(cells) >= len(grid.points())
+        assert max(map(len, plan(with_costs(grid, cells)).render().splitlines())) <= 80, "a dry run fits a terminal"
         for measure in grid.paper:
             assert any(grid.paper_value(measure, point) is not None for point in grid.points()), (path, measure)
         tested |= {claim.text for claim in grid.claims if list(pairs_of(grid, claim))}
