@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
+    from pkmlm.runtime.device import Arithmetic
     from pkmlm.runtime.distributed import World
     from pkmlm.train.job import Job
 
@@ -15,25 +16,35 @@ if TYPE_CHECKING:
 def report(job: "Job", world: "World") -> int:
     """Print the plan, then take the first step in memory and print how long it took; rank 0 prints."""
     from pkmlm.cli.train import arithmetic_of, explained
-    from pkmlm.data.batches import Batches
-    from pkmlm.model.cost import cost_of
-    from pkmlm.model.ranks_cost import bytes_held
-    from pkmlm.runtime.device import held_bytes
-    from pkmlm.runtime.distributed import ranks_of
-    from pkmlm.train.start import starting_model
-    from pkmlm.train.step import Stepper
+    from pkmlm.train.shortage import too_large
 
     with world.together():
         arithmetic = arithmetic_of(job.recipe)
+    if world.rank == 0:
+        click.echo("\n".join(map(hanging, plan(job, arithmetic, world.size))))
+        for text in (*job.doubts, *too_large(job, arithmetic, world.size)):
+            click.echo(f"warning: {text}", err=True)
+    with explained(job, arithmetic, world):
+        line = first_step(job, arithmetic, world)
+    if world.rank == 0:
+        click.echo(hanging(line))
+    return 0
+
+
+def plan(job: "Job", arithmetic: "Arithmetic", ranks: int) -> list[str]:
+    """A line for each of what a run would have: device, parameters, batch, length, memory."""
+    from pkmlm.model.cost import cost_of
+    from pkmlm.model.ranks_cost import bytes_held
+
     recipe = job.recipe_in(arithmetic.precision)
     cost, train = cost_of(recipe, job.vocab_size), recipe.train
     epochs = train.steps * train.batch_tokens / job.corpus.tokens
-    forwards = recipe.micro_batches(world.size)
-    several = f" on each of {world.size} processes" if world.size > 1 else ""
-    held = bytes_held(recipe, cost, world.size, recipe.parallel.memory)
+    forwards = recipe.micro_batches(ranks)
+    several = f" on each of {ranks} processes" if ranks > 1 else ""
+    held = bytes_held(recipe, cost, ranks, recipe.parallel.memory)
     sizes = {name: f"{size / 1e6:,.1f}" for name, size in held.items()}
     parts = ", ".join(f"{name} {size}" for name, size in sizes.items() if size != "0.0")
-    lines = [
+    return [
         f"recipe       {recipe.name}",
         f"device       {arithmetic.device}, {arithmetic.precision} ({arithmetic.reason})",
         f"parameters   {cost.dense:,} dense, {cost.memory:,} in memory, {cost.read_per_token:,} read for a token",
@@ -43,22 +54,24 @@ def report(job: "Job", world: "World") -> int:
         f"{epochs:,.2f} epochs of {job.corpus.tokens:,}",
         f"memory       {sum(held.values()) / 1e6:,.1f} MB to train{several}: {parts}",
     ]
-    if world.rank == 0:
-        click.echo("\n".join(map(hanging, lines)))
-        for text in job.doubts:
-            click.echo(f"warning: {text}", err=True)
-    ranks = ranks_of(world, recipe.parallel.memory)
-    with explained(job, arithmetic, world):
-        model = starting_model(job, arithmetic.device, ranks, fresh=True)
-        stepper = Stepper(recipe, model, Batches.of(job.corpus, recipe), arithmetic.precision, ranks)
-        began = time.monotonic()
-        result = stepper.take(1)
-        seconds = time.monotonic() - began
+
+
+def first_step(job: "Job", arithmetic: "Arithmetic", world: "World") -> str:
+    """Take it, and say how it went."""
+    from pkmlm.data.batches import Batches
+    from pkmlm.runtime.device import held_bytes
+    from pkmlm.runtime.distributed import ranks_of
+    from pkmlm.train.start import starting_model
+    from pkmlm.train.step import Stepper
+
+    ranks = ranks_of(world, job.recipe.parallel.memory)
+    model = starting_model(job, arithmetic.device, ranks, fresh=True)
+    stepper = Stepper(job.recipe, model, Batches.of(job.corpus, job.recipe), arithmetic.precision, ranks)
+    began = time.monotonic()
+    result = stepper.take(1)
+    seconds = time.monotonic() - began
     size, where = held_bytes(arithmetic.device)
-    if world.rank == 0:
-        line = f"first step   loss {result.loss:.3f}, {seconds:.2f} s (with warm-up), {size / 1e6:,.0f} MB {where}"
-        click.echo(hanging(line))
-    return 0
+    return f"first step   loss {result.loss:.3f}, {seconds:.2f} s (with warm-up), {size / 1e6:,.0f} MB {where}"
 
 
 def hanging(line: str) -> str:
