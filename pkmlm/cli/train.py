@@ -96,9 +96,10 @@ def open_job(recipe_file: str, overrides: tuple[str, ...], ranks: int, verify: b
         raise UserError(
             f"{recipe_file}: data.dir is not set", "add -s data.dir=DIR, a folder that `pkmlm tokenize` wrote"
         )
-    corpus, tokenizer = Corpus.open(recipe.data.dir, "train", verify=verify), open_tokenizer(recipe.data.dir)
-    if "valid" in corpus.splits:
-        Corpus.open(recipe.data.dir, "valid", verify=verify)
+    corpus, tokenizer = Corpus(recipe.data.dir, "train"), open_tokenizer(recipe.data.dir)
+    for each in [corpus, Corpus(recipe.data.dir, "valid")] if "valid" in corpus.splits else [corpus]:
+        if verify:
+            each.verify()
     if recipe.model.vocab_size is not None and recipe.model.vocab_size < tokenizer.size:
         raise UserError(
             f"model.vocab_size: {recipe.model.vocab_size} (expected at least the tokenizer's {tokenizer.size})",

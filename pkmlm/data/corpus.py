@@ -56,14 +56,6 @@ class Corpus:
         self._files, self._documents = mapped_files(folder, split, index)
         self._starts = np.cumsum([0, *(file.size for file in self._files[:-1])])
 
-    @classmethod
-    def open(cls, folder: str | Path, split: str, verify: bool = False) -> "Corpus":
-        """Open a split; with `verify` all of it is read and checked now."""
-        corpus = cls(folder, split)
-        if verify:
-            corpus.verify()
-        return corpus
-
     def read(self, start: int, stop: int) -> np.ndarray:
         """The ids from `start` up to `stop`: int64, (stop - start,), the caller's to change.
 

@@ -99,7 +99,7 @@ def open_split(directory: str, split: str, tokenizer: Tokenizer) -> Corpus:
     Raises:
         UserError: no such split, or it was made with another tokenizer.
     """
-    corpus = Corpus.open(directory, split)
+    corpus = Corpus(directory, split)
     if corpus.tokenizer_sha256 != tokenizer.sha256:
         raise UserError(
             f"{directory} was tokenized with another tokenizer ({corpus.tokenizer_sha256[:12]}) than {tokenizer.name} "

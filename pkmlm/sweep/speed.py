@@ -30,7 +30,7 @@ def time_scoring(runs: Mapping[Point, Path], say: Callable[[str], None]) -> dict
             run = load_run(path)
             context = run.recipe.model.context
             sequences = max(1, TOKENS // context)
-            corpus = Corpus.open(run.recipe.data.dir or "", "test")
+            corpus = Corpus(run.recipe.data.dir or "", "test")
             tokens_BT = Batches(corpus, context, sequences, 1).micro_batch(1, 0, sequences)[0].to(run.device)
             counted[point] = tokens_BT.numel()
             actions[point] = partial(score, run.model, tokens_BT)

@@ -49,7 +49,7 @@ def counted(run: Path, split: str) -> tuple[dict[int, Counter], dict[int, dict[i
     hook = memories(loaded.model)[0].tap.register_forward_hook(lambda tap, inputs, reads: seen.append(reads))
     counts: dict[int, Counter] = defaultdict(Counter)
     masses: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-    corpus, length = Corpus.open(loaded.recipe.data.dir, split), loaded.model.context
+    corpus, length = Corpus(loaded.recipe.data.dir, split), loaded.model.context
     for document in range(corpus.documents):
         ids = corpus.document(document)
         stream = [loaded.tokenizer.eos, *ids.tolist()]

@@ -75,7 +75,8 @@ def test_each_split_takes_all_the_files_after_it_and_no_other_does(texts):
 
 def text_of(folder, split="train", separator="\n\n\n"):
     """The text of a split, decoded."""
-    corpus, tokenizer = Corpus.open(folder, split, verify=True), open_tokenizer(folder)
+    corpus, tokenizer = Corpus(folder, split), open_tokenizer(folder)
+    corpus.verify()
     return separator.join(tokenizer.decode(corpus.document(i)) for i in range(corpus.documents))
 
 
@@ -105,7 +106,7 @@ def test_the_whole_road(texts):
 def test_json_is_all_there_is_on_standard_output(texts):
     shape = ("--vocab-size", 320, "--separator", r"\n\n\n")
     result = json.loads(tokenize(texts / "train.txt", "-o", texts / "out", *shape, "--json"))
-    corpus = Corpus.open(texts / "out", "train")
+    corpus = Corpus(texts / "out", "train")
     assert result["splits"]["train"]["tokens"] == corpus.tokens
     assert result["splits"]["train"]["words"] == corpus.words
     assert result["splits"]["train"]["documents"] == 5
@@ -137,12 +138,12 @@ def test_formats_and_compressions_give_the_same_tokens(texts):
         "a.parquet.zst": zstandard.compress((texts / "a.parquet").read_bytes()),
     }
     tokenize(texts / "train.txt", "--separator", r"\n\n\n", "--vocab-size", 320, "-o", texts / "plain")
-    plain = Corpus.open(texts / "plain", "train")
+    plain = Corpus(texts / "plain", "train")
     for number, (name, data) in enumerate(files.items()):
         (texts / name).write_bytes(data)
         separator = ["--separator", r"\n\n\n"] if ".txt" in name else []
         tokenize(texts / name, *separator, "--vocab-size", 320, "-o", texts / f"out{number}")
-        corpus = Corpus.open(texts / f"out{number}", "train")
+        corpus = Corpus(texts / f"out{number}", "train")
         assert corpus.tokenizer_sha256 == plain.tokenizer_sha256
         assert np.array_equal(corpus.read(0, corpus.tokens), plain.read(0, plain.tokens))
         assert (corpus.words, corpus.bytes, corpus.documents) == (plain.words, plain.bytes, plain.documents)
@@ -167,7 +168,7 @@ def test_standard_input(texts, wrap):
 def test_standard_input_has_a_format(texts):
     data = b"".join(json.dumps({"body": prose(300, i)}).encode() + b"\n" for i in range(9))
     tokenize("-", "--format", "jsonl", "--field", "body", "--vocab-size", 320, "-o", texts / "out", data=data)
-    assert Corpus.open(texts / "out", "train").documents == 9
+    assert Corpus(texts / "out", "train").documents == 9
     pq.write_table(pa.table({"body": [prose(300, i) for i in range(9)]}), texts / "a.parquet")
     tokenize("-", "--format", "parquet", "--field", "body", "--vocab-size", 320, "-o", texts / "two",
              data=(texts / "a.parquet").read_bytes())  # fmt: skip
@@ -223,7 +224,7 @@ def test_a_name_that_leads_nowhere_is_told(texts, monkeypatch):
         assert told.splitlines()[0] == said
     (texts / "dangling").symlink_to("there")
     tokenize("train.txt", "--vocab-size", 320, "-o", "dangling")
-    assert Corpus.open(texts / "there", "train").documents == 1
+    assert Corpus(texts / "there", "train").documents == 1
 
 
 def test_force_can_read_what_it_replaces(texts):
@@ -246,12 +247,12 @@ def test_force_replaces_nothing_but_tokens(texts):
 def test_an_empty_folder_is_filled(texts):
     (texts / "out").mkdir()
     tokenize(texts / "train.txt", "--vocab-size", 320, "-o", f"{texts}/out/")
-    assert Corpus.open(texts / "out", "train").documents == 1
+    assert Corpus(texts / "out", "train").documents == 1
 
 
 def test_folders_above_are_made(texts):
     tokenize(texts / "train.txt", "--vocab-size", 320, "-o", texts / "a/b/out")
-    assert Corpus.open(texts / "a/b/out", "train").documents == 1
+    assert Corpus(texts / "a/b/out", "train").documents == 1
 
 
 # Mistakes

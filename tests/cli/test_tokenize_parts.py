@@ -70,14 +70,14 @@ def test_parts_make_what_one_machine_makes(texts, tmp_path, inputs, parts):
     separator = ["--separator", r"\n\n\n"] if any(".txt" in name for name in inputs) else []
     one, joined = commands(texts, tmp_path, inputs, parts, *separator)
     assert_same_folders(one, joined)
-    Corpus.open(joined, "train", verify=True)
+    Corpus(joined, "train").verify()
 
 
 def test_fewer_documents_than_parts_and_several_splits(texts, tmp_path):
     splits = ["--valid", texts / "v.txt", "--test", texts / "e.jsonl", "--separator", r"\n\n\n"]
     one, joined = commands(texts, tmp_path, ["a.txt"], 7, *splits)
     assert_same_folders(one, joined)
-    assert Corpus.open(joined, "valid").documents == 1
+    assert Corpus(joined, "valid").documents == 1
     assert sum((tmp_path / "parts" / str(i) / "valid-00000.bin").exists() for i in range(1, 8)) == 1
 
 
@@ -256,5 +256,5 @@ def test_a_part_that_was_killed_is_made_again(texts, tmp_path):
     encode(tmp_path, tmp_path / "2", "2/2")
     assert not list(tmp_path.glob(".tmp-*"))
     pkmlm("tokenize", "--join", tmp_path / "1", tmp_path / "2", "-o", tmp_path / "joined")
-    Corpus.open(tmp_path / "joined", "train", verify=True)
-    assert Corpus.open(tmp_path / "joined", "train").documents == 8
+    Corpus(tmp_path / "joined", "train").verify()
+    assert Corpus(tmp_path / "joined", "train").documents == 8

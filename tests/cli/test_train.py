@@ -175,7 +175,7 @@ def test_patience_stops_early(tmp_path, write_recipe):
 def test_a_validation_cut_short_is_made_up_for(tmp_path, write_recipe):
     """The loop is stopped from within a validation; resumed, the run is the one that was not stopped."""
     recipe = load_recipe(write_recipe(tmp_path, "dense"), ["train.steps=4", "eval.every=2"])
-    corpus, outcomes = Corpus.open(recipe.data.dir, "train"), []
+    corpus, outcomes = Corpus(recipe.data.dir, "train"), []
     for name, cuts in (("straight", 0), ("cut", 2)):
         run = RunDirectory(tmp_path / name)
         run.create(recipe)
@@ -206,7 +206,7 @@ def test_a_run_that_is_asked_for_fewer_steps_than_it_has_taken_is_validated_wher
     for steps, agree in ((4, lambda _: next(answers)), (1, int)):
         recipe = load_recipe(path, [f"train.steps={steps}", "eval.every=0"])
         run.create(recipe)
-        batches = Batches.of(Corpus.open(recipe.data.dir, "train"), recipe)
+        batches = Batches.of(Corpus(recipe.data.dir, "train"), recipe)
         with TrainingLog(run.path, "x", 4, recipe.log, quiet=True) as log:
             stepper = Stepper(recipe, build_model(recipe, 600), batches, "fp32")
             outcome = Training(run, stepper, lambda _: {"loss": 1.0}, log, StopRequest(agree)).go_on()

@@ -12,7 +12,7 @@ from pkmlm.data.corpus import Corpus
 
 @pytest.fixture
 def corpus(tokens: Path) -> Corpus:
-    return Corpus.open(tokens, "valid")
+    return Corpus(tokens, "valid")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 64, 65, 1000, 4097])

@@ -59,7 +59,7 @@ def test_what_is_saved_is_what_is_loaded(run):
 def test_a_model_that_is_resumed_is_not_drawn_and_every_number_of_it_is_read(trained, kind):
     run = RunDirectory(trained(kind))
     recipe = run.recipe()
-    job = Job(recipe, Corpus.open(recipe.data.dir, "train"), Tokenizer.load(run.tokenizer_file))
+    job = Job(recipe, Corpus(recipe.data.dir, "train"), Tokenizer.load(run.tokenizer_file))
     torch.use_deterministic_algorithms(True)  # what has storage, and nothing more, is NaN
     try:
         model = starting_model(job, torch.device("cpu"), Ranks(), fresh=False)

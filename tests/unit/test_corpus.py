@@ -57,7 +57,8 @@ def copy(made, tmp_path):
 
 def test_what_was_written_is_read(made, tokenizer):
     folder, texts, tokens = made
-    corpus = Corpus.open(folder, "train", verify=True)
+    corpus = Corpus(folder, "train")
+    corpus.verify()
     assert len(list(folder.glob("train-*.bin"))) > 1
     assert (corpus.tokens, corpus.documents) == (len(tokens), len(texts))
     assert corpus.bytes == sum(map(len, texts))
@@ -65,14 +66,14 @@ def test_what_was_written_is_read(made, tokenizer):
     assert corpus.tokenizer_sha256 == tokenizer.sha256 == open_tokenizer(folder).sha256
     assert np.array_equal(corpus.read(0, corpus.tokens), tokens)
     assert [tokenizer.decode(corpus.document(i)) for i in range(corpus.documents)] == texts
-    assert tokenizer.decode(Corpus.open(folder, "valid").document(0)) == "abc\u2581d"
+    assert tokenizer.decode(Corpus(folder, "valid").document(0)) == "abc\u2581d"
     assert corpus.document(0).tolist() == tokenizer.encode(texts[0])
     assert corpus.bounds(1) == (len(corpus.document(0)) + 1, len(corpus.document(0)) + len(corpus.document(1)) + 2)
 
 
 def test_reads_go_over_the_ends_of_blocks_and_shards(made):
     folder, _, tokens = made
-    corpus = Corpus.open(folder, "train")
+    corpus = Corpus(folder, "train")
     for place in (0, HASHED // 2, HASHED, 2 * HASHED // 2, len(tokens)):
         for start, stop in (
             (place - 3, place + 3),
@@ -90,11 +91,11 @@ def test_reads_go_over_the_ends_of_blocks_and_shards(made):
 @pytest.mark.parametrize(("start", "stop"), [(-1, 3), (3, 2), (0, 10**9)])
 def test_reads_beyond_the_corpus_are_errors(made, start, stop):
     with pytest.raises(IndexError):
-        Corpus.open(made[0], "train").read(start, stop)
+        Corpus(made[0], "train").read(start, stop)
 
 
 def test_documents_beyond_the_corpus_are_errors(made):
-    corpus = Corpus.open(made[0], "train")
+    corpus = Corpus(made[0], "train")
     for i in (-1, corpus.documents):
         with pytest.raises(IndexError):
             corpus.document(i)
@@ -165,7 +166,7 @@ def test_ids_beyond_16_bits_are_kept(tmp_path, tokenizer):
     assert wide.size > 1 << 16
     (tmp_path / "a.txt").write_text("abc zq00001 zq65999 zq65998")
     write_corpus(tmp_path / "out", {"train": find_sources([f"{tmp_path}/a.txt"])}, Encoding(wide))
-    corpus = Corpus.open(tmp_path / "out", "train")
+    corpus = Corpus(tmp_path / "out", "train")
     assert read_index(tmp_path / "out").dtype == "uint32"
     assert corpus.read(0, corpus.tokens).max() > 1 << 16
     assert wide.decode(corpus.document(0)) == "abc zq00001 zq65999 zq65998"
@@ -198,7 +199,7 @@ def damage_positions(size):
 
 def read_everything(folder):
     for split in ("train", "valid"):
-        Corpus.open(folder, split, verify=True)
+        Corpus(folder, split).verify()
 
 
 def test_every_flipped_bit_is_found(copy):
@@ -221,7 +222,7 @@ def test_every_missing_shortened_or_longer_file_is_found_at_once(copy):
             if data is not None:
                 path.write_bytes(data)
             with pytest.raises(UserError, match=path.name):
-                (Corpus.open(copy, split), open_tokenizer(copy))
+                (Corpus(copy, split), open_tokenizer(copy))
             path.write_bytes(whole)
     read_everything(copy)
 
@@ -231,7 +232,7 @@ def test_swapped_shards_are_found(copy):
     data = first.read_bytes()
     first.write_bytes(second.read_bytes() + data[second.stat().st_size :])
     with pytest.raises(UserError, match=r"train-00000.bin is damaged: the 256 KiB from byte 0 have sha256"):
-        Corpus.open(copy, "train").read(0, 1)
+        Corpus(copy, "train").read(0, 1)
 
 
 def test_a_block_is_checked_when_it_is_first_read(copy):
@@ -239,7 +240,7 @@ def test_a_block_is_checked_when_it_is_first_read(copy):
     data = bytearray(path.read_bytes())
     data[HASHED + 5] ^= 1
     path.write_bytes(data)
-    corpus = Corpus.open(copy, "train")
+    corpus = Corpus(copy, "train")
     corpus.read(0, HASHED // 2)
     for start, stop in ((HASHED // 2 - 1, HASHED // 2 + 1), (HASHED - 1, HASHED), (HASHED, HASHED + 5)):
         if stop <= HASHED:
@@ -248,7 +249,7 @@ def test_a_block_is_checked_when_it_is_first_read(copy):
         else:
             corpus.read(start, stop)
     with pytest.raises(UserError, match=f"from byte {HASHED:,}"):
-        Corpus.open(copy, "train", verify=True)
+        Corpus(copy, "train").verify()
 
 
 def test_another_tokenizer_is_found(copy):
@@ -259,9 +260,9 @@ def test_another_tokenizer_is_found(copy):
 
 def test_a_folder_without_tokens_or_without_the_split_is_named(made, tmp_path):
     with pytest.raises(UserError, match="holds no tokens"):
-        Corpus.open(tmp_path, "train")
+        Corpus(tmp_path, "train")
     with pytest.raises(UserError, match=r"no split 'test' \(found train, valid\)") as refused:
-        Corpus.open(made[0], "test")
+        Corpus(made[0], "test")
     assert refused.value.hint == "give --split valid or --text FILE, or tokenize again with --test FILE"
 
 
@@ -319,7 +320,7 @@ TRAIN = ("splits", "train")
 def test_an_index_that_lies_is_refused(copy, change, message):
     rewritten(copy, change)
     with pytest.raises(UserError, match=message):
-        Corpus.open(copy, "train", verify=True)
+        Corpus(copy, "train").verify()
 
 
 @pytest.mark.parametrize(("key", "value"), [("vocab_size", 70), ("vocab_size", 65_536), ("eos", 2)])
@@ -345,14 +346,14 @@ def test_ids_and_places_beyond_the_end_are_found_when_they_are_read(copy):
         np.fromfile(copy / f"valid{end}", kind) for end, kind in (("-00000.bin", "<u2"), (".documents", "<i8"))
     )
     rehashed(copy, "valid-00000.bin", ids)
-    Corpus.open(copy, "valid", verify=True)
+    Corpus(copy, "valid").verify()
     rehashed(copy, "valid-00000.bin", np.where(np.arange(len(ids)) == 2, 290, ids).astype("<u2"))
     with pytest.raises(UserError, match=r"valid-00000.bin is damaged: it holds 290 \(expected less than 290\)"):
-        Corpus.open(copy, "valid").read(0, 1)
+        Corpus(copy, "valid").read(0, 1)
     rehashed(copy, "valid-00000.bin", ids)
     rehashed(copy, "valid.documents", places + 2**40)
     with pytest.raises(UserError, match=r"valid.documents is damaged: it holds"):
-        Corpus.open(copy, "valid").document(0)
+        Corpus(copy, "valid").document(0)
 
 
 def test_a_changed_number_in_the_index_is_found(copy):
@@ -360,7 +361,7 @@ def test_a_changed_number_in_the_index_is_found(copy):
     content["splits"]["train"]["words"] += 1
     (copy / "index.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match=r"index.json is damaged: it is not as it was written"):
-        Corpus.open(copy, "train")
+        Corpus(copy, "train")
 
 
 def test_mutated_indexes_are_refused_in_words(copy):

@@ -100,7 +100,7 @@ def test_splits_and_texts_count_as_the_harness_does(tokens: Path, novels: Path):
 
 
 def test_the_first_tokens_of_a_split(tokens: Path):
-    tokenizer, corpus = open_tokenizer(tokens), Corpus.open(tokens, "test")
+    tokenizer, corpus = open_tokenizer(tokens), Corpus(tokens, "test")
     documents = documents_of_split(corpus, tokenizer, 100)
     assert np.concatenate(list(documents.ids)).tolist() == corpus.document(0)[:100].tolist()
     assert documents.bytes == len(tokenizer.decode(corpus.document(0)[:100].tolist()).encode())
@@ -109,8 +109,8 @@ def test_the_first_tokens_of_a_split(tokens: Path):
 @pytest.mark.parametrize("most", [None, 100])
 def test_all_validations_of_a_run_open_its_split_once(trained, monkeypatch, most):
     run, opened = load_run(trained("product-key")), []
-    whole = Corpus.open
-    monkeypatch.setattr(Corpus, "open", lambda *where: opened.append(where) or whole(*where))
+    whole = Corpus.__init__
+    monkeypatch.setattr(Corpus, "__init__", lambda *where: opened.append(where) or whole(*where))
     recipe = replace(run.recipe, eval=replace(run.recipe.eval, tokens=most))
     validate = validation(recipe, run.model, run.tokenizer, "fp32", print)
     assert validate(StopRequest()) == validate(StopRequest())

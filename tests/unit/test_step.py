@@ -25,7 +25,7 @@ def recipe(tmp_path: Path, write_recipe) -> Recipe:
 
 
 def stepper_of(recipe: Recipe, precision: str = "fp32") -> Stepper:
-    corpus = Corpus.open(recipe.data.dir, "train")
+    corpus = Corpus(recipe.data.dir, "train")
     return Stepper(recipe, build_model(recipe, corpus.vocab_size), Batches.of(corpus, recipe), precision)
 
 
