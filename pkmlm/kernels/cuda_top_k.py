@@ -25,6 +25,8 @@ from triton.language import constexpr
 from pkmlm.kernels.reference import candidate_pairs
 
 COLUMNS = 256  # at a time: 8 a thread, in code that an SM's instruction cache holds (85 KB)
+PART = 4096  # columns of a row that one program searches: flat keys come in rows of up to millions
+MOST_WARPS = 32  # that a GPU gives a program
 NONE = constexpr(-(1 << 63))  # below all scores
 NAN = constexpr(0x7FFFFFFF)  # above all
 PLACE = constexpr(0xFFFFFFFF)
@@ -104,8 +106,17 @@ def _product_rows(
 
 
 def top_k(scores_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """`reference.top_k`, for floats of up to 32 bits."""
+    """`reference.top_k`, for floats of up to 32 bits.
+
+    Of few long rows each part is searched by a program of its own, and then the best of all parts, which stand in the
+    order of their columns where they are equal.
+    """
     rows, n = scores_Rn.shape
+    if n > PART > k and n % PART == 0:
+        best, columns = top_k(scores_Rn.reshape(-1, PART), k)
+        columns = columns.view(rows, -1, k) + torch.arange(0, n, PART, device=columns.device)[:, None]
+        best_Rk, chosen_Rk = top_k(best.view(rows, -1), k)
+        return best_Rk, columns.flatten(1).gather(1, chosen_Rk)
     columns_Rk = torch.empty(rows, k, dtype=torch.int64, device=scores_Rn.device)
     _launch(_top_k_rows, scores_Rn.contiguous(), columns_Rk, n=n, k=k, W=_wide(n, k))
     return scores_Rn.gather(-1, columns_Rk), columns_Rk
@@ -118,22 +129,26 @@ def product_top_k(scores1_Rn: Tensor, scores2_Rn: Tensor, k: int) -> tuple[Tenso
     pairs_2c = _pairs(n, k, scores1_Rn.device)
     c, most = pairs_2c.shape[1], min(n, k)
     arguments = scores1_Rn.contiguous(), scores2_Rn.contiguous(), pairs_2c, i_Rk, j_Rk
-    _launch(_product_rows, *arguments, n=n, k=k, c=c, W=_wide(n, most), H=next_power_of_2(most), P=_wide(c, k))
+    _launch(_product_rows, *arguments, n=n, k=k, c=c, W=_wide(n, most), H=_power(most), P=_wide(c, k))
     return i_Rk, j_Rk
+
+
+def _power(k: int) -> int:
+    """The next power of two, but 2 for 1, which `tl.topk` took first in Triton 3.9."""
+    return max(2, next_power_of_2(k))
 
 
 def _wide(n: int, k: int) -> int:
     """How many of n numbers to take at a time, of which k are wanted."""
-    return max(next_power_of_2(k), min(COLUMNS, next_power_of_2(n)))
+    return max(_power(k), min(COLUMNS, _power(n)))
 
 
 def _launch(kernel: Any, scores_Rn: Tensor, *arguments: Tensor, k: int, **sizes: int) -> None:
     """Run a program for each row."""
-    power = next_power_of_2(k)
+    power = _power(k)
+    warps = min(MOST_WARPS, max(1, power // COLUMNS))
     with torch.cuda.device_of(scores_Rn):
-        kernel[(len(scores_Rn),)](
-            scores_Rn, *arguments, k=k, K=power, **sizes, num_warps=max(1, power // COLUMNS), enable_fp_fusion=True
-        )
+        kernel[(len(scores_Rn),)](scores_Rn, *arguments, k=k, K=power, **sizes, num_warps=warps, enable_fp_fusion=True)
 
 
 @cache

@@ -30,7 +30,7 @@ class _ProductKeys(torch.autograd.Function):
         q_NH2f = q_NHd.reshape(-1, heads, 2, f)
         groups = q_NH2f.split(HEADS[q_NHd.device.type], 1), subkeys_H2nf.split(HEADS[q_NHd.device.type])
         found = [_search(q_NG2f, subkeys_G2nf, k) for q_NG2f, subkeys_G2nf in zip(*groups, strict=True)]
-        scores_NHk, chosen_NH2k = (together(parts, 1) for parts in zip(*found, strict=True))
+        scores_NHk, chosen_NH2k = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
         ctx.save_for_backward(q_NH2f, subkeys_H2nf, chosen_NH2k)
         slots_NHk = chosen_NH2k[:, :, 0] * n + chosen_NH2k[:, :, 1]
         ctx.mark_non_differentiable(slots_NHk)

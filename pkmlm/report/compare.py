@@ -138,14 +138,16 @@ def cut_short(facts: Sequence[Facts], trained: Sequence[int]) -> list[str]:
 
 
 def partly_measured(runs: dict[str, RunDirectory]) -> list[str]:
-    """What `eval --limit` left in runs that have no whole results of those tasks, a line for each run."""
-    name = re.compile(r"(tasks-.+)-step-[0-9]+(-limit-[0-9]+)?\.json")
+    """Tasks of which runs have no results but those of `eval --limit`, a line for each run."""
     told = []
     for label, run in runs.items():
-        kept = [m for file in sorted((run.path / "eval").glob("tasks-*.json")) if (m := name.fullmatch(file.name))]
-        whole = {m[1] for m in kept if m[2] is None}
-        if partial := [m[0] for m in kept if m[1] not in whole]:
-            told.append(f"{label}: left out {', '.join(partial)}: with --limit, a part of a task was measured")
+        folder = run.path / "eval"
+        limited = [read_shaped(file, RESULTS, "the results") for file in folder.glob("tasks-*-limit-*.json")]
+        partial = {task for results in limited for task in results.get("tasks", ())}
+        for _, results in results_of(folder, ".+", "tasks") if partial else ():
+            partial -= results["tasks"].keys()
+        if partial:
+            told.append(f"{label}: left out {', '.join(sorted(partial))}: of each a part was measured, with --limit")
     return told
 
 

@@ -7,12 +7,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SAME_REQUEST = 1.0  # seconds: make and launchers pass on a signal that the process group has had already
-PATIENCE = 5.0  # seconds from a second request to the process's end, where the interpreter does not hear of it
+PATIENCE = 5.0  # seconds from a second request that no handler answers to the end of the process
 Handler = Callable[[int, FrameType | None], None]
 EXIT_CODES: dict[int, int] = {signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGINT: 130}
 
@@ -44,7 +44,7 @@ def stop_on_signals(agree: Callable[[int], int] = int, told: str = "") -> Iterat
         agree: see `StopRequest`.
         told: a line for standard error when the first comes.
     """
-    request = StopRequest(agree)
+    request, answered = StopRequest(agree), threading.Event()
 
     def note(number: int, frame: FrameType | None) -> None:
         if request.exit_code is None:
@@ -52,44 +52,56 @@ def stop_on_signals(agree: Callable[[int], int] = int, told: str = "") -> Iterat
             request.exit_code = EXIT_CODES[signal.Signals(number)]
             signal_at_parents_death(0)  # it comes for each dying thread of the parent: one is enough
         elif time.monotonic() - request.asked_at > SAME_REQUEST:
+            answered.set()
             raise KeyboardInterrupt
 
-    with watched(told), handled(note):
+    with watched(answered, told), handled(note):
         yield request
 
 
 @contextmanager
-def watched(told: str) -> Iterator[None]:
+def watched(answered: threading.Event, told: str) -> Iterator[None]:
     """Hear signals in a thread, too: the interpreter runs no handler while it waits for a call of a library, which may
-    be long (half precision on a CPU) or never end (another rank's share of a sum)."""
+    be long (half precision on a CPU) or never end (another rank's share of a sum).
+
+    Args:
+        answered: the handler has ended what was to be ended; so it is when this is left.
+    """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    over = threading.Event()
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    thread = threading.Thread(target=_hear, args=(reader, over, told), daemon=True)
+    thread = threading.Thread(target=_hear, args=(reader, answered, told), daemon=True)
     thread.start()
     try:
         yield
     finally:
         signal.set_wakeup_fd(before)
-        over.set()
+        answered.set()
+        os.write(writer, b"\0")  # a forked child may hold the pipe open: its end would not be seen
         os.close(writer)
-        thread.join()
-        os.close(reader)
+        thread.join(1)
+        if not thread.is_alive():  # standard error may be a pipe that nobody empties
+            os.close(reader)
 
 
-def _hear(reader: int, over: threading.Event, told: str) -> None:
-    """Say that the first request was heard; end the process where a second one is not, for `PATIENCE` seconds."""
+def _hear(reader: int, answered: threading.Event, told: str) -> None:
+    """Say that the first request was heard; end the process where no handler answers a second one in `PATIENCE`."""
     asked_at = 0.0
-    while numbers := os.read(reader, 64):
-        if not any(number in EXIT_CODES for number in numbers):
+    while not answered.is_set():
+        if not any(number in EXIT_CODES for number in os.read(reader, 64)):
             continue
         if not asked_at:
             asked_at = time.monotonic()
-            if told:
-                print(("\r\x1b[2K" if sys.stderr.isatty() else "") + told, file=sys.stderr, flush=True)
-        elif time.monotonic() - asked_at > SAME_REQUEST and not over.wait(PATIENCE):
+            say(told)
+        elif time.monotonic() - asked_at > SAME_REQUEST and not answered.wait(PATIENCE):
             os._exit(EXIT_CODES[signal.SIGINT])
+
+
+def say(told: str) -> None:
+    """A line on standard error, over the terminal's ^C; nothing where the terminal has gone."""
+    with suppress(OSError, ValueError, AttributeError):
+        if told:
+            print(("\r\x1b[2K" if sys.stderr.isatty() else "") + told, file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """What to lower where training runs out of memory, or would."""
 
 import math
+import os
 
 from pkmlm.errors import UserError
 from pkmlm.model.cost import cost_of
@@ -27,10 +28,14 @@ def out_of_memory(job: Job, precision: Precision, ranks: int) -> UserError:
 def too_large(job: Job, arithmetic: Arithmetic, ranks: int) -> list[str]:
     """What to warn of before memory runs out: on Linux that may end a process without a word."""
     training, free = held_in_training(job, arithmetic.precision, ranks), free_bytes(arithmetic.device)
-    if sum(training.values()) <= free:
+    beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if arithmetic.device.type == "cpu" else 1
+    if beside * sum(training.values()) <= free:
         return []
     key, value, lower = what_to_lower(job.recipe, training, ranks)
-    return [f"{needed(training, ranks)}, {free / 1e6:,.0f} MB are free: lower {key} from {value}, to {lower} say"]
+    several = f" for {beside}" if beside > 1 else ""
+    return [
+        f"{needed(training, ranks)}, {free / 1e6:,.0f} MB are free{several}: lower {key} from {value}, to {lower} say"
+    ]
 
 
 def held_in_training(job: Job, precision: Precision, ranks: int) -> dict[str, int]:

@@ -243,11 +243,12 @@ def test_a_run_that_has_lost_the_end_of_its_metrics_is_named(run: Path) -> None:
 
 
 def test_results_of_a_part_of_a_task_are_left_out_with_a_warning(run: Path) -> None:
-    for name in ("copa-step-200-limit-3", "copa-wsc-step-100", "wsc-step-200-limit-3", "wsc-step-100"):
-        tasks = {name.partition("-")[0]: {"acc": 0.1}}
+    parts, whole = ("wsc-step-200-limit-3", "copa-wsc-step-200-limit-3", "piqa-step-100-limit-3"), "piqa-wsc-step-100"
+    for name in (*parts, whole):
+        tasks = {task: {"acc": 0.1} for task in name.partition("-step")[0].split("-")}
         (run / "eval" / f"tasks-{name}.json").write_text(json.dumps({"tasks": tasks}))
     done = pkmlm("compare", run)
-    left = "left out tasks-copa-step-200-limit-3.json: with --limit, a part of a task was measured"
+    left = "left out copa: of each a part was measured, with --limit"
     assert done.stderr == f"warning: mine: {left}\n"
     assert "copa" not in done.stdout
 

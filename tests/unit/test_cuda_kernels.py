@@ -56,6 +56,7 @@ def kernels(monkeypatch):
     monkeypatch.setattr(cuda, "CHUNK", 4)
     monkeypatch.setattr(cuda, "SMALL_BYTES", 0)
     monkeypatch.setattr(cuda_top_k, "COLUMNS", 16)
+    monkeypatch.setattr(cuda_top_k, "PART", 20)
     monkeypatch.setattr(ops, "HEADS", {"cpu": 2, "cuda": 2})
     return cuda
 

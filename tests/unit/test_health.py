@@ -4,11 +4,14 @@ import json
 import math
 import random
 
+from pkmlm.data.corpus import Corpus, open_tokenizer
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Log
+from pkmlm.runtime.device import choose_arithmetic
 from pkmlm.runtime.log import TrainingLog
 from pkmlm.train.health import DEAD_FOR, FEWEST, Health
-from pkmlm.train.shortage import what_to_lower
+from pkmlm.train.job import Job
+from pkmlm.train.shortage import too_large, what_to_lower
 
 
 def train(loss):
@@ -106,3 +109,12 @@ def test_what_is_to_be_lowered_is_lowered_to_what_a_recipe_may_hold(write_recipe
         keys = ["model.memory.num_keys=16", "model.memory.topk=14", f"model.memory.kind={kind}"]
         memory = load_recipe(write_recipe(tmp_path, "product-key"), keys)
         assert what_to_lower(memory, small, 1) == ("model.memory.num_keys", 16, least)
+
+
+def test_ranks_of_one_machine_share_its_memory(write_recipe, tmp_path, tokens, monkeypatch):
+    recipe = load_recipe(write_recipe(tmp_path, "dense"))
+    job, cpu = Job(recipe, Corpus(tokens, "train"), open_tokenizer(tokens)), choose_arithmetic("fp32")
+    assert too_large(job, cpu, 2) == []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "9999999")
+    (told,) = too_large(job, cpu, 2)
+    assert "MB are free for 9999999: lower model.layers from 2, to 1 say" in told

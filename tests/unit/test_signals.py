@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 
 import pytest
@@ -68,28 +69,60 @@ def test_a_signal_within_the_handling_of_another_is_the_same_request(monkeypatch
 
 
 DEAF = """
-import ctypes, sys
-from pkmlm.runtime import signals
-signals.PATIENCE = 0.2
-with signals.stop_on_signals(told="heard"):
-    mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
-    lock(mutex)
+import ctypes
+mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+lock(mutex)
+print("waiting", flush=True)
+lock(mutex)  # for ever, and no signal interrupts it
+"""
+SLOW = """
+import time
+try:
     print("waiting", flush=True)
-    lock(mutex)  # for ever, and no signal interrupts it
+    time.sleep(60)
+finally:
+    time.sleep(1)
+    print("cleaned", flush=True)
 """
 
 
-def test_a_second_request_ends_a_process_that_waits_for_a_library():
-    process = subprocess.Popen([sys.executable, "-c", DEAF], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout.readline() == "waiting\n"
-        process.send_signal(signal.SIGTERM)
-        assert process.stderr.readline() == "heard\n"
-        process.send_signal(signal.SIGTERM)  # passed on by a launcher: the same request
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(1.2)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 130
-    finally:
-        process.kill()
-        process.communicate()
+@pytest.fixture
+def process(request):
+    """A process that stops on signals, and gives those five seconds that no handler answers, or here less."""
+    begun = "from pkmlm.runtime import signals\nsignals.PATIENCE = 0.2\nwith signals.stop_on_signals(told='heard'):\n"
+    body = textwrap.indent(request.param, "    ")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", begun + body], text=True, **pipes) as started:
+        assert started.stdout.readline() == "waiting\n"
+        yield started
+        started.kill()
+
+
+@pytest.mark.parametrize("process", [DEAF], indirect=True)
+def test_a_second_request_ends_a_process_that_waits_for_a_library(process):
+    process.send_signal(signal.SIGTERM)
+    assert process.stderr.readline() == "heard\n"
+    process.send_signal(signal.SIGTERM)  # passed on by a launcher: the same request
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1.2)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == 130
+
+
+@pytest.mark.parametrize("process", [SLOW], indirect=True)
+def test_a_second_request_that_is_answered_leaves_time_to_clean_up(process):
+    process.send_signal(signal.SIGTERM)
+    assert process.stderr.readline() == "heard\n"
+    time.sleep(1.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "cleaned\n"
+    assert process.wait(10) not in (0, 130), "KeyboardInterrupt, which the command line turns into 130"
+
+
+@pytest.mark.parametrize("process", [DEAF], indirect=True)
+def test_requests_are_heard_after_the_terminal_has_gone(process):
+    process.stderr.close()
+    process.send_signal(signal.SIGHUP)
+    time.sleep(1.2)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(10) == 130
