@@ -102,7 +102,7 @@ class Table:
 
     def _widths(self, width: int) -> tuple[list[int], int]:
         """How wide each column is in a terminal of this width, and how far apart they stand: two characters, or one
-        where they would not fit. What is left goes to the narrowest of those that want more.
+        where they would not fit. What is left goes to those that lack the least.
         """
         from rich.cells import cell_len
 
@@ -117,7 +117,7 @@ class Table:
             lacking = [index for index, least in enumerate(found) if least < wanted[index]]
             if not lacking:
                 break
-            found[min(lacking, key=found.__getitem__)] += 1
+            found[min(lacking, key=lambda index: wanted[index] - found[index])] += 1
         return found, apart
 
     def _markdown(self) -> str:
