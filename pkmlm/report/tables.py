@@ -102,22 +102,22 @@ class Table:
 
     def _widths(self, width: int) -> tuple[list[int], int]:
         """How wide each column is in a terminal of this width, and how far apart they stand: two characters, or one
-        where they would not fit. What is left goes to those that lack the least.
+        where they would not fit. What is left goes to what lacks the least: first of the cells, then of the headings.
         """
         from rich.cells import cell_len
 
-        wanted, found = [], []
-        for column, cells in zip(self.columns, zip(*self._shown(), strict=True), strict=True):
-            wanted.append(max(map(cell_len, cells)))
+        shown, found = self._shown(), []
+        for column, cells in zip(self.columns, zip(*shown, strict=True), strict=True):
             longest = max((cell_len(word) for cell in cells for word in cell.split()), default=1)
             found.append(longest if column.align == "right" else min(longest, WORD))
         gaps = len(found) - 1
         apart = 2 if sum(found) + 2 * gaps <= width else 1
-        for _ in range(width - sum(found) - apart * gaps):
-            lacking = [index for index, least in enumerate(found) if least < wanted[index]]
-            if not lacking:
-                break
-            found[min(lacking, key=lambda index: wanted[index] - found[index])] += 1
+        left = width - sum(found) - apart * gaps
+        for rows in (shown[1:], shown):
+            wanted = [max((cell_len(row[index]) for row in rows), default=0) for index in range(len(found))]
+            while left > 0 and (lacking := [index for index, wide in enumerate(found) if wide < wanted[index]]):
+                found[min(lacking, key=lambda index: wanted[index] - found[index])] += 1
+                left -= 1
         return found, apart
 
     def _markdown(self) -> str:

@@ -20,7 +20,7 @@ def test_the_table_of_memoryformer_tiny() -> None:
     text = done.stdout
     assert max(map(len, text.splitlines())) <= 80
     row = next(line for line in text.splitlines() if line.startswith("1-6"))
-    assert row.split() == ["1-6", "qkv", "ffn1", "3,328", "69,206,016", "4.65", "0.356", "4.7", "0.403"]
+    assert row.split() == ["1-6", "qkv", "ffn1", "ffn2", "3,328", "69,206,016", "4.65", "0.356", "4.7", "0.403"]
     assert "parameters, memory values and tables           415,236,096" in text
     assert "total " in text
 
