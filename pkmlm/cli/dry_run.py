@@ -48,8 +48,8 @@ def plan(job: "Job", arithmetic: "Arithmetic", ranks: int) -> list[str]:
         f"recipe       {recipe.name}",
         f"device       {arithmetic.device}, {arithmetic.precision} ({arithmetic.reason})",
         f"parameters   {cost.dense:,} dense, {cost.memory:,} in memory, {cost.read_per_token:,} read for a token",
-        f"batch        {recipe.sequences:,} sequences of {recipe.model.context:,} tokens, in "
-        f"{forwards:,} forward{'s' * (forwards != 1)} of {train.micro_batch:,}{several}",
+        f"batch        {recipe.sequences:,} sequence{'s' * (recipe.sequences != 1)} of {recipe.model.context:,} "
+        f"tokens, in {forwards:,} forward{'s' * (forwards != 1)} of {train.micro_batch:,}{several}",
         f"training     {train.steps:,} steps, {train.steps * train.batch_tokens:,} tokens, "
         f"{epochs:,.2f} epochs of {job.corpus.tokens:,}",
         f"memory       {sum(held.values()) / 1e6:,.1f} MB to train{several}: {parts}",
