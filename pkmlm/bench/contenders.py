@@ -117,19 +117,18 @@ def inputs(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
     return x_1ND.requires_grad_(), grad_1ND
 
 
-def action(
-    one: Contender, phase: str, x_1ND: Tensor, grad_1ND: Tensor, reads: tuple[Tensor, Tensor]
-) -> Callable[[], None]:
-    """One of `pkmlm.bench.LAYER_PHASES` of a layer in training mode, and the forgetting of its gradients.
+def actions(one: Contender, x_1ND: Tensor, grad_1ND: Tensor, reads: tuple[Tensor, Tensor]) -> dict[str, partial[None]]:
+    """Each of `pkmlm.bench.LAYER_PHASES` that a layer has, in training mode, and the forgetting of its gradients.
 
     Args:
         reads: slots and weights (N, r) of the sum of values alone.
     """
-    if phase == "values" and one.values is not None:
-        return partial(sum_values, one.values, *reads)
-    if phase == "forward":
-        return partial(forward, one, x_1ND)
-    return partial(backward, one, x_1ND, grad_1ND, update=phase == "step")
+    alone = {} if one.values is None else {"values": partial(sum_values, one.values, *reads)}
+    return alone | {
+        "forward": partial(forward, one, x_1ND),
+        "backward": partial(backward, one, x_1ND, grad_1ND, update=False),
+        "step": partial(backward, one, x_1ND, grad_1ND, update=True),
+    }
 
 
 @torch.no_grad()

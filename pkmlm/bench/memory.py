@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pkmlm.bench import LAYER_PHASES
 from pkmlm.bench.bandwidth import bandwidth, beside_a_copy
-from pkmlm.bench.contenders import action, beside_one_another, inputs, product_key_layer
+from pkmlm.bench.contenders import actions, beside_one_another, inputs, product_key_layer
 from pkmlm.bench.peak import peak_of_step
 from pkmlm.bench.rounds import Timing
 from pkmlm.bench.shape import WIDTH, Shape
@@ -92,10 +91,9 @@ def time_memory(
     x_1ND, grad_1ND = inputs(shape, device)
     reads = reads_of(source, x_1ND)
     timed = {
-        (name, phase): action(one, phase, x_1ND, grad_1ND, reads)
+        (name, phase): action
         for name, one in contenders.items()
-        for phase in LAYER_PHASES
-        if phase != "values" or one.values is not None
+        for phase, action in actions(one, x_1ND, grad_1ND, reads).items()
     }
     times, copy = beside_a_copy(timed, rounds, device, say)
     return LayerTimes(shape, len(reads[0].unique()), copy, times, peaks)

@@ -34,14 +34,14 @@ def report(job: "Job", world: "World") -> int:
 def plan(job: "Job", arithmetic: "Arithmetic", ranks: int) -> list[str]:
     """A line for each of what a run would have: device, parameters, batch, length, memory."""
     from pkmlm.model.cost import cost_of
-    from pkmlm.model.ranks_cost import bytes_held
+    from pkmlm.train.shortage import held_in_training
 
-    recipe = job.recipe_in(arithmetic.precision)
-    cost, train = cost_of(recipe, job.vocab_size), recipe.train
+    recipe, train = job.recipe, job.recipe.train
+    cost = cost_of(recipe, job.vocab_size)
     epochs = train.steps * train.batch_tokens / job.corpus.tokens
     forwards = recipe.micro_batches(ranks)
     several = f" on each of {ranks} processes" if ranks > 1 else ""
-    held = bytes_held(recipe, cost, ranks, recipe.parallel.memory)
+    held = held_in_training(job, arithmetic.precision, ranks)
     sizes = {name: f"{size / 1e6:,.1f}" for name, size in held.items()}
     parts = ", ".join(f"{name} {size}" for name, size in sizes.items() if size != "0.0")
     return [
