@@ -1,6 +1,7 @@
 """Join the parts of a corpus, which several machines have encoded, into what one would have written: byte for byte."""
 
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -37,7 +38,7 @@ def join_parts(
         UserError: a part is missing, damaged, given twice, or of another corpus or tokenizer; no text; no room; the
             new folder is one of the parts.
     """
-    if folder.resolve() in {place.resolve() for place in places}:
+    if os.path.realpath(folder) in map(os.path.realpath, places):
         raise UserError(f"-o {folder} is one of the parts to join (expected another folder)", "the parts stay")
     parts = read_parts(places)
     first_place, first = parts[0]

@@ -34,19 +34,19 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     return check_recipe(recipe, places)
 
 
-def read_tree(path: Path, inheritors: tuple[Path, ...], asked_at: str = "") -> Node:
+def read_tree(path: Path, inheritors: tuple[str, ...], asked_at: str = "") -> Node:
     """The tree of a file on top of its base's."""
     prefix = f"{asked_at}: base: " if asked_at else ""
     try:
-        whole, plain = path.resolve(), Path(os.path.normpath(path))
-        path = plain if plain.resolve() == whole else path  # a link before ".." makes them two files
+        whole, plain = os.path.realpath(path), Path(os.path.normpath(path))
+        path = plain if os.path.realpath(plain) == whole else path  # a link before ".." makes them two files
         if path.exists() and not path.is_file():
             raise UserError(f"{prefix}{path} is not a file (expected a recipe)")
         with path.open("rb") as file:
             data = file.read(LARGEST + 1)
     except FileNotFoundError:
         raise UserError(f"{prefix}no such recipe: {path}", near_files(path)) from None
-    except (OSError, ValueError, RuntimeError) as error:  # pathlib: RuntimeError for a circle of links
+    except (OSError, ValueError) as error:
         raise UserError(f"{prefix}cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     if whole in inheritors:
         raise UserError(f"{prefix}{path} inherits from itself", "recipes inherit in one line, not in a circle")

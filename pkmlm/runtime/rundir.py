@@ -4,6 +4,7 @@ Nothing here is ordered by time stamps: the step numbers in the names are the or
 """
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,7 +52,7 @@ class RunDirectory:
         self.log_file = self.path / "train.log"
         self.tokenizer_file = self.path / "tokenizer.model"
         self.checkpoints = self.path / "checkpoints"
-        self.name = self.path.resolve().name
+        self.name = os.path.basename(os.path.realpath(self.path))
         self.held: Callable[[], bool] = lambda: True
 
     @classmethod

@@ -102,6 +102,17 @@ def test_a_working_directory_that_is_gone_is_told(tmp_path, monkeypatch):
         assert said == "error: the working directory is gone\nhint: cd to another one\n"
 
 
+def test_a_link_in_a_circle_is_no_run_and_no_part(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "circle").symlink_to("circle")
+    for command in ("eval", "usage-report", "slots", "generate", "compare"):
+        assert pkmlm(command, "circle", code=2).stderr.startswith("error: run circle does not exist\nhint: ")
+    said = pkmlm("tokenize", "--join", "circle", "-o", "out", code=2).stderr
+    assert said.startswith("error: circle holds no part of a corpus")
+    said = pkmlm("recipe", "check", "circle", code=2).stderr
+    assert said == "error: cannot read circle: Too many levels of symbolic links\n"
+
+
 def test_a_run_s_name_must_be_utf8(begun, tmp_path):
     said = on(begun, os.fsencode(tmp_path).decode() + "/\udcff", code=2).stderr
     assert re.match(r"error: -o \S+\\udcff: the name is not UTF-8\n", said)
