@@ -4,6 +4,7 @@ them does (a full memory, a divergence) harms no other, and all of it goes on wh
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -187,6 +188,9 @@ class Runner:
         finally:
             if self.devices:
                 self.free_devices.append(device)
+        if child.returncode < 0:  # by whom it cannot say itself
+            name = signal.Signals(-child.returncode).name
+            return child.returncode, f"pkmlm {arguments[0]} was killed ({name}): if nobody did it, memory ran out"
         lines = said.strip().splitlines() or [""]
         told = [line for line in lines if line.startswith("error: ")] or lines
         return child.returncode, told[-1].removeprefix("error: ")

@@ -326,6 +326,9 @@ def test_each_command_has_a_device_of_its_own(grid, tmp_path):
     ended: list[Outcome] = []
     runner.run(Cells(read_grid(grid)[0], base, ["train.steps=5000"]), ended.append, tick)
     assert [(outcome.status, outcome.exit_code) for outcome in ended] == [("failed", 1)] * 3
+    assert {outcome.message for outcome in ended} == {
+        "pkmlm train was killed (SIGKILL): if nobody did it, memory ran out"
+    }
     *first, third = given.values()
     assert sorted(first) == [b"4", b"5"]
     assert third in first
