@@ -158,7 +158,7 @@ def system_refused(error: OSError) -> int:
     if error.filename is not None:
         code = 2 if error.errno in WRONG_NAME else 1
         return print_error(UserError(f"cannot read {str(error.filename)[:300]}: {error.strerror}", exit_code=code))
-    if error.errno == errno.ENOENT:  # of no file: os.getcwd()
+    if error.errno == errno.ENOENT and working_directory_is_gone():
         return print_error(UserError("the working directory is gone", "cd to another one", exit_code=1))
     if error.errno not in streams.ENDED:
         if error.errno is None:
@@ -168,6 +168,15 @@ def system_refused(error: OSError) -> int:
     if error.errno == errno.EPIPE:
         return 0
     return print_error(UserError(f"cannot write to standard output: {error.strerror}", exit_code=1))
+
+
+def working_directory_is_gone() -> bool:
+    """Whether the folder that this process works in has been deleted."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def print_error(error: UserError) -> int:

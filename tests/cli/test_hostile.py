@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -100,6 +101,18 @@ def test_a_working_directory_that_is_gone_is_told(tmp_path, monkeypatch):
     for command in (["eval", "run"], ["compare", "run"], ["doctor"]):
         said = pkmlm(*command, code=1).stderr
         assert said == "error: the working directory is gone\nhint: cd to another one\n"
+
+
+def test_no_room_for_temporary_files_is_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", None)  # where they go is looked for once, by writing to each candidate
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        said = pkmlm("tokenize", "-", "-o", "out", code=1, stdin="a whale").stderr
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert said.startswith("error: the system refused: No usable temporary directory found in ['")
 
 
 def test_a_link_in_a_circle_is_no_run_and_no_part(tmp_path, monkeypatch):
