@@ -136,10 +136,10 @@ class Runner:
             self.running.remove(cell)
 
     def _measured(self, cell: Cell, measure: bool) -> Outcome:
-        run, before = RunDirectory(self.folder / cell.name), finished(cell, self.folder)
+        before = finished(cell, self.folder)
         if before is not None and before.status != "measured":
             return before
-        for command in self.commands(cell, run, measure):
+        for command in self.commands(cell, measure):
             if self.stopping:
                 return Outcome(cell, "stopped", {})
             code, said = self._call(command)
@@ -148,9 +148,10 @@ class Runner:
                 return Outcome(cell, status, {}, said, WRONG_USAGE if code == WRONG_USAGE else 1)
         return finished(cell, self.folder) or Outcome(cell, "failed", {}, "its run is not there any more")
 
-    def commands(self, cell: Cell, run: RunDirectory, measure: bool = True) -> Iterable[list[str]]:
+    def commands(self, cell: Cell, measure: bool = True) -> Iterable[list[str]]:
         """The arguments of `pkmlm`, one call after the other, without what has been done already."""
-        path, model = str(run.path), cell.recipe.model
+        run, model = RunDirectory(self.folder / cell.name), cell.recipe.model
+        path = str(run.path)
         if finished(cell, self.folder) is None:
             settings = [part for text in cell.overrides for part in ("-s", text)]
             yield ["train", str(self.base), "-o", path, "-q", *settings]

@@ -162,7 +162,7 @@ def test_validation_is_that_of_the_last_step(grid, tmp_path, trained):
     lines = [line | {"loss": 0.5} if line["step"] == 15 else line for line in run.metrics()]
     run.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     last = next(line for line in lines if line["event"] == "valid" and line["step"] == 30)
-    facts = facts_at_end(cells_of(grid, 30)["256_seed-1"], run)
+    facts = facts_at_end(cells_of(grid, 30)["256_seed-1"])
     assert (facts["valid_step"], facts["valid_loss"]) == (30, last["loss"])
     assert facts["valid_token_ppl"] == last["token_ppl"]
 
@@ -213,7 +213,7 @@ def test_a_stopped_sweep_goes_on(grid, tmp_path):
         "hint: wait for one, or leave --table out to train them\n"
     ), "it knows the -s, though nothing has ended"
     stopped = run.steps()[-1]
-    (command,) = runner_of(grid, folder / "cells").commands(cells_of(grid, 5000)["none_seed-1"], run)
+    (command,) = runner_of(grid, folder / "cells").commands(cells_of(grid, 5000)["none_seed-1"])
     last = f"train.steps={stopped + 3}"  # no more is needed
     pkmlm(*command, "-s", last)
     trained = [event["step"] for event in run.metrics() if event["event"] == "train"]
@@ -246,28 +246,28 @@ def test_a_run_that_was_trained_longer_is_measured_again(grid, tmp_path):
         told = pkmlm("sweep", grid, "-o", folder, "-s", f"train.steps={steps}", "--table").stdout
         return next(line.split() for line in told.splitlines() if line.startswith("256"))
 
-    commands = iter(runner.commands(cells_of(grid, 4)["256_seed-1"], run))
+    commands = iter(runner.commands(cells_of(grid, 4)["256_seed-1"]))
     for _ in ("train", "eval", "usage-report"):
         pkmlm(*next(commands))
     (run.path / "eval" / "tasks-piqa-step-4.json").write_text('{"step": 4, "tasks": {"piqa": {"acc": 0.875}}}')
     assert (row(4)[-1], "-" in row(4)) == ("0.875", False)
     longer = cells_of(grid, 8)["256_seed-1"]
-    assert not list(runner.commands(longer, run)), "a sweep does not train it longer"
+    assert not list(runner.commands(longer)), "a sweep does not train it longer"
     pkmlm("train", runner.base, "-o", run.path, "-q", *(part for text in longer.overrides for part in ("-s", text)))
     assert row(8) == ["256", "1", "-", "-", "-"], "what was measured at step 4 is not that of step 8"
     asked = []
-    for command in runner.commands(longer, run):
+    for command in runner.commands(longer):
         pkmlm(*command)
         asked.append(command[0])
     assert asked == ["eval", "usage-report", "eval"]
-    assert not list(runner.commands(cells_of(grid, 8)["256_seed-1"], run)), "it lacks nothing"
+    assert not list(runner.commands(cells_of(grid, 8)["256_seed-1"])), "it lacks nothing"
     assert "-" not in row(8)
     cell = cells_in(folder)["256_seed-1"]
     kept = json.loads((run.path / "usage" / "test-step-8.json").read_text())["memories"]
     assert [memory["kl"] for memory in cell["usage"]] == [memory["mass"]["kl"] for memory in kept]
     tasks = json.loads((run.path / "eval" / "tasks-piqa-step-8.json").read_text())["tasks"]
     assert cell["tasks"] == {"piqa": tasks["piqa"]["acc"]}
-    commands = iter(runner.commands(cells_of(grid, 2)["none_seed-1"], RunDirectory(runs / "none_seed-1")))
+    commands = iter(runner.commands(cells_of(grid, 2)["none_seed-1"]))
     pkmlm(*next(commands))
     assert [command[0] for command in commands] == ["eval", "eval"], "no memory, no usage"
 
