@@ -1,5 +1,6 @@
 """`pkmlm recipe`: check recipes, show one in full, list every key."""
 
+import os
 import shutil
 import traceback
 from typing import TYPE_CHECKING
@@ -52,7 +53,7 @@ def check(settings: dict[str, bool], files: tuple[str, ...], overrides: tuple[st
         try:
             check_one(file, overrides)
         except UserError as error:
-            if file not in error.message:  # but an override, or the file that it inherits
+            if os.path.normpath(file) not in error.message:  # but an override, or the file that it inherits
                 error.message = f"{file}: {error.message}"
             code = max(code, print_error(error))
             if settings["verbose"]:

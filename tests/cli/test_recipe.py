@@ -49,6 +49,9 @@ def test_check_goes_on_after_a_wrong_recipe_and_names_each(tmp_path: Path) -> No
     assert done.stdout == "ok  c.yaml: unnamed, 1 layer of 512, 1 step of 65,536 tokens\n"
     told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert told == ["error: a.yaml:5:3: unknown key optim.learning_rate", "error: no such recipe: missing.yaml"]
+    said = pkmlm("recipe", "check", "./a.yaml", f"../{tmp_path.name}//missing.yaml", code=2).stderr
+    assert said.startswith("error: a.yaml:5:3: unknown key")
+    assert said.endswith(f"error: no such recipe: ../{tmp_path.name}/missing.yaml\n")
     wrong = pkmlm("recipe", "check", "c.yaml", "-s", "model.heads=7", code=2).stderr
     assert wrong.startswith("error: c.yaml: -s model.heads=7: model.heads: 7 heads do not divide model.dim 512 ")
 
