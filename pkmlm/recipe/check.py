@@ -41,7 +41,7 @@ def check_recipe(recipe: Recipe, places: Mapping[str, str] | None = None) -> Rec
         check.fail(
             "name",
             f"found {recipe.name[:60]!r}",
-            "letters, digits, and . _ + - as in a file name, at most 100",
+            "at most 100 letters, digits and . _ + -, the first no . + or -",
         )
     check_sizes(check, recipe.model)
     check_attention(check, recipe)
@@ -325,15 +325,13 @@ def spread(memories: int, layers: int) -> list[int]:
 
 
 def nearest_divisors(number: int, value: int, most: int | None = None) -> str:
-    """The divisors of `number` on either side of `value`, as text."""
-    divisors = [
-        d for d in range(max(1, value - 4096), min(number, value + 4096, most or number) + 1) if number % d == 0
-    ]
-    below = [d for d in divisors if d < value][-1:] or ([] if value > 4096 else [1])
-    above = [d for d in divisors if d > value][:1]
+    """The divisors of `number` on either side of `value`, which is none, as text; at most `most`, not far from it."""
     if value > number:
-        below, above = [number], []
-    return " or ".join(str(d) for d in below + above) or f"a divisor of {number}"
+        return str(number)
+    near = range(max(1, value - 4096), min(number, value + 4096, most or number) + 1)
+    divisors = [d for d in near if number % d == 0]
+    below, above = [d for d in divisors if d < value][-1:], [d for d in divisors if d > value][:1]
+    return " or ".join(map(str, below + above)) or f"a divisor of {number}"
 
 
 def nearest_multiples(number: int, unit: int) -> str:

@@ -129,7 +129,8 @@ def test_numbers_are_read_by_the_type_of_their_key(recipe_file: Path) -> None:
         ("model: 5", ":1:1: model: found 5 (expected keys such as"),
         ('train: {steps: "a\\nb"}', 'train.steps: found the text "a\\nb" (expected'),
         ("name: null", "name: found null (expected text"),
-        ("name: ../../x", "name: found '../../x' (expected letters, digits"),
+        ("name: ../../x", "name: found '../../x' (expected at most 100 letters, digits and . _ + -"),
+        ("name: .x", "name: found '.x' (expected at most 100 letters, digits and . _ + -, the first no . + or -)"),
         ('eval: {sample: "\\ud800"}', "eval.sample: the text holds a character that no file can hold"),
         (
             "model: {memory: {kind: product_key}}",
