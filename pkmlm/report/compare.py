@@ -33,11 +33,11 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
     """What is known of a run; None where a measurement is missing.
 
     Keys: run, kind, dim, layers, lr (the peak), dense, memory, read_per_token (parameters), status, step, tokens
-    (trained so far), tokens_per_second (median over steps), seconds (in training steps), valid_step, valid_loss (nats a
-    token), valid_token_ppl, valid_bits_per_byte (of the best validation), test_step, test_token_ppl, test_word_ppl,
-    test_bits_per_byte (of the newest evaluation of the test split), tasks_step, tasks ({name: {"acc", ...}}, see
-    `newest_tasks`), average_acc (over these), usage_step, usage (memories of the newest usage report of the test
-    split).
+    (trained so far), tokens_per_second (median over steps), seconds (in training steps, up to the latest checkpoint),
+    valid_step, valid_loss (nats a token), valid_token_ppl, valid_bits_per_byte (of the best validation), test_step,
+    test_token_ppl, test_word_ppl, test_bits_per_byte (of the newest evaluation of the test split), tasks_step, tasks
+    ({name: {"acc", ...}}, see `newest_tasks`), average_acc (over these), usage_step, usage (memories of the newest
+    usage report of the test split).
     """
     recorded, metrics, recipe = run.facts(), run.metrics(), run.recipe()
     parameters = recorded.get("parameters") or {}
@@ -60,14 +60,14 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
         "step": max((event["step"] for event in train), default=None),
         "tokens": max((event.get("tokens") or 0 for event in train), default=None),
         "tokens_per_second": median(speeds) if speeds else None,
-        "seconds": trained_seconds(run),
+        "seconds": latest_state(run).get("seconds"),
         "valid_step": best.get("step"),
         **{f"valid_{key}": best.get(key) for key in ("loss", "token_ppl", "bits_per_byte")},
         "test_step": test_step,
         **{f"test_{key}": scored.get(key) for key in ("token_ppl", "word_ppl", "bits_per_byte")},
         "tasks_step": tasks_step,
         "tasks": tasks,
-        "average_acc": _mean(task.get("acc") for task in tasks.values()),
+        "average_acc": mean(task.get("acc") for task in tasks.values()),
         "usage_step": usage_step,
         "usage": usage.get("memories") or [],
     }
@@ -109,11 +109,6 @@ def results_of(folder: Path, names: str, holding: str) -> Iterator[tuple[int, Fa
         results = read_shaped(file, USAGE if holding == "memories" else RESULTS, "the results")
         if results.get(holding):
             yield step, results
-
-
-def trained_seconds(run: RunDirectory) -> float | None:
-    """Seconds spent in training steps up to the latest checkpoint."""
-    return latest_state(run).get("seconds")
 
 
 def latest_state(run: RunDirectory) -> Facts:
@@ -201,7 +196,7 @@ def flat_table(runs: Sequence[Facts]) -> Table:
     rows = [
         [run[key] for key in plain]
         + [run["tasks"].get(task, {}).get("acc") for task in tasks]
-        + [_mean(memory["mass"][key] for memory in run["usage"]) for key in ("usage", "kl")]
+        + [mean(memory["mass"][key] for memory in run["usage"]) for key in ("usage", "kl")]
         for run in runs
     ]
     return Table("", [Column(name) for name in (*plain, *tasks, "mean_usage", "mean_kl")], rows)
@@ -249,7 +244,7 @@ def _tasks(runs: Sequence[Facts]) -> Table:
         [
             run["run"],
             *(run["tasks"].get(name, {}).get("acc") for name in names),
-            _mean(run["tasks"].get(name, {}).get("acc") for name in shared),
+            mean(run["tasks"].get(name, {}).get("acc") for name in shared),
             *(run["tasks_step"] for _ in at_step),
         ]
         for run in runs
@@ -291,6 +286,7 @@ def _task_names(runs: Sequence[Facts]) -> list[str]:
     return list(dict.fromkeys(name for run in runs for name in run["tasks"]))
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
+def mean(values: Iterable[float | None]) -> float | None:
+    """Of the values that are known; None where none is."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else None

@@ -16,6 +16,7 @@ from pkmlm.runtime.files import write_json
 from pkmlm.sweep.cells import Cells
 from pkmlm.sweep.folder import SweepFolder
 from pkmlm.sweep.grid import Grid, read_grid
+from pkmlm.sweep.measures import MEASURES
 from pkmlm.sweep.plots import draw, picture
 from pkmlm.sweep.results import Results, Speed
 from pkmlm.sweep.runner import Outcome
@@ -463,6 +464,13 @@ def test_a_speed_is_that_of_the_recipe_that_was_timed(folder):
     kept = json.loads((swept / "results.json").read_text())
     write_json(swept / "results.json", kept | {"speed": [kept["speed"][0] | {"recipe": None}]})
     assert recalled(cells).values("speed", P[0]) == ()
+
+
+def test_the_average_beside_the_papers_is_over_its_tasks():
+    average = MEASURES["average_acc"].read
+    tasks = {"piqa": {"acc": 0.5}, "wsc": {"acc": 0.7}, "boolq": {"acc": 0.1}}
+    assert average({"tasks": tasks, "average_acc": 1.3 / 3}) == pytest.approx(0.6)
+    assert average({"tasks": {"boolq": {"acc": 0.1}}}) is None
 
 
 def test_what_a_value_stands_for_is_in_the_table():
