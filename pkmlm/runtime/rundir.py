@@ -218,7 +218,7 @@ class RunDirectory:
         """Refuse a tokenizer file that is not the one that the run was trained with.
 
         Raises:
-            UserError: it is missing or cannot be read (exit code 1), or run.json names another.
+            UserError: (exit code 1) it is missing, cannot be read, or run.json names another.
         """
         hint = "copy it again from the tokens that the run was trained on"
         if not self.tokenizer_file.exists():
@@ -227,7 +227,7 @@ class RunDirectory:
         expected = self.facts().get("tokenizer_sha256", found)
         if found != expected:
             message = f"{self.tokenizer_file} is damaged: sha256 {found[:16]}... (expected {str(expected)[:16]}...)"
-            raise UserError(message, hint)
+            raise UserError(message, hint, exit_code=1)
 
     def metrics(self) -> list[dict[str, Any]]:
         """All whole lines of metrics.jsonl; a line torn by a kill is passed over."""
