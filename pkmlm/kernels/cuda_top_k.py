@@ -113,9 +113,10 @@ def top_k(scores_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """
     rows, n = scores_Rn.shape
     if n > PART > k and n % PART == 0:
-        best, columns = top_k(scores_Rn.reshape(-1, PART), k)
-        columns = columns.view(rows, -1, k) + torch.arange(0, n, PART, device=columns.device)[:, None]
-        best_Rk, chosen_Rk = top_k(best.view(rows, -1), k)
+        parts = n // PART
+        best, columns = top_k(scores_Rn.reshape(rows * parts, PART), k)
+        columns = columns.view(rows, parts, k) + torch.arange(0, n, PART, device=columns.device)[:, None]
+        best_Rk, chosen_Rk = top_k(best.view(rows, parts * k), k)
         return best_Rk, columns.flatten(1).gather(1, chosen_Rk)
     columns_Rk = torch.empty(rows, k, dtype=torch.int64, device=scores_Rn.device)
     _launch(_top_k_rows, scores_Rn.contiguous(), columns_Rk, n=n, k=k, W=_wide(n, k))

@@ -296,6 +296,8 @@ def test_no_tokens(kernels, device):
     before = values.clone()
     assert kernels.weighted_row_sum(values, slots, weights).shape == (0, 6)
     assert kernels.row_products(values, x, slots).shape == (0, 3)
+    for n in (9, 40):  # in one part and in several
+        assert [part.shape for part in kernels.top_k(torch.zeros(0, n, device=device), 3)] == [(0, 3)] * 2
     segments = kernels.sort_reads(slots, weights, 18)
     assert [len(part) for part in segments] == [0, 1, 0, 0]
     assert kernels.segment_sum(x, segments).shape == (0, 6)
