@@ -7,7 +7,7 @@ an H100's 3.35 TB/s set (8,192 tokens, r = 128, D = 1,024, s = g = 2, 2^20 slots
     weighted_row_sum     N r D s read, N D s written                           2.2 GB   0.65 ms
     row_products         N r D s read, N r g written                           2.2 GB   0.65 ms
     segment_sum          M D g read, from L2 if N D g fits; 4 U D written      2.7 GB   0.81 ms
-    squared_norm         M D g read, likewise; 4 U written                      18 MB   bound by L2
+    squared_norm         M D g read, likewise; 4 U written                      19 MB   bound by L2
     segment_row_adam_    M D g read, likewise; 24 U D of values and moments     16 GB   4.9 ms
 
 A program makes one bag or one row, in a block of columns; each thread holds 16 bytes of each row, a tile of `READS`
