@@ -52,12 +52,11 @@ class Lens:
     def first(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
         """The token that each slot's value raises most."""
         parts = torch.from_numpy(slots).to(self.table_KD.device).split(ROWS)
-        found = [self.logits(slots_S).argmax(dim=1).cpu().numpy() for slots_S in parts]
-        return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+        return np.concatenate([self.logits(slots_S).argmax(dim=1).cpu().numpy() for slots_S in parts])
 
     def words(self, slots: Iterable[int], most: int = WORDS) -> list[tuple[list[Word], list[Word]]]:
         """For each slot the tokens that its value raises most and lowers most, strongest first."""
-        wanted = torch.tensor(list(slots), device=self.table_KD.device)
+        wanted = torch.tensor(list(slots), dtype=torch.int64, device=self.table_KD.device)
         found = []
         for slots_S in wanted.split(ROWS):
             logits_SV = self.logits(slots_S)

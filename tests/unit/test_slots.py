@@ -2,6 +2,7 @@
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from pkmlm.evaluate.lens import Lens
 from pkmlm.evaluate.load import LoadedRun, load_run
 from pkmlm.evaluate.perplexity import documents_of_texts, score, windows
 from pkmlm.evaluate.readers import _Readers, summed_reads
-from pkmlm.evaluate.slots import AFTER, BEFORE, Wanted, contexts_at, describe, find_memory, index_slots, read_text
+from pkmlm.evaluate.slots import AFTER, BEFORE, Wanted, contexts_at, describe, find_memory, hold, index_slots, read_text
 from pkmlm.evaluate.usage import WatchedReads
 from pkmlm.model.memory.memories import memories
 from pkmlm.model.memory.usage_tap import UsageTap
@@ -147,6 +148,16 @@ def test_rows_that_do_not_reach_the_stream_say_nothing(trained) -> None:
     ((slot,),) = describe(hashed, [Wanted(0, usages[0], strongest[0], [17])], documents(hashed))
     assert (slot.raises, slot.at, slot.name) == (None, {"table": 2, "bucket": 1}, "2:1")
     assert slot.reads == usages[0].counts_HK[1, 1]
+
+
+def test_a_memory_whose_reads_have_no_weight_holds_nothing(run: LoadedRun) -> None:
+    (usage,), strongest = index_slots(run, documents(run))
+    weightless = replace(usage, masses_HK=np.zeros_like(usage.masses_HK))
+    (held,) = hold(run, [weightless], strongest, documents(run))
+    assert held.slots == []
+    assert held.first_S is not None
+    assert ((held.first_S >= 0) == (usage.counts_S > 0)).all()
+    assert Lens(run, 0).first(np.zeros(0, np.int64)).size == 0
 
 
 def test_only_the_memory_that_is_asked_for_is_indexed(trained) -> None:
