@@ -45,16 +45,15 @@ class WatchedReads:
             hook.remove()
         self._hooks = []
 
-    def only(self, mask_N: Tensor | None) -> None:
-        """Which positions of the next forwards are shown (bool, (N,) or any shape of N entries); None: all."""
-        self._mask_N = None if mask_N is None else mask_N.flatten()
+    def only(self, mask_N: Tensor) -> None:
+        """Show but some positions of the next forwards: bool, on the model's device. Without this, all are shown."""
+        self._mask_N = mask_N
 
     def _hook(self, read: Callable[[Tensor, Tensor], None]) -> Callable[[nn.Module, Any, tuple[Tensor, Tensor]], None]:
         def show(tap: nn.Module, inputs: Any, reads: tuple[Tensor, Tensor]) -> None:
             slots_NHk, weights_NHk = (x.detach() for x in reads)
             if self._mask_N is not None:
-                mask_N = self._mask_N.to(slots_NHk.device)
-                slots_NHk, weights_NHk = slots_NHk[mask_N], weights_NHk[mask_N]
+                slots_NHk, weights_NHk = slots_NHk[self._mask_N], weights_NHk[self._mask_N]
             read(slots_NHk, weights_NHk)
 
         return show

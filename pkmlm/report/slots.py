@@ -65,8 +65,8 @@ class Pattern(NamedTuple):
 
 
 def pattern_of(contexts: Sequence[Context]) -> Pattern | None:
-    """What most of the JUDGED strongest contexts share: the same token, else next token, previous token, place; None:
-    not enough of them.
+    """What most of the JUDGED strongest contexts share (of equals the first: token, next, previous, place); None: not
+    enough of them share anything.
     """
     contexts = contexts[:JUDGED]
     best = None
