@@ -251,6 +251,7 @@ def test_memory_to_train_by_hand() -> None:
     assert cost.training["logits"] == 8 * 30 * (2 * 10 + 16)  # and of 512 tokens at most:
     long = cost_of(key_memory_model(train=Train(batch_tokens=1000, micro_batch=100)), vocab_size=5000)
     assert long.training["logits"] == 8 * 5000 * (512 + 16)
+    assert cost.training["search"] == 4 * 2 * 10 * 2 * 8  # one head's scores of two sequences, in both halves
     many = cost_of(key_memory_model(train=Train(batch_tokens=4000, micro_batch=2, precision="fp32")), vocab_size=30)
     # One pass of 20 tokens, and twice the values: the sums of their 64 rows, and what turns into sums.
     assert many.training["gradients"] == 4 * cost.dense + 20 * (2 * 4 * 40 + 4 * 16) + 2 * 4 * 64 * 16
