@@ -106,9 +106,8 @@ def head_overlap(run: str, memory: MemoryUsage, overlap_HH: NDArray[np.float64])
     """The mean share of slots that two heads have in common, as a matrix."""
     heads = memory.heads
     percent = np.ma.masked_array(100 * overlap_HH, mask=np.eye(heads, dtype=bool))
-    by_chance = memory.reads / heads / memory.tokens / memory.slots
     figure, axes = new_figure(
-        f"Slots that two heads have in common: {label(run)}, {title_of(memory)} (random: {by_chance:.2%})"
+        f"Slots that two heads have in common: {label(run)}, {title_of(memory)} (random: {memory.uniform_overlap:.2%})"
     )
     axes.set_facecolor("#d9d9d9")
     image = axes.imshow(percent, cmap="cividis", aspect="auto", vmin=0, vmax=max(float(percent.max()), 1e-9))
@@ -252,10 +251,14 @@ def title_of(memory: MemoryUsage) -> str:
 
 
 def label(run: str) -> str:
-    """A run's name as matplotlib should show it: no mathematics, and never hidden by a leading underscore."""
-    text = printable(run)
-    text = text if len(text) <= 40 else f"{text[:18]}...{text[-19:]}"
-    return (f" {text}" if text.startswith("_") else text).replace("$", r"\$")
+    """A run's name, shortened, that a leading underscore does not hide from a legend."""
+    text = plain(run if len(run) <= 40 else f"{run[:18]}...{run[-19:]}")
+    return f" {text}" if text.startswith("_") else text
+
+
+def plain(text: str) -> str:
+    """Text as matplotlib should show it: as it is, without mathematics."""
+    return printable(text).replace("$", r"\$")
 
 
 def file_name(run: str) -> str:

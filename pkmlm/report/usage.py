@@ -70,13 +70,17 @@ class MemoryUsage:
 
     @cached_property
     def overlap_HH(self) -> NDArray[np.float64] | None:
-        """float64 (H, H): the mean share of its slots that a head has in common with another, for one token.
-
-        Independent heads that read uniformly would share topk / slots. None where no two heads can meet.
+        """float64 (H, H): the mean share of its slots that a head has in common with another, for one token; None where
+        no two heads can meet.
         """
         if self.common_HH is None or self.heads == 1 or not self.reads:
             return None
         return self.common_HH / (self.reads / self.heads)
+
+    @property
+    def uniform_overlap(self) -> float:
+        """What independent heads that read uniformly would have in common: topk / slots."""
+        return self.reads / self.heads / self.tokens / self.slots
 
     def as_json(self) -> dict[str, Any]:
         """The memory's entry in `usage-report --format json`, all numbers unrounded.
@@ -110,8 +114,7 @@ class MemoryUsage:
         if self.overlap_HH is None:
             return dict.fromkeys(names)
         mean = float(self.overlap_HH[~np.eye(self.heads, dtype=bool)].mean())
-        topk = self.reads / self.heads / self.tokens
-        return dict(zip(names, (mean, topk / self.slots, self.overlap_HH.tolist()), strict=True))
+        return dict(zip(names, (mean, self.uniform_overlap, self.overlap_HH.tolist()), strict=True))
 
     def brief(self) -> dict[str, Any]:
         """The memory's entry in a `valid` line of metrics.jsonl: usage and KL of the mass, and of uniform reading."""

@@ -7,7 +7,7 @@ from statistics import fmean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
-from pkmlm.report.plots import file_name, label, line_style, save
+from pkmlm.report.plots import file_name, label, line_style, plain, save
 from pkmlm.runtime.files import remove_file
 from pkmlm.sweep.grid import Figure, Grid, Point
 from pkmlm.sweep.measures import MEASURES
@@ -44,7 +44,7 @@ def picture(results: Results, figure: Figure) -> Canvas | None:
     if len(set(places)) > 1:
         panels.append(("the paper", published))
     canvas = Canvas(figsize=(12, 7), dpi=100, layout="constrained")
-    canvas.suptitle(label(grid.title) if len(grid.title) <= 40 else grid.title.replace("$", r"\$"))
+    canvas.suptitle(plain(grid.title))
     for axes, (title, value) in zip(canvas.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         if len(panels) > 1:
             axes.set_title(title, fontsize=11)
