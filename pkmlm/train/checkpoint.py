@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pkmlm.errors import UserError
-from pkmlm.model.memory.values import Values
+from pkmlm.model.memory.values import tables_of
 from pkmlm.runtime.device import is_finite
 from pkmlm.runtime.distributed import Ranks
 from pkmlm.runtime.files import read_json, remove_folder, write_json, writing_folder
@@ -82,7 +82,7 @@ def save(
                 folder = stack.enter_context(writing_folder(path))
         folder = path.with_name(world.broadcast(folder.name if lead else None))
         state = optimizer_state(groups, lead)
-        contents = {FILES[0]: (weights, tables_of(model)), FILES[1]: (state, state_tables(model))}
+        contents = {FILES[0]: (weights, weight_tables(model)), FILES[1]: (state, state_tables(model))}
         with world.together():
             own = write_share(folder, contents, ranks)
             if lead:
@@ -114,14 +114,14 @@ def write_share(folder: Path, contents: dict[str, tuple[dict[str, Tensor], Table
     return {file: entry_of(folder / file) for file in shares}
 
 
-def tables_of(model: nn.Module) -> Tables:
-    """The tables among a model's tensors, and the ranks that hold their columns."""
-    return {f"{path}.weight_KD": module.ranks for path, module in model.named_modules() if isinstance(module, Values)}
+def weight_tables(model: nn.Module) -> Tables:
+    """The tables among a model's tensors."""
+    return {name: table.ranks for name, table in tables_of(model).items()}
 
 
 def state_tables(model: nn.Module) -> Tables:
     """The tables among the tensors of the optimizers of a model."""
-    return {f"{name}|{key}": ranks for name, ranks in tables_of(model).items() for key in ("exp_avg", "exp_avg_sq")}
+    return {f"{name}|{key}": ranks for name, ranks in weight_tables(model).items() for key in ("exp_avg", "exp_avg_sq")}
 
 
 def prune(run: RunDirectory, keep: int) -> None:
@@ -152,7 +152,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
     Raises:
         UserError: names, shapes or dtypes are not those of the model.
     """
-    copy_tensors(path / FILES[0], dict(model.state_dict()), tables_of(model))
+    copy_tensors(path / FILES[0], dict(model.state_dict()), weight_tables(model))
 
 
 def check_weights(path: Path, model: nn.Module) -> None:
@@ -162,7 +162,7 @@ def check_weights(path: Path, model: nn.Module) -> None:
     Raises:
         UserError: as `load_weights`.
     """
-    with tensors_of(path / FILES[0], dict(model.state_dict()), tables_of(model)):
+    with tensors_of(path / FILES[0], dict(model.state_dict()), weight_tables(model)):
         pass
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.model.memory.key_memory import KeyMemory
-from pkmlm.model.memory.values import Values
+from pkmlm.model.memory.values import Values, tables_of
 from pkmlm.recipe.schema import Recipe, TablesOptim, ValuesOptim
 from pkmlm.runtime.distributed import Ranks
 from pkmlm.train.row_adam import RowAdam
@@ -91,7 +91,7 @@ def learning_rate(step: int, *, peak: float, schedule: str, warmup_steps: int, s
 
 def parameter_groups(model: nn.Module, recipe: Recipe) -> list[Group]:
     """The groups of a model that have parameters, in the order dense, values, tables."""
-    tables = {f"{path}.weight_KD": module for path, module in model.named_modules() if isinstance(module, Values)}
+    tables = tables_of(model)
     dense = {name: parameter for name, parameter in model.named_parameters() if name not in tables}
     groups = [dense_group(dense, keys_of(model), recipe)]
     for name, build in (("values", values_group), ("tables", tables_group)):
@@ -101,20 +101,20 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[Group]:
     return groups
 
 
-def keys_of(model: nn.Module) -> set[str]:
-    """The paths of sub-keys and flat keys: what a memory with keys has of its own."""
-    memories = {path: module for path, module in model.named_modules() if isinstance(module, KeyMemory)}
-    return {f"{path}.{name}" for path, memory in memories.items() for name, _ in memory.named_parameters(recurse=False)}
+def keys_of(model: nn.Module) -> set[nn.Parameter]:
+    """The sub-keys and flat keys: what a memory with keys has of its own."""
+    memories = [module for module in model.modules() if isinstance(module, KeyMemory)]
+    return {key for memory in memories for key in memory.parameters(recurse=False)}
 
 
-def dense_group(parameters: dict[str, nn.Parameter], keys: set[str], recipe: Recipe) -> Group:
+def dense_group(parameters: dict[str, nn.Parameter], keys: set[nn.Parameter], recipe: Recipe) -> Group:
     """All but values and tables: AdamW, with decay on matrices alone (not on biases, norms or sub-keys), and sub-keys
     at a rate of their own."""
     optim = recipe.optim
     alike: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
-    for name, parameter in parameters.items():
+    for parameter in parameters.values():
         decay = optim.weight_decay if parameter.ndim == 2 else 0.0
-        scale = optim.keys.lr_scale if name in keys else 1.0
+        scale = optim.keys.lr_scale if parameter in keys else 1.0
         alike.setdefault((decay, scale, is_shard(parameter)), []).append(parameter)  # no fused step takes both kinds
     split = [{"params": some, "weight_decay": decay, "lr_scale": scale} for (decay, scale, _), some in alike.items()]
     optimizer = torch.optim.AdamW(split, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)

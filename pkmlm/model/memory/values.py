@@ -108,3 +108,8 @@ class Values(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Copies of the module share no half-precision table."""
         return {**self.__dict__, "copy_KD": None}
+
+
+def tables_of(model: nn.Module) -> dict[str, Values]:
+    """The tables of a model by the paths of their weights."""
+    return {f"{path}.weight_KD": module for path, module in model.named_modules() if isinstance(module, Values)}
