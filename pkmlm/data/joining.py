@@ -58,10 +58,9 @@ def join_parts(
 def read_parts(places: Sequence[Path]) -> Parts:
     """All parts of one corpus, in order."""
     parts: dict[int, tuple[Path, Part]] = {}
-    first_place = places[0]
-    first = read_part(first_place)
-    for place in places:
-        part = read_part(place)
+    read = [(place, read_part(place)) for place in places]
+    first_place, first = read[0]
+    for place, part in read:
         if problem := difference(first, part):
             raise UserError(f"{place} is no part of the same corpus as {first_place}: {problem}")
         if part.part in parts:
@@ -96,8 +95,8 @@ def difference(one: Part, other: Part) -> str:
             return f"it has {files} for {split} (expected {len(expected_sources)})"
         for source, expected_source in zip(sources, expected_sources, strict=True):
             if source != expected_source:
-                told = [f"{each.name} of {each.bytes:,} bytes" for each in (source, expected_source)]
-                return f"for {split} it has {told[0]} (expected {told[1]}, divided at the same places)"
+                found, expected = (f"{each.name} of {each.bytes:,} bytes" for each in (source, expected_source))
+                return f"for {split} it has {found} (expected {expected}, divided at the same places)"
     return ""
 
 

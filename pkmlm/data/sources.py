@@ -125,7 +125,7 @@ class Stream(io.RawIOBase):
         try:
             compression = self.source.compression or compression_of(stored.peek(4))
             read = {"gzip": gzip_blocks, "zstd": zstd_blocks, None: plain_blocks}[compression]
-            yield from joined(read(stored))
+            yield from in_large_blocks(read(stored))
             if compression and not self.count:
                 raise EOFError("the file is empty")
         except (EOFError, zlib.error, zstandard.ZstdError) as error:
@@ -174,7 +174,7 @@ def zstd_blocks(stored: io.BufferedReader) -> Iterator[bytes]:
         raise EOFError("the last frame is not complete")
 
 
-def joined(blocks: Iterable[bytes]) -> Iterator[bytes]:
+def in_large_blocks(blocks: Iterable[bytes]) -> Iterator[bytes]:
     """The same bytes in blocks of at least 1 MiB, but for the last: later stages have a fixed cost per block."""
     held: list[bytes] = []
     size = 0

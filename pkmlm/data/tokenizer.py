@@ -86,7 +86,7 @@ class Tokenizer:
         specials = [int(self._processor.eos_id()), int(self._processor.bos_id())]
         self.eos = next((special for special in specials if special >= 0), -1)
         self._mark = np.array([self._processor.piece_to_id(f"<0x{b:02X}>") for b in MARK.encode()], np.int32)
-        self._check(name)
+        self._check()
 
     @classmethod
     def load(cls, path: Path) -> "Tokenizer":
@@ -169,8 +169,8 @@ class Tokenizer:
             parts += [self._mark, part]
         return np.concatenate(parts[1:])
 
-    def _check(self, name: str) -> None:
-        hint = "use a tokenizer that `pkmlm tokenize` learns"
+    def _check(self) -> None:
+        name, hint = self.name, "use a tokenizer that `pkmlm tokenize` learns"
         if self.eos < 0:
             raise UserError(f"{name} has neither an end nor a beginning token to separate documents with", hint)
         if not all(self._processor.is_byte(int(i)) for i in self._mark):
