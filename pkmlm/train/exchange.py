@@ -29,8 +29,8 @@ def exchange_gradients(groups: list[Group], ranks: Ranks) -> None:
     for group in groups:
         grads = [p.grad for p in group.parameters.values() if p.grad is not None]
         sum_gradients([grad for grad in grads if not is_shard(grad)], ranks.world)
-        for table in group.tables:
-            exchange_reads(table, ranks.data)
+        for gradient in group.row_gradients:
+            exchange_reads(gradient, ranks.data)
 
 
 def sum_gradients(grads: list[Tensor], ranks: World) -> None:
@@ -54,26 +54,26 @@ def buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def exchange_reads(table: RowGradient, ranks: World) -> None:
+def exchange_reads(gradient: RowGradient, ranks: World) -> None:
     """Make a table's gradient that of the reads of all ranks.
 
     Where that is less to send, the reads themselves travel, and are then in the order in which one process would have
     made them; else the sums of rows do.
     """
-    if ranks.size == 1 or not table:
+    if ranks.size == 1 or not gradient:
         return
-    if table.sums is None:
-        tokens, (x_ND, slots_Nr, _) = sum(len(x) for x, _, _ in table.reads), table.reads[0]
+    if gradient.sums is None:
+        tokens, (x_ND, slots_Nr, _) = sum(len(x) for x, _, _ in gradient.reads), gradient.reads[0]
         reads, rows = exchange_bytes(
-            tokens, slots_Nr.shape[1], table.rows, x_ND.shape[1], x_ND.element_size(), ranks=ranks.size
+            tokens, slots_Nr.shape[1], gradient.rows, x_ND.shape[1], x_ND.element_size(), ranks=ranks.size
         )
         if reads <= rows:
-            table.replace(
+            gradient.replace(
                 [
                     (ranks.all_gather(x), ranks.all_gather(slots.int()).long(), ranks.all_gather(w))
-                    for x, slots, w in table.reads
+                    for x, slots, w in gradient.reads
                 ]
             )
             return
-    sums_KD, read_K = table.fold()
-    table.replace([], (ranks.all_sum(sums_KD), ranks.all_any(read_K)))
+    sums_KD, read_K = gradient.fold()
+    gradient.replace([], (ranks.all_sum(sums_KD), ranks.all_any(read_K)))

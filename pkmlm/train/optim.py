@@ -24,14 +24,14 @@ class Group:
     Attributes:
         name: "dense", "values" (of memories) or "tables" (of hash layers).
         parameters: by their path in the model.
-        tables: the gradients of those parameters that are tables of rows.
+        row_gradients: of those parameters that are tables of rows.
         rate: the learning rate of a step (from 1).
         clip: largest norm of the group's gradient; 0: no clipping.
     """
 
     name: str
     parameters: dict[str, nn.Parameter]
-    tables: list[RowGradient]
+    row_gradients: list[RowGradient]
     optimizer: torch.optim.Optimizer
     rate: Callable[[int], float]
     clip: float
@@ -43,7 +43,7 @@ class Group:
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
         own = [local_part(grad) for grad in grads if is_shard(grad) or ranks.world.rank == 0]
         norms = [torch.stack(torch._foreach_norm(own))] if own else []
-        norms += [table.norm() for table in self.tables if table and ranks.data.rank == 0]
+        norms += [gradient.norm() for gradient in self.row_gradients if gradient and ranks.data.rank == 0]
         device = next(iter(self.parameters.values())).device
         return sum((norm.double().square().sum() for norm in norms), torch.zeros((), device=device).double())
 
@@ -51,14 +51,14 @@ class Group:
         grads = [local_part(p.grad) for p in self.parameters.values() if p.grad is not None]
         if grads:
             torch._foreach_mul_(grads, factor)
-        for table in self.tables:
-            table.scale *= factor
+        for gradient in self.row_gradients:
+            gradient.scale *= factor
 
     def unscale(self, scaler: torch.amp.GradScaler) -> None:
         """Undo the loss scale of an enabled scaler."""
         scaler.unscale_(self.optimizer)
-        for table in self.tables:
-            table.scale /= scaler.get_scale()
+        for gradient in self.row_gradients:
+            gradient.scale /= scaler.get_scale()
 
     def step(self, step: int) -> None:
         """Take one optimizer step at the rate of `step`."""

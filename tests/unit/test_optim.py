@@ -244,7 +244,7 @@ def test_gradient_norms_and_clipping(optimizer):
     groups = {group.name: group for group in parameter_groups(model, recipe)}
     model(torch.randint(0, 20, (2, 8))).square().sum().backward()
     for group in groups.values():
-        dense = [table.dense() for table in group.tables] or [p.grad for p in group.parameters.values()]
+        dense = [gradient.dense() for gradient in group.row_gradients] or [p.grad for p in group.parameters.values()]
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in dense))
         assert group.own_square(Ranks()).sqrt().item() == pytest.approx(norm, rel=1e-4)
         group.scale_gradient(0.25)

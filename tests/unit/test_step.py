@@ -86,19 +86,19 @@ def test_an_overflow_in_one_group_skips_all(recipe, group):
     stepper.take(1)
     before, scale = weights(stepper), stepper.scaler.get_scale()
 
-    def overflow(gradient: torch.Tensor) -> torch.Tensor:
-        bad = gradient.clone()
+    def overflow(grad: torch.Tensor) -> torch.Tensor:
+        bad = grad.clone()
         bad[0] = float("inf")
         return bad
 
-    if stepper.groups[group].tables:
-        (table,) = stepper.groups[group].tables
-        table.add = lambda x, *reads: RowGradient.add(table, overflow(x), *reads)
+    if stepper.groups[group].row_gradients:
+        (gradient,) = stepper.groups[group].row_gradients
+        gradient.add = lambda x, *reads: RowGradient.add(gradient, overflow(x), *reads)
     else:
         hook = next(iter(stepper.groups[group].parameters.values())).register_hook(overflow)
     result = stepper.take(2)
-    if stepper.groups[group].tables:
-        del table.add
+    if stepper.groups[group].row_gradients:
+        del gradient.add
     else:
         hook.remove()
     assert result.skipped
