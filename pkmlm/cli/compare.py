@@ -9,6 +9,7 @@ import click
 
 from pkmlm.cli.options import force_option, format_option
 from pkmlm.cli.outputs import free_folder
+from pkmlm.cli.streams import warn
 from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def command(run_paths: tuple[str, ...], format: "Format", plots: str | None, for
         tables = [flat_table(facts)] if format == "csv" else compare_tables(facts)
         click.echo("\n".join(table.render(format) for table in tables), nl=False)
     for text in (*cut_short(facts, trained), *partly_measured(runs), *differences(runs)):
-        click.echo(f"warning: {printable(text)}", err=True)
+        warn(text)
     if folder is not None:
         from pkmlm.report.plots import learning_curves, save
 
@@ -92,5 +93,5 @@ def without_strays(paths: Sequence[str]) -> Sequence[str]:
         return paths
     for path in sorted(strays):
         why = "an export" if is_export(Path(path)) else "no recipe.yaml in it"
-        click.echo(f"warning: left out {printable(path)}: it is no run ({why})", err=True)
+        warn(f"left out {path}: it is no run ({why})")
     return runs

@@ -7,6 +7,7 @@ import click
 
 from pkmlm.cli.cost_ranks import byte_size, ranks_report
 from pkmlm.cli.options import json_option, set_option
+from pkmlm.cli.streams import warn
 from pkmlm.errors import UserError
 
 if TYPE_CHECKING:
@@ -94,8 +95,8 @@ def command(
     else:
         assert recipe is not None
         result, text = whole_model(recipe, overrides, width, world, device_memory)
-        for told in idle_keys(recipe, overrides):
-            click.echo(f"warning: {told}", err=True)
+        for idle in idle_keys(recipe, overrides):
+            warn(idle)
     click.echo(json.dumps(result, indent=2) if as_json else text)
 
 

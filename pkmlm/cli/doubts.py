@@ -2,21 +2,16 @@
 
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from pkmlm.errors import printable
+from pkmlm.cli.streams import warn
 
 if TYPE_CHECKING:
     from pkmlm.data.index import Index, Split
     from pkmlm.data.sources import Source
 
 Told = set[tuple[str, str]]  # (split, name of a file) that a warning has named
-
-
-def warn(text: str) -> None:
-    print(f"warning: {printable(text)}", file=sys.stderr)
 
 
 def doubt_sources(sources: Mapping[str, Sequence["Source"]]) -> Told:

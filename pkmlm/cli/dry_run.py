@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pkmlm.cli.streams import warn
+
 if TYPE_CHECKING:
     from pkmlm.runtime.device import Arithmetic
     from pkmlm.runtime.distributed import World
@@ -23,7 +25,7 @@ def report(job: "Job", world: "World") -> int:
     if world.rank == 0:
         click.echo("\n".join(map(hanging, plan(job, arithmetic, world.size))))
         for text in (*job.doubts, *too_large(job, arithmetic, world.size)):
-            click.echo(f"warning: {text}", err=True)
+            warn(text)
     with explained(job, arithmetic, world):
         line = first_step(job, arithmetic, world)
     if world.rank == 0:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pkmlm.cli.options import force_option, json_option, quiet_option, step_option
+from pkmlm.cli.streams import warn
 from pkmlm.cli.texts import TextChoice, kept_name, kept_split, text_options, warn_of
 from pkmlm.cli.zero_shot import Asked, prepare, score_tasks, tasks_file, warn_of_cuts, write_samples
-from pkmlm.errors import UserError, printable
+from pkmlm.errors import UserError
 
 if TYPE_CHECKING:
     from pkmlm.evaluate.load import LoadedRun
@@ -112,7 +113,7 @@ def command(
     try:
         store(run, record, stride, choice)
     except UserError as error:  # a folder that only another user may write, say: the result still stands
-        click.echo(f"warning: not kept in the run: {printable(error.message)}", err=True)
+        warn(f"not kept in the run: {error.message}")
     if measured:
         warn_of(documents.doubts)
     if asked.log_samples is not None:  # last: a full disk costs no result

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pkmlm.cli.options import format_option, set_option
+from pkmlm.cli.streams import warn
 from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def check_one(file: str, overrides: tuple[str, ...]) -> None:
     recipe = load_recipe(file, overrides)
     click.echo(printable(f"ok  {file}: {summary(recipe)}"))
     for text in doubts(recipe) + idle_keys(file, overrides):
-        click.echo(printable(f"warning: {file}: {text}"), err=True)
+        warn(f"{file}: {text}")
 
 
 def summary(recipe: "Recipe") -> str:

@@ -7,7 +7,7 @@ import sys
 from contextlib import suppress
 from typing import IO, Any
 
-from pkmlm.errors import UserError
+from pkmlm.errors import UserError, printable
 
 # Errors of an output that takes no more: a closed pipe, a full disk.
 ENDED = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
@@ -55,6 +55,11 @@ def prepare() -> None:
 def silence_output() -> None:
     """Let what is left unwritten on standard output go nowhere: there is nowhere it could go."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def warn(text: str) -> None:
+    """A warning, on standard error."""
+    print(f"warning: {printable(text)}", file=sys.stderr)
 
 
 def read_input() -> str:

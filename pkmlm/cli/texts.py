@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from pkmlm.cli.options import field_option, given, separator_option
-from pkmlm.errors import UserError, printable
+from pkmlm.cli.streams import warn
+from pkmlm.errors import UserError
 
 if TYPE_CHECKING:
     from pkmlm.evaluate.load import LoadedRun
@@ -120,7 +121,7 @@ def separator_of(folder: str | None) -> str | None:
 def warn_of(doubts: Iterable[str]) -> None:
     """Say on standard error what is doubtful, each once."""
     for doubt in dict.fromkeys(doubts):
-        click.echo(f"warning: {printable(doubt)}", err=True)
+        warn(doubt)
 
 
 def kept_name(name: str, sha256: str, separator: str | None, field: str) -> str:
@@ -150,8 +151,7 @@ def kept_split(folder: Path, split: str, key: str, sha256: str) -> str:
     if not kept or sha256 in kept:
         return split
     name = f"{split}-{sha256[:8]}"
-    text = f"--data: what the run has kept of {split} is of other tokens: this is kept as {name}"
-    click.echo(f"warning: {printable(text)}", err=True)
+    warn(f"--data: what the run has kept of {split} is of other tokens: this is kept as {name}")
     return name
 
 

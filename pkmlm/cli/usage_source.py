@@ -5,10 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import click
-
+from pkmlm.cli.streams import warn
 from pkmlm.cli.texts import TextChoice, kept_name, kept_split
-from pkmlm.errors import UserError, printable
+from pkmlm.errors import UserError
 
 if TYPE_CHECKING:
     from pkmlm.report.slots import Holding
@@ -78,7 +77,7 @@ class Source:
         try:
             save_usage(self.stem, report.entry, report.memories)
         except UserError as error:  # a folder that only another user may write, say: the report still stands
-            click.echo(f"warning: not kept for the next time: {printable(error.message)}", err=True)
+            warn(f"not kept for the next time: {error.message}")
         return report
 
 

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import click
-
 from pkmlm.cli.outputs import free_file
-from pkmlm.errors import UserError, printable
+from pkmlm.cli.streams import warn
+from pkmlm.errors import UserError
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
@@ -94,10 +93,9 @@ def warn_of_cuts(record: dict[str, Any]) -> None:
     """Say on standard error of which tasks more than half of the requests lost their beginning."""
     for name, facts in record["tasks"].items():
         if 2 * facts["truncated"] > facts["requests"]:
-            click.echo(
-                f"warning: {printable(name)}: {facts['truncated']:,} of {facts['requests']:,} requests are longer than "
-                f"the context of {record['harness']['context']:,}: their beginnings were cut",
-                err=True,
+            warn(
+                f"{name}: {facts['truncated']:,} of {facts['requests']:,} requests are longer than "
+                f"the context of {record['harness']['context']:,}: their beginnings were cut"
             )
 
 
