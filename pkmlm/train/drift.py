@@ -24,6 +24,7 @@ from pkmlm.runtime.distributed import World
 from pkmlm.runtime.files import make_folder, remove_file, writing
 from pkmlm.runtime.log import RunLog
 from pkmlm.runtime.seeds import derived_seed
+from pkmlm.train.read_slots import ReadSlots
 
 SAMPLE = 2048  # values of a memory whose way is measured
 READ = ("read_K", "last_K", "sample_S")
@@ -127,26 +128,16 @@ class Drift:
             memory.last_K = torch.from_numpy(last_K).to(device)
 
 
-class _Memory:
+class _Memory(ReadSlots):
     """What is noted of one memory: slots read since the last record, and the step of the last record that read each."""
 
-    def __init__(self, module: KeyMemory | HashLayer, seed: int, world: World):
-        self.tap, self.values, self.world = module.tap, module.values, world
-        slots, device = self.tap.slots, self.values.weight_KD.device
-        self.read_K = torch.zeros(slots, dtype=torch.bool, device=device)
+    def __init__(self, memory: KeyMemory | HashLayer, seed: int, ranks: World):
+        super().__init__(memory, ranks)
+        self.values, slots, device = memory.values, self.tap.slots, self.read_K.device
         self.last_K = torch.zeros(slots, dtype=torch.int64, device=device)
         sample = np.sort(permute(np.arange(min(SAMPLE, slots)), slots, seed))
         self.sample_S = torch.from_numpy(sample).to(device)
         self.before_SD = self._values()
-        self.tap.register_forward_hook(self._note)
-
-    def _note(self, tap: nn.Module, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
-        if tap.training:
-            self.read_K.index_fill_(0, output[0].flatten(), True)
-
-    def meet(self) -> None:
-        """Note what other ranks have read, too."""
-        self.read_K = self.world.all_any(self.read_K)
 
     def _values(self) -> Tensor:
         own_Sd = self.values.weight_KD.detach()[self.sample_S].float()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pkmlm.errors import NotFinite, UserError
-from pkmlm.model.memory.usage_tap import usage_taps
+from pkmlm.model.memory.key_memory import KeyMemory
 from pkmlm.runtime.log import RunLog
 from pkmlm.runtime.rundir import RunDirectory
 from pkmlm.runtime.signals import StopRequest
@@ -14,8 +14,8 @@ from pkmlm.train import checkpoint
 from pkmlm.train.checkpoint import Progress
 from pkmlm.train.drift import Drift
 from pkmlm.train.history import History
+from pkmlm.train.read_slots import RecentReads
 from pkmlm.train.recalibrate import recalibrate
-from pkmlm.train.recent_reads import RecentReads
 from pkmlm.train.step import Stepper, diverged
 
 Validate = Callable[[StopRequest], dict[str, Any] | None]
@@ -59,7 +59,8 @@ class Training:
         self.progress.data |= stepper.batches.corpus.hashes
         model, step = stepper.model, self.progress.step
         self.drift = Drift(run.path / "usage", self.recipe, model, step, self.world, run.refuse_replaced)
-        self.reads = [RecentReads(tap, self.world) for tap in usage_taps(model) if tap.name == "memory"][:2]
+        keyed = [module for module in model.modules() if isinstance(module, KeyMemory)]
+        self.reads = [RecentReads(memory, self.world) for memory in keyed[:2]]  # what fits a line
 
     def go_on(self) -> Outcome:
         """Train to the recipe's last step, to the end of its patience, or until a stop request.

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from pkmlm.data.batches import Batches
-from pkmlm.model.memory.usage_tap import usage_taps
+from pkmlm.model.memory.memories import memories
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Memory, Model, Recipe, Train
 from pkmlm.runtime.distributed import World
-from pkmlm.train import recent_reads
-from pkmlm.train.recent_reads import RecentReads
+from pkmlm.train import read_slots
+from pkmlm.train.read_slots import RecentReads
 from pkmlm.train.step import Stepper
 from tests.golden.test_curves import Stream
 
@@ -20,13 +20,13 @@ MODEL = Model(dim=16, layers=2, heads=2, context=16, memory=MEMORY)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("micro_batch", [8, 4])
 def test_a_window_is_so_many_steps(monkeypatch, recompute, micro_batch):
-    monkeypatch.setattr(recent_reads, "WINDOW", 3)
+    monkeypatch.setattr(read_slots, "WINDOW", 3)
     train = Train(steps=9, batch_tokens=128, micro_batch=micro_batch, recompute=recompute)
     recipe = Recipe(model=MODEL, train=train)
     model = build_model(recipe, 40)
     stepper = Stepper(recipe, model, Batches(Stream(), 16, 8, 1), "fp32")
-    (tap,) = usage_taps(model)
-    reads, seen = RecentReads(tap, World()), []
+    (memory,) = memories(model)
+    tap, reads, seen = memory.tap, RecentReads(memory, World()), []
     tap.register_forward_hook(lambda _, inputs, out: seen.append(out[0].flatten()))
     told = []
     for step in range(1, 7):
