@@ -20,7 +20,7 @@ SIZE = click.IntRange(1, 1 << 40)  # beyond it, counts would not fit into floati
 
 
 @click.command(short_help="Parameters, operations, bytes and memory of a recipe.")
-@click.argument("recipe", required=False, metavar="RECIPE")
+@click.argument("recipe_file", required=False, metavar="RECIPE")
 @set_option
 @click.option(
     "--entry-bytes",
@@ -52,7 +52,7 @@ SIZE = click.IntRange(1, 1 << 40)  # beyond it, counts would not fit into floati
 )
 @json_option
 def command(
-    recipe: str | None,
+    recipe_file: str | None,
     overrides: tuple[str, ...],
     entry_bytes: str,
     hash_layer: tuple[int, int, int] | None,
@@ -80,22 +80,24 @@ def command(
     import json
 
     from pkmlm.recipe.doubts import idle_keys
+    from pkmlm.recipe.load import load_recipe
 
-    if (recipe is None) == (hash_layer is None):
+    if (recipe_file is None) == (hash_layer is None):
         raise click.UsageError("Give either a RECIPE or --hash-layer BITS TABLES WIDTH.")
     if world is None and device_memory is not None:
         raise click.UsageError("--device-memory goes with --world (1 for one device).")
     if hash_layer is not None and (overrides or world is not None):
         raise click.UsageError(f"{'-s' if overrides else '--world'} is for a RECIPE.")
-    if recipe is not None and tokens is not None:
+    if recipe_file is not None and tokens is not None:
         raise click.UsageError("--tokens is for --hash-layer; a RECIPE's sequences have model.context tokens.")
     width = int(entry_bytes)
     if hash_layer is not None:
         result, text = one_layer(hash_layer, tokens or 2048, width)
     else:
-        assert recipe is not None
-        result, text = whole_model(recipe, overrides, width, world, device_memory)
-        for idle in idle_keys(recipe, overrides):
+        assert recipe_file is not None
+        recipe = load_recipe(recipe_file, overrides)
+        result, text = whole_model(recipe, recipe_file, width, world, device_memory)
+        for idle in idle_keys(recipe, recipe_file, overrides):
             warn(idle)
     click.echo(json.dumps(result, indent=2) if as_json else text)
 
@@ -120,17 +122,15 @@ def one_layer(shape: tuple[int, int, int], tokens: int, entry_bytes: int) -> tup
 
 
 def whole_model(
+    recipe: "Recipe",
     file: str,
-    overrides: tuple[str, ...],
     entry_bytes: int,
     world: int | None,
     device_memory: int | None,
 ) -> tuple[dict[str, object], str]:
     """A recipe's cost as JSON and as text."""
     from pkmlm.model.cost import cost_of
-    from pkmlm.recipe.load import load_recipe
 
-    recipe = load_recipe(file, overrides)
     rows = vocabulary(recipe)
     cost = cost_of(recipe, rows, entry_bytes)
     tables = [layer_table(recipe, cost), total_table(cost, rows), training_table(recipe, cost)]

@@ -73,7 +73,7 @@ def check_one(file: str, overrides: tuple[str, ...]) -> None:
 
     recipe = load_recipe(file, overrides)
     click.echo(printable(f"ok  {file}: {summary(recipe)}"))
-    for text in doubts(recipe) + idle_keys(file, overrides):
+    for text in doubts(recipe) + idle_keys(recipe, file, overrides):
         warn(f"{file}: {text}")
 
 

@@ -106,7 +106,7 @@ def open_job(recipe_file: str, overrides: tuple[str, ...], ranks: int, verify: b
             "leave it null, or tokenize with a smaller --vocab-size",
         )
     check_ranks(recipe, ranks, recipe_file)
-    return Job(recipe, corpus, tokenizer, (*doubts(recipe), *idle_keys(recipe_file, overrides)))
+    return Job(recipe, corpus, tokenizer, (*doubts(recipe), *idle_keys(recipe, recipe_file, overrides)))
 
 
 def train_in(output: str, job: "Job", resume: str, quiet: bool, world: "World") -> int:

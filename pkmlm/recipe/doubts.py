@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pkmlm.recipe.dump import flatten
-from pkmlm.recipe.load import load_recipe, parse_override
+from pkmlm.recipe.load import parse_override
 from pkmlm.recipe.nodes import Node, parse, yaml_text
 from pkmlm.recipe.schema import Recipe
 
@@ -25,24 +25,23 @@ def doubts(recipe: Recipe) -> list[str]:
     ]
 
 
-def idle_keys(path: str | Path, overrides: Iterable[str] = ()) -> list[str]:
+def idle_keys(recipe: Recipe, path: str | Path, overrides: Iterable[str] = ()) -> list[str]:
     """What to warn of, a line each: keys that the user has set and that do nothing, as another key has it.
 
     Those of the file itself and of the overrides count, not what it inherits; nor a key that stands beside the one that
     makes it idle, or before it: `model.memory.kind: none` over a memory's recipe is how its dense twin is written.
 
-    Raises:
-        UserError: as `load_recipe`.
+    Args:
+        recipe: what `load_recipe` has made of this file and these overrides.
     """
-    overrides = list(overrides)
-    values = flatten(load_recipe(path, overrides))
+    values = flatten(recipe)
     layers = [parse(yaml_text(Path(path)), str(path)), *map(parse_override, overrides)]
     given = {key: number for number, tree in enumerate(layers, 1) for key in keys_of(tree)}
-    told: dict[str, list[str]] = {}
+    idle: dict[str, list[str]] = {}
     for key, switch in switches(values).items():
         if key != switch and given.get(key, 0) > given.get(switch, 0):
-            told.setdefault(switch, []).append(key)
-    return [f"{', '.join(keys)}: without effect, as {switch} is {values[switch]}" for switch, keys in told.items()]
+            idle.setdefault(switch, []).append(key)
+    return [f"{', '.join(keys)}: without effect, as {switch} is {values[switch]}" for switch, keys in idle.items()]
 
 
 def keys_of(tree: Node, prefix: str = "") -> Iterator[str]:

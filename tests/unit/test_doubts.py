@@ -17,7 +17,8 @@ def idle(folder: Path, text: str, *overrides: str) -> list[str]:
     (folder / "dense.yaml").write_text(DENSE)
     (folder / "memory.yaml").write_text(MEMORY)
     (folder / "asked.yaml").write_text(text)
-    return idle_keys(folder / "asked.yaml", overrides)
+    asked = folder / "asked.yaml"
+    return idle_keys(load_recipe(asked, overrides), asked, overrides)
 
 
 @pytest.mark.parametrize(
@@ -70,4 +71,4 @@ def test_a_memory_that_is_taken_away_is_meant(tmp_path: Path) -> None:
 
 def test_nothing_in_a_recipe_of_the_repository_is_idle() -> None:
     files = [path for path in RECIPES.rglob("*.yaml") if path.parent.name != "grids"]
-    assert [told for path in files for told in idle_keys(path)] == []
+    assert [told for path in files for told in idle_keys(load_recipe(path), path)] == []
