@@ -6,8 +6,9 @@ and sha256 of each file but the card and the settings of generation, which are t
 
 import contextlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,7 +33,7 @@ from pkmlm.recipe.schema import Recipe
 from pkmlm.runtime.device import DTYPES, is_finite
 from pkmlm.runtime.files import read_json, write_json, write_text, writing, writing_folder
 from pkmlm.runtime.manifest import ENTRIES, MANIFEST, damage, entry_of
-from pkmlm.runtime.shapes import misfit
+from pkmlm.runtime.shapes import misfit, read_shaped
 from pkmlm.train.tensor_files import write_tensors
 
 VERSION = 1
@@ -46,6 +47,7 @@ SHARD_BYTES = 5 * 10**9
 KEPT = re.compile(r"\.memory\.(query\.|subkeys_H2nf$|keys_HKq$)")
 HINT = "it is damaged or was changed: export the run again"
 CHANGED = f"{HINT}, or delete {MANIFEST} to take it as it is"
+FLOATS = ("F64", "F32", "BF16", "F16")  # types of weights that are read, as their files say them
 
 
 def check_free(path: Path, force: bool) -> None:
@@ -178,8 +180,12 @@ def read_export(path: Path, device: torch.device) -> Export:
         tokenizer = Tokenizer.load(path / TOKENIZER)
     except UserError as error:
         raise UserError(error.message, error.hint or HINT, exit_code=1) from None
-    model = build_model(recipe, recipe.model.vocab_size or tokenizer.size, device, draw=False)
-    read_weights(path, exported_tensors(model))
+    rows = recipe.model.vocab_size or tokenizer.size
+    with open_weights(path, exported_tensors(build_model(recipe, rows, "meta"))) as weights:
+        model = build_model(recipe, rows, device, draw=False)
+        with torch.no_grad():
+            for name, tensor in exported_tensors(model).items():
+                tensor.copy_(weights[name][...])
     return Export(recipe, origin, model.eval(), tokenizer)
 
 
@@ -201,34 +207,44 @@ def verify(path: Path) -> None:
         raise UserError(problem, HINT if problem.endswith(" is missing") else CHANGED, exit_code=1)
 
 
-@torch.no_grad()
-def read_weights(path: Path, expected: dict[str, Tensor]) -> None:
-    """Copy the weights of a folder into tensors of the same names and shapes, widened where they are narrower.
+@contextlib.contextmanager
+def open_weights(path: Path, expected: dict[str, Tensor]) -> Iterator[dict[str, Any]]:
+    """The weights of a folder by name, slices of its open files.
+
+    Args:
+        expected: tensors of the names and shapes that they must have; these need no storage.
 
     Raises:
-        UserError: (exit code 1) a file is missing or damaged, or holds other tensors; then nothing has been copied.
+        UserError: (exit code 1) a file is missing or damaged, or holds other tensors.
     """
-    held_by = dict.fromkeys(expected, WHOLE)
-    if not (path / WHOLE).exists() and (path / INDEX).exists():
-        index = read_json(path / INDEX, "the index of the weights")
-        weight_map = index.get("weight_map") if isinstance(index, dict) else None
-        if not isinstance(weight_map, dict) or not all(SHARD.fullmatch(str(file)) for file in weight_map.values()):
-            raise UserError(f"{path / INDEX} is no index of weights", HINT, exit_code=1)
-        held_by = weight_map
     with contextlib.ExitStack() as stack:
         try:
-            files = {
-                file: stack.enter_context(safe_open(path / file, framework="pt")) for file in set(held_by.values())
-            }
+            files = [stack.enter_context(safe_open(path / name, framework="pt")) for name in weight_files(path)]
         except (SafetensorError, OSError) as error:
             raise UserError(f"cannot read the weights of {path}: {error}", HINT, exit_code=1) from None
-        found = {name: file.get_slice(name) for file in files.values() for name in file.keys()}  # noqa: SIM118
+        found = {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118
         for name in sorted(expected.keys() ^ found.keys()):
             what = "is not in the model of config.json" if name in found else "is missing"
             raise UserError(f"{path}: tensor {name} {what}", HINT, exit_code=1)
         for name, tensor in expected.items():
-            shape = found[name].get_shape()
+            shape, dtype = found[name].get_shape(), found[name].get_dtype()
             if list(tensor.shape) != shape:
                 raise UserError(f"{path}: tensor {name} has shape {shape} (expected {list(tensor.shape)})", HINT, 1)
-        for name, tensor in expected.items():
-            tensor.copy_(found[name][...])
+            if dtype not in FLOATS:
+                raise UserError(f"{path}: tensor {name} is {dtype} (expected {', '.join(FLOATS)})", HINT, 1)
+        yield found
+
+
+def weight_files(path: Path) -> set[str]:
+    """The names of the files that hold a folder's weights: one, or those of its index.
+
+    Raises:
+        UserError: (exit code 1) the index is damaged.
+    """
+    if (path / WHOLE).exists() or not (path / INDEX).exists():
+        return {WHOLE}
+    index = read_shaped(path / INDEX, {"weight_map": {str: (str,)}}, "the index of the weights", HINT)
+    files = set(index["weight_map"].values())
+    if not all(map(SHARD.fullmatch, files)):
+        raise UserError(f"{path / INDEX} is no index of weights", HINT, exit_code=1)
+    return files

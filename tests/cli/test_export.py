@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from pkmlm.evaluate.load import load_run
 from tests.conftest import MODELS, ROOT, pkmlm
@@ -290,14 +291,14 @@ def test_a_damaged_export_is_told_in_one_line(exports, tmp_path, damage, code, s
     assert ("or delete manifest.json" in error) == helps
 
 
-def test_memory_that_does_not_suffice_is_told_in_one_line(exports, tmp_path):
+def test_a_model_larger_than_its_weights_is_told_before_memory_is_taken(exports, tmp_path):
     folder = shutil.copytree(exports["dense"], tmp_path / "exported")
     config_with(vocab_size=2**31 - 1)(folder)  # 256 GiB of embeddings
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (1 << 37, before[1]))
     try:
         said = pkmlm("eval", folder, code=1).stderr
-        assert re.search(r"^error: the model does not fit into memory: [\d,]+ parameters, [\d,.]+ GB in fp32\n", said)
+        assert "tensor model.embedding.weight has shape [600, 32] (expected [2147483647, 32])" in said
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
@@ -306,8 +307,25 @@ def test_an_index_names_only_files_of_its_folder(exports, tmp_path):
     folder = shutil.copytree(exports["dense"], tmp_path / "exported")
     for name in ("manifest.json", "model.safetensors"):
         (folder / name).unlink()
-    (folder / "model.safetensors.index.json").write_text(HALF_INDEX)
-    assert "is no index of weights" in pkmlm("eval", folder, code=1).stderr
+    index = folder / "model.safetensors.index.json"
+    for text, said in (
+        (HALF_INDEX, "is no index of weights"),
+        ("{", "is not valid JSON"),
+        ("[]", "is not as it was written"),
+        ('{"weight_map": {"model.norm.weight": 5}}', "weight_map.model.norm.weight is '5'"),
+        ('{"weight_map": {}}', "is missing"),
+    ):
+        index.write_text(text)
+        assert said in pkmlm("eval", folder, code=1).stderr
+
+
+def test_weights_that_are_whole_numbers_are_refused(exports, tmp_path):
+    folder = shutil.copytree(exports["dense"], tmp_path / "exported")
+    (folder / "manifest.json").unlink()
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"model.norm.bias": weights["model.norm.bias"].long()}, folder / "model.safetensors")
+    said = pkmlm("eval", folder, code=1).stderr
+    assert "tensor model.norm.bias is I64 (expected F64, F32, BF16, F16)" in said
 
 
 def test_reading_needs_no_transformers_and_runs_no_code(exports, tmp_path, monkeypatch):
