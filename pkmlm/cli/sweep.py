@@ -218,7 +218,7 @@ def cell_progress(
 
     from pkmlm.sweep.runner import steps_taken
 
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, markup=False, emoji=False, highlight=False)  # text as it is
     console.soft_wrap = not console.is_terminal  # a terminal would break a long line within a word
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
     with Progress(*columns, console=console, disable=quiet or not console.is_terminal, transient=True) as progress:
@@ -234,7 +234,7 @@ def cell_progress(
 
         def say(text: str) -> None:
             if not quiet:
-                console.print(printable(text), markup=False)
+                console.print(printable(text))
 
         yield say, tick
 

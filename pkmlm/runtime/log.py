@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 
@@ -46,7 +45,7 @@ class TrainingLog:
     ):
         self.folder, self.name, self.steps, self.settings, self.quiet = folder, name, steps, settings, quiet
         self.judge = judge
-        self.console = Console(file=sys.stderr, highlight=False)
+        self.console = Console(file=sys.stderr, markup=False, emoji=False, highlight=False)  # text as it is
         self.console.soft_wrap = not self.console.is_terminal  # a terminal would break a long line within a word
         self.live = self.console.is_terminal and not quiet
         self.start = max(RunDirectory(folder).steps(), default=0)
@@ -96,13 +95,13 @@ class TrainingLog:
         with disk_errors(self.folder / "train.log"):
             self.text.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {printable(text)}\n")
         if on_screen and not self.quiet:
-            self.console.print(escape(printable(text)))
+            self.console.print(printable(text))
 
     def warn(self, step: int, text: str) -> None:
         """Something that a person should look at: a "warn" event, and a line that `quiet` does not silence."""
         self.event("warn", step, text=text)
         self.say(f"warning: step {step}: {text}", on_screen=False)
-        self.console.print(escape(printable(f"warning: step {step}: {text}")))
+        self.console.print(printable(f"warning: step {step}: {text}"))
 
     def progressed(self, step: int, loss: float, tokens_per_second: float, extra: str) -> None:
         """Show where training is; the ETA leaves out the first ten steps of this process, in which things warm up."""

@@ -21,13 +21,13 @@ def test_events_and_lines_go_to_files_and_the_screen(tmp_path, capsys):
         for step in range(1, 41):
             log.event("train", step, loss=1 / step)
             log.progressed(step, 1 / step, 1000.0, "")
-        log.say("a line with [bold] and \x1b[31m in it")
+        log.say("a line with [bold], :smile: and \x1b[31m in it")
         log.sync()
     events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert events == [{"event": "train", "step": step, "loss": 1 / step} for step in range(1, 41)]
     shown = capsys.readouterr().err.splitlines()
     assert [line.split("  ")[0] for line in shown[:2]] == ["step 20/40", "step 40/40"]
-    assert shown[2] == "a line with [bold] and \\x1b[31m in it"
+    assert shown[2] == "a line with [bold], :smile: and \\x1b[31m in it"
     assert len((tmp_path / "train.log").read_text().splitlines()) == 3
 
 
