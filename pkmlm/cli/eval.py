@@ -86,14 +86,14 @@ def command(
       torchrun --nproc-per-node 4 -m pkmlm eval runs/demo
     """
     from pkmlm.evaluate.load import load_same
-    from pkmlm.runtime.distributed import joined
+    from pkmlm.runtime.distributed import process_group
 
     asked = Asked(**options)
     asked.refuse_contradictions()
     measured = asked.tasks is None or choice.made
     if stride is not None and not measured:
         raise UserError("--stride goes with a perplexity", "with --tasks, also give --split or --text")
-    with joined() as world, world.told_once():
+    with process_group() as world, world.told_once():
         prepared = None if asked.tasks is None else prepare(asked.tasks, asked.task_data, asked.num_fewshot)
         if world.size > 1:
             choice.refuse_standard_input("several processes cannot read one standard input")

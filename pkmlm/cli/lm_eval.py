@@ -23,11 +23,11 @@ def main() -> None:
 
     from pkmlm.cli import print_error
     from pkmlm.errors import UserError
-    from pkmlm.runtime.distributed import joined
+    from pkmlm.runtime.distributed import process_group
 
     register()
     try:
-        with joined():
+        with process_group():
             cli_evaluate()
     except UserError as error:
         sys.exit(print_error(error))

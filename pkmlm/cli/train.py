@@ -71,9 +71,9 @@ def command(
         raise UserError("Missing option '-o': the run directory to write", "add -o RUN, or --dry-run")
     if several:
         return launch(processes, output)
-    from pkmlm.runtime.distributed import joined
+    from pkmlm.runtime.distributed import process_group
 
-    with joined() as world:
+    with process_group() as world:
         with world.together():
             job = job or open_job(recipe_file, overrides, world.size, verify and world.rank == 0)
         if dry_run:

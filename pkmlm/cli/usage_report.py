@@ -104,9 +104,9 @@ def launched() -> "Iterator[World | None]":
     if started() == 1:
         yield None
         return
-    from pkmlm.runtime.distributed import joined
+    from pkmlm.runtime.distributed import process_group
 
-    with joined() as world, world.told_once():
+    with process_group() as world, world.told_once():
         yield world
 
 

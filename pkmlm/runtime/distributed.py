@@ -224,7 +224,7 @@ def world() -> World:
 
 
 @contextmanager
-def joined() -> Iterator[World]:
+def process_group() -> Iterator[World]:
     """Join the processes of the launcher and leave them at the end; on GPUs, take this rank's.
 
     Tensors on GPUs go over NCCL, those in main memory over gloo. An error of another rank than the first names it.

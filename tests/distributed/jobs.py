@@ -24,7 +24,7 @@ from pkmlm.model.memory.values import Values
 from pkmlm.model.ranks_cost import bytes_sent as bytes_sent_by_cost
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Hash, Memory, Model, Optim, Parallel, Recipe, Train, ValuesOptim
-from pkmlm.runtime.distributed import Ranks, World, joined, ranks_of
+from pkmlm.runtime.distributed import Ranks, World, process_group, ranks_of
 from pkmlm.runtime.launcher import TIMEOUT
 from pkmlm.train import checkpoint, step
 from pkmlm.train.exchange import exchange_reads
@@ -129,7 +129,7 @@ def whole_weights(model: Transformer) -> dict[str, np.ndarray]:
 
 def curves(folder: str, cases: list[list[Any]], steps: dict[str, int]) -> None:
     """Train each case (kind, ranks, memory, micro_batch) and write losses, norms and weights into folder/NAME.npz."""
-    with joined() as world:
+    with process_group() as world:
         alone = [case for case in cases if case[1] == 1]
         for case in alone[world.rank :: world.size]:
             curve(Path(folder), *case, steps[case[0]], None)
@@ -177,7 +177,7 @@ def table_of(rows: int, dtype: torch.dtype, ranks: World | None = None) -> Value
 def divided_tables(rows: int, reads_travel: bool, double: bool) -> None:
     """Two groups of two ranks: forward and gradients are those of one table that all four ranks' tokens read."""
     dtype = torch.float64 if double else torch.float32
-    with joined() as world:
+    with process_group() as world:
         ranks = ranks_among(world, 4, 2)
         table, whole = table_of(rows, dtype, ranks.memory), table_of(rows, dtype)
         own = slice(ranks.memory.rank * 6, ranks.memory.rank * 6 + 6)
@@ -209,7 +209,7 @@ def batch_norm_over_ranks() -> None:
     random = torch.Generator().manual_seed(1)
     x_WNF, grad_WNF = (torch.randn(4, 6, 7, generator=random) for _ in range(2))
     x_WNF = x_WNF * torch.tensor([1, 2, 3, 4.0])[:, None, None] + 100  # a difference of squares would lose four digits
-    with joined() as world:
+    with process_group() as world:
         ours, torchs = QueryBatchNorm(7, momentum=0.1), nn.BatchNorm1d(7).double()
         initialise(ours, 1)
         ours.ranks = world
@@ -235,7 +235,7 @@ def batch_norm_over_ranks() -> None:
 
 def recalibrated_and_recomputed() -> None:
     """On two groups of two ranks that keep no activations: losses and renewed statistics are those of one process."""
-    with joined() as world:
+    with process_group() as world:
         several, one = recipe_of("batch", 2, recompute=True), recipe_of("batch", 1, 4)
         steppers = [
             stepper_of(replace(recipe, eval=replace(recipe.eval, recalibrate=3)), ranks)
@@ -256,7 +256,7 @@ def recalibrated_and_recomputed() -> None:
 
 def bytes_sent(memory: int) -> None:
     """8,192 tokens of 128 reads from 2^20 slots of 512, by two ranks; then what a rank has sent, on standard output."""
-    with joined() as world:
+    with process_group() as world:
         ranks = ranks_among(world, 2, memory)
         with torch.device("meta"):
             table = Values(1 << 20, 512, std=1.0, group="values")
@@ -275,7 +275,7 @@ def bytes_sent(memory: int) -> None:
 def beside_the_cost(cases: list[list[Any]]) -> None:
     """For each case (kind, ranks, memory, micro_batch, recompute): what a rank sends in a step, and what `pkmlm cost`
     says it does."""
-    with joined() as world:
+    with process_group() as world:
         for kind, size, memory, micro_batch, recompute in cases:
             recipe = recipe_of(kind, memory, micro_batch, recompute=recompute)
             stepper = stepper_of(recipe, ranks_among(world, size, memory))
@@ -287,7 +287,7 @@ def beside_the_cost(cases: list[list[Any]]) -> None:
 
 def overflow_on_one_rank() -> None:
     """fp16, two groups of two ranks: rank 1 overflows in the second step, and nobody moves."""
-    with joined() as world:
+    with process_group() as world:
         stepper = stepper_of(recipe_of("batch", 2), ranks_among(world, 4, 2), "fp16")
         assert not stepper.take(1).skipped
         seeds = world.all_gather(torch.tensor([torch.initial_seed()]))
@@ -313,7 +313,7 @@ def overflow_on_one_rank() -> None:
 
 def divergence_on_one_rank() -> None:
     """fp32: rank 1's gradient is not a number, and all end before the update."""
-    with joined() as world:
+    with process_group() as world:
         stepper = stepper_of(recipe_of("layer", 2), ranks_among(world, 2, 2))
         before = {name: tensor.clone() for name, tensor in stepper.model.state_dict().items()}
         if world.rank == 1:
@@ -330,7 +330,7 @@ def divergence_on_one_rank() -> None:
 def silent_neighbour(seconds: str) -> None:
     """Four ranks, two by two: say who is with whom; then rank 3 leaves rank 2 waiting for longer than it may."""
     os.environ[TIMEOUT] = seconds
-    with joined() as world:
+    with process_group() as world:
         ranks = ranks_of(world, 2)
         print(ranks.memory.gather_objects(world.rank), ranks.data.gather_objects(world.rank))
         if world.rank == 3:

@@ -13,7 +13,7 @@ from pkmlm.model.ranks_cost import exchange_bytes
 from pkmlm.recipe.check import check_recipe
 from pkmlm.recipe.ranks import check_ranks
 from pkmlm.recipe.schema import Hash, Memory, Model, Parallel, Recipe, Train
-from pkmlm.runtime.distributed import World, joined
+from pkmlm.runtime.distributed import World, process_group
 from pkmlm.runtime.launcher import SIZE, TIMEOUT, patience, started
 from pkmlm.train import exchange
 from pkmlm.train.exchange import buckets
@@ -122,7 +122,7 @@ def test_a_gradient_that_goes_by_other_ranks_is_not_differentiated_again():
 
 def test_one_process_needs_nobody(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with joined() as world, world.together():
+    with process_group() as world, world.together():
         x = torch.arange(3.0)
         assert world == World()
         for same in (world.all_sum(x), world.all_gather(x), world.reduce_scatter(x), world.all_to_all(x)):
@@ -156,5 +156,5 @@ def test_half_of_a_launchers_environment_is_an_error(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(UserError, match="WORLD_SIZE is set, but not all that goes with it"), joined():
+    with pytest.raises(UserError, match="WORLD_SIZE is set, but not all that goes with it"), process_group():
         pass
