@@ -11,7 +11,7 @@ import click
 from pkmlm.cli.options import force_option, format_option, quiet_option
 from pkmlm.cli.outputs import free_file, free_folder
 from pkmlm.cli.texts import TextChoice, text_options, warn_of
-from pkmlm.cli.usage_source import Report, Source, run_or_export, source_of
+from pkmlm.cli.usage_subject import Report, Subject, run_or_export, subject_of
 from pkmlm.errors import UserError, printable
 from pkmlm.runtime.launcher import started
 
@@ -80,7 +80,7 @@ def command(
         found = reports_on(named, choice, quiet, world, look_into=page is not None)
     if world and world.rank > 0:
         return
-    entries = [{**report.entry, "run": source.label} for source, report in found]
+    entries = [{**report.entry, "run": subject.label} for subject, report in found]
     if format == "json":
         click.echo(json.dumps({"runs": entries}, indent=2, allow_nan=False))
     else:
@@ -94,8 +94,8 @@ def command(
     if background is not None:
         from pkmlm.report.background import export_usage
 
-        ((source, report),) = found
-        export_usage(background, entries[0], source.fingerprint(), report.memories)
+        ((subject, report),) = found
+        export_usage(background, entries[0], subject.fingerprint(), report.memories)
 
 
 @contextmanager
@@ -117,29 +117,29 @@ def reports_on(
     world: "World | None",
     *,
     look_into: bool,
-) -> list[tuple[Source, Report]]:
+) -> list[tuple[Subject, Report]]:
     """A report of each run at each step. Rank 0 alone looks into slots: their strongest readers are not merged."""
     if look_into and world and world.rank > 0:
         return []
     world = None if look_into else world
-    sources = (source_of(label, run, step, choice, world) for label, run, step in named)
+    subjects = (subject_of(label, run, step, choice, world) for label, run, step in named)
     if look_into:
-        return [(source, source.keep(measured(source, choice, quiet, None, look_into=True))) for source in sources]
-    return [(source, report_on(source, choice, quiet, world)) for source in sources]
+        return [(subject, subject.keep(measured(subject, choice, quiet, None, look_into=True))) for subject in subjects]
+    return [(subject, report_on(subject, choice, quiet, world)) for subject in subjects]
 
 
-def report_on(source: Source, choice: TextChoice, quiet: bool, world: "World | None") -> Report:
+def report_on(subject: Subject, choice: TextChoice, quiet: bool, world: "World | None") -> Report:
     """What is kept, or measured and then kept. All processes call it; the report of all but rank 0 is of no use."""
     first = world is None or world.rank == 0
-    report = source.kept()
+    report = subject.kept()
     if not (world.broadcast(report is not None) if world else report):
-        report = measured(source, choice, quiet or not first, world)
-        report = source.keep(report) if first else report
+        report = measured(subject, choice, quiet or not first, world)
+        report = subject.keep(report) if first else report
     return report or Report({}, [], [])
 
 
 def measured(
-    source: Source, choice: TextChoice, quiet: bool, world: "World | None", *, look_into: bool = False
+    subject: Subject, choice: TextChoice, quiet: bool, world: "World | None", *, look_into: bool = False
 ) -> Report:
     """Pass over the text and count; to look into slots, note who reads them as well, and what."""
     from pkmlm.cli.progress import token_progress
@@ -147,7 +147,7 @@ def measured(
     from pkmlm.evaluate.slots import hold, index_slots
     from pkmlm.evaluate.usage import measure_usage
 
-    loaded = load_same(source.run.path, source.step, world)
+    loaded = load_same(subject.run.path, subject.step, world)
     documents = choice.documents(loaded)
     strongest = None
     with token_progress(f"reading {printable(loaded.name)}", documents.tokens, quiet) as advance:
@@ -161,19 +161,19 @@ def measured(
     return Report(entry, memories, hold(loaded, memories, strongest, choice.documents(loaded)) if strongest else [])
 
 
-def draw(folder: Path, found: "list[tuple[Source, Report]]") -> None:
+def draw(folder: Path, found: "list[tuple[Subject, Report]]") -> None:
     """Draw each report's pictures."""
     from pkmlm.report.plots import draw_usage
 
-    drawn = [draw_usage(folder, source.label, report.memories, source.run.metrics()) for source, report in found]
+    drawn = [draw_usage(folder, subject.label, report.memories, subject.run.metrics()) for subject, report in found]
     click.echo(f"{sum(map(len, drawn))} pictures in {printable(str(folder))}", err=True)
 
 
-def write_page(path: Path, entries: list[dict[str, Any]], found: "list[tuple[Source, Report]]") -> None:
+def write_page(path: Path, entries: list[dict[str, Any]], found: "list[tuple[Subject, Report]]") -> None:
     """Write the page of all reports."""
     from pkmlm.report.html import usage_page
     from pkmlm.runtime.files import write_text
 
     memories, holdings = [report.memories for _, report in found], [report.holdings for _, report in found]
-    write_text(path, usage_page(entries, memories, holdings, [source.run.metrics() for source, _ in found]))
+    write_text(path, usage_page(entries, memories, holdings, [subject.run.metrics() for subject, _ in found]))
     click.echo(f"the page is {printable(str(path))} ({path.stat().st_size / 1e6:.1f} MB)", err=True)

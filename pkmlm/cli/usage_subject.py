@@ -25,7 +25,7 @@ class Report(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Source:
+class Subject:
     """A checkpoint of a run, or an exported folder: a product, into which nothing is written.
 
     Attributes:
@@ -89,7 +89,7 @@ def run_or_export(path: str) -> "RunDirectory":
     return RunDirectory(path) if is_export(Path(path)) else RunDirectory.existing(path)
 
 
-def source_of(label: str, run: "RunDirectory", step: str, choice: TextChoice, world: "World | None") -> Source:
+def subject_of(label: str, run: "RunDirectory", step: str, choice: TextChoice, world: "World | None") -> Subject:
     """What is at a step of a run or in an exported folder: the same in all processes.
 
     Raises:
@@ -106,7 +106,7 @@ def source_of(label: str, run: "RunDirectory", step: str, choice: TextChoice, wo
         if not text.is_file():
             raise UserError(f"--text {text} is not a file")
     if is_export(run.path):
-        return Source(label, run, step)
+        return Subject(label, run, step)
     number = run.resolve(step)
     number = world.broadcast(number) if world else number
     folder = run.path / "usage"
@@ -120,4 +120,4 @@ def source_of(label: str, run: "RunDirectory", step: str, choice: TextChoice, wo
         origin["tokens"] = read_index(Path(choice.tokens(run.path, run.recipe()))).sha256
         if choice.data is not None and (world is None or world.rank == 0):  # the others keep nothing
             name = kept_split(folder, name, "tokens", origin["tokens"])
-    return Source(label, run, str(number), folder / f"{name}-step-{number}", origin)
+    return Subject(label, run, str(number), folder / f"{name}-step-{number}", origin)
