@@ -22,6 +22,7 @@ from pkmlm.report.slots import Holding, Slot, Word, patterned
 from pkmlm.report.usage import MemoryUsage
 
 CODES = 65534  # steps of a mass on the page's logarithmic scale
+LISTED = 200  # slots of a memory in its list, whose patterns are counted
 CONTEXTS = 6  # shown of a slot
 
 
@@ -69,7 +70,7 @@ def memory_data(memory: MemoryUsage, holding: Holding) -> dict[str, Any]:
         "uniform": [part[::-1].tolist() for part in uniform_mass(memory)] if read and memory.slots > 1 else None,
         "first": None if holding.first_S is None else array_data((holding.first_S + 1).astype(np.uint32)),
         "tokens": [printable(token) for token in holding.tokens],
-        "patterns": patterned(holding.slots[:200]),
+        "patterns": patterned(holding.slots[:LISTED]),
         "slots": {str(slot.slot): slot_data(slot) for slot in holding.slots},
     }
 

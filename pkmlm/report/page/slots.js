@@ -119,8 +119,9 @@ function slotForm({ facts, shape }, map, go) {
 }
 
 function mostMass({ facts, data, codes, shape }, go) {
+  const { patterned, slots, shuffled } = data.patterns; // of the slots that are listed
   const best = Object.keys(data.slots).map(Number).sort((a, b) => codes[b] - codes[a]);
-  const rows = best.slice(0, 200).map((slot) => {
+  const rows = best.slice(0, slots).map((slot) => {
     const known = data.slots[slot];
     return [
       button(slotName(facts, shape, slot), () => go(slot)),
@@ -129,7 +130,6 @@ function mostMass({ facts, data, codes, shape }, go) {
       token(known.pattern || "-"),
     ];
   });
-  const { patterned, slots, shuffled } = data.patterns;
   const text =
     `Of the ${count(slots)} slots with most mass, ${count(patterned)} have contexts that share a pattern; with ` +
     `contexts shuffled among them, ${shuffled.toFixed(1)}.`;
