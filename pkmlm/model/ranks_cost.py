@@ -18,7 +18,7 @@ class RankCost:
     """One rank's share.
 
     Attributes:
-        memory: M.
+        memory: M, `table_ranks` below.
         training: bytes by what they hold, as `Cost.training`.
         sent: bytes that it sends in a step, by what they say; see `bytes_sent`.
     """
@@ -36,7 +36,7 @@ def divisions(cost: Cost, ranks: int) -> list[int]:
     """Every M that is possible on so many ranks: it divides them, and the width of each table."""
     parts = table_parts(cost)
     common = math.gcd(ranks, *(part.width for part in parts)) if parts else 1
-    return [memory for memory in range(1, common + 1) if common % memory == 0]
+    return [each for each in range(1, common + 1) if common % each == 0]
 
 
 def table_parts(cost: Cost) -> list[Part]:
@@ -44,13 +44,14 @@ def table_parts(cost: Cost) -> list[Part]:
     return [part for block in cost.blocks for part in block.parts if part.memory]
 
 
-def rank_cost(recipe: Recipe, cost: Cost, ranks: int, memory: int) -> RankCost:
-    """The cost, in bytes, of one of `ranks` ranks of which `memory` divide each table.
+def rank_cost(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> RankCost:
+    """The cost, in bytes, of one of `ranks` ranks of which `table_ranks` divide each table.
 
     Args:
         cost: `cost_of` the recipe.
     """
-    return RankCost(memory, bytes_held(recipe, cost, ranks, memory), bytes_sent(recipe, cost, ranks, memory))
+    held = bytes_held(recipe, cost, ranks, table_ranks)
+    return RankCost(table_ranks, held, bytes_sent(recipe, cost, ranks, table_ranks))
 
 
 def shardable(recipe: Recipe, cost: Cost) -> tuple[int, int]:
@@ -64,23 +65,23 @@ def shardable(recipe: Recipe, cost: Cost) -> tuple[int, int]:
     return blocks - layers * memory.heads * memory.key_dim * rows, cost.dense - blocks
 
 
-def bytes_held(recipe: Recipe, cost: Cost, ranks: int, memory: int) -> dict[str, int]:
-    """`Cost.training` for a rank that holds one of `memory` parts of the tables' columns.
+def bytes_held(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> dict[str, int]:
+    """`Cost.training` for a rank that holds one of `table_ranks` parts of the tables' columns.
 
     Each rank keeps the reads of the global batch, and of the gradient of their outputs its own columns; in a forward it
     also holds the slots and weights that it reads for the others. With `parallel.shard` it holds its part of the dense
     parameters, and whole ones of two blocks and of what is outside of blocks.
     """
-    away = cost.memory - cost.memory // memory
+    away = cost.memory - cost.memory // table_ranks
     parts, tokens = table_parts(cost), recipe.train.micro_batch * recipe.model.context
     reads = sum(part.reads for part in parts)
     held = dict(cost.training)
     held["weights"] -= bytes_of_weight(recipe) * away
     held["moments"] -= 8 * away
     for part in parts:
-        whole, columns = (row_gradient_bytes(part, recipe.train.batch_tokens, tokens, m) for m in (1, memory))
+        whole, columns = (row_gradient_bytes(part, recipe.train.batch_tokens, tokens, m) for m in (1, table_ranks))
         held["gradients"] += columns - whole
-    held["activations"] += tokens * (memory - 1) * reads * 12
+    held["activations"] += tokens * (table_ranks - 1) * reads * 12
     if recipe.parallel.shard and ranks > 1:
         inside, outside = shardable(recipe, cost)
         others = inside + outside - (inside + outside) // ranks
@@ -91,7 +92,7 @@ def bytes_held(recipe: Recipe, cost: Cost, ranks: int, memory: int) -> dict[str,
     return held
 
 
-def bytes_sent(recipe: Recipe, cost: Cost, ranks: int, memory: int) -> dict[str, int]:
+def bytes_sent(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> dict[str, int]:
     """Bytes that each rank sends in a step, as the usual ring and pairwise algorithms send them.
 
     dense: 2 (W - 1) / W of the dense gradients, in fp32: an all-reduce. With `parallel.shard`, in each forward and
@@ -105,17 +106,17 @@ def bytes_sent(recipe: Recipe, cost: Cost, ranks: int, memory: int) -> dict[str,
     Numbers are those of the outputs: 2 bytes in bf16 and fp16 (on a GPU), else 4. Left out: some 100 bytes a step for
     loss, norms and stop requests, and what validation and checkpoints take.
     """
-    tokens, groups = recipe.train.batch_tokens // ranks, ranks // memory
+    tokens, groups = recipe.train.batch_tokens // ranks, ranks // table_ranks
     number = 2 if recipe.train.precision in ("bf16", "fp16") else 4
     # Recomputation ends where the last activation is had that a backward needs: before a block's last output.
     again = {id(part) for block in cost.blocks for part in block.parts[:-1]} if recipe.train.recompute else set()
     reads = gradients = 0
     for part in table_parts(cost):
         passes = 2 if id(part) in again else 1
-        outputs = (1 + passes) * part.width * number // memory
-        reads += tokens * (memory - 1) * ((20 if recipe.train.recompute else 12) * part.reads + outputs)
-        rows, columns = part.memory // part.width, part.width // memory
-        gradients += min(exchange_bytes(memory * tokens, part.reads, rows, columns, number, ranks=groups))
+        outputs = (1 + passes) * part.width * number // table_ranks
+        reads += tokens * (table_ranks - 1) * ((20 if recipe.train.recompute else 12) * part.reads + outputs)
+        rows, columns = part.memory // part.width, part.width // table_ranks
+        gradients += min(exchange_bytes(table_ranks * tokens, part.reads, rows, columns, number, ranks=groups))
     inside, outside = shardable(recipe, cost) if recipe.parallel.shard else (0, 0)
     fetched = recipe.micro_batches(ranks) * (3 * inside + 2 * outside)
     return {
@@ -152,7 +153,7 @@ def statistics_bytes(recipe: Recipe, cost: Cost, ranks: int) -> int:
     return layers * recipe.micro_batches(ranks) * each
 
 
-def most_keys(recipe: Recipe, vocab_size: int, ranks: int, memory: int, device_bytes: int) -> int | None:
+def most_keys(recipe: Recipe, vocab_size: int, ranks: int, table_ranks: int, device_bytes: int) -> int | None:
     """The largest `model.memory.num_keys` with which a rank's training fits into so many bytes; 0: none does.
 
     None: the recipe has no memory of keys and values.
@@ -163,7 +164,7 @@ def most_keys(recipe: Recipe, vocab_size: int, ranks: int, memory: int, device_b
     def fits(num_keys: int) -> bool:
         sized = replace(recipe.model.memory, num_keys=num_keys, topk=min(recipe.model.memory.topk, num_keys))
         larger = replace(recipe, model=replace(recipe.model, memory=sized))
-        return rank_cost(larger, cost_of(larger, vocab_size), ranks, memory).bytes <= device_bytes
+        return rank_cost(larger, cost_of(larger, vocab_size), ranks, table_ranks).bytes <= device_bytes
 
     low, high = 0, math.isqrt(min(MOST_SLOTS, MOST_PARAMETERS // recipe.model.dim))
     while low < high:

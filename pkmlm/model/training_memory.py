@@ -62,7 +62,7 @@ def bytes_of_weight(recipe: Recipe) -> int:
     return 6 if recipe.train.precision in ("bf16", "fp16") else 4
 
 
-def row_gradient_bytes(part: "Part", tokens: int, tokens_of_pass: int, memory: int = 1) -> int:
+def row_gradient_bytes(part: "Part", tokens: int, tokens_of_pass: int, table_ranks: int = 1) -> int:
     """What the gradient of a table of rows takes until the update (`pkmlm.kernels.row_gradient`).
 
     For each read its slot and weight, twice while they are sorted, and for each token the gradient of the output: of
@@ -72,8 +72,8 @@ def row_gradient_bytes(part: "Part", tokens: int, tokens_of_pass: int, memory: i
     Args:
         tokens: of a step.
         tokens_of_pass: of one backward pass.
-        memory: ranks that divide the table's columns; the tokens of all of them read it in a pass.
+        table_ranks: those that divide the table's columns; the tokens of all of them read it in a pass.
     """
-    of_a_token = 40 * part.reads + 4 * part.width // memory
-    sums = 8 * part.memory // memory
-    return min(tokens * of_a_token, sums + memory * tokens_of_pass * of_a_token)
+    of_a_token = 40 * part.reads + 4 * part.width // table_ranks
+    sums = 8 * part.memory // table_ranks
+    return min(tokens * of_a_token, sums + table_ranks * tokens_of_pass * of_a_token)
