@@ -99,15 +99,18 @@ class Cells:
         tune = self.grid.tune
         needed = {"valid": f"by which the grid chooses {tune.key}"} if tune and len(tune.values) > 1 else {}
         for name in self.grid.measure:
-            on_test = MEASURES[name].source in ("eval", "usage", "speed")
-            if split := "valid" if name.startswith("valid_") else "test" if on_test else None:
-                needed.setdefault(split, f"on which the grid measures {name}")
+            why = f"on which the grid measures {name}"
+            if name.startswith("valid_"):
+                needed.setdefault("valid", why)
+            elif MEASURES[name].source in ("eval", "usage", "speed"):
+                needed.setdefault("test", why)
         for folder in {cell.recipe.data.dir for cell in self.first.values()}:
             if folder is None:
                 raise UserError("data.dir is not set", "add -s data.dir=DIR, a folder that `pkmlm tokenize` wrote")
             splits = read_index(Path(folder)).splits
-            for split in [split for split in needed if split not in splits]:
-                raise UserError(f"{folder} has no {split} split, {needed[split]}", f"tokenize it with --{split} FILE")
+            for split, why in needed.items():
+                if split not in splits:
+                    raise UserError(f"{folder} has no {split} split, {why}", f"tokenize it with --{split} FILE")
 
     def tuning(self, point: Point) -> list[Cell]:
         """The cells of a point's first seed, one for each value of the tuned key."""

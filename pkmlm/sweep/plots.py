@@ -60,8 +60,7 @@ def known(grid: Grid, figure: Figure, value: Values) -> list[Point]:
 def panel(axes: Axes, grid: Grid, figure: Figure, value: Values) -> None:
     """The lines of one panel; along a measure, every point carries its name."""
     along_axis = figure.x in grid.axes
-    for number, name in enumerate(grid.names(figure.line) if figure.line else [None]):
-        points = [p for p in known(grid, figure, value) if name is None or grid.place(p)[figure.line or ""] == name]
+    for number, (name, points) in enumerate(lines(grid, figure, known(grid, figure, value)).items()):
         if not points:  # not measured yet, or not in the paper
             continue
         style = line_style(number) | {"marker": "o", "markersize": 5, "capsize": 3}
@@ -93,6 +92,13 @@ def panel(axes: Axes, grid: Grid, figure: Figure, value: Values) -> None:
     axes.grid(alpha=0.3)
     if figure.line:
         axes.legend(title=label(figure.line), fontsize=9)
+
+
+def lines(grid: Grid, figure: Figure, points: list[Point]) -> dict[str | None, list[Point]]:
+    """The points of each line, by its name; of the only one where no axis gives it one, by None."""
+    if figure.line is None:
+        return {None: points}
+    return {name: [p for p in points if grid.place(p)[figure.line] == name] for name in grid.names(figure.line)}
 
 
 def runs(grid: Grid, figure: Figure, points: list[Point]) -> list[list[Point]]:
