@@ -24,7 +24,12 @@ LEAST_SHARED = 1 / 4  # of its tokens that a sequence must have in common with t
 
 
 class Window(NamedTuple):
-    """Input ids of one sequence, and how many of their last positions are scored, with the ids that follow them."""
+    """A sequence that the model reads, and what is scored after it.
+
+    Attributes:
+        tokens: input ids.
+        targets: the ids that follow its last len(targets) positions, one each.
+    """
 
     tokens: np.ndarray
     targets: np.ndarray

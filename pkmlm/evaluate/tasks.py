@@ -125,9 +125,9 @@ def source(name: str, path: Path, folder: Path | None, fewshot: int | None) -> T
         raise UserError(f"{path}: no key 'task' with the task's name (expected an lm-eval task)")
     if "class" in plain:
         raise UserError(f"--tasks: {title} is a program, not a definition; it runs with lm-eval's own command only")
-    if plain.get("output_type", "generate_until") not in KINDS:
-        found = plain.get("output_type", "generate_until")
-        raise UserError(f"--tasks: {title} is a task of {found} (expected {', '.join(KINDS)})")
+    kind = plain.get("output_type", "generate_until")  # the harness's default
+    if kind not in KINDS:
+        raise UserError(f"--tasks: {title} is a task of {kind} (expected {', '.join(KINDS)})")
     file, shots = rows_files(title, plain, folder, fewshot)
     config = plain if own else definition(path, functions=True)
     for key in ("tag", "group", "task_list"):  # for the harness's index; a task does not accept them
