@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-LEAST_WORK = 1 << 20  # multiplications, under which oneDNN's 15 us a call are more than it gains
-LEAST_WIDTH = 32  # of the narrower side of a map, under which its copies are
+LEAST_WORK = 1 << 20  # multiplications; with fewer, oneDNN's 15 us a call are more than it gains
+LEAST_WIDTH = 32  # of the narrower side of a map; below it, oneDNN's copies of the matrices are more than it gains
 
 
 def mkl_is_narrow() -> bool:
