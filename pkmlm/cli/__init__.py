@@ -67,7 +67,7 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except BrokenPipeError as error:  # click itself would call it a failure
-            ctx.exit(told(error))
+            ctx.exit(report_error(error))
 
 
 def set_verbose(context: click.Context, parameter: click.Parameter, value: bool) -> None:
@@ -119,13 +119,13 @@ def main() -> None:
             print("\ninterrupted", file=sys.stderr)
         code = 130
     except Exception as error:
-        code = told(error)
+        code = report_error(error)
         if code and settings.get("verbose"):
             traceback.print_exception(error)
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def told(error: Exception) -> int:
+def report_error(error: Exception) -> int:
     """Say in two lines what a user can mend, or the machine refuses, and return the exit code; raise all else again."""
     if isinstance(error, click.ClickException):
         return print_error(UserError(printable(error.format_message()).rstrip("."), help_of(error)))

@@ -61,9 +61,9 @@ def changes(before: dict[str, Any], now: dict[str, Any], earlier: "Recipe", reci
     known = {name: before.get("versions", {}).get(name) for name in libraries} | before
     changed = {name: now["versions"][name] for name in libraries}
     changed |= {key: now[key] for key in ("device", "precision", "ranks")}
-    machine = [told(key, known[key], new) for key, new in changed.items() if known.get(key) not in (None, new)]
+    machine = [change(key, known[key], new) for key, new in changed.items() if known.get(key) not in (None, new)]
     old, asked = flatten(earlier), flatten(recipe)
-    keys = {key: told(key, scalar_text(old[key]), scalar_text(new)) for key, new in asked.items() if new != old[key]}
+    keys = {key: change(key, scalar_text(old[key]), scalar_text(new)) for key, new in asked.items() if new != old[key]}
     division = [text for key, text in keys.items() if key.startswith(DIVISION)]
     measures = [text for key, text in keys.items() if key in MEASURES]
     warnings = []
@@ -94,7 +94,7 @@ def schedules(recipe: "Recipe") -> set[str]:
     return found
 
 
-def told(key: str, old: Any, new: Any) -> str:
+def change(key: str, old: Any, new: Any) -> str:
     return f"{key} was {old} and is now {new}"
 
 

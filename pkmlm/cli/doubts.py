@@ -11,20 +11,20 @@ if TYPE_CHECKING:
     from pkmlm.data.index import Index, Split
     from pkmlm.data.sources import Source
 
-Told = set[tuple[str, str]]  # (split, name of a file) that a warning has named
+Warned = set[tuple[str, str]]  # (split, name of a file) that a warning has named
 
 
-def doubt_sources(sources: Mapping[str, Sequence["Source"]]) -> Told:
+def doubt_sources(sources: Mapping[str, Sequence["Source"]]) -> Warned:
     """Warn, before any work, of a file that is in two splits, by its own name or by a link's."""
-    told: Told = set()
+    warned: Warned = set()
     seen: dict[str, str] = {}
     for split, inputs in sources.items():
         for source in inputs:
             other = seen.setdefault(os.path.realpath(source.name), split)
             if other != split:
                 warn(f"{source.label} is in both {other} and {split}")
-                told.add((split, source.plain_name))
-    return told
+                warned.add((split, source.plain_name))
+    return warned
 
 
 def doubt_repeats(files: Mapping[str, Sequence[str]]) -> None:
@@ -44,14 +44,14 @@ def doubt_repeats(files: Mapping[str, Sequence[str]]) -> None:
             warn(f"{again[0]}{others} is given again for {split}: it is read once")
 
 
-def doubt_tokens(index: "Index", told: Told) -> None:
+def doubt_tokens(index: "Index", warned: Warned) -> None:
     """Warn of what reading all the text of a corpus has shown: the same bytes in two splits under two names, and a
     separator that no split has."""
     seen: dict[str, tuple[str, str]] = {}
     for split, about in index.splits.items():
         for origin in about.sources:
             other, name = seen.setdefault(origin.sha256, (split, origin.name))
-            if other != split and origin.bytes and (split, origin.name) not in told:
+            if other != split and origin.bytes and (split, origin.name) not in warned:
                 warn(f"{origin.name} is in both {other} and {split}" + f" (as {name})" * (name != origin.name))
     separator = index.separator
     if separator is not None and all(map(undivided, index.splits.values())):  # one novel to test on is one document

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from pkmlm.cli.circumstances import change
 from pkmlm.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,10 +32,14 @@ def refuse_changes(run: "RunDirectory", recipe: "Recipe") -> None:
     from pkmlm.recipe.dump import flatten, scalar_text
 
     before, now = flatten(run.recipe()), flatten(recipe)
-    changed = [key for key in now if before[key] != now[key] and not key.startswith(FREE_KEYS)]
+    changed = [
+        change(key, scalar_text(before[key]), scalar_text(value))
+        for key, value in now.items()
+        if before[key] != value and not key.startswith(FREE_KEYS)
+    ]
     if changed:
-        told = ", ".join(f"{key} was {scalar_text(before[key])} and is now {scalar_text(now[key])}" for key in changed)
-        raise UserError(f"run {run.path} was started with another recipe: {told}", "train it under another -o")
+        message = f"run {run.path} was started with another recipe: {', '.join(changed)}"
+        raise UserError(message, "train it under another -o")
 
 
 def refuse_other_data(run: "RunDirectory", job: "Job") -> None:
@@ -51,8 +56,8 @@ def refuse_other_data(run: "RunDirectory", job: "Job") -> None:
     ):
         expected, found = before.get(name), job.corpus.hashes.get(name)
         if expected and found and found != expected:
-            told = f"sha256 {found[:16]}... (expected {expected[:16]}...)"
-            raise UserError(f"run {run.path} was {what} {job.recipe.data.dir}: {told}", "train under another -o")
+            hashes = f"sha256 {found[:16]}... (expected {expected[:16]}...)"
+            raise UserError(f"run {run.path} was {what} {job.recipe.data.dir}: {hashes}", "train under another -o")
 
 
 def ended_already(run: "RunDirectory", recipe: "Recipe") -> bool:

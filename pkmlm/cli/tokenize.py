@@ -137,13 +137,13 @@ def command(
         return
     sources = find_all({"train": train, "valid": valid, "test": test}, format)
     check_sources(sources, separator, shard)
-    told = doubt_sources(sources)
+    warned = doubt_sources(sources)
     with stopwatch(sources, quiet, parts=shard[1] if shard else 1) as watch:
         tokenizer = Tokenizer.load(model) if model else learn(sources, separator, field, vocab_size, model_type, watch)
         encoding = Encoding(tokenizer, separator, field, jobs or usable_cores(), watch=watch)
         if shard is None:
             index = write_corpus(folder, sources, encoding, replace=force)
-            doubt_tokens(index, told)  # of parts, --join has the whole
+            doubt_tokens(index, warned)  # of parts, --join has the whole
         else:
             index = write_part(folder, sources, encoding, *shard, replace=force)
     print_result(output, index, watch.seconds, as_json, shard)

@@ -117,8 +117,8 @@ def train_in(output: str, job: "Job", resume: str, quiet: bool, world: "World") 
     from pkmlm.train.shortage import too_large
 
     run, lead, warnings, complete = RunDirectory(output), world.rank == 0, [], False
-    told = "stopping after this step (again: at once)" if lead and not quiet else ""
-    with ExitStack() as held, stop_on_signals(world.all_max, told) as stop:
+    answer = "stopping after this step (again: at once)" if lead and not quiet else ""
+    with ExitStack() as held, stop_on_signals(world.all_max, answer) as stop:
         with world.together():
             arithmetic = arithmetic_of(job.recipe)
             if lead:

@@ -115,9 +115,10 @@ def precision_on_cpu(requested: str, capabilities: Mapping[str, Any]) -> tuple[P
 
 def is_shortage(error: BaseException) -> bool:
     """Whether an error says that memory has run out, in the words of Python, numpy, torch, Triton or CUDA."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
     words = ("allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "out of memory")
-    told = isinstance(error, RuntimeError) and any(each in str(error) for each in words)
-    return told or isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return isinstance(error, RuntimeError) and any(each in str(error) for each in words)
 
 
 def at_least_fp32(x: torch.Tensor) -> torch.Tensor:

@@ -64,7 +64,7 @@ def writing_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """
     with disk_errors(path):
         path = Path(os.path.realpath(path)) if path.is_symlink() else path
-        old = path.with_name(f"{TEMPORARY}old-{short(path.name)}")
+        old = path.with_name(f"{TEMPORARY}old-{short_name(path.name)}")
         if old.is_dir() and not path.exists():  # a kill came between the two renames of `exchange`
             os.rename(old, path)
         remove_leftovers(path.parent, path.name)
@@ -85,10 +85,10 @@ def writing_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
 
 def own_name(path: Path) -> Path:
     """A temporary name beside `path` that no other process has."""
-    return path.with_name(f"{TEMPORARY}{secrets.token_hex(4)}-{short(path.name)}")
+    return path.with_name(f"{TEMPORARY}{secrets.token_hex(4)}-{short_name(path.name)}")
 
 
-def short(name: str) -> str:
+def short_name(name: str) -> str:
     """What stands for a name in temporary names, which are 14 bytes longer: itself, or its hash if 255 are too few."""
     whole = os.fsencode(name)
     return name if len(whole) <= 241 else hashlib.sha256(whole).hexdigest()
@@ -132,7 +132,7 @@ def hold(descriptor: int) -> None:
 
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
     """Delete what killed processes left half-written in a folder, of the file or folder `name` or of all."""
-    name = name and short(name)
+    name = name and short_name(name)
     for place in folder.glob(f"{TEMPORARY}*{glob.escape(name or '')}"):
         begins = OWN_NAME.match(place.name)
         if begins and name in (None, place.name[begins.end() :]):
