@@ -168,13 +168,16 @@ class PkmLM(TemplateLM):
         total, done = sum(tokens(row) for batch in own for row in batch), 0
         for batch in own:
             with torch.no_grad():
-                results = self._score(batch, score, tokens(batch[0]))
+                results = self._score(batch, score, tokens)
             yield from results
             done += sum(map(tokens, batch))
             self.advance(done, total)
 
-    def _score(self, batch: list[Row], score: Callable[[list[Row]], Iterable[Result]], longest: int) -> list[Result]:
+    def _score(
+        self, batch: list[Row], score: Callable[[list[Row]], Iterable[Result]], tokens: Callable[[Row], int]
+    ) -> list[Result]:
         """Score a batch, in halves where memory runs out; no forward after that is as large."""
+        longest = max(map(tokens, batch))
         if len(batch) == 1 or len(batch) * longest <= self._most:
             try:
                 return list(score(batch))
@@ -186,7 +189,7 @@ class PkmLM(TemplateLM):
                     raise UserError(message, exit_code=1) from None
             self._most = len(batch) * longest // 2
         half = (len(batch) + 1) // 2
-        return self._score(batch[:half], score, longest) + self._score(batch[half:], score, longest)
+        return self._score(batch[:half], score, tokens) + self._score(batch[half:], score, tokens)
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Continue each context until one of its `until` strings (left out) or `max_gen_toks` tokens."""

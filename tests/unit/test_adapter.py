@@ -176,6 +176,19 @@ def test_batches_are_halved_where_memory_runs_out(run, adapter):
     assert error.value.exit_code == 1
 
 
+def test_the_longest_of_a_batch_says_what_fits_wherever_it_stands(run):
+    model = Cramped(run.tokenizer.size)
+    model.most = 40  # five windows of the context
+    texts = ask("loglikelihood_rolling", ("x",), ("He went away " * 40,))
+    small = PkmLM(replace(run, model=model), batch_size=16)
+    small.loglikelihood_rolling(texts)
+    assert sum(rows == 4 for rows, _ in model.forwards) > len(model.forwards) / 2, "the halves that fit"
+    assert model.forwards.count((0, 0)) == 2, "it learns from the first batch"
+    model.most = 6
+    with pytest.raises(UserError, match="to score 8 tokens at a time"):
+        small.loglikelihood_rolling(texts)
+
+
 def test_other_failures_are_not_taken_for_memory(run):
     class Broken(Bigram):
         def hidden(self, tokens_BT, cache=None, layout=None):
