@@ -223,7 +223,8 @@ def best(outcomes: Sequence[Outcome]) -> Outcome | None:
 
 def facts_at_end(cell: Cell, run: RunDirectory) -> Facts:
     """What is known of a cell's run (see `facts_of`) and "trained_by", of run.json: under what circumstances. What was
-    measured of another step than its last is left out; validation is the last one, not the best.
+    measured of another step than its last is left out, and so are tasks asked after examples; validation is the last
+    one, not the best.
     """
     facts, last, recorded = facts_of(cell.name, run), run.done(), run.facts()
     facts["trained_by"] = {key: recorded[key] for key in CIRCUMSTANCES if key in recorded}
@@ -236,6 +237,7 @@ def facts_at_end(cell: Cell, run: RunDirectory) -> Facts:
         facts |= {"usage_step": None, "usage": []}
     if facts["tasks_step"] != last:
         facts |= {"tasks_step": None, "tasks": {}, "average_acc": None}
+    facts["tasks"] = {name: task for name, task in facts["tasks"].items() if not task.get("num_fewshot")}
     return facts
 
 
