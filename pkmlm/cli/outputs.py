@@ -38,3 +38,26 @@ def free_folder(path: str | None, force: bool) -> Path | None:
     if folder.exists() and any(folder.iterdir()) and not force:
         raise UserError(f"--plots {path} is not empty", "choose another folder, or add --force to overwrite")
     return folder
+
+
+def free_tokens(shown: str, force: bool) -> Path:
+    """The folder to write. What is there is refused before any work; with --force, all but tokens."""
+    from pkmlm.data.index import OWN_FILES
+
+    if not shown:
+        raise UserError("-o '': the name is empty (expected that of a folder)")
+    folder = Path(os.path.realpath(shown))
+    if not os.path.lexists(folder):
+        return folder
+    if not folder.is_dir():
+        what = "a link in a circle" if folder.is_symlink() else "a file"
+        raise UserError(f"-o {shown} is {what} (expected a folder, or nothing)")
+    names = sorted(entry.name for entry in folder.iterdir())
+    if names and not force:
+        raise UserError(f"-o {shown} is there already", "name another folder, or replace it with --force")
+    if strange := [name for name in names if not OWN_FILES.fullmatch(name)]:
+        raise UserError(
+            f"-o {shown} holds {strange[0]!r}, which tokenize did not write: it is not replaced",
+            "move it away, or name another folder",
+        )
+    return folder

@@ -1,8 +1,25 @@
-"""Progress bars of commands that pass over tokens, on standard error, on a terminal only."""
+"""Progress bars, on standard error, on a terminal only."""
 
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn, TaskID
+
+
+def bars(quiet: bool, *columns: "ProgressColumn") -> "Progress":
+    """Bars that begin with what they are of, and go when all is done; none where `quiet`."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    console = Console(file=sys.stderr)
+    hidden = quiet or not console.is_terminal
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), *columns, console=console, disable=hidden, transient=True
+    )
 
 
 @contextmanager
@@ -10,20 +27,10 @@ def token_progress(what: str, total: int, quiet: bool) -> Iterator[Callable[...,
     """Yield a function that is told how many tokens are done (and of how many, where that is known only then); it
     returns True (go on).
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    console = Console(file=sys.stderr)
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:,.0f}/{task.total:,.0f} tokens"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=quiet or not console.is_terminal,
-        transient=True,
-    ) as progress:
+    count = TextColumn("{task.completed:,.0f}/{task.total:,.0f} tokens")
+    with bars(quiet, count, TimeElapsedColumn(), TimeRemainingColumn()) as progress:
         task = progress.add_task(what, total=total)
 
         def advance(done: int, total: int | None = None) -> bool:
@@ -31,3 +38,37 @@ def token_progress(what: str, total: int, quiet: bool) -> Iterator[Callable[...,
             return True
 
         yield advance
+
+
+class Stopwatch:
+    """Times each stage from its first to its last report, and moves its bar.
+
+    Attributes:
+        seconds: of each stage that has reported.
+    """
+
+    def __init__(self, progress: "Progress", totals: Mapping[str, int | None]):
+        self.progress, self.totals = progress, totals
+        self.seconds: dict[str, float] = {}
+        self._begun: dict[str, tuple[float, TaskID]] = {}
+
+    def __call__(self, stage: str, count: int) -> None:
+        """Report that `count` bytes of a stage are done."""
+        if stage not in self._begun:
+            self._begun[stage] = time.monotonic(), self.progress.add_task(stage, total=self.totals.get(stage))
+        began, task = self._begun[stage]
+        self.seconds[stage] = time.monotonic() - began
+        self.progress.update(task, completed=count)
+
+
+@contextmanager
+def stopwatch(totals: Mapping[str, int | None], quiet: bool) -> Iterator[Stopwatch]:
+    """A stopwatch with bars.
+
+    Args:
+        totals: bytes of each stage, as far as they are known.
+    """
+    from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    with bars(quiet, DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as progress:
+        yield Stopwatch(progress, totals)

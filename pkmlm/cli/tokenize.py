@@ -1,29 +1,24 @@
 """`pkmlm tokenize`: text in, a tokenizer and memory-mapped tokens out."""
 
-import contextlib
-import json
-import os
 import re
-import sys
-import time
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from pkmlm.cli.doubts import doubt_repeats, doubt_sources, doubt_tokens
 from pkmlm.cli.options import field_option, given, json_option, quiet_option, separator_option
+from pkmlm.cli.outputs import free_tokens
+from pkmlm.cli.progress import Stopwatch, stopwatch
+from pkmlm.cli.tokenize_result import LEARNING, print_result
 from pkmlm.errors import UserError, printable
 from pkmlm.runtime.cores import usable_cores
 
 if TYPE_CHECKING:
-    from pkmlm.data.index import Index
     from pkmlm.data.sources import Source
     from pkmlm.data.tokenizer import Tokenizer
 
-LEARNING = "tokenizer"  # a stage beside the splits
 KEPT_BY_JOIN = {"train", "output", "joins", "force", "quiet", "as_json"}
 TAKE_ALL = ("--valid", "--test")
 
@@ -138,7 +133,7 @@ def command(
     sources = find_all({"train": train, "valid": valid, "test": test}, format)
     check_sources(sources, separator, shard)
     warned = doubt_sources(sources)
-    with stopwatch(sources, quiet, parts=shard[1] if shard else 1) as watch:
+    with stopwatch(sizes_of(sources, shard), quiet) as watch:
         tokenizer = Tokenizer.load(model) if model else learn(sources, separator, field, vocab_size, model_type, watch)
         encoding = Encoding(tokenizer, separator, field, jobs or usable_cores(), watch=watch)
         if shard is None:
@@ -171,29 +166,6 @@ def join(folder: Path, output: str, names: tuple[str, ...], force: bool, quiet: 
     print_result(output, index, watch.seconds, as_json)
 
 
-def free_tokens(shown: str, force: bool) -> Path:
-    """The folder to write. What is there is refused before any work; with --force, all but tokens."""
-    from pkmlm.data.index import OWN_FILES
-
-    if not shown:
-        raise UserError("-o '': the name is empty (expected that of a folder)")
-    folder = Path(os.path.realpath(shown))
-    if not os.path.lexists(folder):
-        return folder
-    if not folder.is_dir():
-        what = "a link in a circle" if folder.is_symlink() else "a file"
-        raise UserError(f"-o {shown} is {what} (expected a folder, or nothing)")
-    names = sorted(entry.name for entry in folder.iterdir())
-    if names and not force:
-        raise UserError(f"-o {shown} is there already", "name another folder, or replace it with --force")
-    if strange := [name for name in names if not OWN_FILES.fullmatch(name)]:
-        raise UserError(
-            f"-o {shown} holds {strange[0]!r}, which tokenize did not write: it is not replaced",
-            "move it away, or name another folder",
-        )
-    return folder
-
-
 def find_all(files: dict[str, tuple[str, ...]], format: str | None) -> dict[str, list["Source"]]:
     """The sources of each split that has files; what is given twice is read once, and warned of."""
     from pkmlm.data.sources import find_sources
@@ -214,25 +186,28 @@ def check_sources(sources: dict[str, list["Source"]], separator: str | None, sha
         raise UserError("--separator is for text files, and no input is one")
 
 
+def sizes_of(sources: dict[str, list["Source"]], shard: tuple[int, int] | None) -> dict[str, int | None]:
+    """The bytes that each stage reads, of a part about its share; None where standard input is among them."""
+    parts = shard[1] if shard else 1
+    sizes = {split: [source.size for source in inputs] for split, inputs in sources.items()}
+    totals = {split: None if None in each else sum(filter(None, each)) // parts for split, each in sizes.items()}
+    return {**totals, LEARNING: totals["train"]}
+
+
 def learn(
     sources: dict[str, list["Source"]],
     separator: str | None,
     field: str,
     vocab_size: int | None,
     model_type: str,
-    watch: "Stopwatch",
+    watch: Stopwatch,
 ) -> "Tokenizer":
-    """Learn a tokenizer from the training text; standard input is spooled for the next pass."""
-    from dataclasses import replace
-
+    """Learn a tokenizer from the training text; in `sources`, standard input is spooled for the next pass."""
     from pkmlm.data.shards import SplitReader, no_text
-    from pkmlm.data.sources import STANDARD_INPUT, spool
+    from pkmlm.data.sources import spooled
     from pkmlm.data.tokenizer import Tokenizer
 
-    for i, source in enumerate(sources["train"]):
-        if source.name == STANDARD_INPUT:
-            with source.open() as stream:
-                sources["train"][i] = replace(source, spool=spool(stream, decompress=False))
+    sources["train"] = list(map(spooled, sources["train"]))
     reader = SplitReader("train", sources["train"], separator, field, lambda _, count: watch(LEARNING, count))
     texts = (chunk.text for batch in reader.batches() for chunk in batch)
     first = next(texts, None)
@@ -241,96 +216,3 @@ def learn(
     tokenizer = Tokenizer.learn(chain([first], texts), vocab_size, model_type)
     watch(LEARNING, sum(origin.bytes for origin in reader.origins))
     return tokenizer
-
-
-class Stopwatch:
-    """Times each stage from its first to its last report, and moves its bar."""
-
-    def __init__(self, progress: Any, totals: dict[str, int | None]):
-        self.progress, self.totals = progress, totals
-        self.began: dict[str, float] = {}
-        self.seconds: dict[str, float] = {}
-        self.tasks: dict[str, Any] = {}
-
-    def __call__(self, stage: str, count: int) -> None:
-        if stage not in self.began:
-            self.began[stage] = time.monotonic()
-            self.tasks[stage] = self.progress.add_task(stage, total=self.totals.get(stage))
-        self.seconds[stage] = time.monotonic() - self.began[stage]
-        self.progress.update(self.tasks[stage], completed=count)
-
-
-@contextlib.contextmanager
-def stopwatch(sources: dict[str, list["Source"]], quiet: bool, parts: int = 1) -> Iterator[Stopwatch]:
-    """A stopwatch with bars of the bytes read, on standard error if that is a terminal; one of `parts` is read."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    sizes = {split: [source.size for source in inputs] for split, inputs in sources.items()}
-    totals = {split: None if None in each else sum(filter(None, each)) // parts for split, each in sizes.items()}
-    console = Console(file=sys.stderr)
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=quiet or not console.is_terminal,
-        transient=True,
-    ) as progress:
-        yield Stopwatch(progress, {**totals, LEARNING: totals.get("train")})
-
-
-def print_result(
-    output: str, index: "Index", seconds: dict[str, float], as_json: bool, shard: tuple[int, int] | None = None
-) -> None:
-    """What was written, split by split; the rate is of the text's bytes."""
-    rows = []
-    for name, split in index.splits.items():
-        rate = split.bytes / 1e6 / max(seconds[name], 1e-9)
-        counts = (split.documents, split.empty, split.words, split.bytes, split.tokens)
-        rows.append((name, *counts, split.bytes / max(split.tokens - split.documents, 1), seconds[name], rate))
-    keys = (
-        "split",
-        "documents",
-        "empty",
-        "words",
-        "bytes",
-        "tokens",
-        "bytes_per_token",
-        "seconds",
-        "mb_per_second",
-    )
-    if as_json:
-        result = {
-            "directory": output,
-            "vocab_size": index.vocab_size,
-            "tokenizer_sha256": index.tokenizer_sha256,
-            "sha256": index.sha256,
-            "learning_seconds": seconds.get(LEARNING),
-            "splits": {row[0]: dict(zip(keys[1:], row[1:], strict=True)) for row in rows},
-        }
-        if shard:
-            result |= {"part": shard[0], "parts": shard[1]}
-        click.echo(json.dumps(result, indent=2))
-        return
-    from pkmlm.report.tables import Column, Table
-
-    learnt = f", learnt in {seconds[LEARNING]:.1f} s" if LEARNING in seconds else ""
-    formats = ("{:,}",) * 5 + ("{:.2f}", "{:.1f}", "{:.1f}")
-    heads = ("documents", "empty", "words", "bytes", "tokens", "B/token", "s", "MB/s")
-    columns = [
-        Column("split"),
-        *(Column(head, "right", form) for head, form in zip(heads, formats, strict=True)),
-    ]
-    part = f"part {shard[0]} of {shard[1]}, " if shard else ""
-    title = f"{output}: {part}vocabulary of {index.vocab_size:,}{learnt}"
-    click.echo(Table(title, columns, rows).render(), nl=False)

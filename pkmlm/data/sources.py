@@ -14,7 +14,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -202,6 +202,14 @@ def spool(stream: Stream, *, decompress: bool) -> IO[bytes]:
     file.flush()
     file.seek(0)
     return file
+
+
+def spooled(source: Source) -> Source:
+    """Standard input copied to a temporary file, so that it can be read again; another source as it is."""
+    if source.name != STANDARD_INPUT:
+        return source
+    with source.open() as stream:
+        return replace(source, spool=spool(stream, decompress=False))
 
 
 def find_sources(patterns: Sequence[str], format: str | None = None) -> list[Source]:
