@@ -68,7 +68,7 @@ def contexts_at(
     Args:
         length: the model's context, for the place in the window.
     """
-    wanted = np.unique(positions.astype(np.int64))
+    wanted = np.unique(positions)
     found, start = {}, 0
     for number, ids in enumerate(documents.ids):
         inside = wanted[np.searchsorted(wanted, start) : np.searchsorted(wanted, start + len(ids))]
@@ -110,8 +110,8 @@ def describe(run: LoadedRun, wanted: list[Wanted], documents: Documents) -> list
     Args:
         documents: those of the index, to be read again for the text of contexts.
     """
-    kept = [ask.strongest.positions_Kc[ask.slots].ravel() for ask in wanted]
-    texts = contexts_at(np.concatenate([[], *kept]), documents, run.tokenizer, run.model.context)
+    kept = [np.zeros(0, np.int64), *(ask.strongest.positions_Kc[ask.slots].ravel() for ask in wanted)]
+    texts = contexts_at(np.concatenate(kept), documents, run.tokenizer, run.model.context)
     described = []
     for ask in wanted:
         lens = Lens(run, ask.memory)

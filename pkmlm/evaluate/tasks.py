@@ -28,7 +28,6 @@ class TaskSource:
         config: the harness's definition, with its functions.
         file, sha256: of the rows; None: they come from where the definition says.
         shots: of the examples that come before a question (few-shot).
-        hub: the rows come from the hub.
         own: the user's file that defines it; None: it ships with the harness.
     """
 
@@ -37,8 +36,12 @@ class TaskSource:
     file: Path | None
     sha256: str | None
     shots: Path | None
-    hub: bool
     own: Path | None
+
+    @property
+    def hub(self) -> bool:
+        """Whether the rows come from the hub."""
+        return self.file is None and not is_local(self.config)
 
     @property
     def splits(self) -> tuple[str, list[str]]:
@@ -135,8 +138,7 @@ def source(name: str, path: Path, folder: Path | None, fewshot: int | None) -> T
     if not any(config.get(f"{split}_split") for split in ("test", "validation")):
         raise UserError(f"{path}: neither test_split nor validation_split: nothing to score")
     sha256 = None if file is None else sha256_of(file)
-    hub = file is None and not is_local(config)
-    return TaskSource(title, config, file, sha256, shots, hub, own=path if own else None)
+    return TaskSource(title, config, file, sha256, shots, own=path if own else None)
 
 
 def definition(path: Path, functions: bool) -> dict[str, Any]:

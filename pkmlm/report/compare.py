@@ -120,7 +120,7 @@ def latest_state(run: RunDirectory) -> Facts:
 
 
 def cut_short(facts: Sequence[Facts], trained: Sequence[int]) -> list[str]:
-    """Of which runs metrics.jsonl has lost its end, a line each.
+    """A line for each run whose metrics.jsonl has lost its end.
 
     Args:
         trained: the step of each run's newest checkpoint.
@@ -133,7 +133,7 @@ def cut_short(facts: Sequence[Facts], trained: Sequence[int]) -> list[str]:
 
 
 def partly_measured(runs: dict[str, RunDirectory]) -> list[str]:
-    """Tasks of which runs have no results but those of `eval --limit`, a line for each run."""
+    """A line for each run that has results of some tasks from `eval --limit` alone."""
     told = []
     for label, run in runs.items():
         folder = run.path / "eval"
@@ -147,7 +147,7 @@ def partly_measured(runs: dict[str, RunDirectory]) -> list[str]:
 
 
 def differences(runs: dict[str, RunDirectory]) -> list[str]:
-    """Why numbers of these runs cannot be held against each other, a line each: they are of several tokenizers, or of
+    """A line for each reason why numbers of these runs cannot be held against each other: several tokenizers, or
     several texts. A run of which that is not known is taken to be like the others.
     """
     data = {label: latest_state(run).get("data") or {} for label, run in runs.items()}

@@ -19,7 +19,7 @@ COSTS = ("dense", "memory", "operations", "bytes", "seconds")  # stand beside ev
 
 
 class Speed(NamedTuple):
-    """Of one model.
+    """How fast one model scores text.
 
     Attributes:
         recipe: `Cell.recipe_sha256` of the run that was timed.
