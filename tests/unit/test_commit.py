@@ -25,6 +25,14 @@ def test_a_commit_is_found_wherever_git_keeps_it(tmp_path: Path) -> None:
     assert commit_of(tmp_path) == COMMIT[::-1]
 
 
+def test_a_branch_may_have_a_name_of_any_bytes(tmp_path: Path) -> None:
+    branch = b"refs/heads/gr\xf6\xdfe"  # as another locale writes it
+    (tmp_path / "HEAD").write_bytes(b"ref: " + branch + b"\n")
+    assert commit_of(tmp_path) is None
+    (tmp_path / "packed-refs").write_bytes(COMMIT.encode() + b" " + branch + b"\n")
+    assert commit_of(tmp_path) == COMMIT
+
+
 def test_a_worktree_has_no_folder(tmp_path: Path) -> None:
     (tmp_path / ".git").write_text("gitdir: elsewhere\n")
     assert commit_of(tmp_path / ".git") is None
