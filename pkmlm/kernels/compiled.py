@@ -1,5 +1,6 @@
 """How CPU kernels are compiled by numba, and run over threads."""
 
+import hashlib
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 from numba import njit
+from numba.core.caching import IndexDataCacheFile
 
 # Sums may be reordered and multiply-adds fused, so that loops become vector instructions; the order is the same on
 # every run and for any number of threads. Infinities and NaN keep their meaning: a step must see them.
@@ -36,21 +38,45 @@ class Cache:
 
     def __init__(self, cache: Any):
         self._cache = cache
+        cache._cache_file = FileOfEachKey(cache.cache_path, cache._impl)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)
 
     def load_overload(self, *arguments: Any) -> Any:
-        try:
+        with suppress(Exception):
             return self._cache.load_overload(*arguments)
-        except Exception:
-            with suppress(Exception):
-                self._cache.flush()
-            return None
+        return None
 
     def save_overload(self, *arguments: Any) -> None:
         with suppress(Exception):
             self._cache.save_overload(*arguments)
+
+
+class FileOfEachKey:
+    """Compiled code on disk: the name of a file says for which source, types and processor it is.
+
+    numba's own files are numbered, and an index says which is which. Processes that save code for different types at
+    the same time can leave one's code under the other's types (sums of float64 were taken by the code for int64), and
+    one that is killed between its two writes leaves the code of an older source.
+    """
+
+    def __init__(self, folder: str, function: Any):
+        self._stamp = function.locator.get_source_stamp()
+        self._function = function.filename_base
+        self._files: Any = IndexDataCacheFile(folder, self._function, self._stamp)
+
+    def load(self, key: Any) -> Any:
+        with suppress(FileNotFoundError):
+            return self._files._load_data(self._name(key))
+        return None
+
+    def save(self, key: Any, data: Any) -> None:
+        self._files._save_data(self._name(key), data)
+
+    def _name(self, key: Any) -> str:
+        whose = repr((self._files._version, self._stamp, key))
+        return f"{self._function}.{hashlib.sha256(whose.encode()).hexdigest()[:32]}.nbc"
 
 
 def over_threads(kernel: Callable[..., None], bounds: Sequence[int], *arguments: Any) -> None:

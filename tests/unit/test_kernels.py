@@ -311,15 +311,34 @@ def test_what_a_thread_raises_is_raised():
         over_threads(kernel, [0, 3, 6])
 
 
+def compiled_file(folder, body):
+    """What calls a compiled function of one line, each time as a new process would, with its cache in the folder."""
+    source = folder / "line.py"
+    source.write_text(f"from pkmlm.kernels.compiled import compiled\n@compiled\ndef line(x):\n    return {body}\n")
+    return lambda x: runpy.run_path(str(source))["line"](x)
+
+
 def test_a_damaged_cache_only_costs_a_compilation(tmp_path):
-    source = tmp_path / "twice.py"
-    source.write_text("from pkmlm.kernels.compiled import compiled\n@compiled\ndef twice(x):\n    return 2 * x\n")
-    for damage in (None, "nbi", "nbc"):
-        for file in tmp_path.rglob(f"*.{damage}"):
-            file.write_bytes(b"")
-        assert runpy.run_path(str(source))["twice"](4) == 8
-        assert all(file.stat().st_size for kind in ("nbi", "nbc") for file in tmp_path.rglob(f"*.{kind}")), "mended"
-    assert len(list(tmp_path.rglob("*.nb?"))) == 2
+    twice = compiled_file(tmp_path, "2 * x")
+    assert twice(4) == 8
+    (file,) = tmp_path.rglob("*.nb?")
+    file.write_bytes(b"")
+    assert twice(4) == 8
+    assert file.stat().st_size, "mended"
+
+
+def test_compiled_code_has_a_file_for_each_source_and_type(tmp_path):
+    def files():
+        return {file: file.read_bytes() for file in tmp_path.rglob("*.nb?")}
+
+    assert compiled_file(tmp_path, "2 * x")(4) == 8
+    first = files()
+    assert compiled_file(tmp_path, "2 * x")(0.25) == 0.5
+    second = files()
+    assert compiled_file(tmp_path, "3 * x")(4) == 12
+    third = files()
+    assert [len(first), len(second), len(third)] == [1, 2, 3]
+    assert first.items() < second.items() < third.items(), "no process changes what another reads"
 
 
 def test_kernels_refuse_what_they_cannot_do():
