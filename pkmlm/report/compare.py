@@ -147,11 +147,12 @@ def partly_measured(runs: dict[str, RunDirectory]) -> list[str]:
 
 
 def differences(runs: dict[str, RunDirectory]) -> list[str]:
-    """A line for each reason why numbers of these runs cannot be held against each other: several tokenizers, or
-    several texts. A run of which that is not known is taken to be like the others.
+    """A line for each reason why numbers of these runs cannot be held against each other: several tokenizers, several
+    texts, or tasks asked in several ways. A run of which that is not known is taken to be like the others.
     """
     data = {label: latest_state(run).get("data") or {} for label, run in runs.items()}
     parts = {label: run.recipe().eval.tokens for label, run in runs.items()}
+    tasks = {label: newest_tasks(run.path / "eval")[1] for label, run in runs.items()}
     measures: dict[str, dict[str, Any]] = {
         "several tokenizers: compare bits a byte, not tokens": {
             label: of.get("tokenizer") for label, of in data.items()
@@ -162,6 +163,9 @@ def differences(runs: dict[str, RunDirectory]) -> list[str]:
         },
         "several texts to test on": {label: tested_on(run) for label, run in runs.items()},
     }
+    for name in dict.fromkeys(name for of in tasks.values() for name in of):
+        shots = {label: of[name].get("num_fewshot") for label, of in tasks.items() if name in of}
+        measures[f"several numbers of examples before a question of {name}"] = shots
     told = []
     for what, values in measures.items():
         alike: dict[Any, list[str]] = {}

@@ -227,6 +227,15 @@ def test_accuracies_are_averaged_over_shared_tasks(run: Path, tmp_path: Path) ->
     assert table[4].split()[-1] == "0.600"
 
 
+def test_tasks_after_several_numbers_of_examples_are_told(run: Path, tmp_path: Path) -> None:
+    zero, few = (Path(shutil.copytree(run, tmp_path / name)) for name in ("zero", "few"))
+    for folder, shots in ((zero, 0), (few, 5)):
+        tasks = {name: {"acc": 0.5, "num_fewshot": shots} for name in ("piqa", *(["wsc"] if shots else []))}
+        (folder / "eval/tasks-step-200.json").write_text(json.dumps({"step": 200, "tasks": tasks}))
+    said = pkmlm("compare", run, zero, few).stderr
+    assert said == "warning: several numbers of examples before a question of piqa (zero; few)\n", "one is not known"
+
+
 def test_an_unfinished_run_says_so(run: Path) -> None:
     assert "Status" not in pkmlm("compare", run).stdout
     (run / "run.json").write_text('{"status": "diverged"}')
