@@ -46,7 +46,7 @@ class WatchedReads:
         self._hooks = []
 
     def only(self, mask_N: Tensor) -> None:
-        """Show but some positions of the next forwards: bool, on the model's device. Without this, all are shown."""
+        """Show only these positions of the next forwards (bool, on the model's device); until this is called, all."""
         self._mask_N = mask_N
 
     def _hook(self, read: Callable[[Tensor, Tensor], None]) -> Callable[[nn.Module, Any, tuple[Tensor, Tensor]], None]:
