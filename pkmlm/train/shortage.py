@@ -2,10 +2,14 @@
 
 import math
 import os
+from dataclasses import replace
+from typing import Any
 
 from pkmlm.errors import UserError
 from pkmlm.model.cost import cost_of
 from pkmlm.model.ranks_cost import bytes_held
+from pkmlm.recipe.check import check_recipe
+from pkmlm.recipe.ranks import check_ranks
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runtime.device import Arithmetic, Precision, free_bytes
 from pkmlm.train.job import Job
@@ -49,21 +53,38 @@ def needed(training: dict[str, int], ranks: int) -> str:
 
 
 def what_to_lower(recipe: Recipe, training: dict[str, int], ranks: int) -> tuple[str, int, int]:
-    """A key, its value, and the nearest value that halves what takes the most of a rank's `training` memory.
+    """A key, its value, and a lower one that the recipe may hold: the largest that halves what takes the most of a
+    rank's `training` memory, or else the least.
 
     That is the micro-batch where a forward takes more than what does not depend on it; else the slots of the memory,
     the rows of the hash tables, the layers, or the width: the first that can be lowered.
     """
     model, memory, size = recipe.model, recipe.model.memory, recipe.train.micro_batch
-    lower = []
+    halves = []
     if 2 * sum(training.get(name, 0) for name in OF_A_FORWARD) > sum(training.values()):
-        fitting = [n for n in range(1, size // 2 + 1) if recipe.sequences // ranks % n == 0]
-        lower.append(("train.micro_batch", size, max(fitting, default=size)))
+        halves.append(("train.micro_batch", size, size // 2))
     if memory.kind != "none":
-        least = memory.topk if memory.kind == "product-key" else math.ceil(math.sqrt(memory.topk))
-        lower.append(("model.memory.num_keys", memory.num_keys, max(least, math.floor(memory.num_keys / math.sqrt(2)))))
+        halves.append(("model.memory.num_keys", memory.num_keys, math.floor(memory.num_keys / math.sqrt(2))))
     if model.projections == "hash":
-        lower.append(("model.hash.bits", model.hash.bits, max(1, model.hash.bits // 2)))
-    lower.append(("model.layers", model.layers, max(1, model.layers // 2)))
-    width = ("model.dim", model.dim, max(1, model.dim // 2 // model.heads) * model.heads)
-    return next((each for each in lower if each[2] < each[1]), width)
+        halves.append(("model.hash.bits", model.hash.bits, model.hash.bits - 1))  # nearly half of the rows
+    halves += [("model.layers", model.layers, model.layers // 2), ("model.dim", model.dim, model.dim // 2)]
+    for key, value, half in halves:
+        for lower in (*range(half, 0, -1), *range(half + 1, value)):
+            if may_hold(recipe, key, lower, ranks):
+                return key, value, lower
+    return "model.dim", model.dim, model.dim  # there is nothing smaller
+
+
+def may_hold(recipe: Recipe, key: str, value: int, ranks: int) -> bool:
+    """Whether a recipe with another value of a key could be trained by so many ranks."""
+    try:
+        check_ranks(check_recipe(with_value(recipe, key, value)), ranks, "")
+    except UserError:
+        return False
+    return True
+
+
+def with_value(section: Any, key: str, value: int) -> Any:
+    """A recipe, or a section of one, with another value of a dotted key."""
+    name, _, inner = key.partition(".")
+    return replace(section, **{name: with_value(getattr(section, name), inner, value) if inner else value})

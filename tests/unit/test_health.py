@@ -94,8 +94,8 @@ def test_the_key_to_lower_is_that_of_what_takes_most(write_recipe, tmp_path):
         assert what_to_lower(load_recipe(write_recipe(tmp_path, kind)), training, 1) == expected
     one = load_recipe(write_recipe(tmp_path, "dense"), ["train.micro_batch=1"])
     assert what_to_lower(one, large, 1)[0] == "model.layers"
-    full = load_recipe(write_recipe(tmp_path, "product-key"), ["model.memory.topk=16"])  # of 16 keys
-    assert what_to_lower(full, small, 1) == ("model.layers", 2, 1)
+    full = load_recipe(write_recipe(tmp_path, "product-key"), ["model.memory.topk=16"])  # of 16 keys, in the last layer
+    assert what_to_lower(full, small, 1) == ("model.dim", 32, 16)
     flat = load_recipe(write_recipe(tmp_path, "hash"), ["model.layers=1", "model.heads=8", "model.hash.bits=1"])
     assert what_to_lower(flat, small, 1) == ("model.dim", 32, 16)
 
@@ -109,6 +109,14 @@ def test_what_is_to_be_lowered_is_lowered_to_what_a_recipe_may_hold(write_recipe
         keys = ["model.memory.num_keys=16", "model.memory.topk=14", f"model.memory.kind={kind}"]
         memory = load_recipe(write_recipe(tmp_path, "product-key"), keys)
         assert what_to_lower(memory, small, 1) == ("model.memory.num_keys", 16, least)
+    early = load_recipe(write_recipe(tmp_path, "product-key"), ["model.memory.topk=16", "model.layers=3"])
+    assert what_to_lower(early, small, 1) == ("model.layers", 3, 2), "the memory is in layer 2"
+    for dim, bits, lower in ((35, 7, 5), (36, 6, 4), (64, 8, 4)):
+        sizes = [f"model.dim={dim}", "model.heads=1", f"model.hash.bits={bits}"]
+        hashed = load_recipe(write_recipe(tmp_path, "hash"), sizes)
+        assert what_to_lower(hashed, small, 1) == ("model.hash.bits", bits, lower), "it divides the width"
+    rotary = ["model.layers=1", "model.positions=rotary", "model.dim=48", "model.heads=6", "model.rotary_fraction=0.5"]
+    assert what_to_lower(load_recipe(write_recipe(tmp_path, "dense"), rotary), small, 1) == ("model.dim", 48, 24)
 
 
 def test_ranks_of_one_machine_share_its_memory(write_recipe, tmp_path, tokens, monkeypatch):
