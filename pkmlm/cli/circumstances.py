@@ -1,5 +1,7 @@
 """What run.json says of the process that trains, and what a run that goes on in another process should know of it."""
 
+import platform
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,9 +17,6 @@ KEPT = ("versions", "commit", "device", "precision", "precision_reason", "ranks"
 
 def circumstances(job: "Job", arithmetic: "Arithmetic", ranks: int) -> dict[str, Any]:
     """What run.json says of how this process was started."""
-    import platform
-    import sys
-
     import numpy as np
     import torch
 

@@ -1,6 +1,8 @@
 """`pkmlm cost`: parameters, operations, bytes and memory of a recipe, by arithmetic."""
 
+import json
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -77,8 +79,6 @@ def command(
       pkmlm cost recipes/pkm/16-layers.yaml --world 8 --device-memory 80GB
       pkmlm cost --hash-layer 8 64 512
     """
-    import json
-
     from pkmlm.recipe.doubts import idle_keys
     from pkmlm.recipe.load import load_recipe
 
@@ -143,8 +143,6 @@ def whole_model(
 
 def vocabulary(recipe: "Recipe") -> int:
     """Rows of the embedding: as the recipe says, or as its tokens have them."""
-    from pathlib import Path
-
     from pkmlm.data.index import FILE, read_index
 
     if recipe.model.vocab_size is not None:

@@ -1,6 +1,7 @@
 """The part of `pkmlm cost` that tells what several ranks need and send."""
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -35,8 +36,6 @@ def ranks_report(
     Raises:
         UserError: the recipe's steps do not fall into whole micro-batches on so many ranks.
     """
-    from dataclasses import replace
-
     from pkmlm.model.ranks_cost import divisions, most_keys, rank_cost
     from pkmlm.recipe.ranks import check_ranks
     from pkmlm.recipe.schema import Parallel

@@ -1,5 +1,12 @@
 """`pkmlm doctor`: versions, devices, memory, disk, and what is wrong."""
 
+import json
+import os
+import platform
+import re
+import shutil
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +38,6 @@ def command(as_json: bool) -> None:
       pkmlm doctor
       pkmlm doctor --json | jq .problems
     """
-    import json
-
     facts = examine()
     click.echo(json.dumps(facts, indent=2) if as_json else described(facts))
     if any(problem["broken"] for problem in facts["problems"]):
@@ -53,9 +58,6 @@ def examine() -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """Versions of Python, pkmlm and the libraries; None where one is not installed."""
-    import platform
-    from importlib.metadata import PackageNotFoundError, version
-
     from pkmlm import __version__
 
     found: dict[str, str | None] = {"python": platform.python_version(), "pkmlm": __version__}
@@ -69,9 +71,6 @@ def versions() -> dict[str, str | None]:
 
 def machine() -> dict[str, Any]:
     """System, usable cores, and memory in bytes (None without psutil)."""
-    import os
-    import platform
-
     from pkmlm.runtime.cores import usable_cores
 
     try:
@@ -92,10 +91,6 @@ def machine() -> dict[str, Any]:
 
 def disk() -> dict[str, Any]:
     """Where we stand, what is free there in bytes, and whether a file can be written."""
-    import os
-    import shutil
-    import tempfile
-
     folder = os.getcwd()
     try:
         with tempfile.TemporaryFile(dir=folder):
@@ -176,8 +171,6 @@ def problems(facts: dict[str, Any]) -> list[dict[str, Any]]:
 
 def release(version: str) -> tuple[int, ...]:
     """(major, minor) of a version; (0, 0) of what is none."""
-    import re
-
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else (0, 0)
 

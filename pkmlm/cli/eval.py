@@ -1,5 +1,6 @@
 """`pkmlm eval`: how well a trained model predicts text."""
 
+import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -161,8 +162,6 @@ def perplexity_file(folder: Path, record: dict[str, Any], stride: int | None, ch
 
 def print_result(record: dict[str, Any], as_json: bool) -> None:
     """Print the tables, or the JSON."""
-    import json
-
     from pkmlm.report.tasks import task_report
 
     if as_json:

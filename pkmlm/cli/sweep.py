@@ -3,7 +3,10 @@
 import os
 import re
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import floor, log10
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -12,9 +15,6 @@ from pkmlm.cli.options import quiet_option, set_option
 from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
-
     from rich.progress import TaskID
 
     from pkmlm.report.tables import Column, Table
@@ -62,8 +62,6 @@ def command(
       pkmlm sweep my-grid.yaml -o sweeps/mine --device 0,1,2,3
       pkmlm sweep my-grid.yaml -o sweeps/mine --table
     """
-    from pathlib import Path
-
     from pkmlm.sweep.cells import Cells
     from pkmlm.sweep.folder import SweepFolder
     from pkmlm.sweep.grid import read_grid
@@ -160,10 +158,8 @@ def plan(results: "Results") -> "Table":
     return Table(f"{grid.title}: {runs} runs", columns, [row[: len(columns)] for row in rows])
 
 
-def millions(name: str, values: "Sequence[float]") -> "Column":
+def millions(name: str, values: Sequence[float]) -> "Column":
     """A column of millions: one decimal, and as many more as the least of them needs to show two digits."""
-    from math import floor, log10
-
     from pkmlm.report.tables import number
 
     places = 1 - floor(log10(min(values)))
@@ -208,9 +204,7 @@ def run_all(
 
 
 @contextmanager
-def cell_progress(
-    folder: "Path", quiet: bool
-) -> "Iterator[tuple[Callable[[str], None], Callable[[list[Cell]], None]]]":
+def cell_progress(folder: Path, quiet: bool) -> "Iterator[tuple[Callable[[str], None], Callable[[list[Cell]], None]]]":
     """Yield a function that prints a line and one that is told which cells run: on a terminal each has a bar."""
     from rich.console import Console
     from rich.markup import escape

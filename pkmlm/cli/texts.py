@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -89,8 +90,6 @@ class TextChoice(NamedTuple):
         Raises:
             UserError: they cannot be had; `data` holds other tokens than those that the run was trained on.
         """
-        from dataclasses import replace
-
         from pkmlm.evaluate.perplexity import documents_of_split, documents_of_text, open_split
 
         if self.text is not None:

@@ -1,8 +1,12 @@
 """The part of `pkmlm eval` that scores zero-shot tasks."""
 
+import hashlib
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pkmlm.cli.outputs import free_file
@@ -61,8 +65,6 @@ def score_tasks(
     run: "LoadedRun", prepared: Prepared, asked: Asked, world: "World", quiet: bool
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The part of the record that tells of tasks: "tasks", "average_acc" and "harness"; and the samples."""
-    from statistics import fmean
-
     from pkmlm.cli.progress import token_progress
     from pkmlm.evaluate.harness import run_tasks, settings
 
@@ -101,8 +103,6 @@ def warn_of_cuts(record: dict[str, Any]) -> None:
 
 def write_samples(path: Path, samples: list[dict[str, Any]]) -> None:
     """One line of JSON for each document of each task."""
-    import json
-
     from pkmlm.runtime.files import writing
 
     with writing(path, "w") as file:
@@ -112,9 +112,6 @@ def write_samples(path: Path, samples: list[dict[str, Any]]) -> None:
 
 def tasks_file(record: dict[str, Any]) -> str:
     """The name under which a run keeps a record of tasks; `pkmlm compare` reads those without a limit."""
-    import hashlib
-    import re
-
     names = re.sub(r"[^\w.-]+", "_", "-".join(record["tasks"]))
     if len(names) > NAME_LENGTH:
         names = f"{names[:NAME_LENGTH]}-{hashlib.sha256(names.encode()).hexdigest()[:8]}"

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -99,8 +100,6 @@ def say_of(say: "Callable[[str], None]", slots: int, text: str) -> None:
 
 def as_whole(results: "list[LayerTimes]") -> dict[str, Any]:
     """The results of all sizes, as JSON."""
-    from dataclasses import asdict
-
     from pkmlm.runtime.device import machine
 
     shape = {name: value for name, value in asdict(results[0].shape).items() if name != "num_keys"}
