@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pkmlm.evaluate.perplexity import Documents
     from pkmlm.recipe.schema import Recipe
 
-NAME_BYTES = 100  # of a text's name, in the names of results
+NAME_BYTES = 100  # of a text's or of tasks' names, in the names of results
 TEXT_OPTIONS = (
     click.option("--split", metavar="NAME", help="A split of the run's tokens. Default: test."),
     click.option(
@@ -124,12 +124,22 @@ def warn_of(doubts: Iterable[str]) -> None:
 
 
 def kept_name(name: str, sha256: str, separator: str | None, field: str) -> str:
-    """The name under which a run keeps what was found of a text: without blanks and signs that mean something to a
-    shell, and with a mark of its bytes and of how they were read, for others may have its name.
+    """The name under which a run keeps what was found of a text: with a mark of its bytes and of how they were read,
+    for others may have its name.
     """
-    plain = re.sub(r"[^\w.-]+", "_", name).encode(errors="ignore")[:NAME_BYTES].decode(errors="ignore")
-    read = json.dumps([sha256, separator, field])
-    return f"text-{plain}-{hashlib.sha256(read.encode()).hexdigest()[:8]}"
+    return f"text-{plain(name)}-{mark(json.dumps([sha256, separator, field]))}"
+
+
+def plain(name: str) -> str:
+    """What of a name stands in the names of results: no blanks and signs that mean something to a shell, and no more
+    than a file's name can hold.
+    """
+    return re.sub(r"[^\w.-]+", "_", name).encode(errors="ignore")[:NAME_BYTES].decode(errors="ignore")
+
+
+def mark(text: str) -> str:
+    """What tells the names of results apart that have too little room for all of `text`."""
+    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:8]
 
 
 def kept_split(folder: Path, split: str, key: str, sha256: str) -> str:

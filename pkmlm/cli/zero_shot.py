@@ -1,8 +1,6 @@
 """The part of `pkmlm eval` that scores zero-shot tasks."""
 
-import hashlib
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pkmlm.cli.outputs import free_file
 from pkmlm.cli.streams import warn
+from pkmlm.cli.texts import mark, plain
 from pkmlm.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from pkmlm.evaluate.load import LoadedRun
     from pkmlm.evaluate.tasks import TaskSource
     from pkmlm.runtime.distributed import World
-
-NAME_LENGTH = 80  # characters of a list of tasks that stand in a file's name
 
 
 @dataclass(frozen=True)
@@ -112,9 +109,10 @@ def write_samples(path: Path, samples: list[dict[str, Any]]) -> None:
 
 def tasks_file(record: dict[str, Any]) -> str:
     """The name under which a run keeps a record of tasks; `pkmlm compare` reads those without a limit."""
-    names = re.sub(r"[^\w.-]+", "_", "-".join(record["tasks"]))
-    if len(names) > NAME_LENGTH:
-        names = f"{names[:NAME_LENGTH]}-{hashlib.sha256(names.encode()).hexdigest()[:8]}"
+    whole = "-".join(record["tasks"])
+    names = plain(whole)
+    if names != whole:
+        names += f"-{mark(whole)}"
     shots = {facts["num_fewshot"] for facts in record["tasks"].values()} - {0}
     few = f"-shots-{max(shots)}" if shots else ""
     limit = record["harness"]["limit"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pkmlm.cli.zero_shot import tasks_file
 from pkmlm.errors import UserError
 from pkmlm.evaluate.harness import build_tasks, run_tasks
 from pkmlm.evaluate.load import load_run
@@ -192,6 +193,17 @@ def test_rows_that_are_gone_when_all_is_scored_cost_no_result(run, tmp_path):
     (tmp_path / "copa.jsonl").unlink()
     facts, _ = run_tasks(load_run(run), sources, tasks)
     assert facts["copa"]["data"] == {"file": "copa.jsonl", "sha256": expected}
+
+
+def test_the_name_of_results_fits_a_file_whatever_tasks_are_called():
+    def name(*tasks):
+        facts = dict.fromkeys(tasks, {"num_fewshot": 0})
+        return tasks_file({"tasks": facts, "step": 30, "harness": {"limit": None}})
+
+    assert name(*PAPER) == f"tasks-{'-'.join(PAPER)}-step-30.json"
+    long = "\u4e8c" * 90
+    assert len(name(long).encode()) < 200
+    assert len({name(long), name(f"{long}x"), name("a b"), name("a/b"), name("a_b")}) == 5
 
 
 def test_examples_before_the_question_come_from_their_own_file(run, tmp_path):
