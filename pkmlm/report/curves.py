@@ -22,8 +22,7 @@ def sorted_mass(memory: MemoryUsage) -> Line:
 
 def uniform_mass(memory: MemoryUsage) -> Line:
     """Rank and share of the mass that as many uniformly random reads would give, in falling rank."""
-    owned = memory.counts_HK.shape[1]
-    n, chance = reads_of_a_slot(owned, memory.reads * owned // memory.slots)
+    n, chance = reads_of_a_slot(*memory.pool)
     rank = memory.slots * np.cumsum(chance[::-1])[::-1]
     seen = (n > 0) & (rank >= 1) & (memory.slots * np.cumsum(chance) >= 0.5)
     return rank[seen], n[seen] / memory.reads

@@ -66,7 +66,7 @@ def slot_mass(run: str, memories: Sequence[MemoryUsage]) -> Figure:
     figure, axes = new_figure(f"Slot mass in sorted order: {label(run)}")
     for number, memory in enumerate(chosen):
         axes.plot(*sorted_mass(memory), **line_style(number), label=title_of(memory))
-    floors = {(m.slots, m.counts_HK.shape[1], m.reads): m for m in chosen if m.slots > 1}
+    floors = {(m.slots, *m.pool): m for m in chosen if m.slots > 1}
     for number, (_, memory) in enumerate(sorted(floors.items(), key=lambda item: item[0])):
         name = "as many reads, uniform" if number == 0 else None
         axes.plot(*uniform_mass(memory), color=GREY, linestyle="--", linewidth=1.2, label=name)

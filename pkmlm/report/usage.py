@@ -123,10 +123,16 @@ class MemoryUsage:
         return {**where, "usage": mass["usage"], "kl": mass["kl"], "uniform": self.uniform}
 
     @property
+    def pool(self) -> tuple[int, int]:
+        """Among how many slots a read chooses, and how many reads do; for hash layers of one table, which each token
+        reads once.
+        """
+        return (self.slots, self.reads) if self.shared else (self.counts_HK.shape[1], self.tokens)
+
+    @property
     def uniform(self) -> Measures:
-        """What as many uniform random reads give; for hash layers, of one table, each being read once a token."""
-        slots, reads = (self.slots, self.reads) if self.shared else (self.counts_HK.shape[1], self.tokens)
-        return uniform_reading(slots, reads)
+        """What as many uniform random reads give."""
+        return uniform_reading(*self.pool)
 
 
 def measures(reads_S: NDArray[Any]) -> Measures:
