@@ -197,7 +197,7 @@ def test_rows_that_are_gone_when_all_is_scored_cost_no_result(run, tmp_path):
 
 def test_the_name_of_results_fits_a_file_whatever_tasks_are_called():
     def name(*tasks):
-        facts = dict.fromkeys(tasks, {"num_fewshot": 0})
+        facts = {task: {"num_fewshot": 0} for task in tasks}
         return tasks_file({"tasks": facts, "step": 30, "harness": {"limit": None}})
 
     assert name(*PAPER) == f"tasks-{'-'.join(PAPER)}-step-30.json"
