@@ -8,7 +8,7 @@ from torch import nn
 
 from pkmlm.errors import UserError
 from pkmlm.model.attention import Attention
-from pkmlm.model.memory.values import Values
+from pkmlm.model.memory.values import tables_of
 from pkmlm.model.transformer import FFN, Transformer
 
 # Dropout draws the same numbers as without compiling.
@@ -27,13 +27,8 @@ def compile_dense_parts(model: Transformer) -> None:
     try_compiler(next(model.parameters()).device)
     for block in model.blocks:
         inner = [part for part in block.modules() if isinstance(part, Attention | FFN)]
-        for part in inner if has_table(block) else [block]:
+        for part in inner if tables_of(block) else [block]:
             run_compiled_in_training(part)
-
-
-def has_table(module: nn.Module) -> bool:
-    """Whether there is a memory in it."""
-    return any(isinstance(inner, Values) for inner in module.modules())
 
 
 def run_compiled_in_training(module: nn.Module) -> None:

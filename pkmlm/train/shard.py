@@ -6,7 +6,7 @@ Where nothing is divided, its modules are not imported: that takes half as long 
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from pkmlm.model.memory.key_memory import KeyMemory
@@ -23,7 +23,8 @@ def shard_dense_parts(model: Transformer, ranks: int) -> None:
     from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
     mesh = init_device_mesh(next(model.parameters()).device.type, (ranks,))
-    whole = {p for module in model.modules() if isinstance(module, Values | KeyMemory) for p in own(module)}
+    memories = [module for module in model.modules() if isinstance(module, Values | KeyMemory)]
+    whole = {parameter for memory in memories for parameter in memory.parameters(recurse=False)}
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh, ignored_params=whole)
     for module in model.modules():
@@ -32,11 +33,6 @@ def shard_dense_parts(model: Transformer, ranks: int) -> None:
             module.set_force_sum_reduction_for_comms(True)
     for name in ("hidden", "head", "loss"):  # training and evaluation call these, not forward
         register_fsdp_forward_method(model, name)
-
-
-def own(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters of a module itself."""
-    return list(module.parameters(recurse=False))
 
 
 def is_shard(tensor: Any) -> bool:
