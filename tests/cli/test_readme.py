@@ -3,6 +3,8 @@
 import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,16 @@ def test_every_command_of_the_readme():
         assert program == "pkmlm", line
         done = pkmlm(*arguments, *(SMALL if arguments[0] == "train" else []))
         assert done.stdout or arguments[0] == "train", line
+
+
+def test_a_memory_in_a_network_of_your_own():
+    (program,) = re.findall(r"```python\n([^`]*GPT2[^`]*)```", README)
+    check = "assert memory.values.weight_KD.grad is None and all(optimizer.state for optimizer in optimizers)\n"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", program + check]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert 50 < float(re.fullmatch(r"([0-9.]+)% of the slots were read\n", done.stdout)[1]) < 100
 
 
 def test_make_targets_of_the_readme_exist():
