@@ -24,7 +24,7 @@ class LoadedRun:
     """A model with what it needs to read and write text.
 
     Attributes:
-        path, name: of the run directory or the exported folder.
+        path: of the run directory or the exported folder.
         step: of the checkpoint that the weights come from.
         tokens: trained on until then.
         exported: it is an exported folder, a product that no results are written into.
@@ -33,7 +33,6 @@ class LoadedRun:
     """
 
     path: Path
-    name: str
     step: int
     tokens: int
     recipe: Recipe
@@ -42,6 +41,11 @@ class LoadedRun:
     device: torch.device
     exported: bool = False
     data: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """What reports call it: the name of its folder."""
+        return self.path.resolve().name
 
 
 def load_run(path: str | Path, step: str = "latest", device: torch.device | None = None) -> LoadedRun:
@@ -75,9 +79,7 @@ def load_run(path: str | Path, step: str = "latest", device: torch.device | None
         message = f"{run.tokenizer_file} is not the tokenizer that the run was trained with"
         raise UserError(message, "copy it again from the tokens that the run was trained on")
     refuse_strange(model, run.checkpoint(number))
-    return LoadedRun(
-        run.path, run.name, number, progress.tokens, recipe, model.eval(), tokenizer, device, data=progress.data
-    )
+    return LoadedRun(run.path, number, progress.tokens, recipe, model.eval(), tokenizer, device, data=progress.data)
 
 
 def load_same(path: str | Path, step: str, world: World | None) -> LoadedRun:
@@ -100,8 +102,7 @@ def load_export(path: Path, step: str, device: torch.device) -> LoadedRun:
     if step not in ("latest", str(origin.step)):
         raise UserError(f"{path} is an export of step {origin.step} (found --step {step})", "leave --step out")
     refuse_strange(model, path)
-    name = path.resolve().name
-    return LoadedRun(path, name, origin.step, origin.tokens, recipe, model, tokenizer, device, exported=True)
+    return LoadedRun(path, origin.step, origin.tokens, recipe, model, tokenizer, device, exported=True)
 
 
 def refuse_strange(model: Transformer, path: Path) -> None:
