@@ -77,10 +77,11 @@ class Stepper:
         of_this_rank = (step, world.rank) if world.rank else (step,)
         torch.manual_seed(derived_seed(self.recipe.train.seed, "dropout", *of_this_rank))
         self.model.train()
-        before = [buffer.clone() for buffer in self.model.buffers()] if self.scaler.is_enabled() else []
+        scaled = self.scaler.is_enabled()  # in fp16
+        before = [buffer.clone() for buffer in self.model.buffers()] if scaled else []
         loss = self._gradients(step)
         exchange_gradients(self.groups, self.ranks)
-        if self.scaler.is_enabled():
+        if scaled:
             for group in self.groups:
                 group.unscale(self.scaler)
         loss_value, *norm_values = self._loss_and_norms(loss).tolist()
@@ -88,12 +89,13 @@ class Stepper:
         finite = all(abs(value) < float("inf") for value in (loss_value, *norm_values))
         if finite:
             self._update(step, named)
-        elif self.precision != "fp16":
+        elif not scaled:
             raise world.same(diverged(step, found(loss_value, named)))
         else:  # a skipped step leaves no trace
             for buffer, value in zip(self.model.buffers(), before, strict=True):
                 buffer.copy_(value)
-        self._adapt_scale(step, finite, loss_value, named)
+        if scaled:
+            self._adapt_scale(step, finite, loss_value, named)
         for group in self.groups:
             group.optimizer.zero_grad(set_to_none=True)
         return StepResult(loss_value, named, skipped=not finite)
@@ -104,6 +106,7 @@ class Stepper:
         """
         world = self.ranks.world
         count, scored = self.recipe.micro_batches(world.size), self.batches.scored(step)
+        # By `scale`, and not `get_scale`: the former also makes the scaler's tensors, which unscaling needs.
         enabled = self.scaler.is_enabled()
         loss_scale = float(self.scaler.scale(torch.ones((), device=self.device))) if enabled else 1.0
         total = torch.zeros((), device=self.device)
@@ -130,8 +133,6 @@ class Stepper:
 
     def _adapt_scale(self, step: int, finite: bool, loss: float, norms: dict[str, float]) -> None:
         """Let the loss scale grow or back off: one verdict for all groups (torch's scaler keeps one for each)."""
-        if not self.scaler.is_enabled():
-            return
         self.skips = 0 if finite else self.skips + 1
         if finite:
             self.scaler.update()
