@@ -61,7 +61,10 @@ class Launched:
 
     def end(self, seconds=40):
         """The exit code, all processes having ended, and the last facts of run.json."""
-        code = self.process.wait(seconds)
+        try:
+            code = self.process.wait(seconds)
+        finally:
+            print(self.said.read_text())  # pytest shows it where a test fails
         assert not [rank for rank in self.ranks if rank.is_running()]
         facts = json.loads((self.run / "run.json").read_text()) if (self.run / "run.json").exists() else {}
         return code, facts
