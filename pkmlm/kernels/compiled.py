@@ -13,7 +13,7 @@ from numba.core.caching import IndexDataCacheFile
 
 # Sums may be reordered and multiply-adds fused, so that loops become vector instructions; the order is the same on
 # every run and for any number of threads. Infinities and NaN keep their meaning: a step must see them.
-ARITHMETIC = {"reassoc", "contract", "nsz"}
+ARITHMETIC = ("reassoc", "contract", "nsz")
 LEAST_WORK = 1 << 17  # numbers a thread, under which starting it costs more than it does
 
 
@@ -24,7 +24,7 @@ def compiled(function: Callable[..., Any]) -> Any:
     for itself.
     """
     # The "numpy" model divides by zero as the hardware does; Python's would test each divisor, in scalar code.
-    options: dict[str, Any] = {"nogil": True, "fastmath": ARITHMETIC, "error_model": "numpy"}
+    options: dict[str, Any] = {"nogil": True, "fastmath": {*ARITHMETIC}, "error_model": "numpy"}
     try:
         dispatcher: Any = njit(function, cache=True, **options)
     except RuntimeError:  # no folder to cache in
@@ -54,7 +54,7 @@ class Cache:
 
 
 class FileOfEachKey:
-    """Compiled code on disk: the name of a file says for which source, types and processor it is.
+    """Compiled code on disk: the name of a file says for which source, options, types and processor it is.
 
     numba's own files are numbered, and an index says which is which. Processes that save code for different types at
     the same time can leave one's code under the other's types (sums of float64 were taken by the code for int64), and
@@ -75,7 +75,7 @@ class FileOfEachKey:
         self._files._save_data(self._name(key), data)
 
     def _name(self, key: Any) -> str:
-        whose = repr((self._files._version, self._stamp, key))
+        whose = repr((self._files._version, ARITHMETIC, self._stamp, key))
         return f"{self._function}.{hashlib.sha256(whose.encode()).hexdigest()[:32]}.nbc"
 
 
