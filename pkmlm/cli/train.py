@@ -151,7 +151,8 @@ def arithmetic_of(recipe: "Recipe") -> "Arithmetic":
 
     arithmetic = choose_arithmetic(recipe.train.precision)
     if arithmetic.precision == "fp16" and recipe.parallel.shard:
-        raise UserError("parallel.shard: found fp16 (expected bf16 or fp32)", "add -s train.precision=fp32")
+        message = f"parallel.shard: found true, with fp16 as the precision ({arithmetic.reason})"
+        raise UserError(f"{message} (expected bf16 or fp32)", "add -s train.precision=fp32")
     return arithmetic
 
 

@@ -277,7 +277,7 @@ def test_a_dry_run_refuses_what_the_run_would(tmp_path, write_recipe, monkeypatc
     """Precision auto is fp16 on old GPUs alone."""
     monkeypatch.setattr("pkmlm.runtime.device.choose_precision", lambda *_: ("fp16", "auto"))
     job = open_job(str(write_recipe(tmp_path, "dense")), ("parallel.shard=true",), 1, False)
-    with pytest.raises(UserError, match=r"^parallel.shard: found fp16"):
+    with pytest.raises(UserError, match=r"^parallel.shard: found true, with fp16 as the precision \(auto\)"):
         report(job, World())
 
 
