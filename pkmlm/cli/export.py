@@ -73,6 +73,6 @@ def scores_of(run: "RunDirectory", step: int) -> dict[str, dict[str, Any]]:
         tokens = run.recipe().eval.tokens
         part = f"first {tokens:,} tokens of the valid split" if tokens else "valid split"
         for line in run.metrics():
-            if line.get("event") == "valid" and line["step"] == step:
+            if line["event"] == "valid" and line["step"] == step:
                 scores[part] = line
     return {name: found for name, found in scores.items() if found.get("token_ppl") and found.get("bits_per_byte")}

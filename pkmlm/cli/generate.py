@@ -5,7 +5,7 @@ import sys
 import click
 
 from pkmlm.cli.options import step_option
-from pkmlm.errors import UserError
+from pkmlm.errors import UserError, printable
 
 
 @click.command()
@@ -78,8 +78,6 @@ def command(
 
 def write(text: str) -> None:
     """Print at once; on a terminal, control characters other than line ends and tabs are shown as escapes."""
-    from pkmlm.errors import printable
-
     if sys.stdout.isatty():
         text = "".join(c if c in "\n\t" else printable(c) for c in text)
     sys.stdout.write(text)

@@ -80,8 +80,11 @@ class TextChoice(NamedTuple):
             problem = f"holds no tokens (no {FILE} in it)" if Path(self.data).exists() else "does not exist"
             hint = "give a folder that `pkmlm tokenize -o` wrote, or a text with --text FILE"
             raise UserError(f"--data {self.data} {problem}", hint)
-        seen = "" if Path(folder or "/").is_absolute() else f", seen from {Path.cwd()}"
-        what = f"{path} names no data.dir" if folder is None else f"the tokens of {path} are not in {folder}{seen}"
+        if folder is None:
+            what = f"{path} names no data.dir"
+        else:
+            seen = "" if Path(folder).is_absolute() else f", seen from {Path.cwd()}"
+            what = f"the tokens of {path} are not in {folder}{seen}"
         raise UserError(what, "say where they are with --data DIR, or give a text with --text FILE")
 
     def documents(self, run: "LoadedRun") -> "Documents":

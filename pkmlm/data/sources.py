@@ -79,8 +79,6 @@ class Source:
             self.spool.seek(0)
             return Stream(self, self.spool)
         if self.name == STANDARD_INPUT:
-            if sys.stdin is None:
-                raise UserError("standard input is closed")
             return Stream(self, sys.stdin.buffer)
         with read_errors(self.name):
             file = open(self.name, "rb")  # noqa: SIM115
