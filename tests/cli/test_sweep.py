@@ -162,7 +162,7 @@ def test_validation_is_that_of_the_last_step(grid, tmp_path, trained):
     lines = [line | {"loss": 0.5} if line["step"] == 15 else line for line in run.metrics()]
     run.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     last = next(line for line in lines if line["event"] == "valid" and line["step"] == 30)
-    facts = facts_at_end(cells_of(grid, 30)["256_seed-1"])
+    facts = facts_at_end(cells_of(grid, 30)["256_seed-1"], run)
     assert (facts["valid_step"], facts["valid_loss"]) == (30, last["loss"])
     assert facts["valid_token_ppl"] == last["token_ppl"]
 
