@@ -73,24 +73,13 @@ def changes(before: dict[str, Any], now: dict[str, Any], earlier: "Recipe", reci
         warnings.append(f"{', '.join(machine + division)}: {text}{more}")
     if measures:
         warnings.append(f"{', '.join(measures)}: the best checkpoint and eval.patience go by both measures")
-    falling = sorted(schedules(recipe) & {"cosine", "linear"})
+    falling = sorted(recipe.schedules & {"cosine", "linear"})
     if "train.steps" in keys and falling:
         text = (
             f"{' and '.join(falling)} rates follow the new length from here on, as no run of one length would have it"
         )
         warnings.append(f"{keys['train.steps']}: {text}")
     return warnings
-
-
-def schedules(recipe: "Recipe") -> set[str]:
-    """The learning-rate schedules of the groups that a recipe has."""
-    optim = recipe.optim
-    found: set[str] = {optim.schedule}
-    if recipe.model.memory.kind != "none":
-        found.add(optim.values.schedule)
-    if recipe.model.projections == "hash":
-        found.add(optim.tables.schedule or optim.schedule)
-    return found
 
 
 def change(key: str, old: Any, new: Any) -> str:

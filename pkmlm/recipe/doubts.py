@@ -38,7 +38,7 @@ def idle_keys(recipe: Recipe, path: str | Path, overrides: Iterable[str] = ()) -
     layers = [parse(yaml_text(Path(path)), str(path)), *map(parse_override, overrides)]
     given = {key: number for number, tree in enumerate(layers, 1) for key in keys_of(tree)}
     idle: dict[str, list[str]] = {}
-    for key, switch in switches(values).items():
+    for key, switch in switches(recipe).items():
         if key != switch and given.get(key, 0) > given.get(switch, 0):
             idle.setdefault(switch, []).append(key)
     return [f"{', '.join(keys)}: without effect, as {switch} is {values[switch]}" for switch, keys in idle.items()]
@@ -53,8 +53,9 @@ def keys_of(tree: Node, prefix: str = "") -> Iterator[str]:
         yield prefix
 
 
-def switches(values: dict[str, object]) -> dict[str, str]:
-    """The keys that do nothing in a recipe of these values, and the key whose value makes them idle."""
+def switches(recipe: Recipe) -> dict[str, str]:
+    """The keys that do nothing in a recipe, and the key whose value makes them idle."""
+    values = flatten(recipe)
     idle: dict[str, tuple[str, ...]] = {}
     if values["model.memory.kind"] == "none":
         idle["model.memory.kind"] = ("model.memory.", "optim.keys.", "optim.values.", "eval.recalibrate")
@@ -68,6 +69,6 @@ def switches(values: dict[str, object]) -> dict[str, str]:
     sizes = {"performer": ("features",), "linformer": ("block", "rank")}
     others = [name for kind, names in sizes.items() if kind != values["model.attention"] for name in names]
     idle["model.attention"] = tuple(f"model.attention_options.{name}" for name in others)
-    if not {"cosine", "linear"} & {values[f"optim.{group}schedule"] for group in ("", "values.", "tables.")}:
+    if not {"cosine", "linear"} & recipe.schedules:
         idle["optim.schedule"] = ("optim.final_lr",)
     return {key: switch for switch, keys in idle.items() for key in values if key.startswith(keys)}

@@ -186,6 +186,16 @@ class Recipe:
         """Sequences of a global batch."""
         return self.train.batch_tokens // self.model.context
 
+    @property
+    def schedules(self) -> set[Schedule]:
+        """The learning-rate schedules of the groups of parameters that the model has."""
+        found = {self.optim.schedule}
+        if self.model.memory.kind != "none":
+            found.add(self.optim.values.schedule)
+        if self.model.projections == "hash":
+            found.add(self.optim.tables.schedule or self.optim.schedule)
+        return found
+
     def micro_batches(self, ranks: int = 1) -> int:
         """Forwards of an optimizer step, on each of so many ranks."""
         return self.sequences // (self.train.micro_batch * ranks)

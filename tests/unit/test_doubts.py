@@ -44,12 +44,18 @@ def test_a_key_that_does_nothing_is_told_with_what_makes_it_idle(tmp_path: Path,
 def test_keys_that_do_something_are_not_told(tmp_path: Path) -> None:
     assert idle(tmp_path, DENSE, "optim.lr=1e-2", "model.ffn_dim=128") == []
     assert idle(tmp_path, DENSE, "optim.schedule=cosine", "optim.final_lr=0") == []
+    assert idle(tmp_path, MEMORY, "optim.values.schedule=cosine", "optim.final_lr=0") == []
     assert idle(tmp_path, MEMORY, "optim.values.lr=1e-2", "model.memory.topk=8", "eval.recalibrate=2") == []
     assert idle(tmp_path, DENSE, "model.projections=hash", "model.hash.bits=4", "optim.tables.clip=0") == []
     (told,) = idle(tmp_path, MEMORY, "model.memory.query_norm=layer", "eval.recalibrate=2")
     assert "eval.recalibrate: without effect, as model.memory.query_norm is layer" in told
     (told,) = idle(tmp_path, DENSE, "model.projections=hash", "model.ffn_dim=128", "model.bias=false")
     assert told == "model.ffn_dim, model.bias: without effect, as model.projections is hash"
+
+
+def test_a_schedule_of_what_the_model_has_not_uses_no_final_rate(tmp_path: Path) -> None:
+    told = idle(tmp_path, DENSE, "optim.tables.schedule=linear", "optim.final_lr=0")
+    assert sorted(line.partition(":")[0] for line in told) == ["optim.final_lr", "optim.tables.schedule"]
 
 
 def test_a_memory_without_a_kind_is_told(tmp_path: Path) -> None:
