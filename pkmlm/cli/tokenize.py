@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pkmlm.cli.doubts import doubt_repeats, doubt_sources, doubt_tokens
 from pkmlm.cli.options import field_option, given, json_option, quiet_option, separator_option
 from pkmlm.cli.outputs import free_tokens
 from pkmlm.cli.progress import Stopwatch, stopwatch
+from pkmlm.cli.tokenize_doubts import doubt_repeats, doubt_sources, doubt_tokens
 from pkmlm.cli.tokenize_result import LEARNING, print_result
 from pkmlm.errors import UserError, printable
 from pkmlm.runtime.cores import usable_cores
