@@ -110,7 +110,7 @@ class RunDirectory:
         for name in sorted(entries & OWN):
             raise UserError(f"-o {self.path} is no run, but holds {name}, which training would overwrite", CHOOSE)
         for name in sorted(entries):
-            if (self.path / name / "checkpoints").is_dir():
+            if os.path.isdir(self.path / name / "checkpoints"):  # no error where it may not be looked into
                 hint = f"name this run: -o {self.path / 'NAME'}"
                 raise UserError(f"-o {self.path} is a folder of runs: it holds {name}", hint)
 

@@ -257,6 +257,20 @@ def test_a_run_that_was_replaced_while_it_was_held_is_let_go(tmp_path):
         assert os.listdir(run.path) == [".lock"]
 
 
+def test_a_run_may_stand_beside_a_folder_that_nobody_may_look_into(tmp_path, monkeypatch):
+    """As lost+found, where a disk is mounted."""
+    monkeypatch.chdir(tmp_path)
+    tmp_path.chmod(0o755)
+    (tmp_path / "lost+found").mkdir(mode=0)
+    user = os.geteuid()
+    if user == 0:  # who may look into all
+        os.seteuid(65534)
+    try:
+        RunDirectory(".").refuse_foreign()
+    finally:
+        os.seteuid(user)
+
+
 def test_a_lock_says_who_holds_it_whatever_stands_in_it(tmp_path):
     run = RunDirectory(tmp_path / "run")
     held = pytest.raises(UserError, match=rf"run \S+ is in use by process {os.getpid()}")
