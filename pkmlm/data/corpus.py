@@ -8,7 +8,7 @@ import numpy as np
 from pkmlm.data.index import DIGEST, FILE, HASHED, TOKENIZER, Index, damaged, read_index, token_bytes
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError, read_errors
-from pkmlm.runtime.files import sha256_of
+from pkmlm.runtime.files import sha256_of, size_of
 
 
 class Corpus:
@@ -171,9 +171,9 @@ def mapped_files(folder: Path, split: str, index: Index) -> tuple[list[CheckedFi
 def check_size(path: Path, expected: int) -> None:
     """Refuse a file that is missing or has another size: mapping it would end in a crash of the process."""
     with read_errors(path):
-        if not path.exists():
-            raise damaged(path, f"the file is missing (expected {expected:,} bytes)")
-        found = path.stat().st_size
+        found = size_of(path)
+    if found is None:
+        raise damaged(path, f"the file is missing (expected {expected:,} bytes)")
     if found != expected:
         raise damaged(path, f"it has {found:,} bytes (expected {expected:,})")
 

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from pkmlm.runtime.files import sha256_of
+from pkmlm.errors import read_errors
+from pkmlm.runtime.files import sha256_of, size_of
 from pkmlm.runtime.shapes import Shape
 
 MANIFEST = "manifest.json"
@@ -23,10 +24,12 @@ def damage(folder: Path, files: dict[str, dict[str, Any]]) -> str:
     """
     for name, expected in files.items():
         file = folder / name
-        if not file.is_file():
+        with read_errors(file, exit_code=1):
+            size = size_of(file)
+        if size is None:
             return f"{file} is missing"
-        if file.stat().st_size != expected["bytes"]:
-            return f"{file}: {file.stat().st_size} bytes (expected {expected['bytes']})"
+        if size != expected["bytes"]:
+            return f"{file}: {size} bytes (expected {expected['bytes']})"
         found = sha256_of(file)
         if found != expected["sha256"]:
             wanted = expected["sha256"]

@@ -6,6 +6,7 @@ import re
 import resource
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from pkmlm.runtime.files import (
     writing,
     writing_folder,
 )
+from pkmlm.runtime.manifest import damage, entry_of
 from pkmlm.runtime.rundir import RunDirectory
 
 
@@ -34,6 +36,18 @@ def leftovers(folder: Path) -> list[str]:
 def fill(folder: Path, text: str, names: str = "abcdefgh") -> None:
     for name in names:
         write_text(folder / name, text)
+
+
+@contextmanager
+def not_as_root():
+    """As a user whom permissions hold: root may look into all."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
 
 
 def test_of_two_writers_of_a_folder_each_writes_a_whole_one(tmp_path):
@@ -262,13 +276,24 @@ def test_a_run_may_stand_beside_a_folder_that_nobody_may_look_into(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     tmp_path.chmod(0o755)
     (tmp_path / "lost+found").mkdir(mode=0)
-    user = os.geteuid()
-    if user == 0:  # who may look into all
-        os.seteuid(65534)
-    try:
+    with not_as_root():
         RunDirectory(".").refuse_foreign()
-    finally:
-        os.seteuid(user)
+
+
+def test_what_may_not_be_looked_at_is_not_taken_for_missing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    fill(folder, "whole", "ab")
+    files = {name: entry_of(folder / name) for name in "ab"}
+    assert damage(folder, files) == ""
+    (folder / "b").unlink()
+    assert damage(folder, files) == f"{folder}/b is missing"
+    tmp_path.chmod(0o755)
+    folder.chmod(0)
+    with not_as_root(), pytest.raises(UserError, match="cannot read folder/a: Permission denied") as told:
+        damage(Path("folder"), files)
+    assert told.value.exit_code == 1
 
 
 def test_a_lock_says_who_holds_it_whatever_stands_in_it(tmp_path):
