@@ -96,7 +96,7 @@ class Tokenizer:
             UserError: the file cannot be read, or see the constructor.
         """
         with read_errors(f"the tokenizer {path}"):
-            model_bytes = Path(path).read_bytes()
+            model_bytes = path.read_bytes()
         return cls(model_bytes, str(path))
 
     @classmethod

@@ -103,7 +103,7 @@ def check_interval(check: Check, name: str, number: float) -> None:
 
 def check_sizes(check: Check, model: Model) -> None:
     """Nothing beyond any machine: each kind of tensor holds at most 2^40 numbers over all layers."""
-    memory, tables = model.memory, model.dim // model.hash.bits
+    memory = model.memory
     sizes = {
         "model.vocab_size": (model.vocab_size or 0) * model.dim,
         "model.context": model.context * model.dim,
@@ -117,8 +117,8 @@ def check_sizes(check: Check, model: Model) -> None:
     if model.attention == "performer":
         sizes["model.attention_options.features"] = model.layers * model.attention_options.features * model.dim
     if model.projections == "hash":
-        widest = 2 ** (model.hash.bits + model.hash.extra_bits)
-        sizes["model.hash.bits"] = model.layers * tables * widest * model.dim
+        tables, rows = model.dim // model.hash.bits, 2 ** (model.hash.bits + model.hash.extra_bits)
+        sizes["model.hash.bits"] = model.layers * tables * rows * model.dim
     for key, size in sizes.items():
         if size > MOST_PARAMETERS:
             check.fail(
