@@ -144,10 +144,10 @@ def silent(rank: int, run: str | None) -> UserError:
 
 
 def note_end(run: str | None, rank: int, status: str) -> None:
-    """Say in run.json which process ended all, unless the run belongs to others by now."""
+    """Say in run.json which process ended all, where there is a run by now and it belongs to no others."""
     from pkmlm.runtime.rundir import RunDirectory
 
-    if run is None:
+    if run is None or not os.path.isdir(run):
         return
     directory = RunDirectory(run)
     with suppress(UserError), directory.locked():

@@ -145,6 +145,12 @@ def test_the_rank_that_ended_all_is_named(tmp_path, ends, message, status):
     assert f"rank {facts['rank']} " in told.value.message
 
 
+def test_a_rank_that_was_killed_before_there_was_a_run_leaves_none(tmp_path):
+    with pytest.raises(UserError, match="rank 0 was killed"):
+        outcome({0: failed(0, -signal.SIGKILL, 0)}, [], str(tmp_path / "run"))
+    assert not os.listdir(tmp_path)
+
+
 @pytest.mark.parametrize(("rank", "said"), [("0", "\ninterrupted\n"), ("1", "")])
 def test_an_interruption_is_told_once(monkeypatch, capsys, rank, said):
     def interrupted(**_):
