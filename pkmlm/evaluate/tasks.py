@@ -18,6 +18,7 @@ KINDS = ("multiple_choice", "loglikelihood", "loglikelihood_rolling")
 NAME = re.compile(r"""^["']?(task|group)["']?:[ \t]*["']?([^\s"'#\[{]+)""", re.MULTILINE)
 SCRIPTED = {"EleutherAI/logiqa"}  # on the hub these are Python scripts, which `datasets` runs no more
 HINT = "give the rows with --task-data DIR, one JSON object a line in DIR/{}.jsonl"
+HINT_SHOTS = "give examples, one JSON object a line, in {}/{}.train.jsonl (--task-data), or none: --num-fewshot 0"
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,9 @@ def source(name: str, path: Path, folder: Path | None, fewshot: int | None) -> T
     kind = plain.get("output_type", "generate_until")  # the harness's default
     if kind not in KINDS:
         raise UserError(f"--tasks: {title} is a task of {kind} (expected {', '.join(KINDS)})")
-    file, shots = rows_files(title, plain, folder, fewshot)
+    file, shots = rows_files(title, plain, folder)
+    if shots is None and (plain.get("num_fewshot") if fewshot is None else fewshot):
+        check_examples(title, plain, file, HINT_SHOTS.format(folder or "DIR", title))
     config = plain if own else definition(path, functions=True)
     for key in ("tag", "group", "task_list"):  # for the harness's index; a task does not accept them
         config.pop(key, None)
@@ -155,16 +158,10 @@ def is_local(config: dict[str, Any]) -> bool:
     return config.get("dataset_path") in LOCAL or config.get("custom_dataset") is not None
 
 
-def rows_files(
-    task: str, config: dict[str, Any], folder: Path | None, fewshot: int | None
-) -> tuple[Path | None, Path | None]:
+def rows_files(task: str, config: dict[str, Any], folder: Path | None) -> tuple[Path | None, Path | None]:
     """Where the rows and the few-shot examples of a task are; None: where its definition says."""
     if folder is not None and (folder / f"{task}.jsonl").is_file():
         shots = folder / f"{task}.train.jsonl"
-        drawn = config.get("fewshot_split") or config.get("training_split")
-        scored = config.get("test_split") or config.get("validation_split")
-        if fewshot and not shots.is_file() and drawn not in (None, scored):
-            raise UserError(f"--num-fewshot: no examples for {task} (expected {shots})")
         return folder / f"{task}.jsonl", shots if shots.is_file() else None
     if folder is not None and not is_local(config):
         raise UserError(f"--task-data: no rows of {task} (expected {folder / task}.jsonl)")
@@ -172,3 +169,23 @@ def rows_files(
         message = f"{task} cannot come from the hub: its copy there is a script, which datasets >= 4 does not run"
         raise UserError(message, HINT.format(task))
     return None, None
+
+
+def check_examples(task: str, config: dict[str, Any], file: Path | None, hint: str) -> None:
+    """Refuse few-shot examples that a definition takes from where there are none, or from its own questions: unless it
+    says so by naming the test split, the harness does not leave out the one that is asked, with its answer.
+
+    Args:
+        file: of the rows, which are those of the split that is scored; None: all splits are where the definition says.
+    """
+    given = config.get("fewshot_config") or {}
+    if given.get("samples"):
+        return
+    named = given.get("split") or config.get("fewshot_split")
+    training, validation, test = (config.get(f"{split}_split") for split in ("training", "validation", "test"))
+    scored = test or validation
+    if (named or training or validation or test) == scored:
+        if named is None or named != test:
+            raise UserError(f"--num-fewshot: no examples for {task} but its own questions", hint)
+    elif file is not None:
+        raise UserError(f"--num-fewshot: no examples for {task}", hint)

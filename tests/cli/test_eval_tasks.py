@@ -222,13 +222,39 @@ def test_examples_have_a_split_of_their_own_whatever_a_definition_names(tmp_path
     path = tmp_path / "own.yaml"
     path.write_text(OWN.format(file="none") + named)
     (tmp_path / "colours.jsonl").write_text('{"thing": "Snow", "colour": 0}\n{"thing": "Milk", "colour": 0}\n')
-    if "dev" in named:
-        with pytest.raises(UserError, match=r"no examples for colours \(expected .*colours.train.jsonl\)"):
-            find_tasks(str(path), tmp_path, 1)
+    with pytest.raises(
+        UserError, match="no examples for colours" + ("$" if "dev" in named else " but its own questions")
+    ):
+        find_tasks(str(path), tmp_path, 1)
     (tmp_path / "colours.train.jsonl").write_text('{"thing": "Soot", "colour": 1}\n')
     (task,) = build_tasks(find_tasks(str(path), tmp_path, 1), 1).values()
     assert [document["thing"] for document in task.eval_docs] == ["Snow", "Milk"]
     assert task.fewshot_context(task.eval_docs[0], 1) == "Soot is black\n\nSnow is"
+
+
+def test_the_question_itself_is_never_an_example(tmp_path):
+    path = tmp_path / "own.yaml"
+    things = ["Snow", "Milk", "Salt", "Soot", "Ink", "Coal"]
+    rows = "".join(f'{{"thing": "{thing}", "colour": {place // 3}}}\n' for place, thing in enumerate(things))
+    (tmp_path / "colours.jsonl").write_text(rows)
+    path.write_text(OWN.format(file=tmp_path / "colours.jsonl") + "num_fewshot: 5\n")
+    for folder in (tmp_path, None):
+        with pytest.raises(UserError, match="no examples for colours but its own questions") as told:
+            find_tasks(str(path), folder, None)
+        assert f"{folder or 'DIR'}/colours.train.jsonl" in told.value.hint
+    validation = path.read_text().replace("test_split: test", "validation_split: test\nfewshot_split: test")
+    (tmp_path / "validation.yaml").write_text(validation)
+    with pytest.raises(UserError, match="but its own questions"):
+        find_tasks(str(tmp_path / "validation.yaml"), tmp_path, None)
+    path.write_text(path.read_text() + "fewshot_split: test\n")
+    for folder in (tmp_path, None):
+        (task,) = build_tasks(find_tasks(str(path), folder, None), None).values()
+        for document in task.eval_docs:
+            asked = task.fewshot_context(document, 5)
+            assert sorted(line.split()[0] for line in asked.split("\n\n")) == sorted(things)
+    path.write_text(OWN.format(file="none") + 'fewshot_config: {samples: [{"thing": "Tar", "colour": 1}]}\n')
+    (task,) = build_tasks(find_tasks(str(path), tmp_path, 1), 1).values()
+    assert task.fewshot_context(task.eval_docs[0], 1) == "Tar is black\n\nSnow is"
 
 
 OWN = """task: colours

@@ -68,8 +68,9 @@ def test_rows_that_can_be_had_nowhere(rows, tmp_path):
     assert "DIR/logiqa.jsonl" in refused("logiqa").hint
     assert f"expected {tmp_path / 'piqa'}.jsonl" in refused("piqa", tmp_path).message
     assert find_tasks("piqa", None, None)[0].hub
-    assert "arc_easy.train.jsonl" in refused("arc_easy", rows, 2).message
-    assert find_tasks("wsc273", rows, 2)[0].shots is None  # it has no training split: the harness's rule holds
+    assert f"{rows / 'arc_easy.train.jsonl'}" in refused("arc_easy", rows, 2).hint
+    assert "no examples for wsc273 but its own questions" in refused("wsc273", rows, 2).message
+    assert find_tasks("wsc273", rows, 0)[0].shots is None
 
 
 @pytest.mark.parametrize(
