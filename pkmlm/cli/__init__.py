@@ -48,6 +48,7 @@ class LazyGroup(click.Group):
             return None
         module = importlib.import_module(f"pkmlm.cli.{COMMANDS[cmd_name][0]}")
         command: click.Command = module.command
+        accept_verbose(command)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -71,18 +72,42 @@ class LazyGroup(click.Group):
 
 
 def set_verbose(context: click.Context, parameter: click.Parameter, value: bool) -> None:
-    context.ensure_object(dict)["verbose"] = value
+    settings = context.ensure_object(dict)
+    settings["verbose"] = value or settings.get("verbose", False)
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, message="pkmlm %(version)s")
-@click.option(
-    "-v",
-    "--verbose",
+def set_quiet(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value:
+        context.default_map = {name: {"quiet": True} for name in COMMANDS}
+
+
+VERBOSE = click.Option(
+    ["-v", "--verbose"],
     is_flag=True,
     expose_value=False,
     callback=set_verbose,
     help="With an error, also show where in the program it arose.",
+)
+
+
+def accept_verbose(command: click.Command) -> None:
+    """Let -v stand behind the command, too, where one adds it after an error."""
+    if VERBOSE not in command.params:
+        command.params.append(VERBOSE)
+    if isinstance(command, click.Group):
+        for each in command.commands.values():
+            accept_verbose(each)
+
+
+@click.group(cls=LazyGroup, params=[VERBOSE], context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="pkmlm %(version)s")
+@click.option(
+    "-q",
+    "--quiet",
+    is_flag=True,
+    expose_value=False,
+    callback=set_quiet,
+    help="No progress on standard error.",
 )
 def cli() -> None:
     """Train and measure language models whose capacity lies in a large, sparsely read memory.

@@ -94,6 +94,24 @@ def test_verbose_shows_where_an_error_arose(tmp_path, before, words, told, where
     assert where in long
 
 
+@pytest.mark.parametrize(
+    "words", [["recipe", "check", "nowhere.yaml"], ["recipe", "-v", "check", "nowhere.yaml"], ["eval", "nowhere"]]
+)
+def test_verbose_may_stand_behind_the_command(words):
+    command = [sys.executable, "-m", "pkmlm", *words, *(["-v"] if "-v" not in words else [])]
+    said = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60).stderr
+    assert "Traceback (most recent call last):" in said
+    assert "pkmlm.errors.UserError: " in said
+
+
+def test_quiet_may_stand_before_the_command(tmp_path, write_recipe):
+    recipe = write_recipe(tmp_path, "product-key")
+    words = ["train", recipe, "-s", "train.steps=1", "-s", "optim.warmup_steps=0"]
+    assert pkmlm("-q", *words, "-o", tmp_path / "before").stderr == ""
+    assert pkmlm(*words, "-o", tmp_path / "behind", "-q").stderr == ""
+    assert "training in" in pkmlm(*words, "-o", tmp_path / "neither").stderr
+
+
 def test_a_closed_pipe_is_no_error():
     command = f"{sys.executable} -m pkmlm -v recipe keys | true"
     done = subprocess.run(
