@@ -40,6 +40,7 @@ SIZE = click.IntRange(1, 1 << 40)  # beyond it, counts would not fit into floati
 )
 @click.option(
     "--tokens",
+    metavar="N",
     type=SIZE,
     help="Tokens of the sequence, for --hash-layer. Default: 2048.",
 )

@@ -28,6 +28,7 @@ NO_TASKS: dict[str, Any] = {"tasks": {}, "average_acc": None}
 @text_options
 @click.option(
     "--stride",
+    metavar="N",
     type=click.IntRange(min=1),
     help="Tokens scored by a window, at most the context; fewer see more before them. Default: the context.",
 )
@@ -176,7 +177,7 @@ def perplexity_report(record: dict[str, Any]) -> str:
     from pkmlm.report.tables import Column, Table
 
     found = record["perplexity"]
-    rows = [[unit, found[f"{unit}s"], found[f"{unit}_ppl"]] for unit in ("token", "word", "byte")]
+    rows = [[unit, found[f"{unit}s"], found[f"{unit}_ppl"] or "over 1e308"] for unit in ("token", "word", "byte")]
     table = Table(
         f"{record['run']} at step {record['step']}, {found['split']}",
         [Column("unit"), Column("count", "right", "{:,}"), Column("perplexity", "right", "{:,.3f}")],

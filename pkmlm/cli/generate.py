@@ -11,17 +11,27 @@ from pkmlm.errors import UserError, printable
 @click.command()
 @click.argument("run_path", metavar="RUN")
 @click.argument("prompt", required=False)
-@click.option("-n", "--tokens", default=200, show_default=True, type=click.IntRange(min=1), help="Most tokens to add.")
+@click.option(
+    "-n",
+    "--tokens",
+    default=200,
+    show_default=True,
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Most tokens to add.",
+)
 @click.option(
     "--temperature",
     default=0.8,
     show_default=True,
+    metavar="X",
     type=click.FloatRange(min=0),
     help="Flattens (above 1) or sharpens the choice; 0 takes the most likely token.",
 )
-@click.option("--top-k", type=click.IntRange(min=1), help="Choose among the k most likely tokens.")
+@click.option("--top-k", metavar="N", type=click.IntRange(min=1), help="Choose among the k most likely tokens.")
 @click.option(
     "--top-p",
+    metavar="X",
     type=click.FloatRange(min=0, max=1, min_open=True),
     help="Choose among the most likely tokens that together have this probability.",
 )

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -54,7 +55,8 @@ class Perplexity:
     Attributes:
         tokens: scored tokens: all but the end-of-document tokens.
         nll: their sum of -log p, nats.
-        token_ppl, word_ppl, byte_ppl: exp(nll / count), at most exp(700), which a float can hold.
+        token_ppl, word_ppl, byte_ppl: exp(nll / count); None where that is more than a float holds, as where a text
+            without white space is a single word.
         bits_per_byte: nll / bytes / log 2.
     """
 
@@ -63,14 +65,17 @@ class Perplexity:
     words: int
     bytes: int
     nll: float
-    token_ppl: float
-    word_ppl: float
-    byte_ppl: float
+    token_ppl: float | None
+    word_ppl: float | None
+    byte_ppl: float | None
     bits_per_byte: float
 
     @classmethod
     def of(cls, split: str, tokens: int, words: int, bytes_: int, nll: float) -> "Perplexity":
-        token, word, byte = (math.exp(min(700.0, nll / count)) for count in (tokens, words, bytes_))
+        most = math.log(sys.float_info.max)
+        token, word, byte = (
+            math.exp(nats) if (nats := nll / count) < most else None for count in (tokens, words, bytes_)
+        )
         return cls(split, tokens, words, bytes_, nll, token, word, byte, nll / bytes_ / math.log(2))
 
     @property

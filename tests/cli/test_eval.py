@@ -87,6 +87,17 @@ def test_validation_during_training_is_eval_on_valid(tmp_path, write_recipe):
     assert last["word_ppl"] == pytest.approx(result["word_ppl"], rel=1e-6)
 
 
+def test_a_text_of_one_long_word_has_no_perplexity_of_words(trained, tmp_path):
+    shutil.copytree(trained("dense"), tmp_path / "run", ignore=shutil.ignore_patterns("eval"))
+    (tmp_path / "dna.txt").write_text("GATTACA" * 200)
+    words = ["eval", tmp_path / "run", "--text", tmp_path / "dna.txt"]
+    found = json.loads(pkmlm(*words, "--json").stdout)["perplexity"]
+    assert (found["words"], found["word_ppl"]) == (1, None)
+    assert found["nll"] > 710
+    assert found["byte_ppl"] == pytest.approx(2 ** found["bits_per_byte"])
+    assert re.search(r"^word +1 +over 1e308$", pkmlm(*words).stdout, re.M)
+
+
 def test_a_stride_scores_the_same_tokens_with_more_context(trained):
     run = trained("dense")
     plain, close = (

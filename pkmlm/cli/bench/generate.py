@@ -30,8 +30,12 @@ if TYPE_CHECKING:
     callback=batch_sizes,
     help="Sequences at once.",
 )
-@click.option("--tokens", default=16, show_default=True, type=click.IntRange(min=1), help="To decode in a sequence.")
-@click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Times that each is timed.")
+@click.option(
+    "--tokens", default=16, show_default=True, metavar="N", type=click.IntRange(min=1), help="To decode in a sequence."
+)
+@click.option(
+    "--rounds", default=5, show_default=True, metavar="N", type=click.IntRange(min=1), help="Times that each is timed."
+)
 @json_option
 @quiet_option
 def command(

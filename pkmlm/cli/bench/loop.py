@@ -12,8 +12,12 @@ from pkmlm.cli.options import json_option, quiet_option, set_option
 @click.command("loop", short_help="The training loop over a bare PyTorch loop.")
 @click.argument("recipe_file", metavar="RECIPE")
 @set_option
-@click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Times that both are timed.")
-@click.option("--steps", default=20, show_default=True, type=click.IntRange(min=1), help="Optimizer steps a round.")
+@click.option(
+    "--rounds", default=5, show_default=True, metavar="N", type=click.IntRange(min=1), help="Times that both are timed."
+)
+@click.option(
+    "--steps", default=20, show_default=True, metavar="N", type=click.IntRange(min=1), help="Optimizer steps a round."
+)
 @json_option
 @quiet_option
 def command(recipe_file: str, overrides: tuple[str, ...], rounds: int, steps: int, as_json: bool, quiet: bool) -> None:

@@ -34,12 +34,14 @@ size = click.IntRange(min=1)
     callback=numbers_of_keys,
     help="Sizes of the memory: squares; 16k is 2^14, 1M is 2^20.",
 )
-@click.option("--dim", default=512, show_default=True, type=size, help="Width of the layer.")
-@click.option("--heads", default=4, show_default=True, type=size, help="Memory heads.")
-@click.option("--topk", default=32, show_default=True, type=size, help="Slots that a head reads.")
-@click.option("--key-dim", default=512, show_default=True, type=size, help="Width of a query.")
-@click.option("--tokens", default=1024, show_default=True, type=click.IntRange(min=2), help="Tokens of a step.")
-@click.option("--rounds", default=7, show_default=True, type=size, help="Times that each is timed.")
+@click.option("--dim", default=512, show_default=True, metavar="N", type=size, help="Width of the layer.")
+@click.option("--heads", default=4, show_default=True, metavar="N", type=size, help="Memory heads.")
+@click.option("--topk", default=32, show_default=True, metavar="N", type=size, help="Slots that a head reads.")
+@click.option("--key-dim", default=512, show_default=True, metavar="N", type=size, help="Width of a query.")
+@click.option(
+    "--tokens", default=1024, show_default=True, metavar="N", type=click.IntRange(min=2), help="Tokens of a step."
+)
+@click.option("--rounds", default=7, show_default=True, metavar="N", type=size, help="Times that each is timed.")
 @click.option("--only", metavar="A,B", callback=some_of(LAYERS), help=f"Some of {', '.join(LAYERS)}.")
 @click.option("--peak", is_flag=True, help="Also the peak memory of a step, each layer in a process of its own.")
 @json_option

@@ -12,9 +12,20 @@ from pkmlm.errors import UserError
 @click.command("tokenize", short_help="Tokenizing over SentencePiece alone.")
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
 @separator_option
-@click.option("--vocab-size", default=8192, show_default=True, type=click.IntRange(1, 1 << 24), help="To learn first.")
-@click.option("--jobs", default=2, show_default=True, type=click.IntRange(1, 1024), help="Threads that encode.")
-@click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Times that both are timed.")
+@click.option(
+    "--vocab-size",
+    default=8192,
+    show_default=True,
+    metavar="N",
+    type=click.IntRange(1, 1 << 24),
+    help="To learn first.",
+)
+@click.option(
+    "--jobs", default=2, show_default=True, metavar="N", type=click.IntRange(1, 1024), help="Threads that encode."
+)
+@click.option(
+    "--rounds", default=5, show_default=True, metavar="N", type=click.IntRange(min=1), help="Times that both are timed."
+)
 @json_option
 @quiet_option
 def command(

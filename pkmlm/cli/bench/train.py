@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 @set_option
 @slots_option
 @only_option
-@click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Times that each is timed.")
+@click.option(
+    "--rounds", default=5, show_default=True, metavar="N", type=click.IntRange(min=1), help="Times that each is timed."
+)
 @json_option
 @quiet_option
 def command(
