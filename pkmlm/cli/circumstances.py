@@ -1,5 +1,6 @@
 """What run.json says of the process that trains, and what a run that goes on in another process should know of it."""
 
+import math
 import platform
 import sys
 from typing import TYPE_CHECKING, Any
@@ -67,8 +68,7 @@ def changes(before: dict[str, Any], now: dict[str, Any], earlier: "Recipe", reci
     measures = [text for key, text in keys.items() if key in MEASURES]
     warnings = []
     if machine or division:
-        divided = division or known.get("ranks") not in (None, now["ranks"])
-        more = sensitive(recipe) if divided else ""
+        more = sensitive(earlier, known.get("ranks") or now["ranks"], recipe, now["ranks"])
         text = "from here on numbers are not those of one undisturbed run, to the bit"
         warnings.append(f"{', '.join(machine + division)}: {text}{more}")
     if measures:
@@ -86,11 +86,17 @@ def change(key: str, old: Any, new: Any) -> str:
     return f"{key} was {old} and is now {new}"
 
 
-def sensitive(recipe: "Recipe") -> str:
-    """What of a recipe gives other numbers by more than rounding where a step is divided otherwise."""
-    memory = recipe.model.memory
-    batch = memory.kind != "none" and memory.query_norm == "batch"
-    names = ["query_norm: batch"] * batch + ["dropout"] * (recipe.model.dropout > 0)
+def sensitive(earlier: "Recipe", ranks_before: int, recipe: "Recipe", ranks: int) -> str:
+    """What of a recipe gives other numbers by more than rounding: the statistics of a batch norm are those of one
+    forward on all ranks, and each forward of a rank draws its own dropout.
+    """
+    memory, before, now = (
+        recipe.model.memory,
+        (earlier.train.micro_batch, ranks_before),
+        (recipe.train.micro_batch, ranks),
+    )
+    batch = memory.kind != "none" and memory.query_norm == "batch" and math.prod(before) != math.prod(now)
+    names = ["query_norm: batch"] * batch + ["dropout"] * (recipe.model.dropout > 0 and before != now)
     return f", and for {' and '.join(names)} by more than rounding" if names else ""
 
 

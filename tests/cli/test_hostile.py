@@ -223,6 +223,13 @@ def test_what_is_told_of_another_division_of_a_step():
     assert changes(machine, machine | {"device": "cuda"}, dropping, dropping) == [
         f"device was cpu and is now cuda: {same}"
     ]
+    normed = replace(plain, model=replace(plain.model, memory=replace(plain.model.memory, kind="product-key")))
+    halved = replace(normed, train=replace(normed.train, micro_batch=normed.train.micro_batch // 2))
+    for recipe, ranks, more in ((halved, 2, False), (normed, 2, True), (halved, 1, True)):
+        (said,) = changes(machine, machine | {"ranks": ranks}, normed, recipe)
+        assert ("query_norm: batch by more than rounding" in said) == more
+    shared = replace(dropping, parallel=replace(plain.parallel, shard=True))
+    assert changes(machine, machine, dropping, shared) == [f"parallel.shard was false and is now true: {same}"]
     (said,) = changes(machine, machine, plain, divided)
     assert said == f"train.recompute was false and is now true, parallel.shard was false and is now true: {same}"
     (said,) = changes(machine, machine, plain, replace(plain, eval=replace(plain.eval, tokens=9)))
