@@ -4,13 +4,13 @@ import sys
 
 import click
 
-from pkmlm.cli.options import step_option
+from pkmlm.cli.options import prompt_argument, step_option
 from pkmlm.errors import UserError, printable
 
 
 @click.command()
 @click.argument("run_path", metavar="RUN")
-@click.argument("prompt", required=False)
+@prompt_argument
 @click.option(
     "-n",
     "--tokens",
@@ -76,8 +76,6 @@ def command(
     require_softmax(run.recipe.model, run_path, "generate")
     if prompt is None:
         prompt = "" if sys.stdin.isatty() else read_input()
-    elif prompt != prompt.encode(errors="ignore").decode():
-        raise UserError("PROMPT is not in the encoding of the terminal", "give it on standard input, in UTF-8")
     ids = [run.tokenizer.eos, *run.tokenizer.encode(prompt)]
     sampling = Sampling(temperature, top_k, top_p, seed)
     write(prompt)

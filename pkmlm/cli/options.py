@@ -2,6 +2,7 @@
 
 import click
 
+from pkmlm.errors import UserError
 from pkmlm.report.tables import FORMATS
 
 set_option = click.option(
@@ -35,6 +36,14 @@ def unescaped(context: click.Context, parameter: click.Parameter, value: str | N
     return None if value is None else unescape(value)
 
 
+def readable(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """A text of the command line, whose bytes are those of its encoding."""
+    if value is not None and value != value.encode(errors="ignore").decode():
+        raise UserError(f"{parameter.human_readable_name} is not in the encoding of the terminal", "write it in UTF-8")
+    return value
+
+
+prompt_argument = click.argument("prompt", required=False, callback=readable)
 field_option = click.option(
     "--field", default="text", show_default=True, metavar="NAME", help="Key or column that holds the text."
 )

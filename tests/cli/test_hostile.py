@@ -402,7 +402,8 @@ def test_devices_are_not_replaced(copy, tmp_path, option):
 def test_a_text_that_is_no_text(copy):
     said = pkmlm("generate", copy, "-n", 2, stdin=b"\xff\xfe", code=2).stderr
     assert said == "error: standard input: not UTF-8 at byte 0\n"
-    assert "PROMPT is not in the encoding" in pkmlm("generate", copy, "\udce9", code=2).stderr
+    for command in ("generate", "slots"):
+        assert "PROMPT is not in the encoding" in pkmlm(command, copy, "\udce9", code=2).stderr
 
 
 def test_standard_output_of_another_encoding(tmp_path):
