@@ -195,6 +195,10 @@ def data_set(file: Path, task: str) -> datasets.Dataset:
         raise UserError(f"{file}: {first_line(error)}") from None
 
 
+class UnusableRow(ValueError):
+    """A row that a definition cannot use; the message says which, and why."""
+
+
 def check_documents(task: ConfigurableTask) -> None:
     """Ask for each document what scoring will ask for: a row that the definition cannot use raises here."""
     for place, document in enumerate(task.eval_docs, 1):
@@ -207,19 +211,23 @@ def check_documents(task: ConfigurableTask) -> None:
                 if not task.multiple_input and not all(
                     each in choices or each in range(len(choices)) for each in right
                 ):
-                    raise ValueError(f"the answer is {target!r} (expected one of {len(choices)} choices)")
-        except Exception as error:
-            raise ValueError(f"row {place}: {kind_and_line(error)}") from None
+                    raise UserError(f"the answer is {target!r} (expected one of {len(choices)} choices)")
+        except UserError as error:
+            raise UnusableRow(f"row {place}: {error.message}") from None
+        except Exception as error:  # of the definition's templates
+            raise UnusableRow(f"row {place}: {kind_and_line(error)}") from None
 
 
 def cannot_build(source: TaskSource, error: Exception, offline: bool) -> UserError:
     """What to say when a task cannot be built."""
     where = source.file or f"--tasks {source.name}"
+    known = isinstance(error, UnusableRow)
+    why = first_line(error) if known else f"when lm-eval tries the first one: {kind_and_line(error)}"
     if source.own is not None and not source.hub:
         rows = f"the rows of {source.file}" if source.file else "its rows"
-        return UserError(f"{source.own} cannot be used with {rows}: {first_line(error)}")
+        return UserError(f"{source.own} cannot be used with {rows}: {why}")
     if not source.hub:
-        return UserError(f"{where}: {source.name} cannot use these rows: {first_line(error)}")
+        return UserError(f"{where}: {source.name} cannot use these rows: {why}")
     if "scripts are no longer supported" in str(error):
         reason = "its copy there is a script, which datasets >= 4 does not run"
     elif offline:

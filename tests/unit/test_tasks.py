@@ -266,7 +266,11 @@ def test_a_definition_of_ones_own_is_checked_on_each_row_whatever_its_name(rows,
     path = tmp_path / "mine.yaml"
     text = "task: piqa\noutput_type: multiple_choice\ntest_split: test\ndoc_to_choice: [x, y]\ndoc_to_text: goal\n"
     path.write_text(text + 'doc_to_target: "{{label * 7}}"\n')
-    told = f"{path} cannot be used with the rows of {rows / 'piqa.jsonl'}: row 2: ValueError: the answer is 7 "
+    told = f"{path} cannot be used with the rows of {rows / 'piqa.jsonl'}: row 2: the answer is 7 "
+    with pytest.raises(UserError, match=re.escape(told)):
+        build_tasks(find_tasks(str(path), rows, None), None)
+    path.write_text(text.replace("[x, y]", '"{{nothing.split()}}"') + "doc_to_target: label\n")
+    told = "when lm-eval tries the first one: UndefinedError: 'nothing' is undefined"
     with pytest.raises(UserError, match=re.escape(told)):
         build_tasks(find_tasks(str(path), rows, None), None)
 
