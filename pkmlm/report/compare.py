@@ -14,6 +14,7 @@ from pkmlm.runtime.rundir import RunDirectory
 from pkmlm.runtime.shapes import RESULTS, STATE, USAGE, read_shaped
 
 Facts = dict[str, Any]
+NAMED = 3  # runs of a kind, and kinds, that a warning names before it counts
 
 
 def open_runs(
@@ -166,15 +167,29 @@ def differences(runs: dict[str, RunDirectory]) -> list[str]:
     for name in dict.fromkeys(name for of in tasks.values() for name in of):
         shots = {label: of[name].get("num_fewshot") for label, of in tasks.items() if name in of}
         measures[f"several numbers of examples before a question of {name}"] = shots
-    told = []
-    for what, values in measures.items():
-        alike: dict[Any, list[str]] = {}
-        for label, value in values.items():
-            if value is not None:
-                alike.setdefault(value, []).append(label)
-        if len(alike) > 1:
-            told.append(f"{what} ({'; '.join(', '.join(labels) for labels in alike.values())})")
+    groups = {what: alike(values) for what, values in measures.items()}
+    told = [
+        f"{what} ({first_of([first_of(labels, ', ') for labels in several.values()], '; ')})"
+        for what, several in groups.items()
+        if len(several) > 1
+    ]
     return told
+
+
+def alike(values: dict[str, Any]) -> dict[Any, list[str]]:
+    """The labels of each value that is known."""
+    groups: dict[Any, list[str]] = {}
+    for label, value in values.items():
+        if value is not None:
+            groups.setdefault(value, []).append(label)
+    return groups
+
+
+def first_of(texts: Sequence[str], separator: str) -> str:
+    """The first few of several texts, and how many more there are."""
+    rest = len(texts) - NAMED
+    named = separator.join(texts[:NAMED] if rest > 1 else texts)
+    return f"{named} and {rest} more" if rest > 1 else named
 
 
 def tested_on(run: RunDirectory) -> str | None:

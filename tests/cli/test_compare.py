@@ -213,6 +213,22 @@ def test_what_cannot_be_held_against_each_other_is_told(run: Path, tmp_path: Pat
     assert damaged.endswith("hint: the checkpoint is damaged: `pkmlm train` goes on from the one before it\n")
 
 
+def test_of_many_runs_a_few_are_named_and_the_rest_counted(run: Path, tmp_path: Path) -> None:
+    def copies(name: str, count: int, **data: str) -> list[Path]:
+        folders = [tmp_path / f"{name}{number}" for number in range(1, count + 1)]
+        for number, folder in enumerate(folders):
+            shutil.copytree(run, folder)
+            hashes = {key: value.format(number) for key, value in data.items()}
+            (folder / "checkpoints/step-00000200/state.json").write_text(json.dumps({"seconds": 1.0, "data": hashes}))
+        return folders
+
+    many, few = copies("a", 12, tokenizer="a"), copies("b", 4, tokenizer="b")
+    several = "warning: several tokenizers: compare bits a byte, not tokens"
+    assert pkmlm("compare", *many, *few).stderr == f"{several} (a1, a2, a3 and 9 more; b1, b2, b3, b4)\n"
+    others = copies("c", 7, tokenizer="{}")
+    assert pkmlm("compare", *others).stderr == f"{several} (c1; c2; c3 and 4 more)\n"
+
+
 def test_accuracies_are_averaged_over_shared_tasks(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, more := tmp_path / "more")
     shutil.copytree(run, none := tmp_path / "none")
