@@ -33,12 +33,12 @@ def open_runs(
 def facts_of(label: str, run: RunDirectory) -> Facts:
     """What is known of a run; None where a measurement is missing.
 
-    Keys: run, kind, dim, layers, lr (the peak), dense, memory, read_per_token (parameters), status, step, tokens
-    (trained so far), tokens_per_second (median over steps), seconds (in training steps, up to the latest checkpoint),
-    valid_step, valid_loss (nats a token), valid_token_ppl, valid_bits_per_byte (of the best validation), test_step,
-    test_token_ppl, test_word_ppl, test_bits_per_byte (of the newest evaluation of the test split), tasks_step, tasks
-    ({name: {"acc", ...}}, see `newest_tasks`), average_acc (over these), usage_step, usage (memories of the newest
-    usage report of the test split).
+    Keys: run, kind, dim, layers, lr (the peak), init_from (the run whose weights it started from), dense, memory,
+    read_per_token (parameters), status, step, tokens (trained so far), tokens_per_second (median over steps), seconds
+    (in training steps, up to the latest checkpoint), valid_step, valid_loss (nats a token), valid_token_ppl,
+    valid_bits_per_byte (of the best validation), test_step, test_token_ppl, test_word_ppl, test_bits_per_byte (of the
+    newest evaluation of the test split), tasks_step, tasks ({name: {"acc", ...}}, see `newest_tasks`), average_acc
+    (over these), usage_step, usage (memories of the newest usage report of the test split).
     """
     recorded, metrics, recipe = run.facts(), run.metrics(), run.recipe()
     parameters = recorded.get("parameters") or {}
@@ -56,6 +56,7 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
         "dim": recipe.model.dim,
         "layers": recipe.model.layers,
         "lr": recipe.optim.lr,
+        "init_from": recipe.train.init_from,
         **{key: parameters.get(key) for key in ("dense", "memory", "read_per_token")},
         "status": recorded.get("status"),
         "step": max((event["step"] for event in train), default=None),
@@ -148,8 +149,9 @@ def partly_measured(runs: dict[str, RunDirectory]) -> list[str]:
 
 
 def differences(runs: dict[str, RunDirectory]) -> list[str]:
-    """A line for each reason why numbers of these runs cannot be held against each other: several tokenizers, several
-    texts, or tasks asked in several ways. A run of which that is not known is taken to be like the others.
+    """A line for each reason why numbers of these runs cannot be held against each other: weights that have seen more
+    than the run's tokens, several tokenizers, several texts, or tasks asked in several ways. A run of which that is not
+    known is taken to be like the others.
     """
     data = {label: latest_state(run).get("data") or {} for label, run in runs.items()}
     parts = {label: run.recipe().eval.tokens for label, run in runs.items()}
@@ -173,6 +175,11 @@ def differences(runs: dict[str, RunDirectory]) -> list[str]:
         for what, several in groups.items()
         if len(several) > 1
     ]
+    started = alike({label: run.recipe().train.init_from for label, run in runs.items()})
+    if started:
+        sources = [f"{first_of(labels, ', ')} from {source}" for source, labels in started.items()]
+        what = "started from another run's weights, whose steps and tokens are not counted"
+        told.append(f"{what} ({first_of(sources, '; ')})")
     return told
 
 

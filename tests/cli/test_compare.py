@@ -75,6 +75,7 @@ def test_json_gathers_what_the_run_holds(run: Path) -> None:
         "dim": 16,
         "layers": 2,
         "lr": 1e-3,
+        "init_from": None,
         "dense": 1000,
         "memory": 2000,
         "read_per_token": 1100,
@@ -227,6 +228,21 @@ def test_of_many_runs_a_few_are_named_and_the_rest_counted(run: Path, tmp_path: 
     assert pkmlm("compare", *many, *few).stderr == f"{several} (a1, a2, a3 and 9 more; b1, b2, b3, b4)\n"
     others = copies("c", 7, tokenizer="{}")
     assert pkmlm("compare", *others).stderr == f"{several} (c1; c2; c3 and 4 more)\n"
+
+
+def test_runs_that_started_from_others_weights_are_told(run: Path, tmp_path: Path) -> None:
+    def started(name: str, source: str) -> Path:
+        folder = Path(shutil.copytree(run, tmp_path / name))
+        recipe = folder / "recipe.yaml"
+        recipe.write_text(f"{recipe.read_text()}train: {{init_from: {source}}}\n")
+        return folder
+
+    more, again, third = started("more", "runs/mine"), started("again", "runs/mine"), started("third", "runs/other")
+    told = "warning: started from another run's weights, whose steps and tokens are not counted"
+    assert pkmlm("compare", more).stderr == f"{told} (more from runs/mine)\n"
+    said = pkmlm("compare", run, more, again, third).stderr
+    assert said == f"{told} (more, again from runs/mine; third from runs/other)\n"
+    assert [found["init_from"] for found in facts(run, more)] == [None, "runs/mine"]
 
 
 def test_accuracies_are_averaged_over_shared_tasks(run: Path, tmp_path: Path) -> None:
