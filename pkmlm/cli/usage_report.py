@@ -81,6 +81,8 @@ def command(
     if world and world.rank > 0:
         return
     entries = [{**report.entry, "run": subject.label} for subject, report in found]
+    if any((folder, page, background)) and not any(entry["memories"] for entry in entries):
+        raise UserError("no model here has a memory to draw or export", "leave out --plots, --html and --export")
     if format == "json":
         click.echo(json.dumps({"runs": entries}, indent=2, allow_nan=False))
     else:

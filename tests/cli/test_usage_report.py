@@ -142,6 +142,17 @@ def test_tables_of_several_runs(run_of: Callable[[str], Path]) -> None:
     assert "| product-key | 2 memory | mass |" in markdown
 
 
+def test_nothing_is_drawn_where_no_model_has_a_memory(run_of: Callable[[str], Path], tmp_path: Path) -> None:
+    dense = run_of("dense")
+    assert report(dense)[0]["memories"] == []
+    for option in ("--plots", "--html", "--export"):
+        said = pkmlm("usage-report", dense, option, tmp_path / "new", code=2)
+        assert said.stderr.startswith("error: no model here has a memory to draw or export\n")
+        assert not said.stdout
+        assert not (tmp_path / "new").exists()
+    pkmlm("usage-report", dense, run_of("product-key"), "--plots", tmp_path / "new")
+
+
 def test_plots_and_force(run_of: Callable[[str], Path], tmp_path: Path) -> None:
     run, folder = run_of("product-key"), tmp_path / "pictures"
     done = pkmlm("usage-report", run, "--plots", folder, "--format", "json")
