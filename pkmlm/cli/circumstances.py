@@ -53,7 +53,7 @@ def with_earlier(before: dict[str, Any], now: dict[str, Any], step: int) -> dict
 
 def changes(before: dict[str, Any], now: dict[str, Any], earlier: "Recipe", recipe: "Recipe") -> list[str]:
     """What to warn of where a run, until now of the recipe `earlier`, goes on under circumstances in which arithmetic
-    gives other bits, or validation another measure.
+    gives other bits, or validation another measure, or asks for what a resume does not do.
     """
     from pkmlm.recipe.dump import flatten, scalar_text
 
@@ -79,6 +79,8 @@ def changes(before: dict[str, Any], now: dict[str, Any], earlier: "Recipe", reci
             f"{' and '.join(falling)} rates follow the new length from here on, as no run of one length would have it"
         )
         warnings.append(f"{keys['train.steps']}: {text}")
+    if "train.init_from" in keys:
+        warnings.append(f"{keys['train.init_from']}: without effect, as the run goes on from its own checkpoint")
     return warnings
 
 
@@ -90,11 +92,8 @@ def sensitive(earlier: "Recipe", ranks_before: int, recipe: "Recipe", ranks: int
     """What of a recipe gives other numbers by more than rounding: the statistics of a batch norm are those of one
     forward on all ranks, and each forward of a rank draws its own dropout.
     """
-    memory, before, now = (
-        recipe.model.memory,
-        (earlier.train.micro_batch, ranks_before),
-        (recipe.train.micro_batch, ranks),
-    )
+    memory = recipe.model.memory
+    before, now = (earlier.train.micro_batch, ranks_before), (recipe.train.micro_batch, ranks)
     batch = memory.kind != "none" and memory.query_norm == "batch" and math.prod(before) != math.prod(now)
     names = ["query_norm: batch"] * batch + ["dropout"] * (recipe.model.dropout > 0 and before != now)
     return f", and for {' and '.join(names)} by more than rounding" if names else ""

@@ -10,9 +10,10 @@ if TYPE_CHECKING:
     from pkmlm.runtime.rundir import RunDirectory
     from pkmlm.train.job import Job
 
-# What may change when a run goes on: how long it trains, on how many ranks, and what is measured, kept and shown.
+# What may change when a run goes on: how long it trains, on how many ranks, what is measured, kept and shown, and what
+# it no longer needs.
 FREE_KEYS = (
-    *("name", "data.dir", "train.steps", "train.micro_batch", "train.recompute"),
+    *("name", "data.dir", "train.steps", "train.micro_batch", "train.recompute", "train.init_from"),
     *("eval.", "checkpoint.", "log.", "parallel."),
 )
 

@@ -219,6 +219,22 @@ def test_starting_from_another_run(tmp_path, write_recipe, trained):
     assert float.fromhex(losses(run)[0][2]) < float.fromhex(losses(trained("dense"))[0][2]) - 0.5
 
 
+def test_a_resume_needs_no_run_to_start_from(tmp_path, write_recipe, trained, monkeypatch):
+    """The same path written otherwise, another, and none: each goes on from the run's own checkpoint."""
+    run, recipe = tmp_path / "run", write_recipe(tmp_path, "dense")
+    train = ["train", recipe, "-o", run, "-s"]
+    pkmlm(*train, "train.steps=1", "-s", f"train.init_from={trained('dense')}")
+    monkeypatch.chdir(trained("dense"))
+    for steps, source in ((2, "../dense"), (3, "/nowhere"), (4, "null")):
+        said = pkmlm(*train, f"train.steps={steps}", "-s", f"train.init_from={source}").stderr
+        shown = source if source == "null" else f'"{source}"'
+        told = f" and is now {shown}: without effect, as the run goes on from its own checkpoint\n"
+        assert told in said
+        assert f"resuming at step {steps - 1}" in said
+        assert told in (run / "train.log").read_text()
+    assert len(losses(run)) == 4 + 4  # each end is validated
+
+
 def test_what_a_recipe_may_not_mean_is_warned_of(tmp_path, write_recipe):
     run, recipe = tmp_path / "run", write_recipe(tmp_path, "dense")
     arguments = ["train", recipe, "-s", "train.steps=1", "-s", "optim.warmup_steps=9", "-s", "model.memory.topk=2"]
