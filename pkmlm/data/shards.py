@@ -129,9 +129,10 @@ def write_split(folder: Path, split: str, sources: Sequence[Source], encoding: E
 
 
 def no_text(split: str, labels: Sequence[str], empty: int) -> UserError:
-    """The error for files whose documents are all empty."""
+    """The error for files that have no documents, or empty ones alone."""
     names = ", ".join(labels[:3]) + ", ..." * (len(labels) > 3)
-    return UserError(f"no text for {split} in {names} ({empty:,} empty document{'s' * (empty != 1)})")
+    found = f"{empty:,} empty document{'s' * (empty != 1)}" if empty else "no documents"
+    return UserError(f"no text for {split} in {names} ({found})")
 
 
 def write_tokens(

@@ -267,6 +267,7 @@ def test_folders_above_are_made(texts):
         (["train.txt", "--valid", "missing.txt"], "cannot read missing.txt"),
         (["train.txt", "--valid", "empty.txt"], r"no text for valid in empty\.txt \(1 empty document\)"),
         (["empty.txt"], r"no text for train in empty\.txt"),
+        (["train.txt", "--test", "empty.parquet"], r"no text for test in empty\.parquet \(no documents\)$"),
         (["bad.txt"], r"bad\.txt: not UTF-8 at byte 3 "),
         (["train.txt", "--test", "bad.txt"], r"bad\.txt: not UTF-8 at byte 3 "),
         (["train.txt", "--vocab-size", "100000"], r"--vocab-size: 100,000 is too large .* at most \d+"),
@@ -284,6 +285,7 @@ def test_folders_above_are_made(texts):
 def test_a_mistake_is_named_and_leaves_nothing(texts, monkeypatch, arguments, message):
     monkeypatch.chdir(texts)
     (texts / "empty.txt").touch()
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), "empty.parquet")
     (texts / "bad.txt").write_bytes(b"abc\xff")
     (texts / "a.jsonl").write_text('{"body": "x"}\n')
     (texts / "cut.txt.gz").write_bytes(gzip.compress(prose(500).encode())[:-9])
