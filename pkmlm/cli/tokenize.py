@@ -138,7 +138,7 @@ def command(
         encoding = Encoding(tokenizer, separator, field, jobs or usable_cores(), watch=watch)
         if shard is None:
             index = write_corpus(folder, sources, encoding, replace=force)
-            doubt_tokens(index, warned)  # of parts, --join has the whole
+            doubt_tokens(folder, index, tokenizer, warned)  # of parts, --join has the whole
         else:
             index = write_part(folder, sources, encoding, *shard, replace=force)
     print_result(output, index, watch.seconds, as_json, shard)
@@ -158,11 +158,12 @@ def check_options(context: click.Context) -> None:
 
 def join(folder: Path, output: str, names: tuple[str, ...], force: bool, quiet: bool, as_json: bool) -> None:
     """Join parts, and say what came of it."""
+    from pkmlm.data.corpus import open_tokenizer
     from pkmlm.data.joining import join_parts
 
     with stopwatch({}, quiet) as watch:
         index = join_parts(folder, [Path(name) for name in names], replace=force, watch=watch)
-    doubt_tokens(index, set())
+        doubt_tokens(folder, index, open_tokenizer(folder), set())
     print_result(output, index, watch.seconds, as_json)
 
 

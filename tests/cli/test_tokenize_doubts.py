@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.cli.test_tokenize import assert_same_folders, prose
 from tests.conftest import pkmlm
 
 STORY = "a whale and the sea it was not so near to us all; "
@@ -20,10 +21,16 @@ def warnings(*arguments):
     return pkmlm("tokenize", *arguments, "-q").stderr
 
 
+def repeated(documents, place):
+    """The warning of documents that are in another split too."""
+    return f"warning: {documents} (of 16 tokens or more) {place} too, word for word\n"
+
+
 def test_a_file_in_two_splits_is_warned_of(texts):
     (texts / "link.txt").symlink_to(texts / "train.txt")
     given = [texts / "train.txt", "--valid", texts / "link.txt", "--vocab-size", 290, "-o", texts / "out"]
-    assert warnings(*given) == f"warning: {texts}/link.txt is in both train and valid\n"
+    told = f"warning: {texts}/link.txt is in both train and valid\n"
+    assert warnings(*given) == told + repeated("1 of 1 document of valid", "is in train")
 
 
 def test_the_same_bytes_in_two_splits_are_warned_of(texts):
@@ -36,11 +43,49 @@ def test_the_same_bytes_in_two_splits_are_warned_of(texts):
     splits = ["--valid", texts / "valid.txt", texts / "copy.txt", texts / "none.txt", "--test", texts / "b/train.txt"]
     given = [texts / "train.txt", texts / "nothing.txt", *splits]
     told = "warning: copy.txt is in both train and valid (as train.txt)\nwarning: train.txt is in both train and test\n"
+    told += repeated("1 of 2 documents of valid", "is in train")
+    told += repeated("1 of 1 document of test", "is in train") + repeated("1 of 1 document of test", "is in valid")
     assert warnings(*given, "--vocab-size", 290, "-o", texts / "out") == told
     for part in (1, 2):
         cut = ["--tokenizer", texts / "out/tokenizer.model", "--shard", f"{part}/2", "-o", texts / str(part)]
         assert warnings(*given, *cut) == ""
     assert warnings("--join", texts / "1", texts / "2", "-o", texts / "all") == told
+
+
+def test_documents_in_two_splits_are_warned_of(texts):
+    """The splits' texts are put together with others, and divided by lines: only whole documents count, however long,
+    and short ones do not; parts see their share alone, and what joins them all of it."""
+    long, short = [f"{number}: {STORY * number}".strip() for number in range(1, 40)], ["Yes.", "No.", ""]
+    splits = {"valid": [*long[:4], *short], "test": [long[3], long[3], *long[4:9], *short]}
+    splits["train"] = [*short, *(f"{line} " for line in long[9:20]), *long[4:6], *short, *long[1:4], *long[20:]]
+    files = {split: texts / f"{split}-lines.txt" for split in splits}
+    for split, documents in splits.items():
+        files[split].write_text("\n".join(documents) + "\n")
+    others = ["--valid", files["valid"], "--test", files["test"], "--separator", r"\n"]
+    given = [files["train"], *others]
+    told = repeated("3 of 4 documents of valid", "are in train") + repeated("4 of 7 documents of test", "are in train")
+    told += repeated("2 of 7 documents of test", "are in valid")
+    assert warnings(*given, "--vocab-size", 290, "-o", texts / "out") == told
+    model = ["--tokenizer", texts / "out/tokenizer.model"]
+    assert warnings(*given, *model, "--jobs", 2, "-o", texts / "again") == told
+    for part in (1, 2, 3):
+        assert warnings(*given, *model, "--shard", f"{part}/3", "-o", texts / str(part)) == ""
+    assert warnings("--join", *(texts / str(part) for part in (1, 2, 3)), "-o", texts / "all") == told
+    for folder in ("again", "all"):
+        assert_same_folders(texts / "out", texts / folder)
+    files["train"].write_text("\n".join([*short, *long[20:]]))
+    assert warnings(*given, *model, "-o", texts / "apart") == repeated("2 of 7 documents of test", "are in valid")
+
+
+def test_a_novel_is_the_same_with_and_without_the_newline_that_ends_its_file(texts):
+    """A file's last document has one newline more than the same document between others; what follows it, maybe too."""
+    first, second, third = (prose(3000, seed).strip() for seed in range(3))
+    (texts / "train.txt").write_text(f"{first}\n\n\n{second}\n\n\n\n{third}\n", newline="")
+    (texts / "valid.txt").write_text(f"{second}\n", newline="")
+    (texts / "test.txt").write_text(third, newline="")
+    given = [texts / "train.txt", "--valid", texts / "valid.txt", "--test", texts / "test.txt", "--vocab-size", 290]
+    told = repeated("1 of 1 document of valid", "is in train") + repeated("1 of 1 document of test", "is in train")
+    assert warnings(*given, "--separator", r"\n\n\n", "-o", texts / "out") == told
 
 
 def test_what_is_given_twice_is_warned_of(texts):
