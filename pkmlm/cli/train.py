@@ -89,7 +89,7 @@ def open_job(recipe_file: str, overrides: tuple[str, ...], ranks: int, verify: b
     from pkmlm.recipe.doubts import doubts, idle_keys
     from pkmlm.recipe.load import load_recipe
     from pkmlm.recipe.ranks import check_ranks
-    from pkmlm.train.job import Job
+    from pkmlm.train.job import Job, rereading
 
     recipe = load_recipe(recipe_file, overrides)
     if recipe.data.dir is None:
@@ -106,7 +106,8 @@ def open_job(recipe_file: str, overrides: tuple[str, ...], ranks: int, verify: b
             "leave it null, or tokenize with a smaller --vocab-size",
         )
     check_ranks(recipe, ranks, recipe_file)
-    return Job(recipe, corpus, tokenizer, (*doubts(recipe), *idle_keys(recipe, recipe_file, overrides)))
+    told = (*doubts(recipe), *idle_keys(recipe, recipe_file, overrides), *rereading(recipe, corpus))
+    return Job(recipe, corpus, tokenizer, told)
 
 
 def train_in(output: str, job: "Job", resume: str, quiet: bool, world: "World") -> int:

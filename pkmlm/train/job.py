@@ -10,6 +10,8 @@ from pkmlm.recipe.schema import Recipe
 if TYPE_CHECKING:  # which imports torch
     from pkmlm.runtime.device import Precision
 
+OFTEN = 20  # passes over the text that are worth a warning
+
 
 @dataclass(frozen=True)
 class Job:
@@ -33,3 +35,14 @@ class Job:
     def recipe_in(self, precision: "Precision") -> Recipe:
         """The recipe in the precision that its "auto" has become, by which memory is counted."""
         return replace(self.recipe, train=replace(self.recipe.train, precision=precision))
+
+
+def rereading(recipe: Recipe, corpus: Corpus) -> list[str]:
+    """What to warn of, a line each: a text that is so short that training reads it again and again."""
+    steps, context = recipe.train.steps, recipe.model.context
+    passes = steps * recipe.sequences / -(-corpus.tokens // context)  # as `Batches` cuts it into sequences
+    if passes <= OFTEN:
+        return []
+    short = f", less than one sequence (model.context: {context:,})" * (corpus.tokens < context)
+    several = f"{steps:,} steps read" if steps > 1 else "one step reads"
+    return [f"{recipe.data.dir}: train has {corpus.tokens:,} tokens{short}: {several} them {passes:,.0f} times"]
