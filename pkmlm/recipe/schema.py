@@ -136,7 +136,9 @@ class Train:
     compile: bool = key(False, "compile attention and FFNs with torch.compile; needs a C++ compiler on a CPU")
     recompute: bool = key(False, "keep no activations within blocks: less memory, about a third more time")
     seed: int = key(1, "seed of initial weights, data order and dropout")
-    init_from: str | None = key(None, "start from the weights of another run (its best checkpoint)")
+    init_from: str | None = key(
+        None, "start from the weights of another run (its best checkpoint); modules that it lacks start anew"
+    )
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from pkmlm.runtime.shapes import NUMBER, Shape, misfit
 from pkmlm.train.integrity import FILES, VERSION, file_names, verify
 from pkmlm.train.optim import Group
 from pkmlm.train.shard import full_tensor
-from pkmlm.train.tensor_files import Tables, copy_tensors, part_name, tensors_of, write_tensors
+from pkmlm.train.tensor_files import Tables, copy_some, copy_tensors, part_name, stored_names, tensors_of, write_tensors
 
 PROGRESS: Shape = {
     "step": (int,),
@@ -164,6 +164,32 @@ def check_weights(path: Path, model: nn.Module) -> None:
     """
     with tensors_of(path / FILES[0], dict(model.state_dict()), weight_tables(model)):
         pass
+
+
+def load_shared(path: Path, model: nn.Module) -> None:
+    """As `load_weights`, those tensors of the model that the checkpoint has; it may hold others.
+
+    Raises:
+        UserError: one has another shape or dtype in the model; then nothing has been copied.
+    """
+    copy_some(path / FILES[0], *shared(path, model))
+
+
+def check_shared(path: Path, model: nn.Module) -> None:
+    """Check what `load_shared` would load, as `check_weights`.
+
+    Raises:
+        UserError: as `load_shared`.
+    """
+    with tensors_of(path / FILES[0], *shared(path, model), others=True):
+        pass
+
+
+def shared(path: Path, model: nn.Module) -> tuple[dict[str, Tensor], Tables]:
+    """The tensors of a model whose names a checkpoint folder has, and the tables among them."""
+    stored = stored_names(path / FILES[0])
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name in stored}
+    return tensors, {name: ranks for name, ranks in weight_tables(model).items() if name in stored}
 
 
 def load(path: Path, model: nn.Module, groups: list[Group]) -> Progress:

@@ -1,17 +1,27 @@
 """What a run starts from: a model with initial weights, those of another run, or those of its own checkpoint."""
 
+import re
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 
 import torch
 
 from pkmlm.errors import UserError
+from pkmlm.model.initial import initialise
 from pkmlm.model.transformer import Transformer, build_model
+from pkmlm.recipe.dump import flatten, scalar_text
 from pkmlm.runtime.distributed import Ranks
 from pkmlm.runtime.files import sha256_of
 from pkmlm.runtime.rundir import RunDirectory
-from pkmlm.train.checkpoint import check_weights, load_weights
-from pkmlm.train.integrity import damage_of
+from pkmlm.train.checkpoint import check_shared, check_weights, load_shared
+from pkmlm.train.integrity import FILES, damage_of
 from pkmlm.train.job import Job
+from pkmlm.train.tensor_files import stored_names
+
+HEAD = "untied_head.weight"
+LAYER = re.compile(r"blocks\.(\d+)(?:\.(?:parts\.)?(.+))?")  # a path in the model: layer (from 0), and path in it
 
 
 def starting_model(job: Job, device: torch.device, ranks: Ranks, *, fresh: bool) -> Transformer:
@@ -21,22 +31,113 @@ def starting_model(job: Job, device: torch.device, ranks: Ranks, *, fresh: bool)
     draw = fresh and job.recipe.train.init_from is None
     model = build_model(job.recipe, job.vocab_size, device, ranks, draw=draw)
     if fresh and not draw:
-        load_weights(initial_checkpoint(job), model)
+        take_initial(job, model)
     return model
 
 
-def check_initial(job: Job) -> None:
-    """Refuse a `train.init_from` whose weights are not this model's.
+@torch.no_grad()
+def take_initial(job: Job, model: Transformer) -> None:
+    """Fill a model with the weights of `train.init_from`, and draw those that it lacks."""
+    source, path = initial_checkpoint(job)
+    with explained(job, source):
+        lacking, _ = differences(path, model)
+        if lacking:
+            initialise(model, job.recipe.train.seed)
+        load_shared(path, model)
+    if HEAD in lacking and model.untied_head is not None:  # the embedding was the head, too
+        model.untied_head.weight.copy_(model.embedding.weight)
+
+
+def check_initial(job: Job) -> list[str]:
+    """Refuse a `train.init_from`, if there is one, whose weights do not fit this model; what to warn of where they are
+    not all of it, or of more than it.
 
     Raises:
-        UserError: as `initial_checkpoint`; or its tensors have other shapes.
+        UserError: as `initial_checkpoint`; or a tensor has another shape in this model, or it has none of them.
     """
-    path = initial_checkpoint(job)
+    if job.recipe.train.init_from is None:
+        return []
+    source, path = initial_checkpoint(job)
+    model = build_model(job.recipe, job.vocab_size, "meta")
+    with explained(job, source):
+        lacking, strange = differences(path, model)
+        check_shared(path, model)
+    taken = model.state_dict().keys() - lacking
+    parts = []
+    if HEAD in lacking:
+        parts.append("untied_head starts as a copy of the embedding, the head there")
+    if drawn := lacking - {HEAD}:
+        parts.append(f"not in {source.path}, so starts anew: {by_module(drawn, taken)}")
+    if strange:
+        parts.append(f"has no place in this model, so left out: {by_module(strange, taken)}")
+    return [f"train.init_from: {'; '.join(parts)}"] if parts else []
+
+
+def differences(path: Path, model: Transformer) -> tuple[set[str], set[str]]:
+    """The names of a model's tensors that a checkpoint lacks, and of those that it has and the model has not.
+
+    Raises:
+        UserError: they have none in common.
+    """
+    stored, own = stored_names(path / FILES[0]), model.state_dict().keys()
+    if not stored & own:
+        raise UserError(f"{path / FILES[0]} has no tensor of this model")
+    return own - stored, stored - own
+
+
+@contextmanager
+def explained(job: Job, source: RunDirectory) -> Iterator[None]:
+    """Name the key of the recipe in an error; where a shape is wrong, with the keys that make it so."""
     try:
-        check_shapes(path, job)
+        yield
     except UserError as error:
-        hint = f"give the model its shapes: pkmlm recipe show {job.recipe.train.init_from}/recipe.yaml"
-        raise UserError(f"train.init_from: {error.message}", error.hint or hint, error.exit_code) from None
+        hint = error.hint
+        if error.exit_code == 2:
+            differing = other_keys(job, source)
+            shown = f"give the model its shapes: pkmlm recipe show {source.recipe_file}"
+            hint = f"the recipes differ: {', '.join(differing)}" if differing else shown
+        raise UserError(f"train.init_from: {error.message}", hint, error.exit_code) from None
+
+
+def other_keys(job: Job, source: RunDirectory) -> list[str]:
+    """The keys of the model in which the recipes differ; those of a memory, or of hash tables, only where both models
+    have them.
+    """
+    theirs, own = source.recipe(), job.recipe
+    models = (theirs.model, own.model)
+    idle = ["model.memory."] * any(model.memory.kind == "none" for model in models)
+    idle += ["model.hash."] * any(model.projections == "dense" for model in models)
+    before = flatten(theirs)
+    return [
+        f"{key} is {scalar_text(before[key])} there and {scalar_text(value)} here"
+        for key, value in flatten(own).items()
+        if key.startswith("model.") and not key.startswith(tuple(idle)) and value != before[key]
+    ]
+
+
+def by_module(names: Set[str], taken: Set[str]) -> str:
+    """Tensors as a text that names the largest modules none of whose tensors are taken: "memory (layers 3-5)"."""
+    kept = {".".join(words[:end]) for words in (name.split(".") for name in taken) for end in range(1, len(words))}
+    layers: dict[str, list[int]] = {}
+    in_order = sorted(names, key=lambda name: re.sub(r"\d+", lambda number: number[0].zfill(9), name))
+    for words in (name.split(".") for name in in_order):
+        paths = (".".join(words[:end]) for end in range(1, len(words)) if words[end - 1] not in ("blocks", "parts"))
+        path = next((path for path in paths if path not in kept), ".".join(words))
+        found = LAYER.fullmatch(path)
+        numbers = layers.setdefault((found[2] or "") if found else path, [])
+        if found and int(found[1]) + 1 not in numbers:
+            numbers.append(int(found[1]) + 1)
+    texts = []
+    for path, numbers in layers.items():
+        of = f"layer{'s' * (len(numbers) > 1)} {ranges(numbers)}"
+        texts.append(f"{path} ({of})" if path and numbers else path or of)
+    return ", ".join(texts)
+
+
+def ranges(numbers: list[int]) -> str:
+    """Ascending numbers as a short text: "1-3, 5"."""
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def check_shapes(path: Path, job: Job) -> None:
@@ -44,8 +145,8 @@ def check_shapes(path: Path, job: Job) -> None:
     check_weights(path, build_model(job.recipe, job.vocab_size, "meta"))
 
 
-def initial_checkpoint(job: Job) -> Path:
-    """The checkpoint of `train.init_from`: the best, else the latest.
+def initial_checkpoint(job: Job) -> tuple[RunDirectory, Path]:
+    """The run of `train.init_from`, and its checkpoint: the best, else the latest.
 
     Raises:
         UserError: there is no such run, it has another tokenizer (exit code 2), or the checkpoint is damaged (1).
@@ -62,4 +163,4 @@ def initial_checkpoint(job: Job) -> Path:
     path = source.checkpoint(source.resolve("best" if source.best() is not None else "latest"))
     if problem := damage_of(path):
         raise UserError(f"train.init_from: {problem}", "start from another run, or copy that one again", exit_code=1)
-    return path
+    return source, path

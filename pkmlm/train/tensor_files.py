@@ -53,15 +53,27 @@ def copy_tensors(path: Path, expected: dict[str, Tensor], tables: Tables) -> Non
     Raises:
         UserError: a file is damaged or holds other tensors; then nothing has been copied.
     """
-    with tensors_of(path, expected, tables) as (whole, parts):
-        for name, tensor in expected.items():
-            ranks = tables.get(name)
-            if ranks is None or (not parts and ranks.size == 1):
-                fill(tensor, whole.get_tensor(name))
-                continue
-            for part, stored, held in pieces(tensor.shape[1], ranks, max(1, len(parts))):
-                file = parts[part] if parts else whole
-                tensor[:, held].copy_(file.get_slice(name)[:, stored])
+    with tensors_of(path, expected, tables) as files:
+        copy_from(*files, expected, tables)
+
+
+@torch.no_grad()
+def copy_some(path: Path, expected: dict[str, Tensor], tables: Tables) -> None:
+    """As `copy_tensors`, from files that may hold other tensors, too."""
+    with tensors_of(path, expected, tables, others=True) as files:
+        copy_from(*files, expected, tables)
+
+
+def copy_from(whole: Any, parts: list[Any], expected: dict[str, Tensor], tables: Tables) -> None:
+    """Copy what open files, which have been checked, hold."""
+    for name, tensor in expected.items():
+        ranks = tables.get(name)
+        if ranks is None or (not parts and ranks.size == 1):
+            fill(tensor, whole.get_tensor(name))
+            continue
+        for part, stored, held in pieces(tensor.shape[1], ranks, max(1, len(parts))):
+            file = parts[part] if parts else whole
+            tensor[:, held].copy_(file.get_slice(name)[:, stored])
 
 
 def pieces(width: int, ranks: World, parts: int) -> Iterator[tuple[int, slice, slice]]:
@@ -74,35 +86,59 @@ def pieces(width: int, ranks: World, parts: int) -> Iterator[tuple[int, slice, s
 
 
 @contextmanager
-def tensors_of(path: Path, expected: dict[str, Tensor], tables: Tables) -> Iterator[tuple[Any, list[Any]]]:
-    """Open a safetensors file and its parts, which hold these tensors and no others; see `copy_tensors` for what is
-    raised.
+def tensors_of(
+    path: Path, expected: dict[str, Tensor], tables: Tables, *, others: bool = False
+) -> Iterator[tuple[Any, list[Any]]]:
+    """Open a safetensors file and its parts, which hold these tensors and, unless `others`, no others; see
+    `copy_tensors` for what is raised.
+    """
+    with opened(path) as (whole, parts):
+        shapes = {name: list(tensor.shape) for name, tensor in expected.items()}
+        for name, ranks in tables.items():
+            shapes[name][1] = shapes[name][1] * ranks.size // max(1, len(parts))
+        divided = {name: shapes.pop(name) for name in tables} if parts else {}
+        dtypes = {name: DTYPES.get(tensor.dtype) for name, tensor in expected.items()}
+        check_tensors(path, whole, shapes, dtypes, others)
+        for file, part in zip(parts_of(path), parts, strict=True):
+            check_tensors(file, part, divided, dtypes, others)
+        yield whole, parts
+
+
+def stored_names(path: Path) -> set[str]:
+    """The names of the tensors in a safetensors file and its parts.
+
+    Raises:
+        UserError: (exit code 1) a file is damaged.
+    """
+    with opened(path) as (whole, parts):
+        return {name for file in (whole, *parts) for name in file.keys()}  # noqa: SIM118
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[Any, list[Any]]]:
+    """A safetensors file and its parts, open.
+
+    Raises:
+        UserError: (exit code 1) one is damaged, or cannot be read, now or later.
     """
     try:
         with ExitStack() as stack:
-            names = parts_of(path)
-            whole, *parts = (stack.enter_context(safe_open(name, framework="pt")) for name in (path, *names))
-            shapes = {name: list(tensor.shape) for name, tensor in expected.items()}
-            for name, ranks in tables.items():
-                shapes[name][1] = shapes[name][1] * ranks.size // max(1, len(parts))
-            divided = {name: shapes.pop(name) for name in tables} if parts else {}
-            dtypes = {name: DTYPES.get(tensor.dtype) for name, tensor in expected.items()}
-            check_tensors(path, whole, shapes, dtypes)
-            for file, part in zip(names, parts, strict=True):
-                check_tensors(file, part, divided, dtypes)
+            whole, *parts = (stack.enter_context(safe_open(name, framework="pt")) for name in (path, *parts_of(path)))
             yield whole, parts
     except (SafetensorError, OSError) as error:
         raise UserError(f"cannot read {path}: {error}", exit_code=1) from None
 
 
-def check_tensors(path: Path, file: Any, shapes: dict[str, list[int]], dtypes: dict[str, str | None]) -> None:
-    """Check that an open file holds tensors of these names, shapes and dtypes, and no others.
+def check_tensors(
+    path: Path, file: Any, shapes: dict[str, list[int]], dtypes: dict[str, str | None], others: bool
+) -> None:
+    """Check that an open file holds tensors of these names, shapes and dtypes and, unless `others`, no others.
 
     Raises:
         UserError: it does not.
     """
     found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-    for name in sorted(shapes.keys() ^ found.keys()):
+    for name in sorted(shapes.keys() - found.keys() if others else shapes.keys() ^ found.keys()):
         where = "is not in the model" if name in found else "is missing"
         hint = "the recipe and the weights do not belong together"
         raise UserError(f"{path}: tensor {name[:100]} {where}", hint)

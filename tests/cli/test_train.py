@@ -219,6 +219,18 @@ def test_starting_from_another_run(tmp_path, write_recipe, trained):
     assert float.fromhex(losses(run)[0][2]) < float.fromhex(losses(trained("dense"))[0][2]) - 0.5
 
 
+def test_a_memory_is_added_to_a_trained_model(tmp_path, write_recipe, trained):
+    """It goes on where the dense model was, and its checkpoints are those of any run."""
+    run, recipe = tmp_path / "run", write_recipe(tmp_path, "product-key")
+    train = ["train", recipe, "-o", run, "-s", f"train.init_from={trained('dense')}", "-s", "model.memory.layers=2+"]
+    pkmlm(*train, "-s", "train.steps=1")
+    first = float.fromhex(losses(run)[0][2])
+    last = float.fromhex(losses(trained("dense"))[-2][2])
+    assert first < last + 0.5 < float.fromhex(losses(trained("dense"))[0][2])
+    pkmlm(*train, "-s", "train.steps=2")
+    assert "resuming at step 1" in (run / "train.log").read_text()
+
+
 def test_a_resume_needs_no_run_to_start_from(tmp_path, write_recipe, trained, monkeypatch):
     """The same path written otherwise, another, and none: each goes on from the run's own checkpoint."""
     run, recipe = tmp_path / "run", write_recipe(tmp_path, "dense")
@@ -249,9 +261,12 @@ def test_a_run_that_cannot_begin_leaves_nothing(tmp_path, write_recipe, trained)
     run, recipe = tmp_path / "run", write_recipe(tmp_path, "dense")
     said = pkmlm("train", recipe, "-o", run, "-s", "train.init_from=/nowhere", code=2).stderr
     assert "error: train.init_from: run /nowhere does not exist\n" in said
-    other = ["-s", f"train.init_from={trained('dense')}", "-s", "model.layers=1"]
-    said = pkmlm("train", recipe, "-o", run, *other, code=2).stderr
-    assert re.search(r"^error: train\.init_from: .*\nhint: .", said, re.MULTILINE)
+    other = ["-s", f"train.init_from={trained('dense')}", "-s", "model.dim=64"]
+    for more in (["-o", run], ["--dry-run"]):
+        said = pkmlm("train", recipe, *more, *other, code=2).stderr
+        shapes = r"tensor embedding\.weight has shape \[600, 32\] \(expected \[600, 64\]\)"
+        hint = "the recipes differ: model.dim is 32 there and 64 here"
+        assert re.search(rf"^error: train\.init_from: .*{shapes}\nhint: {hint}\n", said, re.MULTILINE)
     assert not run.exists()
 
 

@@ -173,6 +173,17 @@ def test_divided_checkpoints_are_read_by_every_command(divided, alone, tmp_path,
     assert losses(tmp_path / "more")[0] < losses(alone)[0] - 0.1
 
 
+def test_ranks_start_from_a_part_of_another_run_as_one_does(divided, alone, recipe, ranks, tmp_path):
+    """Of tables in parts and in one file, by ranks that divide tables, dense parameters, or both."""
+    add = ["-s", "model.memory.layers=[1+, 2]", "-s", "train.steps=2"]
+    pkmlm("train", recipe, "-o", tmp_path / "one", "-q", *of(1), *add, "-s", f"train.init_from={divided}")
+    assert losses(tmp_path / "one")[0] < losses(alone)[0] - 0.1
+    for name, source, memory, shard in (("a", divided, 2, False), ("b", alone, 2, True), ("c", divided, 1, True)):
+        words = [*of(2, memory), "-s", f"parallel.shard={str(shard).lower()}", "-s", f"train.init_from={source}"]
+        ranks.pkmlm(2, "train", recipe, "-o", tmp_path / name, *add, *words)
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), rel=1e-5), name
+
+
 def test_a_damaged_part_is_named_and_set_aside(divided, recipe, ranks, tmp_path):
     shutil.copytree(divided, tmp_path / "run")
     (tmp_path / "run/done").unlink()

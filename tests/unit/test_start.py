@@ -1,0 +1,155 @@
+"""What a run takes from another run's weights, what it draws, and what it says of both."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pkmlm.data.corpus import Corpus
+from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.errors import UserError
+from pkmlm.model.transformer import Transformer, build_model
+from pkmlm.recipe.load import load_recipe
+from pkmlm.runtime.distributed import Ranks
+from pkmlm.runtime.files import read_json, write_json
+from pkmlm.runtime.manifest import MANIFEST, entry_of
+from pkmlm.runtime.rundir import RunDirectory
+from pkmlm.train import checkpoint
+from pkmlm.train.job import Job
+from pkmlm.train.start import check_initial, starting_model
+from pkmlm.train.tensor_files import write_tensors
+from tests.conftest import pkmlm
+
+MEMORY = ["model.memory.kind=product-key", "model.memory.num_keys=16", "model.memory.heads=2", "model.memory.topk=4"]
+MEMORY += ["model.memory.key_dim=16"]
+
+
+def job_from(source: Path, *changes: str) -> Job:
+    """That of the recipe of a run, changed, to start from the run's weights with another seed."""
+    run = RunDirectory(source)
+    recipe = load_recipe(run.recipe_file, [f"train.init_from={source}", "train.seed=9", *changes])
+    return Job(recipe, Corpus(recipe.data.dir, "train"), Tokenizer.load(run.tokenizer_file))
+
+
+def started(job: Job) -> Transformer:
+    return starting_model(job, torch.device("cpu"), Ranks(), fresh=True)
+
+
+def rewritten(run: Path, folder: Path, names: dict[str, str]) -> Path:
+    """A copy of a run whose checkpoints have other names for tensors, and manifests that say so."""
+    shutil.copytree(run, folder)
+    for path in (folder / "checkpoints").iterdir():
+        file, manifest = path / "weights.safetensors", read_json(path / MANIFEST, "the manifest")
+        write_tensors(file, {names.get(name, f"old.{name}"): tensor for name, tensor in load_file(file).items()})
+        manifest["files"][file.name] = entry_of(file)
+        write_json(path / MANIFEST, manifest)
+    return folder
+
+
+BIASES = "attention.out.bias (layers 1-2), attention.qkv.bias (layers 1-2), ffn.down.bias (layers 1-2), "
+BIASES += "ffn.up.bias (layers 1-2)"
+HASHED = "attention (layers 1-2), ffn (layers 1-2)"
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "anew", "left"),
+    [
+        ("dense", [*MEMORY, "model.memory.layers=2+"], "memory (layer 2)", ""),
+        ("dense", [*MEMORY, "model.memory.layers=[1+, 2]"], "memory (layers 1-2)", "ffn (layer 2)"),
+        ("dense", [*MEMORY, "model.layers=9", "model.memory.layers=[1+, 9]"], "memory (layer 1), layers 3-9", ""),
+        ("dense", ["model.layers=1"], "", "layer 2"),
+        ("dense", ["model.bias=false", "model.positions=rotary"], "", f"{BIASES}, positions"),
+        ("dense", ["model.projections=hash"], HASHED, HASHED),
+        ("product-key", ["model.memory.kind=none"], "ffn (layer 2)", "memory (layer 2)"),
+        (
+            "product-key",
+            ["model.memory.layers=1"],
+            "memory (layer 1), ffn (layer 2)",
+            "ffn (layer 1), memory (layer 2)",
+        ),
+    ],
+)
+def test_what_both_have_is_taken_and_the_rest_is_drawn_and_told(trained, kind, changes, anew, left):
+    job, source = job_from(trained(kind), *changes), RunDirectory(trained(kind))
+    model, fresh = started(job).state_dict(), build_model(job.recipe, job.vocab_size).state_dict()
+    stored = load_file(source.checkpoint(int(source.best() or 0)) / "weights.safetensors")
+    assert all(torch.equal(tensor, stored.get(name, fresh[name])) for name, tensor in model.items())
+    told = [f"not in {source.path}, so starts anew: {anew}"] if anew else []
+    told += [f"has no place in this model, so left out: {left}"] if left else []
+    assert check_initial(job) == [f"train.init_from: {'; '.join(told)}"]
+
+
+def test_the_same_model_starts_with_all_weights_and_no_warning(trained):
+    job = job_from(trained("product-key"))
+    stored = load_file(RunDirectory(trained("product-key")).checkpoint(30) / "weights.safetensors")
+    model = started(job).state_dict()
+    assert model.keys() == stored.keys()
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in model.items())
+    assert check_initial(job) == []
+
+
+def test_a_tied_head_is_the_embedding_and_an_untied_one_is_left_out(trained, write_recipe, tmp_path):
+    tokens = torch.arange(20)[None]
+    tied, untied = job_from(trained("dense")), job_from(trained("dense"), "model.tie_embeddings=false")
+    model = started(untied)
+    assert torch.equal(model(tokens), started(tied)(tokens))
+    assert model.untied_head.weight.data_ptr() != model.embedding.weight.data_ptr()
+    assert check_initial(untied) == ["train.init_from: untied_head starts as a copy of the embedding, the head there"]
+    pkmlm(
+        "train",
+        write_recipe(tmp_path, "dense"),
+        "-o",
+        tmp_path / "run",
+        "-s",
+        "model.tie_embeddings=false",
+        "-q",
+        "-s",
+        "train.steps=1",
+    )
+    (told,) = check_initial(job_from(tmp_path / "run", "model.tie_embeddings=true"))
+    assert told == "train.init_from: has no place in this model, so left out: untied_head"
+
+
+@pytest.mark.parametrize(
+    ("changes", "shapes", "hint"),
+    [
+        (
+            ["model.dim=64"],
+            r"embedding.weight has shape \[600, 32\] \(expected \[600, 64\]\)",
+            "model.dim is 32 there and 64 here",
+        ),
+        (
+            ["model.memory.num_keys=17", "model.dropout=0.1"],
+            r"subkeys_H2nf has shape \[2, 2, 16, 8\] \(expected \[2, 2, 17, 8\]\)",
+            "model.dropout is 0.0 there and 0.1 here, model.memory.num_keys is 16 there and 17 here",
+        ),
+        (
+            ["model.memory.kind=none", "model.ffn_dim=8", "model.memory.topk=9"],
+            r"up.weight has shape \[128, 32\] \(expected \[8, 32\]\)",
+            "model.ffn_dim is null there and 8 here",
+        ),
+    ],
+)
+def test_a_tensor_of_another_shape_is_refused_with_the_keys_that_differ(trained, changes, shapes, hint):
+    job = job_from(trained("product-key"), *changes)
+    for begin in (check_initial, started):
+        with pytest.raises(UserError, match=f"^train.init_from: .*{shapes}") as error:
+            begin(job)
+        assert (error.value.hint, error.value.exit_code) == (f"the recipes differ: {hint}", 2)
+
+
+def test_a_run_without_any_tensor_of_the_model_is_refused(trained, tmp_path):
+    path = rewritten(trained("dense"), tmp_path / "run", {})
+    with pytest.raises(UserError, match=r"^train.init_from: .*weights.safetensors has no tensor of this model"):
+        check_initial(job_from(path))
+
+
+def test_a_run_goes_on_from_all_of_its_weights_alone(trained, tmp_path):
+    """Not from some: that is what `train.init_from` takes."""
+    path = RunDirectory(trained("dense")).checkpoint(30)
+    for changes in ([*MEMORY, "model.memory.layers=2+"], ["model.layers=1"]):
+        model = build_model(job_from(trained("dense"), *changes).recipe, 600)
+        with pytest.raises(UserError, match=r"is not in the model|is missing"):
+            checkpoint.load_weights(path, model)
