@@ -92,28 +92,32 @@ class Tokens:
         self.paths = [folder / shard.name for shard in shards]
         self.starts = np.cumsum([0, *(shard.tokens for shard in shards[:-1])])
         self.dtype = np.dtype(f"<u{token_bytes(index.dtype)}")
-        self.begin, self.run = 0, np.empty(0, self.dtype)
+        self.begin, self.run = 0, memoryview(b"")
 
     def hashed(self, start: int, stop: int, newline: int) -> tuple[int, bytes]:
-        """How many the tokens from `start` up to `stop` are, less a first and a last that are `newline`; their hash."""
+        """How many the tokens from `start` up to `stop` are, less a first and a last that are `newline`; their hash.
+        They are more than two."""
         hash = hashlib.blake2b(digest_size=16)
-        start += int(self.read(start, stop)[0] == newline)
-        at = start
+        piece = self.read(start, stop)
+        if piece[0] == newline:
+            start, piece = start + 1, piece[1:]
+        at = start + len(piece)
         while at < stop:
+            hash.update(piece)
             piece = self.read(at, stop)
             at += len(piece)
-            if at == stop and piece[-1] == newline:
-                piece, stop = piece[:-1], stop - 1
-            hash.update(piece.data)
+        if piece[-1] == newline:
+            stop, piece = stop - 1, piece[:-1]
+        hash.update(piece)
         return stop - start, hash.digest()
 
-    def read(self, start: int, stop: int) -> np.ndarray:
+    def read(self, start: int, stop: int) -> memoryview:
         """Tokens from `start` on, at least one and at most up to `stop`."""
         if not self.begin <= start < self.begin + len(self.run):
             shard = int(np.searchsorted(self.starts, start, side="right")) - 1
             path, offset = self.paths[shard], (start - int(self.starts[shard])) * self.dtype.itemsize
             with read_errors(path):
-                self.begin, self.run = start, np.fromfile(path, self.dtype, RUN, offset=offset)
+                self.begin, self.run = start, np.fromfile(path, self.dtype, RUN, offset=offset).data
             if not len(self.run):
                 raise damaged(path, f"it ends before byte {offset:,}")
         return self.run[start - self.begin : stop - self.begin]

@@ -35,12 +35,12 @@ def bare(text):
     return text.removeprefix("\n").removesuffix("\n")
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_shared_documents_are_those_whose_texts_are_the_same(tmp_path, tokenizer, monkeypatch, seed):
+@pytest.mark.parametrize("run", [7, 61, 997])
+def test_shared_documents_are_those_whose_texts_are_the_same(tmp_path, tokenizer, monkeypatch, run):
     """Documents of all lengths, over the ends of reads, of groups and of shards."""
-    monkeypatch.setattr(overlap, "RUN", 997)
+    monkeypatch.setattr(overlap, "RUN", run)
     monkeypatch.setattr(overlap, "GROUP", 50)
-    draw = random.Random(seed)
+    draw = random.Random(run)
     pool = [drawn_text(draw, draw.choice([3, 20, 40, 80, 500, 5000])) for _ in range(200)]
     pool.append(drawn_text(draw, 400_000))
     texts = {
