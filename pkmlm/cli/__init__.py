@@ -72,11 +72,13 @@ class LazyGroup(click.Group):
 
 
 def set_verbose(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    """-v, wherever it stands: `main` reads it when an error has come."""
     settings = context.ensure_object(dict)
     settings["verbose"] = value or settings.get("verbose", False)
 
 
 def set_quiet(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    """-q before a command is that of the command, where it has one."""
     if value:
         context.default_map = {name: {"quiet": True} for name in COMMANDS}
 

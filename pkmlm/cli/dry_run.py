@@ -19,12 +19,14 @@ def report(job: "Job", world: "World") -> int:
     """Print the plan, then take the first step in memory and print how long it took; rank 0 prints."""
     from pkmlm.cli.train import arithmetic_of, explained
     from pkmlm.train.shortage import too_large
+    from pkmlm.train.start import check_initial
 
     with world.together():
         arithmetic = arithmetic_of(job.recipe)
+        initial = check_initial(job) if world.rank == 0 else []
     if world.rank == 0:
         click.echo("\n".join(map(hanging, plan(job, arithmetic, world.size))))
-        for text in (*job.doubts, *too_large(job, arithmetic, world.size)):
+        for text in (*job.doubts, *initial, *too_large(job, arithmetic, world.size)):
             warn(text)
     with explained(job, arithmetic, world):
         line = first_step(job, arithmetic, world)

@@ -1,5 +1,6 @@
 """What `pkmlm train` asks of a run that is there already: may it go on, and is there anything left to do?"""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pkmlm.cli.circumstances import change
@@ -41,6 +42,11 @@ def refuse_changes(run: "RunDirectory", recipe: "Recipe") -> None:
     if changed:
         message = f"run {run.path} was started with another recipe: {', '.join(changed)}"
         raise UserError(message, "train it under another -o")
+
+
+def with_own_start(run: "RunDirectory", recipe: "Recipe") -> "Recipe":
+    """The recipe with the `train.init_from` that the run did start from, which a resume does not change."""
+    return replace(recipe, train=replace(recipe.train, init_from=run.recipe().train.init_from))
 
 
 def refuse_other_data(run: "RunDirectory", job: "Job") -> None:

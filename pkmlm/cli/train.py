@@ -123,9 +123,9 @@ def train_in(output: str, job: "Job", resume: str, quiet: bool, world: "World") 
         with world.together():
             arithmetic = arithmetic_of(job.recipe)
             if lead:
-                refuse(run, job, resume)
+                warnings = refuse(run, job, resume)
                 held.enter_context(run.locked())
-                warnings = mend(run, job)
+                warnings += mend(run, job)
                 complete = ended_already(run, job.recipe)
         if world.broadcast(complete):
             if lead:
@@ -157,15 +157,14 @@ def arithmetic_of(recipe: "Recipe") -> "Arithmetic":
     return arithmetic
 
 
-def refuse(run: "RunDirectory", job: "Job", resume: str) -> None:
-    """Refuse what can be seen to be wrong before anything is written, not even a folder."""
+def refuse(run: "RunDirectory", job: "Job", resume: str) -> list[str]:
+    """Refuse what can be seen to be wrong before anything is written, not even a folder; what to warn of."""
     from pkmlm.cli.resume import refuse_resume
     from pkmlm.train.start import check_initial
 
     refuse_resume(run, resume)
     run.refuse_foreign()
-    if job.recipe.train.init_from is not None and not run.steps():
-        check_initial(job)
+    return [] if run.steps() else check_initial(job)
 
 
 def mend(run: "RunDirectory", job: "Job") -> list[str]:
@@ -192,12 +191,13 @@ def begin(run: "RunDirectory", job: "Job", arithmetic: "Arithmetic", ranks: int)
     """Make the run's folder, clear what an earlier process left of work that is to be done again, and note in run.json
     that this one trains; what to warn of."""
     from pkmlm.cli.circumstances import changes, circumstances, lost_metrics, with_earlier
+    from pkmlm.cli.resume import with_own_start
     from pkmlm.runtime.files import remove_file, writing
 
     recipe, step = job.recipe, max(run.steps(), default=0)
     facts, before = circumstances(job, arithmetic, ranks), run.facts()
     warnings = changes(before, facts, run.recipe(), recipe) if step else list(job.doubts)
-    run.create(recipe)
+    run.create(with_own_start(run, recipe) if step else recipe)
     run.clean()
     remove_file(run.path / "done")
     run.cut_metrics(step)  # before the log opens the file, which this replaces

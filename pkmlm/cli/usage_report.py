@@ -65,7 +65,6 @@ def command(
       torchrun --nproc-per-node 4 -m pkmlm usage-report runs/demo
     """
     from pkmlm.report.compare import open_runs
-    from pkmlm.report.usage_tables import flat_table, usage_tables
 
     with launched() as world:
         runs, steps = open_runs(run_paths, run_or_export), list(dict.fromkeys(step.split(",")))
@@ -83,11 +82,7 @@ def command(
     entries = [{**report.entry, "run": subject.label} for subject, report in found]
     if any((folder, page, background)) and not any(entry["memories"] for entry in entries):
         raise UserError("no model here has a memory to draw or export", "leave out --plots, --html and --export")
-    if format == "json":
-        click.echo(json.dumps({"runs": entries}, indent=2, allow_nan=False))
-    else:
-        tables = [flat_table(entries)] if format == "csv" else usage_tables(entries)
-        click.echo("\n".join(table.render(format) for table in tables), nl=False)
+    print_report(entries, format)
     warn_of(warning for entry in entries for warning in entry.get("warnings") or [])
     if folder is not None:
         draw(folder, found)
@@ -98,6 +93,17 @@ def command(
 
         ((subject, report),) = found
         export_usage(background, entries[0], subject.fingerprint(), report.memories)
+
+
+def print_report(entries: list[dict[str, Any]], format: "Format") -> None:
+    """Print what was found of each run, in one of the formats of a table."""
+    from pkmlm.report.usage_tables import flat_table, usage_tables
+
+    if format == "json":
+        click.echo(json.dumps({"runs": entries}, indent=2, allow_nan=False))
+        return
+    tables = [flat_table(entries)] if format == "csv" else usage_tables(entries)
+    click.echo("\n".join(table.render(format) for table in tables), nl=False)
 
 
 @contextmanager

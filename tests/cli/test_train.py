@@ -223,12 +223,17 @@ def test_a_memory_is_added_to_a_trained_model(tmp_path, write_recipe, trained):
     """It goes on where the dense model was, and its checkpoints are those of any run."""
     run, recipe = tmp_path / "run", write_recipe(tmp_path, "product-key")
     train = ["train", recipe, "-o", run, "-s", f"train.init_from={trained('dense')}", "-s", "model.memory.layers=2+"]
-    pkmlm(*train, "-s", "train.steps=1")
+    said = pkmlm(*train, "-s", "train.steps=1").stderr
+    told = f"train.init_from: not in {trained('dense')}, so starts anew: memory (layer 2)\n"
+    assert said.count(told) == 1
+    assert (run / "train.log").read_text().count(told) == 1
+    assert told in pkmlm(*train, "--dry-run").stderr
     first = float.fromhex(losses(run)[0][2])
     last = float.fromhex(losses(trained("dense"))[-2][2])
     assert first < last + 0.5 < float.fromhex(losses(trained("dense"))[0][2])
     pkmlm(*train, "-s", "train.steps=2")
     assert "resuming at step 1" in (run / "train.log").read_text()
+    assert (run / "train.log").read_text().count(told) == 1
 
 
 def test_a_resume_needs_no_run_to_start_from(tmp_path, write_recipe, trained, monkeypatch):
@@ -244,6 +249,7 @@ def test_a_resume_needs_no_run_to_start_from(tmp_path, write_recipe, trained, mo
         assert told in said
         assert f"resuming at step {steps - 1}" in said
         assert told in (run / "train.log").read_text()
+        assert RunDirectory(run).recipe().train.init_from == str(trained("dense")), "what it did start from"
     assert len(losses(run)) == 4 + 4  # each end is validated
 
 
