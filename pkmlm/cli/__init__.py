@@ -78,9 +78,8 @@ def set_verbose(context: click.Context, parameter: click.Parameter, value: bool)
 
 
 def set_quiet(context: click.Context, parameter: click.Parameter, value: bool) -> None:
-    """-q before a command is that of the command, where it has one."""
-    if value:
-        context.default_map = {name: {"quiet": True} for name in COMMANDS}
+    """-q before a command is that of the command, where it has one: `options.quiet_option` asks for it."""
+    context.ensure_object(dict)["quiet"] = value
 
 
 VERBOSE = click.Option(

@@ -21,7 +21,16 @@ step_option = click.option(
     metavar="latest|best|N",
     help="Which checkpoint of the run to read.",
 )
-quiet_option = click.option("-q", "--quiet", is_flag=True, help="No progress on standard error.")
+
+
+def quiet_anywhere(context: click.Context, parameter: click.Parameter, value: bool) -> bool:
+    """Whether -q stands behind or before the command."""
+    return value or bool((context.obj or {}).get("quiet"))
+
+
+quiet_option = click.option(
+    "-q", "--quiet", is_flag=True, callback=quiet_anywhere, help="No progress on standard error."
+)
 
 
 def given(context: click.Context, name: str) -> bool:

@@ -18,7 +18,12 @@ def bars(quiet: bool, *columns: "ProgressColumn") -> "Progress":
     console = Console(file=sys.stderr)
     hidden = quiet or not console.is_terminal
     return Progress(
-        TextColumn("{task.description}"), BarColumn(), *columns, console=console, disable=hidden, transient=True
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        *columns,
+        console=console,
+        disable=hidden,
+        transient=True,
     )
 
 

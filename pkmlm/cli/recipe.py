@@ -1,6 +1,7 @@
 """`pkmlm recipe`: check recipes, show one in full, list every key."""
 
 import os
+import re
 import shutil
 import traceback
 from typing import TYPE_CHECKING
@@ -54,7 +55,7 @@ def check(settings: dict[str, bool], files: tuple[str, ...], overrides: tuple[st
         try:
             check_one(file, overrides)
         except UserError as error:
-            if os.path.normpath(file) not in error.message:  # but an override, or the file that it inherits
+            if not re.search(rf"(?<!\S){re.escape(os.path.normpath(file))}(?![^\s:])", error.message):  # but its base
                 error.message = f"{file}: {error.message}"
             code = max(code, print_error(error))
             if settings["verbose"]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pkmlm.data.sources import Source
     from pkmlm.data.tokenizer import Tokenizer
 
-KEPT_BY_JOIN = {"train", "output", "joins", "force", "quiet", "as_json"}
+KEPT_BY_JOIN = {"train", "output", "joins", "force", "quiet", "verbose", "as_json"}
 TAKE_ALL = ("--valid", "--test")
 
 

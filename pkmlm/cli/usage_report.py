@@ -80,10 +80,10 @@ def command(
     if world and world.rank > 0:
         return
     entries = [{**report.entry, "run": subject.label} for subject, report in found]
-    if any((folder, page, background)) and not any(entry["memories"] for entry in entries):
-        raise UserError("no model here has a memory to draw or export", "leave out --plots, --html and --export")
     print_report(entries, format)
     warn_of(warning for entry in entries for warning in entry.get("warnings") or [])
+    if any((folder, page, background)) and not any(entry["memories"] for entry in entries):
+        raise UserError("no model here has a memory to draw or export", "leave out --plots, --html and --export")
     if folder is not None:
         draw(folder, found)
     if page is not None:

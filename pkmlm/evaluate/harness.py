@@ -221,8 +221,10 @@ def check_documents(task: ConfigurableTask) -> None:
 def cannot_build(source: TaskSource, error: Exception, offline: bool) -> UserError:
     """What to say when a task cannot be built."""
     where = source.file or f"--tasks {source.name}"
-    known = isinstance(error, UnusableRow)
-    why = first_line(error) if known else f"when lm-eval tries the first one: {kind_and_line(error)}"
+    # Templates are first tried on the first row; other errors are those of files and splits.
+    trial = "when the first one is tried: " if isinstance(error, TemplateError) else ""
+    plain = isinstance(error, UnusableRow | OSError)
+    why = trial + (first_line(error) if plain else kind_and_line(error))
     if source.own is not None and not source.hub:
         rows = f"the rows of {source.file}" if source.file else "its rows"
         return UserError(f"{source.own} cannot be used with {rows}: {why}")

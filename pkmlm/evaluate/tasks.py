@@ -179,9 +179,9 @@ def check_examples(task: str, config: dict[str, Any], file: Path | None, hint: s
         file: of the rows, which are those of the split that is scored; None: all splits are where the definition says.
     """
     given = config.get("fewshot_config") or {}
-    if given.get("samples"):
-        return
     named = given.get("split") or config.get("fewshot_split")
+    if given.get("samples") and named is None:
+        return
     training, validation, test = (config.get(f"{split}_split") for split in ("training", "validation", "test"))
     scored = test or validation
     if (named or training or validation or test) == scored:

@@ -14,22 +14,22 @@ from numba.core.caching import IndexDataCacheFile
 # Sums may be reordered and multiply-adds fused, so that loops become vector instructions; the order is the same on
 # every run and for any number of threads. Infinities and NaN keep their meaning: a step must see them.
 ARITHMETIC = ("reassoc", "contract", "nsz")
+# The "numpy" model divides by zero as the hardware does; Python's would test each divisor, in scalar code.
+OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": {*ARITHMETIC}, "error_model": "numpy"}
 LEAST_WORK = 1 << 17  # numbers a thread, under which starting it costs more than it does
 
 
 def compiled(function: Callable[..., Any]) -> Any:
     """Compile for the types of the first call, without the interpreter's lock, and keep the result on disk.
 
-    The cache lies beside the source or in the user's cache folder; where neither can be written, each process compiles
-    for itself.
+    The cache lies beside the source or in the user's cache folder; where neither can be written, or numba's cache is
+    another than is known here, each process compiles for itself.
     """
-    # The "numpy" model divides by zero as the hardware does; Python's would test each divisor, in scalar code.
-    options: dict[str, Any] = {"nogil": True, "fastmath": {*ARITHMETIC}, "error_model": "numpy"}
     try:
-        dispatcher: Any = njit(function, cache=True, **options)
-    except RuntimeError:  # no folder to cache in
-        return njit(function, **options)
-    dispatcher._cache = Cache(dispatcher._cache)
+        dispatcher: Any = njit(function, cache=True, **OPTIONS)
+        dispatcher._cache = Cache(dispatcher._cache)
+    except (RuntimeError, AttributeError):  # no folder to cache in
+        return njit(function, **OPTIONS)
     return dispatcher
 
 
@@ -75,7 +75,7 @@ class FileOfEachKey:
         self._files._save_data(self._name(key), data)
 
     def _name(self, key: Any) -> str:
-        whose = repr((self._files._version, ARITHMETIC, self._stamp, key))
+        whose = repr((self._files._version, ARITHMETIC, OPTIONS["error_model"], self._stamp, key))
         return f"{self._function}.{hashlib.sha256(whose.encode()).hexdigest()[:32]}.nbc"
 
 

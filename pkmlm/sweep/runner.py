@@ -189,12 +189,10 @@ class Runner:
         finally:
             if self.devices:
                 self.free_devices.append(device)
-        if child.returncode < 0:  # by whom it cannot say itself
-            name = signal.Signals(-child.returncode).name
-            return child.returncode, f"pkmlm {arguments[0]} was killed ({name}): if nobody did it, memory ran out"
-        lines = said.strip().splitlines() or [""]
+        lines = said.strip().splitlines()
         told = [line for line in lines if line.startswith("error: ")] or lines
-        return child.returncode, told[-1].removeprefix("error: ")
+        last = told[-1].removeprefix("error: ") if told else ""
+        return child.returncode, killed(arguments[0], -child.returncode, last) if child.returncode < 0 else last
 
     def _stop_children(self) -> None:
         """Ask the running commands to stop, each once: it saves a checkpoint; a second request would end it at once."""
@@ -202,6 +200,13 @@ class Runner:
             if child.pid not in self.asked:
                 self.asked.add(child.pid)
                 child.terminate()
+
+
+def killed(command: str, number: int, last: str) -> str:
+    """What to say of a command that a signal has ended, which it cannot say itself; `last`: what it said last."""
+    name = next((each.name for each in signal.Signals if each == number), f"signal {number}")
+    why = last or ("if nobody did it, memory ran out" if number == signal.SIGKILL else "")
+    return f"pkmlm {command} was killed ({name})" + (f": {why}" if why else "")
 
 
 def best(outcomes: Sequence[Outcome]) -> Outcome | None:

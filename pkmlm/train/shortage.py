@@ -3,6 +3,7 @@
 import math
 import os
 from dataclasses import replace
+from itertools import chain, islice
 from typing import Any
 
 from pkmlm.errors import UserError
@@ -14,6 +15,7 @@ from pkmlm.recipe.schema import Recipe
 from pkmlm.runtime.device import Arithmetic, Precision, free_bytes
 from pkmlm.train.job import Job
 
+TRIES = 1000  # values of a key: a check of a recipe takes half a millisecond
 OF_A_FORWARD = ("activations", "search")  # parts of `Cost.training` that grow with the micro-batch
 
 
@@ -69,7 +71,7 @@ def what_to_lower(recipe: Recipe, training: dict[str, int], ranks: int) -> tuple
         halves.append(("model.hash.bits", model.hash.bits, model.hash.bits - 1))  # nearly half of the rows
     halves += [("model.layers", model.layers, model.layers // 2), ("model.dim", model.dim, model.dim // 2)]
     for key, value, half in halves:
-        for lower in (*range(half, 0, -1), *range(half + 1, value)):
+        for lower in islice(chain(range(half, 0, -1), range(half + 1, value)), TRIES):
             if may_hold(recipe, key, lower, ranks):
                 return key, value, lower
     return "model.dim", model.dim, model.dim  # there is nothing smaller

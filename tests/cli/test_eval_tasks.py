@@ -246,13 +246,17 @@ def test_the_question_itself_is_never_an_example(tmp_path):
     (tmp_path / "validation.yaml").write_text(validation)
     with pytest.raises(UserError, match="but its own questions"):
         find_tasks(str(tmp_path / "validation.yaml"), tmp_path, None)
+    samples = 'fewshot_config: {samples: [{"thing": "Tar", "colour": 1}]}\n'
+    (tmp_path / "both.yaml").write_text(validation + samples)
+    with pytest.raises(UserError, match="but its own questions"):  # the harness prefers the split
+        find_tasks(str(tmp_path / "both.yaml"), tmp_path, None)
     path.write_text(path.read_text() + "fewshot_split: test\n")
     for folder in (tmp_path, None):
         (task,) = build_tasks(find_tasks(str(path), folder, None), None).values()
         for document in task.eval_docs:
             asked = task.fewshot_context(document, 5)
             assert sorted(line.split()[0] for line in asked.split("\n\n")) == sorted(things)
-    path.write_text(OWN.format(file="none") + 'fewshot_config: {samples: [{"thing": "Tar", "colour": 1}]}\n')
+    path.write_text(OWN.format(file="none") + samples)
     (task,) = build_tasks(find_tasks(str(path), tmp_path, 1), 1).values()
     assert task.fewshot_context(task.eval_docs[0], 1) == "Tar is black\n\nSnow is"
 

@@ -8,6 +8,7 @@ import click
 import pytest
 
 from pkmlm.cli import COMMANDS, cli
+from pkmlm.errors import UserError
 from tests.conftest import ROOT, pkmlm
 
 
@@ -96,7 +97,13 @@ def test_verbose_shows_where_an_error_arose(tmp_path, before, words, told, where
 
 
 @pytest.mark.parametrize(
-    "words", [["recipe", "check", "nowhere.yaml"], ["recipe", "-v", "check", "nowhere.yaml"], ["eval", "nowhere"]]
+    "words",
+    [
+        ["recipe", "check", "nowhere.yaml"],
+        ["recipe", "-v", "check", "nowhere.yaml"],
+        ["eval", "nowhere"],
+        ["tokenize", "--join", "nowhere", "-o", "new"],
+    ],
 )
 def test_verbose_may_stand_behind_the_command(words):
     command = [sys.executable, "-m", "pkmlm", *words, *(["-v"] if "-v" not in words else [])]
@@ -111,6 +118,15 @@ def test_quiet_may_stand_before_the_command(tmp_path, write_recipe):
     assert pkmlm("-q", *words, "-o", tmp_path / "before").stderr == ""
     assert pkmlm(*words, "-o", tmp_path / "behind", "-q").stderr == ""
     assert "training in" in pkmlm(*words, "-o", tmp_path / "neither").stderr
+
+
+@pytest.mark.parametrize(("words", "quiet"), [([], False), (["-q"], True)])
+def test_quiet_reaches_commands_of_commands(monkeypatch, words, quiet):
+    def waiting(quiet):
+        raise UserError(f"quiet: {quiet}")
+
+    monkeypatch.setattr("pkmlm.cli.bench.memory.waiting", waiting)
+    assert pkmlm(*words, "bench", "memory", "--slots", "16k", code=2).stderr == f"error: quiet: {quiet}\n"
 
 
 def test_a_closed_pipe_is_no_error():

@@ -52,6 +52,12 @@ def test_check_goes_on_after_a_wrong_recipe_and_names_each(tmp_path: Path) -> No
     said = pkmlm("recipe", "check", "./a.yaml", f"../{tmp_path.name}//missing.yaml", code=2).stderr
     assert said.startswith("error: a.yaml:5:3: unknown key")
     assert said.endswith(f"error: no such recipe: ../{tmp_path.name}/missing.yaml\n")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/b.yaml").write_text("nokey: 1\n")
+    (tmp_path / "b.yaml").write_text("base: sub/b.yaml\n")
+    assert pkmlm("recipe", "check", "b.yaml", code=2).stderr.startswith(
+        "error: b.yaml: sub/b.yaml:1:1: unknown key nokey"
+    )
     wrong = pkmlm("recipe", "check", "c.yaml", "-s", "model.heads=7", code=2).stderr
     assert wrong.startswith("error: c.yaml: -s model.heads=7: model.heads: 7 heads do not divide model.dim 512 ")
 

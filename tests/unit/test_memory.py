@@ -108,6 +108,11 @@ def hash_layer(bits: int, spec: Hash, dim: int = 12, width: int = 7) -> HashLaye
     return layer
 
 
+def test_a_hash_layer_cuts_its_whole_input():
+    with pytest.raises(ValueError, match="a width of 12 cannot be cut into chunks of 8 bits"):
+        hash_layer(8, Hash())
+
+
 @pytest.mark.parametrize("score", ["paper", "scaled"])
 def test_a_hash_layer_computes_equation_13(score):
     layer = hash_layer(4, Hash(bits=4, score=score, temperature=0.8)).double()

@@ -1,6 +1,7 @@
 """Grids: what is read from a file, which cells it has, and what is concluded from their numbers."""
 
 import json
+import signal
 import subprocess
 import warnings
 from dataclasses import fields
@@ -19,7 +20,7 @@ from pkmlm.sweep.grid import Grid, read_grid
 from pkmlm.sweep.measures import MEASURES
 from pkmlm.sweep.plots import draw, picture
 from pkmlm.sweep.results import Results, Speed
-from pkmlm.sweep.runner import Outcome
+from pkmlm.sweep.runner import Outcome, killed
 from pkmlm.sweep.verdicts import claim_verdicts, pairs_of, rank_correlations
 from tests.conftest import ROOT
 
@@ -72,6 +73,20 @@ def folder(tmp_path: Path) -> Path:
 def grid_of(folder: Path, text: str = GRID, scale: str | None = "large") -> Grid:
     (folder / "grid.yaml").write_text(text)
     return read_grid(folder / "grid.yaml", scale)[0]
+
+
+@pytest.mark.parametrize(
+    ("number", "last", "said"),
+    [
+        (signal.SIGKILL, "", "pkmlm eval was killed (SIGKILL): if nobody did it, memory ran out"),
+        (signal.SIGKILL, "step 3", "pkmlm eval was killed (SIGKILL): step 3"),
+        (signal.SIGBUS, "Bus error", "pkmlm eval was killed (SIGBUS): Bus error"),
+        (signal.SIGSEGV, "", "pkmlm eval was killed (SIGSEGV)"),
+        (37, "", "pkmlm eval was killed (signal 37)"),
+    ],
+)
+def test_what_is_said_of_a_command_that_a_signal_ended(number, last, said):
+    assert killed("eval", number, last) == said
 
 
 def test_the_example_of_the_readme_has_every_key(tmp_path):

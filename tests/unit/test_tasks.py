@@ -270,7 +270,7 @@ def test_a_definition_of_ones_own_is_checked_on_each_row_whatever_its_name(rows,
     with pytest.raises(UserError, match=re.escape(told)):
         build_tasks(find_tasks(str(path), rows, None), None)
     path.write_text(text.replace("[x, y]", '"{{nothing.split()}}"') + "doc_to_target: label\n")
-    told = "when lm-eval tries the first one: UndefinedError: 'nothing' is undefined"
+    told = "when the first one is tried: UndefinedError: 'nothing' is undefined"
     with pytest.raises(UserError, match=re.escape(told)):
         build_tasks(find_tasks(str(path), rows, None), None)
 

@@ -46,10 +46,15 @@ class HashLayer(nn.Module):
         spec: of the recipe: its `temperature` and `score`.
         share: the size of the output beside that of the linear map (residual branches start smaller).
         layer, name: for the usage report.
+
+    Raises:
+        ValueError: `dim` is no multiple of `bits`.
     """
 
     def __init__(self, dim: int, width: int, bits: int, spec: Hash, layer: int, name: str, share: float = 1.0):
         super().__init__()
+        if dim % bits:
+            raise ValueError(f"a width of {dim} cannot be cut into chunks of {bits} bits")
         self.tables, self.bits = dim // bits, bits
         self.temperature, self.scaled = spec.temperature, spec.score == "scaled"
         size = share * LIKE_LINEAR_STD * math.sqrt(dim)
