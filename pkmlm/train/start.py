@@ -21,6 +21,11 @@ from pkmlm.train.job import Job
 from pkmlm.train.tensor_files import stored_names
 
 HEAD = "untied_head.weight"
+# Keys that change what a model computes, and no shape of a tensor.
+SHAPELESS = (
+    *("model.heads", "model.residual", "model.activation", "model.rotary_fraction", "model.attention is"),
+    *("model.memory.topk", "model.hash.temperature", "model.hash.score", "model.hash.activation"),
+)
 LAYER = re.compile(r"blocks\.(\d+)(?:\.(?:parts\.)?(.+))?")  # a path in the model: layer (from 0), and path in it
 
 
@@ -70,6 +75,8 @@ def check_initial(job: Job) -> list[str]:
         parts.append(f"not in {source.path}, so starts anew: {by_module(drawn, taken)}")
     if strange:
         parts.append(f"has no place in this model, so left out: {by_module(strange, taken)}")
+    if changed := [text for text in other_keys(job, source) if text.startswith(SHAPELESS)]:
+        parts.append(f"its weights mean something else here: {', '.join(changed)}")
     return [f"train.init_from: {'; '.join(parts)}"] if parts else []
 
 

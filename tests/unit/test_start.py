@@ -90,6 +90,14 @@ def test_the_same_model_starts_with_all_weights_and_no_warning(trained):
     assert check_initial(job) == []
 
 
+def test_what_the_same_weights_mean_is_told_where_it_changes(trained):
+    (told,) = check_initial(
+        job_from(trained("product-key"), "model.heads=4", "model.memory.topk=3", "model.dropout=0.1")
+    )
+    heads, topk = "model.heads is 2 there and 4 here", "model.memory.topk is 4 there and 3 here"
+    assert told == f"train.init_from: its weights mean something else here: {heads}, {topk}"
+
+
 def test_a_tied_head_is_the_embedding_and_an_untied_one_is_left_out(trained, write_recipe, tmp_path):
     tokens = torch.arange(20)[None]
     tied, untied = job_from(trained("dense")), job_from(trained("dense"), "model.tie_embeddings=false")
