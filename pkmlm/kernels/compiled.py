@@ -28,7 +28,7 @@ def compiled(function: Callable[..., Any]) -> Any:
     try:
         dispatcher: Any = njit(function, cache=True, **OPTIONS)
         dispatcher._cache = Cache(dispatcher._cache)
-    except (RuntimeError, AttributeError):  # no folder to cache in
+    except (RuntimeError, AttributeError, TypeError):  # no folder to cache in, or another cache
         return njit(function, **OPTIONS)
     return dispatcher
 

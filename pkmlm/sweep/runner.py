@@ -205,7 +205,7 @@ class Runner:
 def killed(command: str, number: int, last: str) -> str:
     """What to say of a command that a signal has ended, which it cannot say itself; `last`: what it said last."""
     name = next((each.name for each in signal.Signals if each == number), f"signal {number}")
-    why = last or ("if nobody did it, memory ran out" if number == signal.SIGKILL else "")
+    why = "if nobody did it, memory ran out" if number == signal.SIGKILL else last  # no word comes of a SIGKILL
     return f"pkmlm {command} was killed ({name})" + (f": {why}" if why else "")
 
 

@@ -75,8 +75,9 @@ def check_initial(job: Job) -> list[str]:
         parts.append(f"not in {source.path}, so starts anew: {by_module(drawn, taken)}")
     if strange:
         parts.append(f"has no place in this model, so left out: {by_module(strange, taken)}")
-    if changed := [text for text in other_keys(job, source) if text.startswith(SHAPELESS)]:
-        parts.append(f"its weights mean something else here: {', '.join(changed)}")
+    with explained(job, source):
+        if changed := [text for text in other_keys(job, source) if text.startswith(SHAPELESS)]:
+            parts.append(f"its weights mean something else here: {', '.join(changed)}")
     return [f"train.init_from: {'; '.join(parts)}"] if parts else []
 
 
@@ -107,13 +108,15 @@ def explained(job: Job, source: RunDirectory) -> Iterator[None]:
 
 
 def other_keys(job: Job, source: RunDirectory) -> list[str]:
-    """The keys of the model in which the recipes differ; those of a memory, or of hash tables, only where both models
-    have them.
+    """The keys of the model in which the recipes differ; those that have an effect in one of the models alone, as the
+    keys of a memory that only one has, are left out.
     """
     theirs, own = source.recipe(), job.recipe
     models = (theirs.model, own.model)
     idle = ["model.memory."] * any(model.memory.kind == "none" for model in models)
     idle += ["model.hash."] * any(model.projections == "dense" for model in models)
+    idle += ["model.activation"] * any(model.projections == "hash" for model in models)
+    idle += ["model.rotary_fraction"] * any(model.positions != "rotary" for model in models)
     before = flatten(theirs)
     return [
         f"{key} is {scalar_text(before[key])} there and {scalar_text(value)} here"

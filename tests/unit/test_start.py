@@ -91,9 +91,8 @@ def test_the_same_model_starts_with_all_weights_and_no_warning(trained):
 
 
 def test_what_the_same_weights_mean_is_told_where_it_changes(trained):
-    (told,) = check_initial(
-        job_from(trained("product-key"), "model.heads=4", "model.memory.topk=3", "model.dropout=0.1")
-    )
+    idle = ("model.dropout=0.1", "model.rotary_fraction=0.5")
+    (told,) = check_initial(job_from(trained("product-key"), "model.heads=4", "model.memory.topk=3", *idle))
     heads, topk = "model.heads is 2 there and 4 here", "model.memory.topk is 4 there and 3 here"
     assert told == f"train.init_from: its weights mean something else here: {heads}, {topk}"
 

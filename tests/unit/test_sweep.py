@@ -79,7 +79,7 @@ def grid_of(folder: Path, text: str = GRID, scale: str | None = "large") -> Grid
     ("number", "last", "said"),
     [
         (signal.SIGKILL, "", "pkmlm eval was killed (SIGKILL): if nobody did it, memory ran out"),
-        (signal.SIGKILL, "step 3", "pkmlm eval was killed (SIGKILL): step 3"),
+        (signal.SIGKILL, "warning: x", "pkmlm eval was killed (SIGKILL): if nobody did it, memory ran out"),
         (signal.SIGBUS, "Bus error", "pkmlm eval was killed (SIGBUS): Bus error"),
         (signal.SIGSEGV, "", "pkmlm eval was killed (SIGSEGV)"),
         (37, "", "pkmlm eval was killed (signal 37)"),
