@@ -277,7 +277,9 @@ def test_a_run_may_stand_beside_a_folder_that_nobody_may_look_into(tmp_path, mon
     tmp_path.chmod(0o755)
     (tmp_path / "lost+found").mkdir(mode=0)
     with not_as_root():
-        RunDirectory(".").refuse_foreign()
+        with pytest.raises(PermissionError):
+            os.listdir("lost+found")
+        assert RunDirectory(".").refuse_foreign() is None
 
 
 def test_what_may_not_be_looked_at_is_not_taken_for_missing(tmp_path, monkeypatch):
