@@ -38,11 +38,11 @@ def report(job: "Job", world: "World") -> int:
 def plan(job: "Job", arithmetic: "Arithmetic", ranks: int) -> list[str]:
     """A line for each of what a run would have: device, parameters, batch, length, memory."""
     from pkmlm.model.cost import cost_of
+    from pkmlm.train.job import passes
     from pkmlm.train.shortage import held_in_training
 
     recipe, train = job.recipe, job.recipe.train
     cost = cost_of(recipe, job.vocab_size)
-    epochs = train.steps * train.batch_tokens / job.corpus.tokens
     forwards = recipe.micro_batches(ranks)
     several = f" on each of {ranks} processes" if ranks > 1 else ""
     held = held_in_training(job, arithmetic.precision, ranks)
@@ -55,7 +55,7 @@ def plan(job: "Job", arithmetic: "Arithmetic", ranks: int) -> list[str]:
         f"batch        {recipe.sequences:,} sequence{'s' * (recipe.sequences != 1)} of {recipe.model.context:,} "
         f"tokens, in {forwards:,} forward{'s' * (forwards != 1)} of {train.micro_batch:,}{several}",
         f"training     {train.steps:,} steps, {train.steps * train.batch_tokens:,} tokens, "
-        f"{epochs:,.2f} epochs of {job.corpus.tokens:,}",
+        f"{passes(recipe, job.corpus):,.2f} epochs of {job.corpus.tokens:,}",
         f"memory       {sum(held.values()) / 1e6:,.1f} MB to train{several}: {parts}",
     ]
 

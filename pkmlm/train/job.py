@@ -37,12 +37,17 @@ class Job:
         return replace(self.recipe, train=replace(self.recipe.train, precision=precision))
 
 
+def passes(recipe: Recipe, corpus: Corpus) -> float:
+    """How often training reads the text, which `Batches` cuts into sequences."""
+    return recipe.train.steps * recipe.sequences / -(-corpus.tokens // recipe.model.context)
+
+
 def rereading(recipe: Recipe, corpus: Corpus) -> list[str]:
     """What to warn of, a line each: a text that is so short that training reads it again and again."""
     steps, context = recipe.train.steps, recipe.model.context
-    passes = steps * recipe.sequences / -(-corpus.tokens // context)  # as `Batches` cuts it into sequences
-    if passes <= OFTEN:
+    times = passes(recipe, corpus)
+    if times <= OFTEN:
         return []
     short = f", less than one sequence (model.context: {context:,})" * (corpus.tokens < context)
     several = f"{steps:,} steps read" if steps > 1 else "one step reads"
-    return [f"{recipe.data.dir}: train has {corpus.tokens:,} tokens{short}: {several} them {passes:,.0f} times"]
+    return [f"{recipe.data.dir}: train has {corpus.tokens:,} tokens{short}: {several} them {times:,.0f} times"]

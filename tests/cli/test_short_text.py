@@ -30,7 +30,9 @@ def test_a_text_of_less_than_one_sequence_is_warned_of(tmp_path, monkeypatch):
     count = write(tmp_path, 4)
     assert count < 32
     told = f"tokens: train has {count} tokens, less than one sequence (model.context: 32): 30 steps read them 60 times"
-    assert pkmlm("train", "a.yaml", "--dry-run").stderr == f"warning: {told}\n"
+    dry = pkmlm("train", "a.yaml", "--dry-run")
+    assert dry.stderr == f"warning: {told}\n"
+    assert f" 60.00 epochs of {count}" in " ".join(dry.stdout.split()), "the same count"
     one = pkmlm("train", "a.yaml", "--dry-run", "-s", "train.steps=1", "-s", "train.batch_tokens=1024")
     assert one.stderr == f"warning: {told.replace('30 steps read them 60', 'one step reads them 32')}\n"
     pkmlm("train", "a.yaml", "-o", "run", "-q")
