@@ -38,7 +38,7 @@ class Health:
         if event["event"] == "train" and isinstance(event.get("loss"), float):
             return self._loss(event["loss"])
         if event["event"] == "valid":
-            return [text for memory in event.get("usage", ()) for text in self._usage(memory)]
+            return [text for memory in event.get("usage") or () for text in self._usage(memory)]
         return []
 
     def _loss(self, loss: float) -> list[str]:

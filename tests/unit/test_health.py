@@ -33,6 +33,7 @@ def test_a_loss_that_falls_with_noise_gives_no_warning():
     for step in range(3000):
         assert not health.warnings(train(4 + 5 * math.exp(-step / 200) + draw.gauss(0, 0.1)))
     assert not health.warnings(train(None))  # a skipped step
+    assert not health.warnings(valid(1.0) | {"usage": None})  # as metrics.jsonl may have it
 
 
 def test_a_spike_is_told_once():
