@@ -276,7 +276,7 @@ def steps_taken(cell: Cell, folder: Path) -> int:
     """How many steps a running cell has logged, from the end of its log; 0 where that cannot be told."""
     try:
         with open(RunDirectory(folder / cell.name).metrics_file, "rb") as file:
-            file.seek(-min(file.seek(0, os.SEEK_END), 1000), os.SEEK_END)
+            file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))  # a line tells of each memory
             last = file.read().splitlines()[-1]
         return int(json.loads(last)["step"])
     except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError):

@@ -20,7 +20,7 @@ from pkmlm.sweep.grid import Grid, read_grid
 from pkmlm.sweep.measures import MEASURES
 from pkmlm.sweep.plots import draw, picture
 from pkmlm.sweep.results import Results, Speed
-from pkmlm.sweep.runner import Outcome, killed
+from pkmlm.sweep.runner import Outcome, killed, steps_taken
 from pkmlm.sweep.verdicts import claim_verdicts, pairs_of, rank_correlations
 from tests.conftest import ROOT
 
@@ -87,6 +87,16 @@ def grid_of(folder: Path, text: str = GRID, scale: str | None = "large") -> Grid
 )
 def test_what_is_said_of_a_command_that_a_signal_ended(number, last, said):
     assert killed("eval", number, last) == said
+
+
+def test_a_cells_steps_are_those_of_its_last_line_however_long(folder):
+    cell = Cells(grid_of(folder), folder / "base.yaml").first[P[0], "1e-3"]
+    assert steps_taken(cell, folder) == 0, "no log yet"
+    (folder / cell.name).mkdir()
+    memories = [{"layer": layer, "name": "ffn1", "usage": 0.5, "kl": 1.25} for layer in range(72)]
+    lines = [{"event": "train", "step": 7}, {"event": "valid", "step": 7, "usage": memories}]
+    (folder / cell.name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert steps_taken(cell, folder) == 7
 
 
 def test_the_example_of_the_readme_has_every_key(tmp_path):
