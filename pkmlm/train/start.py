@@ -171,6 +171,6 @@ def initial_checkpoint(job: Job) -> tuple[RunDirectory, Path]:
             f"tokenize again with --tokenizer {source.tokenizer_file}",
         )
     path = source.checkpoint(source.resolve("best" if source.best() is not None else "latest"))
-    if problem := damage_of(path):
+    if problem := damage_of(path, moments=False):
         raise UserError(f"train.init_from: {problem}", "start from another run, or copy that one again", exit_code=1)
     return source, path

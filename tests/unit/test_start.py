@@ -90,6 +90,14 @@ def test_the_same_model_starts_with_all_weights_and_no_warning(trained):
     assert check_initial(job) == []
 
 
+def test_moments_are_not_read_and_need_not_be_whole(trained, tmp_path):
+    run = Path(shutil.copytree(trained("dense"), tmp_path / "run"))
+    for file in run.glob("checkpoints/*/optimizer.safetensors"):
+        file.write_bytes(b"")
+    assert check_initial(job_from(run)) == []
+    assert torch.equal(started(job_from(run)).norm.weight, started(job_from(trained("dense"))).norm.weight)
+
+
 def test_what_the_same_weights_mean_is_told_where_it_changes(trained):
     idle = ("model.dropout=0.1", "model.rotary_fraction=0.5")
     (told,) = check_initial(job_from(trained("product-key"), "model.heads=4", "model.memory.topk=3", *idle))
