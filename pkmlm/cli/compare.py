@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pkmlm.cli.options import force_option, format_option
+from pkmlm.cli.options import PATH, force_option, format_option
 from pkmlm.cli.outputs import free_folder
 from pkmlm.cli.streams import warn
 from pkmlm.errors import UserError, printable
@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("run_paths", metavar="RUN...", nargs=-1, required=True)
+@click.argument("run_paths", type=PATH, metavar="RUN...", nargs=-1, required=True)
 @format_option
-@click.option("--plots", metavar="DIR", help="Also draw the training and validation curves into this folder.")
+@click.option(
+    "--plots", type=PATH, metavar="DIR", help="Also draw the training and validation curves into this folder."
+)
 @force_option
 def command(run_paths: tuple[str, ...], format: "Format", plots: str | None, force: bool) -> None:
     """RUNs side by side: size, training, perplexity, tasks, memory use, speed.

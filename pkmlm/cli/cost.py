@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pkmlm.cli.cost_ranks import byte_size, ranks_report
-from pkmlm.cli.options import json_option, set_option
+from pkmlm.cli.options import PATH, json_option, set_option
 from pkmlm.cli.streams import warn
 from pkmlm.errors import UserError
 
@@ -22,7 +22,7 @@ SIZE = click.IntRange(1, 1 << 40)  # beyond it, counts would not fit into floati
 
 
 @click.command(short_help="Parameters, operations, bytes and memory of a recipe.")
-@click.argument("recipe_file", required=False, metavar="RECIPE")
+@click.argument("recipe_file", required=False, type=PATH, metavar="RECIPE")
 @set_option
 @click.option(
     "--entry-bytes",

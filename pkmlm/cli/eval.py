@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pkmlm.cli.options import force_option, json_option, quiet_option, step_option
+from pkmlm.cli.options import PATH, force_option, json_option, quiet_option, step_option
 from pkmlm.cli.streams import warn
 from pkmlm.cli.texts import TextChoice, kept_name, kept_split, text_options, warn_of
 from pkmlm.cli.zero_shot import Asked, prepare, score_tasks, tasks_file, warn_of_cuts, write_samples
@@ -24,7 +24,7 @@ NO_TASKS: dict[str, Any] = {"tasks": {}, "average_acc": None}
 
 
 @click.command()
-@click.argument("run_path", metavar="RUN")
+@click.argument("run_path", type=PATH, metavar="RUN")
 @text_options
 @click.option(
     "--stride",
@@ -39,6 +39,7 @@ NO_TASKS: dict[str, Any] = {"tasks": {}, "average_acc": None}
 )
 @click.option(
     "--task-data",
+    type=PATH,
     metavar="DIR",
     help="Where DIR/TASK.jsonl holds each task's rows. Default: the hub that lm-eval loads them from.",
 )
@@ -55,7 +56,9 @@ NO_TASKS: dict[str, Any] = {"tasks": {}, "average_acc": None}
     metavar="N",
     help="Questions a forward. Default: by their length; halved where memory runs out.",
 )
-@click.option("--log-samples", metavar="FILE", help="Write what each document was asked and scored, as JSON lines.")
+@click.option(
+    "--log-samples", type=PATH, metavar="FILE", help="Write what each document was asked and scored, as JSON lines."
+)
 @force_option
 @step_option
 @json_option

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pkmlm.cli.options import force_option, step_option
+from pkmlm.cli.options import PATH, force_option, step_option
 from pkmlm.errors import printable
 
 if TYPE_CHECKING:
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("run_path", metavar="RUN")
-@click.option("-o", "--output", required=True, metavar="DIR", help="The folder to write.")
+@click.argument("run_path", type=PATH, metavar="RUN")
+@click.option("-o", "--output", required=True, type=PATH, metavar="DIR", help="The folder to write.")
 @step_option
 @click.option(
     "--dtype",

@@ -4,12 +4,12 @@ import sys
 
 import click
 
-from pkmlm.cli.options import prompt_argument, step_option
+from pkmlm.cli.options import PATH, prompt_argument, step_option
 from pkmlm.errors import UserError, printable
 
 
 @click.command()
-@click.argument("run_path", metavar="RUN")
+@click.argument("run_path", type=PATH, metavar="RUN")
 @prompt_argument
 @click.option(
     "-n",

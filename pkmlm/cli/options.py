@@ -5,6 +5,8 @@ import click
 from pkmlm.errors import UserError
 from pkmlm.report.tables import FORMATS
 
+PATH = click.Path(readable=False)  # any name, which a shell completes; the commands say what is wrong with one
+
 set_option = click.option(
     "-s",
     "--set",

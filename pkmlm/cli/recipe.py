@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pkmlm.cli.options import format_option, set_option
+from pkmlm.cli.options import PATH, format_option, set_option
 from pkmlm.cli.streams import warn
 from pkmlm.errors import UserError, printable
 
@@ -33,7 +33,7 @@ def command() -> None:
 
 
 @command.command()
-@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.argument("files", nargs=-1, required=True, type=PATH, metavar="FILE...")
 @set_option
 @click.pass_obj
 def check(settings: dict[str, bool], files: tuple[str, ...], overrides: tuple[str, ...]) -> int:
@@ -97,7 +97,7 @@ def summary(recipe: "Recipe") -> str:
 
 
 @command.command()
-@click.argument("file", metavar="FILE")
+@click.argument("file", type=PATH, metavar="FILE")
 @set_option
 def show(file: str, overrides: tuple[str, ...]) -> None:
     """Print a recipe with everything that it inherits and every default.

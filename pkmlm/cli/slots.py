@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pkmlm.cli.options import json_option, prompt_argument, quiet_option, step_option
+from pkmlm.cli.options import PATH, json_option, prompt_argument, quiet_option, step_option
 from pkmlm.cli.texts import TextChoice, text_options, warn_of
 from pkmlm.errors import UserError, printable
 
@@ -21,7 +21,7 @@ MOST_DESCRIBED = 10_000  # slots of one report: dealing their contexts at random
 
 
 @click.command()
-@click.argument("run_path", metavar="RUN")
+@click.argument("run_path", type=PATH, metavar="RUN")
 @prompt_argument
 @click.option("--layer", metavar="L", help="Which memory: 3, or 3:ffn1 where a layer has several. Default: the last.")
 @click.option("--slot", metavar="N", help="One slot: its number, I:J by sub-keys, TABLE:BUCKET of hash tables.")

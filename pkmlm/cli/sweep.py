@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pkmlm.cli.options import quiet_option, set_option
+from pkmlm.cli.options import PATH, quiet_option, set_option
 from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -27,13 +27,13 @@ GPU = re.compile(r"[0-9]+|(GPU|MIG)-[\w/-]+", re.ASCII)  # as CUDA_VISIBLE_DEVIC
 
 
 @click.command()
-@click.argument("grid_file", metavar="GRID")
-@click.option("-o", "--output", metavar="DIR", help="The folder for runs, table, plots and results.json.")
+@click.argument("grid_file", type=PATH, metavar="GRID")
+@click.option("-o", "--output", type=PATH, metavar="DIR", help="The folder for runs, table, plots and results.json.")
 @click.option("--scale", metavar="NAME", help="One of the grid's scales, e.g. cpu, gpu or paper. Default: its first.")
 @set_option
 @click.option("--jobs", metavar="N", type=click.IntRange(min=1), help="Cells at a time. Default: 1, or one a --device.")
 @click.option("--device", "devices", metavar="N,...", help="GPUs to use, a cell on each. Default: the first.")
-@click.option("--task-data", metavar="DIR", help="Where DIR/TASK.jsonl holds the rows of zero-shot tasks.")
+@click.option("--task-data", type=PATH, metavar="DIR", help="Where DIR/TASK.jsonl holds the rows of zero-shot tasks.")
 @click.option("--dry-run", is_flag=True, help="List the cells with their parameters and operations; train nothing.")
 @click.option("--table", "table_only", is_flag=True, help="Train nothing: the table of what DIR holds, with its -s.")
 @quiet_option

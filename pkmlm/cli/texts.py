@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from pkmlm.cli.options import field_option, given, separator_option
+from pkmlm.cli.options import PATH, field_option, given, separator_option
 from pkmlm.cli.streams import warn
 from pkmlm.errors import UserError
 
@@ -25,11 +25,16 @@ NAME_BYTES = 100  # of a text's or of tasks' names, in the names of results
 TEXT_OPTIONS = (
     click.option("--split", metavar="NAME", help="A split of the run's tokens. Default: test."),
     click.option(
-        "--text", metavar="FILE", help="Any text file instead of a split (.txt, .jsonl, .parquet, .gz, .zst)."
+        "--text",
+        type=PATH,
+        metavar="FILE",
+        help="Any text file instead of a split (.txt, .jsonl, .parquet, .gz, .zst).",
     ),
     separator_option,
     field_option,
-    click.option("--data", metavar="DIR", help="Where the run's tokens are now. Default: its recipe's data.dir."),
+    click.option(
+        "--data", type=PATH, metavar="DIR", help="Where the run's tokens are now. Default: its recipe's data.dir."
+    ),
 )
 
 

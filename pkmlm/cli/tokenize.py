@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pkmlm.cli.options import field_option, given, json_option, quiet_option, separator_option
+from pkmlm.cli.options import PATH, field_option, given, json_option, quiet_option, separator_option
 from pkmlm.cli.outputs import free_tokens
 from pkmlm.cli.progress import Stopwatch, stopwatch
 from pkmlm.cli.tokenize_doubts import doubt_repeats, doubt_sources, doubt_tokens
@@ -35,7 +35,7 @@ class TokenizeCommand(click.Command):
                 spread += [option, word] if option else [word]
                 files += 1
                 continue
-            if option and not files:
+            if option and not files and not ctx.resilient_parsing:  # else a shell asks what could follow
                 raise click.UsageError(f"Option '{option}' requires a file.", ctx)
             name, _, value = word.partition("=")
             option, files = (name if name in TAKE_ALL else ""), int(bool(value))
@@ -54,10 +54,12 @@ def part_of(context: click.Context, parameter: click.Parameter, value: str | Non
 
 
 @click.command(cls=TokenizeCommand)
-@click.argument("train", nargs=-1, required=True, metavar="TRAIN...")
-@click.option("--valid", multiple=True, metavar="FILE...", help="Text to validate on: all files up to the next option.")
-@click.option("--test", multiple=True, metavar="FILE...", help="Text to test on, likewise.")
-@click.option("-o", "--output", required=True, metavar="DIR", help="Folder to write; must not be there yet.")
+@click.argument("train", nargs=-1, required=True, type=PATH, metavar="TRAIN...")
+@click.option(
+    "--valid", multiple=True, type=PATH, metavar="FILE...", help="Text to validate on: all files up to the next option."
+)
+@click.option("--test", multiple=True, type=PATH, metavar="FILE...", help="Text to test on, likewise.")
+@click.option("-o", "--output", required=True, type=PATH, metavar="DIR", help="Folder to write; must not be there yet.")
 @click.option(
     "--vocab-size",
     type=click.IntRange(1, 1 << 24),
@@ -71,7 +73,13 @@ def part_of(context: click.Context, parameter: click.Parameter, value: str | Non
     show_default=True,
     help="Kind of SentencePiece model to learn.",
 )
-@click.option("--tokenizer", "model", type=Path, metavar="FILE", help="Use this SentencePiece model and learn none.")
+@click.option(
+    "--tokenizer",
+    "model",
+    type=click.Path(readable=False, path_type=Path),
+    metavar="FILE",
+    help="Use this SentencePiece model and learn none.",
+)
 @click.option("--format", type=click.Choice(["txt", "jsonl", "parquet"]), help="Format of all input. Default: by name.")
 @field_option
 @separator_option

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pkmlm.cli.launch import launch, launches
-from pkmlm.cli.options import quiet_option, set_option
+from pkmlm.cli.options import PATH, quiet_option, set_option
 from pkmlm.errors import UserError, printable
 from pkmlm.runtime.launcher import started
 
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("recipe_file", metavar="RECIPE")
-@click.option("-o", "--output", metavar="RUN", help="The run directory to write (not needed with --dry-run).")
+@click.argument("recipe_file", type=PATH, metavar="RECIPE")
+@click.option(
+    "-o", "--output", type=PATH, metavar="RUN", help="The run directory to write (not needed with --dry-run)."
+)
 @set_option
 @click.option(
     "--resume",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pkmlm.cli.options import force_option, format_option, quiet_option
+from pkmlm.cli.options import PATH, force_option, format_option, quiet_option
 from pkmlm.cli.outputs import free_file, free_folder
 from pkmlm.cli.texts import TextChoice, text_options, warn_of
 from pkmlm.cli.usage_subject import Report, Subject, run_or_export, subject_of
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("run_paths", metavar="RUN...", nargs=-1, required=True)
+@click.argument("run_paths", type=PATH, metavar="RUN...", nargs=-1, required=True)
 @text_options
 @click.option(
     "--step",
@@ -32,9 +32,11 @@ if TYPE_CHECKING:
     help="Which checkpoint of each run, latest, best or a number; or several side by side.",
 )
 @format_option
-@click.option("--plots", metavar="DIR", help="Also draw pictures into this folder.")
-@click.option("--html", metavar="FILE", help="Also write one page to look at it all, down to single slots.")
-@click.option("--export", metavar="FILE", help="Also write counts and masses of every head and slot (.npz; one run).")
+@click.option("--plots", type=PATH, metavar="DIR", help="Also draw pictures into this folder.")
+@click.option("--html", type=PATH, metavar="FILE", help="Also write one page to look at it all, down to single slots.")
+@click.option(
+    "--export", type=PATH, metavar="FILE", help="Also write counts and masses of every head and slot (.npz; one run)."
+)
 @force_option
 @quiet_option
 def command(

@@ -6,6 +6,7 @@ import time
 
 import click
 import pytest
+from click.shell_completion import BashComplete
 
 from pkmlm.cli import COMMANDS, cli
 from pkmlm.errors import UserError
@@ -69,6 +70,20 @@ def test_versions_and_wrong_words():
     told = "error: Invalid value for '--jobs': 0 is not in the range 1<=x<=1024\n" + hint.format("tokenize ")
     assert pkmlm("tokenize", "a.txt", "-o", "b", "--jobs", "0", code=2).stderr == told
     assert pkmlm(code=2).stderr.startswith("Usage: pkmlm [OPTIONS] COMMAND")
+
+
+def test_a_shell_completes_names_of_files():
+    """click's completion offers none by itself, and takes the shell's own away."""
+    complete = BashComplete(cli, {}, "pkmlm", "_PKMLM_COMPLETE").get_completions
+    names = {"RUN", "DIR", "FILE", "RECIPE", "GRID", "TRAIN"}
+    for path, command in ALL:
+        for parameter in command.params:
+            if (parameter.metavar or "").rstrip(".") in names:
+                before = parameter.opts[:1] if isinstance(parameter, click.Option) else []
+                (found,) = complete([*path, *before], "ab")
+                assert (found.type, found.value) == ("file", "ab"), (path, parameter.name)
+    (found,) = complete(["tokenize", "a.txt", "--valid", "b.txt"], "c")
+    assert found.type == "file"
 
 
 GONE = "os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone'); "

@@ -9,7 +9,7 @@ import click
 from pkmlm.cli.bench.lists import batch_sizes
 from pkmlm.cli.bench.models import chosen_models, only_option, reading_table, slots_option
 from pkmlm.cli.bench.waiting import waiting
-from pkmlm.cli.options import json_option, quiet_option, set_option
+from pkmlm.cli.options import PATH, json_option, quiet_option, set_option
 
 if TYPE_CHECKING:
     from pkmlm.bench.generate import InferenceTimes
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command("generate", short_help="Whole models decoding and scoring.")
-@click.argument("recipe_file", metavar="RECIPE")
+@click.argument("recipe_file", type=PATH, metavar="RECIPE")
 @set_option
 @slots_option
 @only_option

@@ -6,11 +6,11 @@ import sys
 import click
 
 from pkmlm.cli.bench.waiting import waiting
-from pkmlm.cli.options import json_option, quiet_option, set_option
+from pkmlm.cli.options import PATH, json_option, quiet_option, set_option
 
 
 @click.command("loop", short_help="The training loop over a bare PyTorch loop.")
-@click.argument("recipe_file", metavar="RECIPE")
+@click.argument("recipe_file", type=PATH, metavar="RECIPE")
 @set_option
 @click.option(
     "--rounds", default=5, show_default=True, metavar="N", type=click.IntRange(min=1), help="Times that both are timed."

@@ -5,12 +5,12 @@ import json
 import click
 
 from pkmlm.cli.bench.waiting import waiting
-from pkmlm.cli.options import json_option, quiet_option, separator_option
+from pkmlm.cli.options import PATH, json_option, quiet_option, separator_option
 from pkmlm.errors import UserError
 
 
 @click.command("tokenize", short_help="Tokenizing over SentencePiece alone.")
-@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.argument("files", nargs=-1, required=True, type=PATH, metavar="FILE...")
 @separator_option
 @click.option(
     "--vocab-size",

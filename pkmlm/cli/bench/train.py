@@ -9,7 +9,7 @@ import click
 from pkmlm.bench import MODEL_PHASES
 from pkmlm.cli.bench.models import chosen_models, only_option, reading_table, slots_option
 from pkmlm.cli.bench.waiting import waiting
-from pkmlm.cli.options import json_option, quiet_option, set_option
+from pkmlm.cli.options import PATH, json_option, quiet_option, set_option
 
 if TYPE_CHECKING:
     from pkmlm.bench.train import TrainingTimes
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command("train", short_help="Whole models taking training steps.")
-@click.argument("recipe_file", metavar="RECIPE")
+@click.argument("recipe_file", type=PATH, metavar="RECIPE")
 @set_option
 @slots_option
 @only_option
