@@ -26,7 +26,7 @@ from pkmlm.runtime.shapes import NUMBER, Shape, misfit
 from pkmlm.train.integrity import FILES, VERSION, file_names, verify
 from pkmlm.train.optim import Group
 from pkmlm.train.shard import full_tensor
-from pkmlm.train.tensor_files import Tables, copy_some, copy_tensors, part_name, stored_names, tensors_of, write_tensors
+from pkmlm.train.tensor_files import Tables, copy_tensors, part_name, stored_names, tensors_of, write_tensors
 
 PROGRESS: Shape = {
     "step": (int,),
@@ -172,7 +172,7 @@ def load_shared(path: Path, model: nn.Module) -> None:
     Raises:
         UserError: one has another shape or dtype in the model; then nothing has been copied.
     """
-    copy_some(path / FILES[0], *shared(path, model))
+    copy_tensors(path / FILES[0], *shared(path, model), others=True)
 
 
 def check_shared(path: Path, model: nn.Module) -> None:

@@ -46,34 +46,22 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
 
 
 @torch.no_grad()
-def copy_tensors(path: Path, expected: dict[str, Tensor], tables: Tables) -> None:
+def copy_tensors(path: Path, expected: dict[str, Tensor], tables: Tables, *, others: bool = False) -> None:
     """Copy a safetensors file and its parts into tensors of the same names, shapes and dtypes, one at a time; into
     tables, of which these tensors hold the columns of one rank, those columns.
 
     Raises:
-        UserError: a file is damaged or holds other tensors; then nothing has been copied.
+        UserError: a file is damaged, lacks a tensor or, unless `others`, holds others; then nothing has been copied.
     """
-    with tensors_of(path, expected, tables) as files:
-        copy_from(*files, expected, tables)
-
-
-@torch.no_grad()
-def copy_some(path: Path, expected: dict[str, Tensor], tables: Tables) -> None:
-    """As `copy_tensors`, from files that may hold other tensors, too."""
-    with tensors_of(path, expected, tables, others=True) as files:
-        copy_from(*files, expected, tables)
-
-
-def copy_from(whole: Any, parts: list[Any], expected: dict[str, Tensor], tables: Tables) -> None:
-    """Copy what open files, which have been checked, hold."""
-    for name, tensor in expected.items():
-        ranks = tables.get(name)
-        if ranks is None or (not parts and ranks.size == 1):
-            fill(tensor, whole.get_tensor(name))
-            continue
-        for part, stored, held in pieces(tensor.shape[1], ranks, max(1, len(parts))):
-            file = parts[part] if parts else whole
-            tensor[:, held].copy_(file.get_slice(name)[:, stored])
+    with tensors_of(path, expected, tables, others=others) as (whole, parts):
+        for name, tensor in expected.items():
+            ranks = tables.get(name)
+            if ranks is None or (not parts and ranks.size == 1):
+                fill(tensor, whole.get_tensor(name))
+                continue
+            for part, stored, held in pieces(tensor.shape[1], ranks, max(1, len(parts))):
+                file = parts[part] if parts else whole
+                tensor[:, held].copy_(file.get_slice(name)[:, stored])
 
 
 def pieces(width: int, ranks: World, parts: int) -> Iterator[tuple[int, slice, slice]]:

@@ -10,7 +10,7 @@ import torch
 from pkmlm.errors import UserError
 from pkmlm.runtime.distributed import World
 from pkmlm.runtime.files import writing_folder
-from pkmlm.train.tensor_files import copy_some, copy_tensors, part_name, parts_of, stored_names, write_tensors
+from pkmlm.train.tensor_files import copy_tensors, part_name, parts_of, stored_names, write_tensors
 
 TABLE = torch.arange(7 * 12.0).view(7, 12)
 
@@ -44,13 +44,13 @@ def test_some_tensors_are_read_from_files_that_hold_others(tmp_path, parts, size
     assert stored_names(path) == {"table", "bias"}
     for rank in range(size):
         held = torch.zeros(7, 12 // size)
-        copy_some(path, {"table": held}, {"table": World(rank, size)})
+        copy_tensors(path, {"table": held}, {"table": World(rank, size)}, others=True)
         assert torch.equal(held, TABLE.chunk(size, 1)[rank])
-    copy_some(path, {"bias": (bias := torch.zeros(3))}, {})
+    copy_tensors(path, {"bias": (bias := torch.zeros(3))}, {}, others=True)
     assert torch.equal(bias, torch.ones(3))
     for wrong, what in ((torch.zeros(4), "has shape"), (torch.zeros(3, dtype=torch.int64), "is F32")):
         with pytest.raises(UserError, match=f"tensor bias {what}"):
-            copy_some(path, {"table": (held := torch.zeros(7, 12)), "bias": wrong}, {"table": World()})
+            copy_tensors(path, {"table": (held := torch.zeros(7, 12)), "bias": wrong}, {"table": World()}, others=True)
         assert not held.any()
     with pytest.raises(UserError, match="tensor table is not in the model" if parts == 1 else "tensor table"):
         copy_tensors(path, {"bias": bias}, {})
