@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from pkmlm.errors import UserError
@@ -25,6 +24,7 @@ from pkmlm.runtime.rundir import RunDirectory
 from pkmlm.runtime.shapes import NUMBER, Shape, misfit
 from pkmlm.train.integrity import FILES, VERSION, file_names, verify
 from pkmlm.train.optim import Group
+from pkmlm.train.row_adam import empty_state
 from pkmlm.train.shard import full_tensor
 from pkmlm.train.tensor_files import Tables, copy_tensors, part_name, stored_names, tensors_of, write_tensors
 
@@ -224,10 +224,3 @@ def progress_of(state: Any, path: Path) -> Progress:
         raise UserError(f"{path} is not the state of a run: {problem}", exit_code=1)
     known = [field.name for field in fields(Progress) if state.get(field.name) is not None]
     return Progress(**{name: state[name] for name in known})
-
-
-def empty_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """The shape of an Adam state: what the optimizer itself makes at its first step."""
-    fused = any(group.get("fused") for group in optimizer.param_groups)
-    step = torch.zeros((), device=parameter.device) if fused else torch.zeros((), dtype=torch.int64)
-    return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}

@@ -61,7 +61,9 @@ class RowAdam(torch.optim.Optimizer):
             gradient, values_KD, copy_KD = table.gradient, table.weight_KD, table.fresh_copy()
             if not gradient:
                 continue
-            state = self.state[values_KD] or self._begin(values_KD)
+            state = self.state[values_KD]
+            if not state:
+                state.update(empty_state(self, values_KD))
             state["step"] += 1
             x_ND, segments = gradient.joined()
             backend.of(x_ND).segment_row_adam_(
@@ -86,10 +88,9 @@ class RowAdam(torch.optim.Optimizer):
             if table.gradient is not None:
                 table.gradient.clear()
 
-    def _begin(self, values_KD: Tensor) -> dict[str, Tensor]:
-        self.state[values_KD] = {
-            "step": torch.zeros((), dtype=torch.int64),
-            "exp_avg": torch.zeros_like(values_KD),
-            "exp_avg_sq": torch.zeros_like(values_KD),
-        }
-        return self.state[values_KD]
+
+def empty_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """What Adam (torch's own, or by rows) knows of a parameter before its first step."""
+    fused = optimizer.defaults.get("fused", False)
+    step = torch.zeros((), device=parameter.device) if fused else torch.zeros((), dtype=torch.int64)
+    return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
