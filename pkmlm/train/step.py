@@ -158,6 +158,6 @@ def diverged(step: int, what: str) -> UserError:
     return UserError(
         f"training diverged at step {step}: {what}",
         "train under another -o with a lower optim.lr, a longer warm-up or a lower clip; "
-        "-s train.init_from=RUN starts from this run's last checkpoint, if it has one",
+        "-s train.init_from=RUN starts from this run's best checkpoint, if it has one",
         exit_code=3,
     )
