@@ -7,9 +7,9 @@ from pathlib import Path
 from pkmlm.bench.generate import score
 from pkmlm.bench.rounds import in_turn
 from pkmlm.data.batches import Batches
-from pkmlm.data.corpus import Corpus
 from pkmlm.errors import UserError
 from pkmlm.evaluate.load import load_run
+from pkmlm.evaluate.perplexity import open_split
 from pkmlm.runtime.device import choose_device, is_shortage
 from pkmlm.sweep.grid import Point
 
@@ -30,7 +30,7 @@ def time_scoring(runs: Mapping[Point, Path], say: Callable[[str], None]) -> dict
             run = load_run(path)
             context = run.recipe.model.context
             sequences = max(1, TOKENS // context)
-            corpus = Corpus(run.recipe.data.dir or "", "test")
+            corpus = open_split(run.recipe.data.dir or "", "test", run.tokenizer)
             tokens_BT = Batches(corpus, context, sequences, 1).micro_batch(1, 0, sequences)[0].to(run.device)
             counted[point] = tokens_BT.numel()
             actions[point] = partial(score, run.model, tokens_BT)

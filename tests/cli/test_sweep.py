@@ -18,12 +18,14 @@ from threading import Thread
 import pytest
 
 from pkmlm.cli.sweep import devices_of
+from pkmlm.errors import UserError
 from pkmlm.runtime.lock import locked
 from pkmlm.runtime.rundir import RunDirectory
 from pkmlm.runtime.signals import StopRequest, handled
 from pkmlm.sweep.cells import Cell, Cells
 from pkmlm.sweep.grid import read_grid
 from pkmlm.sweep.runner import Outcome, Runner, facts_at_end
+from pkmlm.sweep.speed import time_scoring
 from tests.conftest import pkmlm
 
 GRID = """title: Two memories
@@ -190,6 +192,15 @@ def test_an_error_in_timing_leaves_the_table(grid, tmp_path, tokens, monkeypatch
     done = pkmlm(*sweep, code=1)
     assert "error: nothing was timed: memory does not hold all models together" in done.stderr
     assert done.stdout.startswith("Two memories\n")
+
+
+def test_models_are_timed_on_tokens_of_their_own_tokenizer(trained, tokens, novels, tmp_path):
+    run, others = Path(shutil.copytree(trained("dense"), tmp_path / "run")), tmp_path / "others"
+    pkmlm("tokenize", novels / "train.txt", "--test", novels / "test.txt", "-o", others, "--vocab-size", 700, "-q")
+    recipe = run / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace(str(tokens), str(others)))
+    with pytest.raises(UserError, match="others was tokenized with another tokenizer"):
+        time_scoring({("x",): run}, print)
 
 
 def test_a_stopped_sweep_goes_on(grid, tmp_path):
