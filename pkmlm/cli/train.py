@@ -199,9 +199,9 @@ def begin(run: "RunDirectory", job: "Job", arithmetic: "Arithmetic", ranks: int)
     recipe, step = job.recipe, max(run.steps(), default=0)
     facts, before = circumstances(job, arithmetic, ranks), run.facts()
     warnings = changes(before, facts, run.recipe(), recipe) if step else list(job.doubts)
+    remove_file(run.path / "done")  # before the recipe changes, by which `ended_already` knows whether all is done
     run.create(with_own_start(run, recipe) if step else recipe)
     run.clean()
-    remove_file(run.path / "done")
     run.cut_metrics(step)  # before the log opens the file, which this replaces
     with writing(run.tokenizer_file) as file:
         file.write(job.tokenizer.model_bytes)

@@ -112,6 +112,21 @@ def test_a_finished_run_says_so_and_more_steps_train_longer(tmp_path, write_reci
     assert [step for step, event, _ in losses(run) if event == "train"] == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_kill_just_before_a_finished_run_goes_on_leaves_it_unfinished(tmp_path, write_recipe, monkeypatch):
+    """The recipe already says more steps then; the run has not taken them."""
+    run, longer = tmp_path / "run", ["train", write_recipe(tmp_path, "dense"), "-o", tmp_path / "run", "-s"]
+    pkmlm(*longer, "train.steps=2")
+
+    def kill(_: RunDirectory) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as killed:
+        killed.setattr(RunDirectory, "clean", kill)
+        pkmlm(*longer, "train.steps=3", code=130)
+    pkmlm(*longer, "train.steps=3")
+    assert [step for step, event, _ in losses(run) if event == "train"] == [1, 2, 3]
+
+
 def test_resume_rules(tmp_path, write_recipe, trained):
     recipe = write_recipe(tmp_path, "dense")
     assert "no checkpoint to resume" in pkmlm("train", recipe, "-o", tmp_path / "x", "--resume", "must", code=2).stderr
