@@ -250,10 +250,11 @@ def process_group() -> Iterator[World]:
         raise UserError(message, "have all been started, and can they reach that place?", exit_code=1) from None
     try:
         yield world()
-    except UserError as error:
+    except BaseException as error:
         own = f"rank {dist.get_rank()}"
-        if dist.get_rank() > 0 and not error.message.startswith(own):
+        if isinstance(error, UserError) and dist.get_rank() > 0 and not error.message.startswith(own):
             error.message = f"{own}: {error.message}"
+        if "nccl" not in backend:  # it would wait here for the others, and they may wait for this rank in a sum
+            dist.destroy_process_group()
         raise
-    finally:
-        dist.destroy_process_group()
+    dist.destroy_process_group()

@@ -1,10 +1,12 @@
 """What does not need other processes: the recipe of several ranks, initial columns, what travels, one rank alone."""
 
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from pkmlm.errors import UserError
 from pkmlm.model import initial
@@ -13,6 +15,7 @@ from pkmlm.model.ranks_cost import exchange_bytes
 from pkmlm.recipe.check import check_recipe
 from pkmlm.recipe.ranks import check_ranks
 from pkmlm.recipe.schema import Hash, Memory, Model, Parallel, Recipe, Train
+from pkmlm.runtime import distributed
 from pkmlm.runtime.distributed import World, process_group
 from pkmlm.runtime.launcher import SIZE, TIMEOUT, patience, started
 from pkmlm.train import exchange
@@ -158,3 +161,26 @@ def test_half_of_a_launchers_environment_is_an_error(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UserError, match="WORLD_SIZE is set, but not all that goes with it"), process_group():
         pass
+
+
+@pytest.mark.parametrize("gpus", [0, 8])
+@pytest.mark.parametrize("kind", [None, UserError, KeyboardInterrupt])
+def test_a_rank_that_fails_does_not_wait_for_the_others_on_gpus(monkeypatch, gpus, kind):
+    """NCCL's groups end when all ranks end them; where one has failed, the others may wait for its share of a sum."""
+    called, chosen = [], []
+    monkeypatch.setattr(distributed, "started", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    for name in ("init_process_group", "all_reduce", "destroy_process_group"):
+        monkeypatch.setattr(dist, name, lambda *_, name=name, **__: called.append(name))
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    with pytest.raises(kind) if kind else nullcontext() as caught, process_group():
+        assert chosen == ([3] if gpus else [])
+        if kind:
+            raise kind("no room")
+    stays = gpus > 0 and kind is not None
+    assert called == ["init_process_group", "all_reduce"] + ["destroy_process_group"] * (not stays)
+    if kind is UserError:
+        assert caught.value.message == "rank 3: no room"
