@@ -1,5 +1,6 @@
 """Several things timed in turn, so that what else the machine does falls on all of them alike."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+LEAST_SECONDS = 0.02  # that are timed on a GPU: a launch and the wait for its end take far less
 Name = TypeVar("Name", bound=Hashable)
 
 
@@ -86,12 +88,24 @@ def in_rounds(
 
 
 def seconds_of(action: Callable[[], object], device: torch.device) -> float:
-    """How long an action takes, with what it queues on a device."""
+    """How long an action takes, with what it queues on a device.
+
+    A GPU gets a short one again and again, until `LEAST_SECONDS` have passed: of a kernel by itself one would time the
+    host, which takes longer to launch it and to learn of its end than it runs.
+    """
+    taken = seconds_of_each(action, 1, device)
+    again = math.ceil(LEAST_SECONDS / taken) if device.type == "cuda" else 1
+    return taken if again == 1 else seconds_of_each(action, again, device)
+
+
+def seconds_of_each(action: Callable[[], object], times: int, device: torch.device) -> float:
+    """The mean over so many runs, one after the other, with nothing else between them."""
     synchronize(device)
     began = time.perf_counter()
-    action()
+    for _ in range(times):
+        action()
     synchronize(device)
-    return time.perf_counter() - began
+    return (time.perf_counter() - began) / times
 
 
 def synchronize(device: torch.device) -> None:

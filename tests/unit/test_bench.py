@@ -1,11 +1,12 @@
 """Benchmarks time what they say: the plain layer is the memory, the models are a recipe's."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 
-from pkmlm.bench import LAYERS
+from pkmlm.bench import LAYERS, rounds
 from pkmlm.bench.contenders import CONTENDERS, beside_one_another, inputs, product_key_layer
 from pkmlm.bench.memory import reads_of, time_memory
 from pkmlm.bench.models import RandomBatches, decode, prefilled, random_tokens, variants
@@ -124,6 +125,20 @@ def test_rounds_are_interleaved_and_the_first_is_not_counted():
     assert "".join(order) == "abc" + "bca" + "cab"
     assert [len(timing.seconds) for timing in times.values()] == [2, 2, 2]
     assert said == ["warming up", "round 1 of 2", "round 2 of 2"]
+
+
+@pytest.mark.parametrize(("device", "least", "waits", "runs"), [("cpu", 7, 2, 1), ("cuda", 0.5, 2, 1), ("cuda", 7, 4, 8)])
+def test_short_work_on_a_gpu_is_queued_many_times_for_one_time(monkeypatch, device, least, waits, runs):
+    """The host must not wait for each: that would be timed, too."""
+    now, done = itertools.count(), []
+    monkeypatch.setattr(rounds, "LEAST_SECONDS", least)
+    monkeypatch.setattr(rounds, "synchronize", lambda device: done.append("wait"))
+    monkeypatch.setattr(rounds.time, "perf_counter", lambda: next(now))
+    (timing,) = in_turn({"a": lambda: done.append("run")}, 1, torch.device(device), quiet).values()
+    counted = done[len(done) // 2 :]  # after the first round
+    assert (counted.count("wait"), counted.count("run")) == (waits, runs)
+    assert counted[-1] == "wait"
+    assert timing.seconds == [1 if waits == 2 else 1 / 7]
 
 
 def test_an_overhead_is_taken_within_rounds():
