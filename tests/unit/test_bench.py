@@ -127,7 +127,9 @@ def test_rounds_are_interleaved_and_the_first_is_not_counted():
     assert said == ["warming up", "round 1 of 2", "round 2 of 2"]
 
 
-@pytest.mark.parametrize(("device", "least", "waits", "runs"), [("cpu", 7, 2, 1), ("cuda", 0.5, 2, 1), ("cuda", 7, 4, 8)])
+@pytest.mark.parametrize(
+    ("device", "least", "waits", "runs"), [("cpu", 7, 2, 1), ("cuda", 0.5, 2, 1), ("cuda", 7, 4, 8)]
+)
 def test_short_work_on_a_gpu_is_queued_many_times_for_one_time(monkeypatch, device, least, waits, runs):
     """The host must not wait for each: that would be timed, too."""
     now, done = itertools.count(), []
