@@ -176,6 +176,8 @@ class World:
         if re.search("timed? ?out", str(error), re.IGNORECASE):
             what = f"no answer from another rank for {patience():g} s"
             hint = f"{TIMEOUT}=SECONDS in the environment sets how long to wait"
+        if reason := re.search(r"Last error:[ \t]*\n?(.+)", str(error)):  # as torch quotes NCCL
+            what, hint = f"NCCL: {reason[1]}", "NCCL_DEBUG=WARN in the environment says more, or the first rank to end"
         return UserError(f"rank {dist.get_rank()}{at}: {what}", hint, exit_code=1)
 
 

@@ -184,3 +184,23 @@ def test_a_rank_that_fails_does_not_wait_for_the_others_on_gpus(monkeypatch, gpu
     assert called == ["init_process_group", "all_reduce"] + ["destroy_process_group"] * (not stays)
     if kind is UserError:
         assert caught.value.message == "rank 3: no room"
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (
+            "NCCL error in: x.cpp:93, invalid usage\nLast error:\nDuplicate GPU detected : rank 1",
+            "NCCL: Duplicate GPU ",
+        ),
+        ("NCCL error in: x.cpp:93, remote process exited\nLast error:\nsocket: Connection timed out", "NCCL: socket: "),
+        ("NCCL error in: x.cpp:93, unhandled system error\nLast error:\n", "the connection to another rank is lost"),
+        ("gloo/pair.cc:547 Timed out waiting 1000ms for recv", "no answer from another rank for "),
+        ("gloo/pair.cc:534 Connection closed by peer", "the connection to another rank is lost"),
+    ],
+)
+def test_the_error_of_a_network_is_told_as_far_as_the_library_knows_it(monkeypatch, said, told):
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    error = World(1, 2).lost(RuntimeError(said))
+    assert error.message.startswith(f"rank 1: {told}")
+    assert "\n" not in error.message
