@@ -2,7 +2,7 @@
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from pkmlm.sweep.cells import Cell, Cells
 from pkmlm.sweep.grid import Grid, Point
 from pkmlm.sweep.measures import MEASURES
 from pkmlm.sweep.runner import Outcome, best
-from pkmlm.sweep.verdicts import Verdict, claim_verdicts, rank_correlations
+from pkmlm.sweep.verdicts import Verdict, rank_correlations, verdict
 
 COSTS = ("dense", "memory", "operations", "bytes", "seconds")  # stand beside every perplexity
 
@@ -100,7 +100,8 @@ class Results:
         return tuple(self.by_seed(measure, point).values())
 
     def verdicts(self) -> list[Verdict]:
-        return claim_verdicts(self.grid, self.by_seed) + rank_correlations(self.grid, self.values)
+        claimed = [verdict(self.grid, claim, self.by_seed) for claim in self.grid.claims]
+        return claimed + rank_correlations(self.grid, self.values)
 
     def as_json(self, name: str, scale: str | None) -> dict[str, Any]:
         """Everything, for results.json; a cell's "trained_by" is a place in the list of that name."""
@@ -131,7 +132,7 @@ class Results:
                 "commit": source_commit(),
             },
             "points": points,
-            "verdicts": [verdict.as_json() for verdict in self.verdicts()],
+            "verdicts": [asdict(each) for each in self.verdicts()],
             "cells": [cell_json(self.grid, outcome, trainers) for outcome in self.outcomes.values()],
             "speed": [
                 {
@@ -162,7 +163,7 @@ class Results:
         if verdicts:
             columns = [Column("Claim or measure"), number("holds"), number("in every seed"), number("beyond them")]
             columns_shown = 4 if self.trains else 2
-            rows = [verdict.row()[:columns_shown] for verdict in verdicts]
+            rows = [each.row()[:columns_shown] for each in verdicts]
             found.append(Table("What holds", columns[:columns_shown], rows))
         return found
 

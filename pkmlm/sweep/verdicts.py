@@ -38,14 +38,6 @@ class Verdict:
         counts = [(self.held, self.pairs), (self.in_every, self.seeded), (self.clear, self.seeded)]
         return [self.text, *(f"{part} of {whole}" if whole else None for part, whole in counts)]
 
-    def as_json(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-
-def claim_verdicts(grid: Grid, values: BySeed) -> list[Verdict]:
-    """A verdict for each claim of the grid."""
-    return [verdict(grid, claim, values) for claim in grid.claims]
-
 
 def verdict(grid: Grid, claim: Claim, values: BySeed) -> Verdict:
     """Compare all pairs of points that the claim speaks of and that were measured."""

@@ -21,7 +21,7 @@ from pkmlm.sweep.measures import MEASURES
 from pkmlm.sweep.plots import draw, picture
 from pkmlm.sweep.results import Results, Speed
 from pkmlm.sweep.runner import Outcome, killed, steps_taken
-from pkmlm.sweep.verdicts import claim_verdicts, pairs_of, rank_correlations
+from pkmlm.sweep.verdicts import pairs_of, rank_correlations, verdict
 from tests.conftest import ROOT
 
 BASE = """name: base
@@ -290,7 +290,7 @@ def test_claims_are_held_against_means_and_seeds(folder):
         ("usage", P[2]): {1: 0.5},
         ("usage", P[4]): {1: 0.4, 2: 0.4},
     }
-    norm, size, used = claim_verdicts(grid, lambda measure, point: measured.get((measure, point), {}))
+    norm, size, used = (verdict(grid, claim, lambda *key: measured.get(key, {})) for claim in grid.claims)
     assert (norm.pairs, norm.held) == (1, 1), "256 slots with norm were not measured"
     assert (norm.seeded, norm.in_every, norm.clear) == (1, 0, 0)
     assert (size.pairs, size.held, size.seeded, size.in_every, size.clear) == (2, 2, 2, 2, 1)
@@ -308,14 +308,14 @@ def test_a_claim_along_an_axis_compares_neighbours_with_all_else_equal(folder):
 def test_rank_correlation_with_the_paper(folder):
     grid = grid_of(folder)
     opposite = {("perplexity", point): (value,) for point, value in zip(P, (1.0, 2.0, 3.0, 4.0, 5.0), strict=True)}
-    (verdict,) = rank_correlations(grid, numbers(opposite))
-    assert verdict.correlation == pytest.approx(-1.0)
-    (verdict,) = rank_correlations(grid, numbers({**opposite, ("perplexity", P[0]): (3.5,)}))
+    (found,) = rank_correlations(grid, numbers(opposite))
+    assert found.correlation == pytest.approx(-1.0)
+    (found,) = rank_correlations(grid, numbers({**opposite, ("perplexity", P[0]): (3.5,)}))
     # ranks 3 1 2 4 5 against 5 4 3 2 1: 1 - 6 (4 + 9 + 1 + 4 + 16) / (5 * 24)
-    assert verdict.correlation == pytest.approx(1 - 6 * 34 / 120)
-    (verdict,) = rank_correlations(grid, numbers({**opposite, ("perplexity", P[0]): (3.0,)}))
+    assert found.correlation == pytest.approx(1 - 6 * 34 / 120)
+    (found,) = rank_correlations(grid, numbers({**opposite, ("perplexity", P[0]): (3.0,)}))
     # 3 2 3 4 5 have the ranks 2.5 1 2.5 4 5, less their mean -0.5 -2 -0.5 1 2; the paper's are 2 1 0 -1 -2
-    assert verdict.correlation == pytest.approx(-8 / (9.5 * 10) ** 0.5)
+    assert found.correlation == pytest.approx(-8 / (9.5 * 10) ** 0.5)
     assert not rank_correlations(grid, numbers(dict(list(opposite.items())[:2]))), (
         "two points have no order to speak of"
     )
