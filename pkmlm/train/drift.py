@@ -71,11 +71,9 @@ class Drift:
         for memory in self.memories:
             memory.meet()
         found = [memory.record(self.since, step, first) for memory in self.memories]
-        arrays = {name: array for number, memory in enumerate(self.memories) for name, array in memory.arrays(number)}
         log.event("drift", step, since=self.since, began=self.began, memories=[numbers for numbers, _ in found])
-        moved = {f"{number}-{name}": array for number, (_, ways) in enumerate(found) for name, array in ways.items()}
         self.since = step
-        self._write(self.file(step), step, {**arrays, **moved})
+        self._write(self.file(step), step, [moved for _, moved in found])
         for memory in self.memories:
             memory.begin()
 
@@ -85,9 +83,7 @@ class Drift:
             return
         for memory in self.memories:
             memory.meet()
-        arrays = {name: array for number, memory in enumerate(self.memories) for name, array in memory.arrays(number)}
-        before = {f"{number}-before_SD": memory.before_SD.cpu().numpy() for number, memory in enumerate(self.memories)}
-        self._write(self.kept(step), step, {**arrays, **before})
+        self._write(self.kept(step), step, [{"before_SD": memory.before_SD} for memory in self.memories])
 
     def forget(self, steps: list[int]) -> None:
         """Delete what was kept beside checkpoints, but for those of `steps`."""
@@ -96,7 +92,13 @@ class Drift:
             if file not in kept:
                 remove_file(file)
 
-    def _write(self, path: Path, step: int, arrays: dict[str, Any]) -> None:
+    def _write(self, path: Path, step: int, more: list[dict[str, Tensor]]) -> None:
+        """Write what each memory has noted, and `more` of it."""
+        arrays = {
+            f"{number}-{name}": tensor.cpu().numpy()
+            for number, (memory, own) in enumerate(zip(self.memories, more, strict=True))
+            for name, tensor in ({name: getattr(memory, name) for name in READ} | own).items()
+        }
         with self.world.together():
             if self.world.rank == 0:
                 self.allowed()
@@ -143,7 +145,7 @@ class _Memory(ReadSlots):
         own_Sd = self.values.weight_KD.detach()[self.sample_S].float()
         return side_by_side(self.values.ranks.all_gather(own_Sd), self.values.ranks.size)
 
-    def record(self, since: int, step: int, first: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    def record(self, since: int, step: int, first: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Numbers of the event, and how far each sampled value moved (2-norm, (S,)) with its norm before.
 
         `read` counts slots read since the record before; `died`: read in the window before that, not in this one;
@@ -168,15 +170,12 @@ class _Memory(ReadSlots):
             "never": int((self.last_K == 0).sum()),
             "moved": median if math.isfinite(median) else None,
         }
-        return numbers, {"moved_S": moved_S.cpu().numpy(), "norm_S": norm_S.cpu().numpy()}
+        return numbers, {"moved_S": moved_S, "norm_S": norm_S}
 
     def begin(self) -> None:
         """Start the next window."""
         self.read_K.zero_()
         self.before_SD = self._values()
-
-    def arrays(self, number: int) -> list[tuple[str, Any]]:
-        return [(f"{number}-{name}", getattr(self, name).cpu().numpy()) for name in READ]
 
     def held(self, number: int, arrays: dict[str, np.ndarray]) -> tuple[Any, Any, Any]:
         """Arrays of an earlier process.
