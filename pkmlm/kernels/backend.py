@@ -50,9 +50,11 @@ def triton_kernels() -> ModuleType:
 def lacking_for_triton() -> list[str]:
     """What Triton builds kernels with and does not find here: it compiles a launcher for each in C, while it runs."""
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    scheme = sysconfig.get_default_scheme()  # that of Ubuntu's Python names a folder without headers
+    include = sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)
     there = {
         "package triton": importlib.util.find_spec("triton") is not None,
         "C compiler (gcc or clang, or what CC names)": any(map(shutil.which, compilers)),
-        "Python.h (package python3-dev)": Path(sysconfig.get_paths()["include"], "Python.h").exists(),
+        "Python.h (package python3-dev)": Path(include, "Python.h").exists(),
     }
     return [name for name, found in there.items() if not found]

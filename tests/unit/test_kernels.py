@@ -424,9 +424,13 @@ def test_what_triton_lacks_is_told_before_a_kernel_is_built(monkeypatch, tmp_pat
     (tmp_path / "gcc").touch(mode=0o755)
     (tmp_path / "Python.h").touch()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
+    folders = {"venv": str(tmp_path), "posix_prefix": str(tmp_path), "posix_local": str(tmp_path / "local")}
+    monkeypatch.setattr("sysconfig.get_path", lambda name, scheme: folders[scheme])
+    monkeypatch.setattr("sysconfig.get_default_scheme", lambda: "venv")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
+    assert backend.lacking_for_triton() == []
+    monkeypatch.setattr("sysconfig.get_default_scheme", lambda: "posix_local")  # Ubuntu 22.04's own Python
     assert backend.lacking_for_triton() == []
     (tmp_path / "gcc").unlink()
     assert backend.lacking_for_triton() == ["C compiler (gcc or clang, or what CC names)"]
