@@ -59,7 +59,7 @@ def in_turn(
     """Time every action once a round, see `in_rounds`.
 
     Args:
-        device: its queue is emptied before and after each action, so that all of an action's work is timed.
+        device: see `seconds_of`.
     """
     return in_rounds({name: partial(seconds_of, action, device) for name, action in actions.items()}, rounds, say)
 
@@ -88,7 +88,7 @@ def in_rounds(
 
 
 def seconds_of(action: Callable[[], object], device: torch.device) -> float:
-    """How long an action takes, with what it queues on a device.
+    """How long an action takes, with what it queues on a device, whose queue is emptied before and after.
 
     A GPU gets a short one again and again, until `LEAST_SECONDS` have passed: of a kernel by itself one would time the
     host, which takes longer to launch it and to learn of its end than it runs.
