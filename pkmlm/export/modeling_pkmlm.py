@@ -130,6 +130,7 @@ class PkmlmPreTrainedModel(PreTrainedModel):
 
     config_class = PkmlmConfig
     base_model_prefix = "model"
+    _input_embed_layer = "embedding"
     _supports_sdpa = True
     _no_split_modules = ["Block"]  # noqa: RUF012 (as the library has it)
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
@@ -170,12 +171,6 @@ class PkmlmModel(PkmlmPreTrainedModel):
         self.blocks = nn.ModuleList([Block(config, index) for index in range(config.layers)])
         self.norm = nn.LayerNorm(config.dim)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embedding
-
-    def set_input_embeddings(self, value: Any) -> None:
-        self.embedding = value
 
     def forward(
         self,
@@ -236,18 +231,6 @@ class PkmlmForCausalLM(PkmlmPreTrainedModel, GenerationMixin):
         self.model = PkmlmModel(config)
         self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.embedding
-
-    def set_input_embeddings(self, value: Any) -> None:
-        self.model.embedding = value
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
-    def set_output_embeddings(self, value: nn.Module) -> None:
-        self.lm_head = value
 
     def forward(
         self,

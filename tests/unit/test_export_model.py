@@ -238,6 +238,22 @@ def test_parts_of_the_output(pair):
     assert torch.equal(PkmlmModel.from_pretrained(folder)(IDS_BT)[0], whole.hidden_states[-1])
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("tied", [True, False])
+def test_rows_are_added_to_the_embedding_and_the_head(tmp_path, tokenizer, tied):
+    recipe = recipe_of(replace(MODEL, tie_embeddings=tied))
+    theirs = exported(tmp_path / "export", unlike_new(build_model(recipe, 600)), recipe, tokenizer)
+    before = theirs(IDS_BT).logits
+    theirs.resize_token_embeddings(610, mean_resizing=False)
+    assert (theirs.lm_head.weight is theirs.model.embedding.weight) == tied
+    assert theirs.model.embedding.weight.shape == (610, 16)
+    torch.testing.assert_close(theirs(IDS_BT).logits[..., :600], before)
+    whole = theirs.model
+    whole.resize_token_embeddings(620, mean_resizing=False)
+    assert whole.get_input_embeddings() is whole.embedding
+    assert whole.embedding.weight.shape == (620, 16)
+
+
 def test_no_position_sees_nothing():
     """Not even padding, whatever it is: some kernels give NaN for a row that sees no key."""
     seen_B1TS = visible(3, 2, 5, torch.tensor([[0, 0, 0, 0, 1], [0, 1, 1, 1, 1]]), CPU)
