@@ -31,11 +31,14 @@ def stepper_of(recipe: Recipe) -> Stepper:
     return Stepper(recipe, model, RandomBatches(recipe, 50), "fp32")
 
 
+compiles = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="there is no C++ compiler")
+
+
 def graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="there is no C++ compiler")
+@compiles
 def test_compiling_changes_no_loss_beyond_rounding(monkeypatch):
     if torch.backends.mkldnn.is_available():  # products as on a CPU that leaves them to oneDNN
         monkeypatch.setattr(products, "BY_ONEDNN", True)
@@ -57,6 +60,7 @@ def test_compiling_changes_no_loss_beyond_rounding(monkeypatch):
     assert graphs() == counted + 1
 
 
+@compiles
 def test_memories_stay_outside():
     memory = Memory("product-key", ("2", "3+"), 8, 2, 4, 16)
     model = build_model(recipe_of(3, memory, compiled=False), 50)
