@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from pkmlm.model.attention import Layout
 from pkmlm.model.transformer import Transformer
+from pkmlm.runtime.device import at_least_fp32
 
 LOGITS = 1 << 24  # logits held at a time: 64 MB in fp32
 LEAST_SHARED = 1 / 4  # of its tokens that a sequence must have in common with the one before, to be read with it
@@ -157,8 +158,7 @@ def score_targets(model: Transformer, h_MD: Tensor, targets_M: Tensor) -> tuple[
     nll, greedy = [], []
     step = max(1, LOGITS // model.embedding.num_embeddings)
     for h_CD, targets_C in zip(h_MD.split(step), targets_M.split(step), strict=True):
-        logits_CV = model.head(h_CD)
-        logits_CV = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
+        logits_CV = at_least_fp32(model.head(h_CD))
         nll.append(cross_entropy(logits_CV, targets_C, reduction="none").double())
         greedy.append(logits_CV.gather(-1, targets_C[:, None])[:, 0] == logits_CV.amax(-1))
     return torch.cat(nll), torch.cat(greedy)
