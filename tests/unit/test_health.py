@@ -43,6 +43,8 @@ def test_a_spike_is_told_once():
     assert not health.warnings(train(4.0))
     assert health.warnings(train(7.0))
     assert not Health.of([train(4.0)] * (FEWEST - 1)).warnings(train(9.0))  # too early to say
+    for loss, told in ((4.3, False), (4.5, True)):  # without noise, a tenth
+        assert bool(Health.of([train(4.0)] * FEWEST).warnings(train(loss))) == told
 
 
 def test_a_memory_that_goes_out_of_use_is_told_at_each_halving():
@@ -60,6 +62,11 @@ def test_a_memory_that_was_never_used_is_told_once():
     assert "layer 3 memory is hardly used: 5.0%" in told[DEAD_FOR - 1][0]
     health = Health()
     assert not any(health.warnings(valid(0.05, 0.1)) for _ in range(9))  # few reads: nothing could use more
+    health = Health.of([valid(0.1, 0.9), *[valid(0.08, 0.9)] * (DEAD_FOR - 1)])
+    assert health.warnings(valid(0.08, 0.9)) == [
+        f"layer 3 memory is hardly used: 8.0% of its slots are read in {DEAD_FOR} validations in a row "
+        "(uniform reading: 90.0%)"
+    ]
 
 
 def test_a_resumed_run_goes_on_judging_where_it_was():
