@@ -33,8 +33,9 @@ def rates(schedule: str, *steps: int) -> list[float]:
 
 def test_schedules():
     assert rates("inverse-sqrt", 1, 5, 10, 40, 90) == pytest.approx([0.2, 1.0, 2.0, 1.0, 2 / 3])
-    assert rates("cosine", 5, 10, 60, 110, 500) == pytest.approx([1.0, 2.0, 1.1, 0.2, 0.2])
-    assert rates("linear", 5, 10, 60, 110, 500) == pytest.approx([1.0, 2.0, 1.1, 0.2, 0.2])
+    quarter = 2 - 1.8 * (1 - math.sqrt(0.5)) / 2
+    assert rates("cosine", 5, 10, 35, 60, 110, 500) == pytest.approx([1.0, 2.0, quarter, 1.1, 0.2, 0.2])
+    assert rates("linear", 5, 10, 35, 60, 110, 500) == pytest.approx([1.0, 2.0, 1.55, 1.1, 0.2, 0.2])
     assert rates("constant", 5, 10, 60, 500) == pytest.approx([1.0, 2.0, 2.0, 2.0])
     assert learning_rate(1, peak=1.0, schedule="constant", warmup_steps=0, steps=5, final=0.1) == 1.0
 
@@ -48,7 +49,8 @@ def test_every_parameter_is_in_one_group():
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
     assert list(groups["values"].parameters) == ["blocks.1.parts.memory.values.weight_KD"]
     assert all(".tap" not in name and "values" in name for name in groups["tables"].parameters)
-    assert groups["tables"].rate(4000) == pytest.approx(3 * groups["dense"].rate(4000))
+    for step in (1, 4000, 9000):
+        assert groups["tables"].rate(step) == pytest.approx(3 * groups["dense"].rate(step))
     assert groups["values"].rate(1) == pytest.approx(1e-3)
 
 
