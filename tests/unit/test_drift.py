@@ -1,6 +1,7 @@
 """Drift: what training read and moved, against what the weights and a plain count say."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +57,16 @@ def test_slots_die_wake_and_stay_unread(watched, tmp_path: Path) -> None:
     model.eval()
     read(drift, 9)
     assert not drift.memories[0].read_K[9], "only training reads are noted"
+
+
+@pytest.mark.parametrize(("every", "recorded"), [(1, [*range(1, 31)]), (12, [12, 24, 30]), (13, [13, 26]), (0, [30])])
+def test_the_last_window_is_recorded_unless_it_is_short(watched, tmp_path: Path, every: int, recorded) -> None:
+    recipe, model, _ = watched
+    recipe = replace(recipe, eval=replace(recipe.eval, every=every))
+    log, drift = Events(), Drift(tmp_path / "usage", recipe, model, 0)
+    for step in range(1, 31):
+        drift.record(step, log)
+    assert [line["step"] for line in log.told] == recorded
 
 
 def test_moved_is_the_distance_of_sampled_values(watched, tmp_path: Path) -> None:
