@@ -210,7 +210,7 @@ def unspellable(batch: list[Chunk], tokenizer: Tokenizer) -> UserError:
 
 
 def write_shards(
-    folder: Path, split: str, arrays: Iterable[np.ndarray], eos: int, shard_bytes: int = SHARD_BYTES
+    folder: Path, split: str, arrays: Iterable[np.ndarray], eos: int, shard_bytes: int
 ) -> tuple[list[Shard], list[bytes]]:
     """Write tokens to shards, and where documents begin to SPLIT.documents.
 

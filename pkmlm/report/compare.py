@@ -17,13 +17,9 @@ Facts = dict[str, Any]
 NAMED = 3  # runs of a kind, and kinds, that a warning names before it counts
 
 
-def open_runs(
-    paths: Iterable[str], opened: Callable[[str], RunDirectory] = RunDirectory.existing
-) -> dict[str, RunDirectory]:
-    """Run directories by name, or by path where two have the same name; one given twice is taken once.
-
-    Raises:
-        UserError: one is not a run directory.
+def open_runs(paths: Iterable[str], opened: Callable[[str], RunDirectory]) -> dict[str, RunDirectory]:
+    """Run directories, as `opened` gives them, by name, or by path where two have the same name; one given twice is
+    taken once.
     """
     runs = {run.path.resolve(): run for run in map(opened, paths)}.values()
     names = [run.name for run in runs]
