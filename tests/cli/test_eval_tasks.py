@@ -91,7 +91,7 @@ def independent(run: Path, context: str, continuation: str) -> tuple[float, bool
     return total, all(int(row.argmax()) == token for row, token in zip(logits, window[-answer:], strict=True))
 
 
-def test_piqa_and_arc_easy_agree_with_raw_logits_on_every_example(run, rows, tmp_path):
+def test_piqa_and_arc_easy_agree_with_raw_logits_on_every_example(run, tmp_path):
     write_rows(tmp_path, "arc_easy", "piqa")
     short = [json.dumps(row) + "\n" for row in ROWS["piqa"] if len(row["sol1"]) < 50]
     (tmp_path / "piqa.jsonl").write_text("".join(short))

@@ -81,7 +81,7 @@ def test_a_link_in_a_run_is_not_written_through(begun, copy, name):
     assert sorted((copy.parent / "victim").rglob("*")) == before
 
 
-def test_results_are_not_written_through_a_link(begun, copy):
+def test_results_are_not_written_through_a_link(copy):
     (copy.parent / "victim").mkdir()
     shutil.rmtree(copy / "usage")
     for name in ("eval", "usage"):

@@ -306,7 +306,7 @@ def test_a_mistake_ends_with_code_2_and_two_lines(texts, monkeypatch):
 
 
 @pytest.mark.parametrize("option", [["--vocab-size", "320"], ["--model-type", "bpe"]])
-def test_a_given_tokenizer_is_not_learnt(texts, option):
+def test_a_given_tokenizer_is_not_learnt(option):
     result = CliRunner().invoke(cli, ["tokenize", "x.txt", "--tokenizer", "m", *option, "-o", "out"])
     assert result.exit_code == 2
     assert f"{option[0]} is for learning" in result.output

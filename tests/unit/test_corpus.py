@@ -144,7 +144,7 @@ def test_jobs_and_storage_change_no_byte(made, tokenizer, tmp_path):
             assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes(), name
 
 
-def test_ids_beyond_16_bits_are_kept(tmp_path, tokenizer):
+def test_ids_beyond_16_bits_are_kept(tmp_path):
     import sentencepiece
 
     with open(tmp_path / "wide.model", "wb") as model:
@@ -391,7 +391,7 @@ def test_mutated_indexes_are_refused_in_words(copy):
 # Size
 
 
-def test_memory_does_not_grow_with_the_text(tmp_path, tokenizer):
+def test_memory_does_not_grow_with_the_text(tmp_path):
     """One line of 24 MB takes little more than one of 2 MB."""
     (tmp_path / "m.model").write_bytes(Tokenizer.learn(["some words in a line " * 99], 272, "unigram").model_bytes)
     program = (

@@ -150,7 +150,7 @@ def test_learning_curves() -> None:
     assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == ["a", " _b"]
 
 
-def test_every_axis_has_a_title_and_units(tmp_path: Path) -> None:
+def test_every_axis_has_a_title_and_units() -> None:
     one, hashed = memory(), memory("hash")
     assert one.overlap_HH is not None
     figures = [

@@ -57,7 +57,7 @@ def test_every_recipe_of_the_repository_loads(path: Path) -> None:
     assert recipe.name != "unnamed"
 
 
-def test_the_presets_are_the_papers(recipe_file: Path) -> None:
+def test_the_presets_are_the_papers() -> None:
     two = load_recipe(RECIPES / "pkm/16-layers.yaml")
     assert memory_layers(two.model) == {6: False, 12: False}
     assert (two.model.dim, two.model.heads, two.optim.lr, two.optim.values.lr) == (1024, 16, 2.5e-4, 1e-3)
@@ -317,7 +317,7 @@ def test_a_base_is_read_first_and_errors_name_the_file_at_fault(tmp_path: Path, 
     assert error_of(child).message.startswith(f"{child}:2:9: model.heads: 8 heads do not divide")
 
 
-def test_a_base_is_that_of_the_folder_behind_a_link(tmp_path: Path, recipe_file: Path) -> None:
+def test_a_base_is_that_of_the_folder_behind_a_link(tmp_path: Path) -> None:
     (tmp_path / "real/sub").mkdir(parents=True)
     (tmp_path / "real/r.yaml").write_text("name: behind")
     (tmp_path / "real/sub/child.yaml").write_text("base: ../r.yaml")

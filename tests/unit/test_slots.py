@@ -3,7 +3,6 @@
 import json
 from collections import defaultdict
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -114,7 +113,7 @@ def test_contexts_are_the_text_around_a_position(run: LoadedRun) -> None:
     assert len(found) == position
 
 
-def test_memory_does_not_grow_with_the_text(run: LoadedRun) -> None:
+def test_memory_does_not_grow_with_the_text() -> None:
     readers = _Readers(UsageTap(1, "memory", "flat-key", 8, 1), torch.device("cpu"), 5)
     before = {name: x.shape for name, x in vars(readers).items() if isinstance(x, torch.Tensor)}
     for _ in range(20):
@@ -236,7 +235,7 @@ def test_shuffling_deals_the_same_contexts() -> None:
     assert json.dumps(found)
 
 
-def test_watching_ends_with_the_block(run: LoadedRun, tmp_path: Path) -> None:
+def test_watching_ends_with_the_block(run: LoadedRun) -> None:
     index_slots(run, documents(run))
     assert not any(module._forward_hooks for module in run.model.modules())
     assert score(run.model, documents(run), run.tokenizer.eos)
