@@ -8,6 +8,7 @@ import builtins
 import ctypes
 import errno
 import os
+import pathlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,11 @@ class Disk:
         import pkmlm.runtime.files as files
         import pkmlm.train.tensor_files as tensor_files
 
+        paths = getattr(pathlib, "_normal_accessor", None)  # Python 3.10's Path has references of its own
         for name in ("replace", "rename", "mkdir", "unlink", "rmdir", "fsync"):
             setattr(os, name, self._watched(name, getattr(os, name)))
+            if hasattr(paths, name):
+                setattr(paths, name, getattr(os, name))
         files.exchange = self._watched("exchange", files.exchange)  # type: ignore[assignment]
         tensor_files.save_file = self._tensors(tensor_files.save_file)  # type: ignore[assignment]
         real = builtins.open
