@@ -16,6 +16,8 @@ from pkmlm.cli import main
 
 ROOT = Path(__file__).parent.parent
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+# The tests are of a CPU, also where there is a GPU: its kernels have their own, in unit/test_cuda_kernels.py.
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 
 @dataclass(frozen=True)

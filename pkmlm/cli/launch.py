@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pkmlm.errors import UserError
 from pkmlm.runtime.cores import usable_cores
-from pkmlm.runtime.launcher import patience, started
+from pkmlm.runtime.launcher import TIMEOUT, patience, started
 from pkmlm.runtime.signals import EXIT_CODES, Handler, handled
 
 if TYPE_CHECKING:
@@ -126,9 +126,12 @@ def outcome(failures: "Mapping[int, ProcessFailure]", passed: list[int], run: st
 def lost(rank: int, name: str, run: str | None) -> UserError:
     """The error where a process was killed by the signal `name`, which is noted."""
     note_end(run, rank, f"killed ({name})")
+    likely = "memory ran out"
+    if name == "SIGABRT":  # NCCL's watchdog, among others
+        likely = f"a library gave up, as NCCL does where no rank answers within {TIMEOUT} seconds"
     return UserError(
         f"rank {rank} was killed ({name}), and the others were ended",
-        "if nobody did it, memory ran out; the same command goes on from the last checkpoint",
+        f"if nobody did it, {likely}; the same command goes on from the last checkpoint",
         exit_code=1,
     )
 

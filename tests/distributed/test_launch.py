@@ -145,6 +145,13 @@ def test_the_rank_that_ended_all_is_named(tmp_path, ends, message, status):
     assert f"rank {facts['rank']} " in told.value.message
 
 
+@pytest.mark.parametrize(("number", "likely"), [(signal.SIGKILL, "memory"), (signal.SIGABRT, "PKMLM_TIMEOUT seconds")])
+def test_what_has_likely_killed_a_rank_is_told(number, likely):
+    with pytest.raises(UserError) as told:
+        outcome({0: failed(0, -number, 0)}, [], None)
+    assert likely in told.value.hint
+
+
 def test_a_rank_that_was_killed_before_there_was_a_run_leaves_none(tmp_path):
     with pytest.raises(UserError, match="rank 0 was killed"):
         outcome({0: failed(0, -signal.SIGKILL, 0)}, [], str(tmp_path / "run"))
