@@ -68,8 +68,7 @@ def pairs_of(grid: Grid, claim: Claim) -> Iterator[tuple[Point, Point]]:
     for more in allowed:
         for less in allowed:
             wanted = claim.greater.items() <= more.items() and claim.less.items() <= less.items()
-            named_axes = claim.greater.keys() | claim.less.keys()
-            if wanted and all(more[axis] == less[axis] for axis in grid.axes if axis not in named_axes):
+            if wanted and all(more[axis] == less[axis] for axis in grid.axes if axis not in claim.greater):
                 yield named(less, more)
 
 

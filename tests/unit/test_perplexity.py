@@ -142,6 +142,7 @@ def test_sampling_keeps_to_top_k_and_top_p():
         (Sampling(top_k=2), {0, 1}),
         (Sampling(top_p=0.65), {0, 1}),
         (Sampling(top_p=0.75), {0, 1, 2}),
+        (Sampling(temperature=0.01), {0}),
         (Sampling(temperature=0), {0}),
         (Sampling(temperature=1e-300), {0}),  # 0 in fp32
         (Sampling(top_p=1e-300), {0}),

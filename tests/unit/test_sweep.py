@@ -296,6 +296,9 @@ def test_claims_are_held_against_means_and_seeds(folder):
     assert (size.pairs, size.held, size.seeded, size.in_every, size.clear) == (2, 2, 2, 2, 1)
     assert (used.pairs, used.held, used.seeded) == (1, 0, 0), "one seed that has both says nothing of seeds"
     assert norm.row() == ["norm helps", "1 of 1", "0 of 1", "0 of 1"]
+    alike = {P[1]: {1: 30.0, 2: 31.0}, P[2]: {1: 30.0, 2: 31.0, 3: 30.5}}
+    norm = verdict(grid, grid.claims[0], lambda _, point: alike.get(point, {}))
+    assert norm.row() == ["norm helps", "0 of 1", "0 of 1", "0 of 1"], "what is equal is not less"
     assert used.row() == ["used", "0 of 1", None, None]
 
 
@@ -316,9 +319,11 @@ def test_rank_correlation_with_the_paper(folder):
     (found,) = rank_correlations(grid, numbers({**opposite, ("perplexity", P[0]): (3.0,)}))
     # 3 2 3 4 5 have the ranks 2.5 1 2.5 4 5, less their mean -0.5 -2 -0.5 1 2; the paper's are 2 1 0 -1 -2
     assert found.correlation == pytest.approx(-8 / (9.5 * 10) ** 0.5)
+    assert rank_correlations(grid, numbers(dict(list(opposite.items())[:3])))
     assert not rank_correlations(grid, numbers(dict(list(opposite.items())[:2]))), (
         "two points have no order to speak of"
     )
+    assert not rank_correlations(grid, lambda measure, point: (20.0,)), "nor have equal ones"
 
 
 def test_other_seeds_count_at_the_best_tuned_value_only(folder):
