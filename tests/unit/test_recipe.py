@@ -233,6 +233,8 @@ def test_hash_tables_must_fit_the_width(recipe_file: Path) -> None:
     load_recipe(recipe_file, ["model.hash.bits=7"])  # dense: unused
     assert "(expected 4 or 8, or a dim of 252 or 259)" in error_of(recipe_file, hashed, "model.hash.bits=7").message
     assert "(expected at most 0, so" in error_of(recipe_file, hashed, "model.hash.bits=16").message
+    message = error_of(recipe_file, hashed, "model.dim=65536", "model.hash.extra_bits=8").message
+    assert "model.hash.bits: asks for 2.1e+14 parameters" in message
 
 
 def test_a_rotary_width_is_even_and_whole(recipe_file: Path) -> None:
@@ -278,6 +280,7 @@ def test_memory_layers_as_the_paper_spreads_them() -> None:
     assert layers(16, "auto:2") == {6: False, 12: False}
     assert layers(12, "auto:3") == {3: False, 6: False, 9: False}
     assert layers(12, "auto:1+") == {6: True}
+    assert list(layers(4, "auto:2")) == [2, 4], "a step that ends at the last layer"
     assert list(layers(6, "auto:4")) == [1, 3, 4, 6], "the paper's step would end at 8"
     for total in range(1, 40):
         for number in range(1, total + 1):
