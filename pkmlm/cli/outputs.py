@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from pkmlm.errors import UserError
+from pkmlm.runtime.files import is_there
 
 
 def free_file(option: str, path: str | None, force: bool) -> Path | None:
@@ -15,7 +16,7 @@ def free_file(option: str, path: str | None, force: bool) -> Path | None:
     if path is None:
         return None
     file = Path(path)
-    if (file.exists() and not file.is_file()) or not file.parent.is_dir():
+    if (is_there(file) and not file.is_file()) or not file.parent.is_dir():
         raise UserError(f"{option} {path}: no file can be written there (expected a name in a folder that exists)")
     if not os.access(file.parent, os.W_OK):
         raise UserError(f"{option} {path}: the folder {file.parent} cannot be written", exit_code=1)
@@ -33,7 +34,7 @@ def free_folder(path: str | None, force: bool) -> Path | None:
     if path is None:
         return None
     folder = Path(path)
-    if folder.exists() and not folder.is_dir():
+    if is_there(folder) and not folder.is_dir():
         raise UserError(f"--plots {path} is a file (expected a folder)")
     if folder.exists() and any(folder.iterdir()) and not force:
         raise UserError(f"--plots {path} is not empty", "choose another folder, or add --force to overwrite")
@@ -47,7 +48,7 @@ def free_tokens(shown: str, force: bool) -> Path:
     if not shown:
         raise UserError("-o '': the name is empty (expected that of a folder)")
     folder = Path(os.path.realpath(shown))
-    if not os.path.lexists(folder):
+    if not (is_there(folder) or folder.is_symlink()):
         return folder
     if not folder.is_dir():
         what = "a link in a circle" if folder.is_symlink() else "a file"

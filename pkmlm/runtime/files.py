@@ -248,6 +248,21 @@ def regular(path: str, flags: int) -> int:
     return descriptor
 
 
+def is_there(path: Path) -> bool:
+    """Whether a name leads to something.
+
+    Raises:
+        OSError: that cannot be seen, or no name is so long. (From Python 3.14 on, `Path.exists` takes that for a no.)
+    """
+    try:
+        path.stat()
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
+        return False
+    return True
+
+
 def size_of(path: Path) -> int | None:
     """The bytes of a regular file; None where there is none.
 

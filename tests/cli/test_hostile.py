@@ -379,6 +379,7 @@ def test_names_that_no_file_can_have(begun, copy, tmp_path):
         ("compare", long),
         ("export", long, "-o", tmp_path / "o"),
         ("export", copy, "-o", tmp_path / long),
+        ("tokenize", copy / "run.json", "-o", tmp_path / long),
         ("eval", copy, "--text", long),
         ("usage-report", copy, "--html", tmp_path / long),
         ("train", begun[0], "-o", tmp_path / "t", "-s", f"data.dir={long}"),
