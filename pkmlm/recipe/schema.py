@@ -155,7 +155,7 @@ class Eval:
 @dataclass(frozen=True)
 class Checkpoint:
     every: int = key(1000, "steps between checkpoints; one is also saved at the end and on request")
-    keep: int = key(2, "checkpoints to keep besides the best one; at least 2")
+    keep: int = key(2, "newest checkpoints to keep, and the best one; at least 2")
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,9 @@ def check_initial(job: Job) -> list[str]:
     with explained(job, source):
         if changed := [text for text in other_keys(job, source) if text.startswith(SHAPELESS)]:
             parts.append(f"its weights mean something else here: {', '.join(changed)}")
+        same_text = source.facts().get("data_sha256") == job.corpus.sha256
+        if same_text and source.recipe().train.seed == job.recipe.train.seed:
+            parts.append("the text comes in the order that it was trained in; another train.seed gives another")
     return [f"train.init_from: {'; '.join(parts)}"] if parts else []
 
 

@@ -157,7 +157,7 @@ def diverged(step: int, what: str) -> UserError:
     """The error that ends training (exit code 3)."""
     return UserError(
         f"training diverged at step {step}: {what}",
-        "train under another -o with a lower optim.lr, a longer warm-up or a lower clip; "
+        "train under another -o with a lower optim.lr, a longer warm-up or tighter clipping; "
         "-s train.init_from=RUN starts from this run's best checkpoint, if it has one",
         exit_code=3,
     )

@@ -37,6 +37,16 @@ def started(job: Job) -> Transformer:
     return starting_model(job, torch.device("cpu"), Ranks(), fresh=True)
 
 
+def test_the_same_text_in_the_same_order_is_told(trained):
+    source = trained("dense")
+    same = RunDirectory(source).recipe().train.seed
+    (told,) = check_initial(job_from(source, f"train.seed={same}"))
+    assert told == (
+        "train.init_from: the text comes in the order that it was trained in; another train.seed gives another"
+    )
+    assert not check_initial(job_from(source))
+
+
 def rewritten(run: Path, folder: Path, names: dict[str, str]) -> Path:
     """A copy of a run whose checkpoints have other names for tensors, and manifests that say so."""
     shutil.copytree(run, folder)
