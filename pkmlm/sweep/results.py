@@ -101,7 +101,7 @@ class Results:
 
     def verdicts(self) -> list[Verdict]:
         claimed = [verdict(self.grid, claim, self.by_seed) for claim in self.grid.claims]
-        return claimed + rank_correlations(self.grid, self.values)
+        return claimed + rank_correlations(self.grid, self.by_seed)
 
     def as_json(self, name: str, scale: str | None) -> dict[str, Any]:
         """Everything, for results.json; a cell's "trained_by" is a place in the list of that name."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import lt
 from statistics import correlation, fmean
 from typing import Any
 
@@ -18,9 +19,10 @@ class Verdict:
     """How far a claim holds, or how a measure's order agrees with the paper's.
 
     Attributes:
-        pairs: comparisons that could be made; held: of which the means have the claimed order.
-        seeded: of the pairs, those that two seeds or more have both; in_every: of which each of these seeds by itself
-            has the claimed order; clear: of which every seed of one is beyond every seed of the other.
+        pairs: comparisons that could be made, each by the seeds that both have; held: of which the means have the
+            claimed order.
+        seeded: of the pairs, those of two seeds or more; in_every: of which each seed by itself has the claimed order;
+            clear: of which every seed of one is beyond every seed of the other.
         correlation: Spearman's rank correlation with the paper, over points; None for claims.
     """
 
@@ -40,17 +42,20 @@ class Verdict:
 
 
 def verdict(grid: Grid, claim: Claim, values: BySeed) -> Verdict:
-    """Compare all pairs of points that the claim speaks of and that were measured."""
+    """Compare all pairs of points that the claim speaks of and that were measured, by the seeds that both have: a seed
+    shifts perplexity by more than models do.
+    """
     found = [(values(claim.measure, less), values(claim.measure, more)) for less, more in pairs_of(grid, claim)]
-    measured = [(less, more) for less, more in found if less and more]
-    seeded = [(less, more) for less, more in measured if len(less.keys() & more.keys()) > 1]
+    both = [[(less[seed], more[seed]) for seed in less.keys() & more.keys()] for less, more in found]
+    measured = [tuple(zip(*pair, strict=True)) for pair in both if pair]
+    seeded = [(less, more) for less, more in measured if len(less) > 1]
     return Verdict(
         claim.text,
         pairs=len(measured),
-        held=sum(fmean(less.values()) < fmean(more.values()) for less, more in measured),
+        held=sum(fmean(less) < fmean(more) for less, more in measured),
         seeded=len(seeded),
-        in_every=sum(all(less[seed] < more[seed] for seed in less.keys() & more.keys()) for less, more in seeded),
-        clear=sum(max(less.values()) < min(more.values()) for less, more in seeded),
+        in_every=sum(all(map(lt, less, more)) for less, more in seeded),
+        clear=sum(max(less) < min(more) for less, more in seeded),
     )
 
 
@@ -76,15 +81,19 @@ def named(less: dict[str, str], more: dict[str, str]) -> tuple[Point, Point]:
     return tuple(less.values()), tuple(more.values())
 
 
-def rank_correlations(grid: Grid, values: Values) -> list[Verdict]:
-    """Spearman's correlation of measured means with the paper's numbers, for each measure that has three or more."""
+def rank_correlations(grid: Grid, values: BySeed) -> list[Verdict]:
+    """Spearman's correlation of measured means with the paper's numbers, for each measure that has three or more; the
+    means are over the seeds that all of these points have.
+    """
     found = []
     for measure in grid.measure:
-        both = [
-            (fmean(measured), paper)
+        known = [
+            (measured, paper)
             for point in grid.points()
             if (measured := values(measure, point)) and (paper := grid.paper_value(measure, point)) is not None
         ]
+        shared = [seed for seed in grid.seeds if all(seed in measured for measured, _ in known)]
+        both = [(fmean(measured[seed] for seed in shared), paper) for measured, paper in known if shared]
         columns = [list(column) for column in zip(*both, strict=True)]
         if len(both) >= 3 and all(len(set(column)) > 1 for column in columns):
             agreement = correlation(*map(ranks, columns))

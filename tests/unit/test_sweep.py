@@ -276,8 +276,8 @@ def test_two_values_with_one_name_are_refused(folder):
         Cells(grid_of(folder, text, "large"), folder / "base.yaml")
 
 
-def numbers(table: dict[tuple[str, tuple[str, str]], tuple[float, ...]]):
-    return lambda measure, point: table.get((measure, point), ())
+def numbers(table: dict[tuple[str, tuple[str, str]], dict[int, float]]):
+    return lambda measure, point: table.get((measure, point), {})
 
 
 def test_claims_are_held_against_means_and_seeds(folder):
@@ -290,7 +290,7 @@ def test_claims_are_held_against_means_and_seeds(folder):
         ("usage", P[2]): {1: 0.5},
         ("usage", P[4]): {1: 0.4, 2: 0.4},
     }
-    norm, size, used = (verdict(grid, claim, lambda *key: measured.get(key, {})) for claim in grid.claims)
+    norm, size, used = (verdict(grid, claim, numbers(measured)) for claim in grid.claims)
     assert (norm.pairs, norm.held) == (1, 1), "256 slots with norm were not measured"
     assert (norm.seeded, norm.in_every, norm.clear) == (1, 0, 0)
     assert (size.pairs, size.held, size.seeded, size.in_every, size.clear) == (2, 2, 2, 2, 1)
@@ -302,6 +302,22 @@ def test_claims_are_held_against_means_and_seeds(folder):
     assert used.row() == ["used", "0 of 1", None, None]
 
 
+def test_a_claim_is_held_against_the_seeds_that_both_have(folder):
+    grid = grid_of(folder)
+    measured = {
+        ("perplexity", P[1]): {1: 30.0, 2: 20.0},  # the mean of both is below P[2]'s only one
+        ("perplexity", P[2]): {1: 29.0},
+        ("perplexity", P[3]): {1: 30.0},
+        ("perplexity", P[4]): {2: 20.0},
+    }
+    norm, size, _ = (verdict(grid, claim, numbers(measured)) for claim in grid.claims)
+    assert norm.row() == ["norm helps", "1 of 1", None, None], "the other pair has no seed in common"
+    assert size.row() == ["size helps", "0 of 1", None, None]
+    measured |= {("perplexity", P[2]): {1: 29.0, 2: 19.0, 3: 40.0}, ("perplexity", P[1]): {1: 30.0, 2: 31.0}}
+    norm = verdict(grid, grid.claims[0], numbers(measured))
+    assert norm.row() == ["norm helps", "1 of 1", "1 of 1", "1 of 1"]
+
+
 def test_a_claim_along_an_axis_compares_neighbours_with_all_else_equal(folder):
     grid = grid_of(folder)
     assert list(pairs_of(grid, grid.claims[1])) == [(P[1], P[0]), (P[3], P[1]), (P[4], P[2])]
@@ -310,20 +326,24 @@ def test_a_claim_along_an_axis_compares_neighbours_with_all_else_equal(folder):
 
 def test_rank_correlation_with_the_paper(folder):
     grid = grid_of(folder)
-    opposite = {("perplexity", point): (value,) for point, value in zip(P, (1.0, 2.0, 3.0, 4.0, 5.0), strict=True)}
+    opposite = {("perplexity", point): {1: value} for point, value in zip(P, (1.0, 2.0, 3.0, 4.0, 5.0), strict=True)}
     (found,) = rank_correlations(grid, numbers(opposite))
     assert found.correlation == pytest.approx(-1.0)
-    (found,) = rank_correlations(grid, numbers({**opposite, ("perplexity", P[0]): (3.5,)}))
+    (found,) = rank_correlations(grid, numbers({**opposite, ("perplexity", P[0]): {1: 3.5}}))
     # ranks 3 1 2 4 5 against 5 4 3 2 1: 1 - 6 (4 + 9 + 1 + 4 + 16) / (5 * 24)
     assert found.correlation == pytest.approx(1 - 6 * 34 / 120)
-    (found,) = rank_correlations(grid, numbers({**opposite, ("perplexity", P[0]): (3.0,)}))
+    (found,) = rank_correlations(grid, numbers({**opposite, ("perplexity", P[0]): {1: 3.0}}))
     # 3 2 3 4 5 have the ranks 2.5 1 2.5 4 5, less their mean -0.5 -2 -0.5 1 2; the paper's are 2 1 0 -1 -2
     assert found.correlation == pytest.approx(-8 / (9.5 * 10) ** 0.5)
     assert rank_correlations(grid, numbers(dict(list(opposite.items())[:3])))
     assert not rank_correlations(grid, numbers(dict(list(opposite.items())[:2]))), (
         "two points have no order to speak of"
     )
-    assert not rank_correlations(grid, lambda measure, point: (20.0,)), "nor have equal ones"
+    assert not rank_correlations(grid, lambda measure, point: {1: 20.0}), "nor have equal ones"
+    higher = {("perplexity", P[0]): {1: 1.0, 2: 9.0}}  # were its mean taken over both seeds, it would be the greatest
+    (found,) = rank_correlations(grid, numbers(opposite | higher))
+    assert found.correlation == pytest.approx(-1.0)
+    assert not rank_correlations(grid, numbers(opposite | {("perplexity", P[0]): {2: 1.0}})), "no seed is common to all"
 
 
 def test_other_seeds_count_at_the_best_tuned_value_only(folder):
