@@ -28,7 +28,7 @@ def command(run_path: str, output: str, step: str, dtype: str, force: bool) -> N
     """Write RUN's model as a folder that transformers loads.
 
     The folder holds weights (safetensors), configuration, tokenizer, model card and the model's code, which stands
-    alone. `pkmlm eval`, `generate` and `usage-report` take such a folder too, in place of a run.
+    alone. `pkmlm eval`, `generate`, `slots` and `usage-report` take such a folder too, in place of a run.
 
     \b
     Examples:

@@ -156,9 +156,9 @@ def documents_of_text(
         with source.open() as stream:
             stream.digest = digest
             texts += read_documents(stream, separator, field)
-    if not texts:
-        raise UserError(f"{path} holds no text")
     one = "standard input" if path == "-" else sources[0].plain_name
+    if not texts:
+        raise UserError(f"{one if path == '-' else path} holds no text")
     name = one if len(sources) == 1 else f"{len(sources)} files of {path}"
     doubts: tuple[str, ...] = ()
     if usual is not None and plain and separator is None:
