@@ -44,7 +44,9 @@ def picture(results: Results, figure: Figure) -> Canvas | None:
     if len(set(places)) > 1:
         panels.append(("the paper", published))
     canvas = Canvas(figsize=(12, 7), dpi=100, layout="constrained")
-    canvas.suptitle(plain(grid.title))
+    fewest = min(results.seeds_of(point, [figure.y]) for point in known(grid, figure, results.values))
+    lacking = f" ({fewest} of {len(grid.seeds)} seeds at some points)" if 0 < fewest < len(grid.seeds) else ""
+    canvas.suptitle(plain(grid.title) + lacking)
     for axes, (title, value) in zip(canvas.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         if len(panels) > 1:
             axes.set_title(title, fontsize=11)

@@ -99,6 +99,14 @@ class Results:
         """The numbers of `by_seed`."""
         return tuple(self.by_seed(measure, point).values())
 
+    def seeds_of(self, point: Point, measures: Sequence[str]) -> int:
+        """How many seeds are in what was measured at a point: in the least of these measures; where no seed changes any
+        of them, how many were trained.
+        """
+        seeded = [name for name in measures if MEASURES[name].source not in ("cost", "speed")]
+        counts = [len(self.by_seed(name, point)) for name in seeded] or [len(self.chosen(point))]
+        return min(filter(None, counts), default=0)
+
     def verdicts(self) -> list[Verdict]:
         claimed = [verdict(self.grid, claim, self.by_seed) for claim in self.grid.claims]
         return claimed + rank_correlations(self.grid, self.by_seed)
@@ -185,8 +193,8 @@ class Results:
         if self.grid.tune:
             row.append(chosen[0].cell.tuned if chosen else None)
         if self.trains:
-            seeds = len(self.grid.seeds)
-            row.append(f"{len(chosen)}/{seeds}" if 0 < len(chosen) < seeds else len(chosen) or None)
+            seeds, wanted = self.seeds_of(point, measures), len(self.grid.seeds)
+            row.append(f"{seeds}/{wanted}" if 0 < seeds < wanted else seeds or None)
         for measure in measures:
             value = shown(self.values(measure, point), MEASURES[measure].format)
             row.append(value if value or measure != measures[0] else self._ended(point))

@@ -353,6 +353,10 @@ def test_other_seeds_count_at_the_best_tuned_value_only(folder):
     for cell, loss, ppl in zip(tuning, (5.0, 4.0, 4.5), (150.0, 50.0, 80.0), strict=True):
         results.add(Outcome(cell, "measured", {"valid_loss": loss, "test_token_ppl": ppl, "seconds": 0.4}))
     (other,) = cells.others(tuning[1])
+    results.add(Outcome(other, "measured", {"valid_loss": 4.1, "seconds": 0.8}))
+    half, costs, _, _ = ([row for row in table.rows if tuple(row[:2]) == P[2]] for table in results.tables())
+    assert half[0][3:5] == ["1/2", "50.00"], "the other is trained, not evaluated"
+    assert (costs[0][3], costs[0][-1]) == (2, "0.6 +-0.2")
     results.add(Outcome(other, "measured", {"valid_loss": 4.1, "test_token_ppl": 60.0, "seconds": 0.8}))
     assert results.values("perplexity", P[2]) == (50.0, 60.0)
     table, costs, tried, _ = results.tables()
@@ -442,6 +446,7 @@ def test_a_figure_has_a_panel_for_the_paper_and_a_line_for_each_value(folder):
     assert [tick.get_text() for tick in paper.get_xticklabels()] == ["none", "64", "256"]
     against = picture(results, by_usage)
     assert against is not None
+    assert against.get_suptitle() == "Size and norm (1 of 2 seeds at some points)"
     (panel,) = against.axes  # the paper gives no usage
     assert len(panel.texts) == 4, "the point without a memory has no usage"
     (given,) = (line for line in GRID.splitlines() if "{none: [23.0]" in line)
@@ -460,7 +465,11 @@ def test_a_stroke_joins_points_that_differ_along_one_axis(folder):
         dense = cell.recipe.model.memory.kind == "none"
         usage = [] if dense else [{"layer": 2, "name": "memory", "mass": {"usage": 0.5, "kl": 1.0}}]
         results.add(Outcome(cell, "measured", {"test_token_ppl": 20.0, "usage": usage}))
-    (panel,) = picture(results, cells.grid.figures[0]).axes
+        for other in cells.others(cell):
+            results.add(Outcome(other, "measured", {"test_token_ppl": 21.0, "usage": usage}))
+    canvas = picture(results, cells.grid.figures[0])
+    assert canvas.get_suptitle() == "Size and norm", "no point lacks a seed"
+    (panel,) = canvas.axes
     assert [len(stroke[0].get_xdata()) for stroke in panel.containers] == [2, 2, 2, 2]
     names = [f"{depth} slots {slots}" for depth in ("shallow", "deep") for slots in (64, 256)]
     assert [name.get_text() for name in panel.texts] == names * 2
