@@ -48,7 +48,7 @@ def with_earlier(before: dict[str, Any], now: dict[str, Any], step: int) -> dict
     """The circumstances to write, which keep those of the process that trained up to `step` where they were others."""
     changed = "versions" in before and any(before.get(key) != now[key] for key in KEPT)
     entry = {"until_step": step, **{key: before.get(key) for key in KEPT}}
-    return {**now, "earlier": [*before.get("earlier", []), *([entry] if changed else [])]}
+    return {**now, "earlier": [*(before.get("earlier") or ()), *([entry] if changed else [])]}
 
 
 def changes(before: dict[str, Any], now: dict[str, Any], earlier: "Recipe", recipe: "Recipe") -> list[str]:
@@ -58,7 +58,7 @@ def changes(before: dict[str, Any], now: dict[str, Any], earlier: "Recipe", reci
     from pkmlm.recipe.dump import flatten, scalar_text
 
     libraries = ("torch", "numpy")  # numpy draws the order of the data
-    known = {name: before.get("versions", {}).get(name) for name in libraries} | before
+    known = {name: (before.get("versions") or {}).get(name) for name in libraries} | before
     changed = {name: now["versions"][name] for name in libraries}
     changed |= {key: now[key] for key in ("device", "precision", "ranks")}
     machine = [change(key, known[key], new) for key, new in changed.items() if known.get(key) not in (None, new)]

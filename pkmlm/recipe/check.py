@@ -300,7 +300,8 @@ def memory_layers(model: Model, check: Check | None = None) -> dict[int, bool]:
     for text in model.memory.layers:
         match = re.fullmatch(r"(auto:)?([0-9]{1,9})(\+?)", text)
         if not match:
-            check.fail("model.memory.layers", f"found {text[:40]!r}", "a layer such as 5, 5+ or auto:2, or a list: [4, 6+]")
+            expected = "a layer such as 5, 5+ or auto:2, or a list: [4, 6+]"
+            check.fail("model.memory.layers", f"found {text[:40]!r}", expected)
         number = int(match[2])
         if match[1] and not 1 <= number <= model.layers:
             expected = f"at most auto:{model.layers}" if number else "auto:1 or more"

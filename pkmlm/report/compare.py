@@ -136,7 +136,7 @@ def partly_measured(runs: dict[str, RunDirectory]) -> list[str]:
     for label, run in runs.items():
         folder = run.path / "eval"
         limited = [read_shaped(file, RESULTS, "the results") for file in folder.glob("tasks-*-limit-*.json")]
-        partial = {task for results in limited for task in results.get("tasks", ())}
+        partial = {task for results in limited for task in results.get("tasks") or ()}
         for _, results in results_of(folder, ".+", "tasks") if partial else ():
             partial -= results["tasks"].keys()
         if partial:

@@ -72,6 +72,7 @@ def test_several_texts_and_standard_input_have_names(trained, tmp_path, monkeypa
         assert said.startswith(f"run at step 30, {name}\n")
     kept = sorted(re.sub(r"-[0-9a-f]{8}-step-30\.json", "", file.name) for file in Path("run/eval").iterdir())
     assert kept == ["text-2_files_of_c_", "text-a_b.txt", "text-standard_input"]
+    assert pkmlm("eval", "run", "--text", "-", stdin="", code=2).stderr == "error: standard input holds no text\n"
 
 
 def test_validation_during_training_is_eval_on_valid(tmp_path, write_recipe):

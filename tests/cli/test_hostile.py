@@ -192,6 +192,13 @@ def test_lost_metrics_and_other_circumstances_are_warned_of(begun, copy):
     assert len(json.loads((copy / "run.json").read_text())["earlier"]) == 1
 
 
+def test_a_record_may_have_lost_its_circumstances(begun, copy):
+    facts = json.loads((copy / "run.json").read_text())
+    (copy / "run.json").write_text(json.dumps({**facts, "versions": None, "earlier": None}))
+    on(begun, copy, "-s", "train.steps=9")
+    assert json.loads((copy / "run.json").read_text())["versions"] == facts["versions"]
+
+
 def test_keys_that_change_what_numbers_mean_are_warned_of(begun, copy):
     keys = ["-s", "train.steps=9", "-s", "train.micro_batch=2", "-s", "eval.tokens=300", "-s", "log.every=1"]
     warned = [line for line in on(begun, copy, *keys).stderr.splitlines() if "is now" in line]
