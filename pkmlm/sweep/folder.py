@@ -1,6 +1,7 @@
 """A sweep's folder: the runs in `cells/`, and made from them `results.json`, `table.md` and the plots."""
 
-from collections.abc import Iterable
+import shlex
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from pkmlm.errors import UserError
 from pkmlm.report.tables import Table
 from pkmlm.runtime.files import make_folder, write_json, write_text
 from pkmlm.runtime.shapes import NUMBER, read_shaped
-from pkmlm.sweep.cells import Cell
+from pkmlm.sweep.cells import Cell, Cells
 from pkmlm.sweep.results import Results, Speed
 from pkmlm.sweep.runner import finished
 
@@ -47,10 +48,12 @@ class SweepFolder:
         """Take in the times of an earlier call: models of one table are timed together or not at all.
 
         Raises:
-            UserError: the table and results here are another grid's, or this is something else than a sweep.
+            UserError: the table and results here are another grid's or of other settings, or this is something else
+                than a sweep.
         """
-        points = set(results.grid.points())
-        for speed in self._found().get("speed") or []:
+        points, found = set(results.grid.points()), self._found()
+        self._refuse_other_settings(results.cells, found)
+        for speed in found.get("speed") or []:
             point = tuple(speed["point"].values())
             if point in points:
                 results.speeds[point] = Speed(speed.get("recipe"), speed["tokens_per_second"], speed.get("timed_on"))
@@ -69,6 +72,19 @@ class SweepFolder:
             hint = f"{scale}name another folder with -o"
             raise UserError(f"{self.path} holds the sweep of {held} (expected {asked})", hint)
         return found
+
+    def _refuse_other_settings(self, cells: Cells, found: Mapping[str, Any]) -> None:
+        """Before the runs that are here fail one by one, others are trained, and a table of both takes their table's
+        place. Where all runs are those of the grid's cells, or there is nothing to lose, the settings may be others.
+        """
+        theirs, ours = found.get("set"), list(cells.extra)
+        if theirs in (None, ours):
+            return
+        held = {outcome.status for cell in cells.first.values() if (outcome := finished(cell, self.runs))}
+        if "failed" in held or (found.get("cells") and not held):
+            was, asked = (shlex.join(w for text in each for w in ("-s", text)) or "no -s" for each in (theirs, ours))
+            hint = "repeat its -s, or name another folder with -o"
+            raise UserError(f"{self.path} holds the sweep with {was} (expected {asked})", hint)
 
     def _refuse_other_files(self) -> None:
         if self.path.exists() and not self.path.is_dir():

@@ -129,12 +129,13 @@ def test_a_sweep_trains_measures_and_tells(grid, tmp_path):
     written = (folder / "results.json").read_text()
     publisher = {"published_by": json.loads(written)["published_by"]}  # another, where somebody commits meanwhile
     assert json.loads(written) == kept | publisher
-    grid.write_text(TUNED.replace(", 1e-9, 1000", ""))
-    said = pkmlm(*sweep, "-s", "model.dim=16", "--table", code=2).stderr
+    grid.write_text(TUNED.replace(", 1e-9, 1000", "") + "set: {model.dim: 16}\n")
+    said = pkmlm(*sweep, "--table", code=2).stderr
     assert f"{folder} holds no run of this grid that has ended\nhint: " in said
     hint = "set it back with -s, or name another folder with -o"
     assert f"256_3e-3_seed-1: its run has model.dim 32 (expected 16): {hint}" in said
     assert (folder / "results.json").read_text() == written, "an empty table takes no other's place"
+    grid.write_text(TUNED.replace(", 1e-9, 1000", ""))
     assert "3e-3" in pkmlm(*sweep, "--table").stdout
 
 
@@ -146,14 +147,31 @@ def test_a_run_under_other_settings_is_not_the_cells(grid, tmp_path):
     train_cell(grid, folder)
     pkmlm(*sweep)
     assert cells_in(folder)["256_seed-1"]["status"] == "measured"
+    before = {path: path.read_bytes() for path in folder.glob("*.*")}
+    narrow = grid.read_text()
+    grid.write_text(GRID)  # one more cell, which the other settings would train
+    for words in ((*sweep, "-s", "eval.tokens=500"), (*sweep, "-s", "eval.tokens=500", "--table"), sweep[:-2]):
+        done = pkmlm(*words, code=2)
+        others = "-s train.steps=2 -s eval.tokens=500" if "eval.tokens=500" in words else "no -s"
+        assert done.stderr == (
+            f"error: {folder} holds the sweep with -s train.steps=2 (expected {others})\n"
+            "hint: repeat its -s, or name another folder with -o\n"
+        )
+    assert before == {path: path.read_bytes() for path in folder.glob("*.*")}
+    assert [path.name for path in (folder / "cells").glob("*_*")] == ["256_seed-1"]
+    grid.write_text(narrow)
+    table = (folder / "table.md").read_text()
     message = "256_seed-1: its run has {}: set it back with -s, or name another folder with -o"
     # A longer training would have other rates on its way.
     for key, was, value in (("eval.tokens", 600, 500), ("train.steps", 2, 4)):
+        (folder / "results.json").unlink(missing_ok=True)  # nothing tells but the run
         told = pkmlm("sweep", grid, "-o", folder, "-s", "train.steps=2", "-s", f"{key}={value}", code=2)
         found = message.format(f"{key} {was} (expected {value})")
         assert found.replace(": ", ": failed: ", 1) in told.stderr
         assert found in pkmlm(*sweep, "-s", f"{key}={value}", "--table", code=2).stderr
-        assert cells_in(folder)["256_seed-1"]["status"] == "measured", "the table that is there stays"
+        assert (folder / "table.md").read_text() == table, "the table that is there stays"
+    assert pkmlm(*sweep, "--table").stdout, "what was noted of others is in nobody's way"
+    assert cells_in(folder)["256_seed-1"]["status"] == "measured"
     assert RunDirectory(folder / "cells" / "256_seed-1").done() == 2
 
 
@@ -226,6 +244,9 @@ def test_a_stopped_sweep_goes_on(grid, tmp_path):
     stopped = run.steps()[-1]
     (command,) = runner_of(grid, folder / "cells").commands(cells_of(grid, 5000)["none_seed-1"])
     last = f"train.steps={stopped + 3}"  # no more is needed
+    said = pkmlm("sweep", grid, "-o", folder, "-s", last, code=2).stderr
+    assert f"{folder} holds the sweep with -s train.steps=5000 (expected -s {last})" in said
+    assert not (folder / "cells" / "256_seed-1").exists(), "nothing was trained beside it"
     pkmlm(*command, "-s", last)
     trained = [event["step"] for event in run.metrics() if event["event"] == "train"]
     assert trained == list(range(1, stopped + 4))

@@ -11,6 +11,7 @@ import pytest
 
 from pkmlm.cli.sweep import plan, tell_failures, with_costs
 from pkmlm.errors import UserError
+from pkmlm.recipe.dump import dump_recipe
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.nodes import parse, yaml_text
 from pkmlm.runtime.files import write_json
@@ -501,7 +502,7 @@ figures: [{x: slots, y: perplexity, line: $x^$}, {x: $x^$, y: usage}, {x: usage,
 
 def test_a_speed_is_that_of_the_recipe_that_was_timed(folder):
     cells, swept = Cells(grid_of(folder, GRID.replace("dense]", "speed]")), folder / "base.yaml"), folder / "swept"
-    other = Cells(cells.grid, folder / "base.yaml", ["model.dim=32"])
+    other = Cells(grid_of(folder, GRID.replace("model.dim: 16", "model.dim: 32")), folder / "base.yaml")
 
     def recalled(cells: Cells) -> Results:
         results = Results(cells.grid, cells, {point: {} for point in P})
@@ -523,6 +524,47 @@ def test_a_speed_is_that_of_the_recipe_that_was_timed(folder):
     kept = json.loads((swept / "results.json").read_text())
     write_json(swept / "results.json", kept | {"speed": [kept["speed"][0] | {"recipe": None}]})
     assert recalled(cells).values("speed", P[0]) == ()
+
+
+def test_a_folder_keeps_to_the_settings_of_its_runs(folder):
+    def results(*extra: str, text: str = GRID) -> Results:
+        cells = Cells(grid_of(folder, text), folder / "base.yaml", extra)
+        return Results(cells.grid, cells, {point: {} for point in cells.grid.points()})
+
+    swept = SweepFolder(folder / "swept", "grid", None)
+    swept.runs.mkdir(parents=True)
+    swept.recall(results("train.steps=8"))  # killed before its first results.json
+    swept.begin(results("train.steps=8"))
+    swept.recall(results("train.steps=7"))  # nothing was trained with the other
+    ours = results("train.steps=7", "data.dir=a b")
+    swept.begin(ours)
+    cell = ours.cells.first[P[0], "2e-3"]
+    run = swept.runs / cell.name
+    (run / "checkpoints" / "step-00000002").mkdir(parents=True)
+    (run / "recipe.yaml").write_text(dump_recipe(cell.recipe))
+    said = f"{swept.path} holds the sweep with -s train.steps=7 -s 'data.dir=a b' (expected "
+    for extra, asked in (((), "no -s)"), (("train.steps=8", "data.dir=a b"), "-s train.steps=8 -s 'data.dir=a b')")):
+        with pytest.raises(UserError) as error:
+            swept.recall(results(*extra))
+        assert (error.value.message, error.value.hint) == (
+            said + asked,
+            "repeat its -s, or name another folder with -o",
+        )
+    write_json(run / "run.json", {"status": "diverged"})
+    ours.add(Outcome(cell, "diverged", {}))
+    swept.write(ours)
+    swept.recall(results("data.dir=a b", "train.steps=7"))  # in another order
+    swept.recall(results("data.dir=a b", text=GRID.replace("set: {", "set: {train.steps: 7, ")))
+    wider = GRID.replace("seeds: [1, 2]", "seeds: [1, 2, 3]").replace("    256: {", "    1k: {}\n    256: {", 1)
+    swept.recall(results("train.steps=7", "data.dir=a b", text=wider))
+    with pytest.raises(UserError, match="expected no -s"):
+        swept.recall(results())
+    (run / "recipe.yaml").unlink()
+    with pytest.raises(UserError, match="expected no -s"):
+        swept.recall(results())  # the table is there
+    kept = json.loads((swept.path / "results.json").read_text())
+    write_json(swept.path / "results.json", {key: kept[key] for key in kept if key != "set"})
+    swept.recall(results())  # nothing says with which settings
 
 
 def test_the_average_beside_the_papers_is_over_its_tasks():
