@@ -31,8 +31,9 @@ from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.check import require_softmax
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runtime.device import DTYPES, is_finite
-from pkmlm.runtime.files import is_there, read_json, write_json, write_text, writing, writing_folder
+from pkmlm.runtime.files import read_json, write_json, write_text, writing, writing_folder
 from pkmlm.runtime.manifest import ENTRIES, MANIFEST, damage, entry_of
+from pkmlm.runtime.places import is_there
 from pkmlm.runtime.shapes import misfit, read_shaped
 from pkmlm.train.tensor_files import write_tensors
 

@@ -248,34 +248,6 @@ def regular(path: str, flags: int) -> int:
     return descriptor
 
 
-def is_there(path: Path) -> bool:
-    """Whether a name leads to something.
-
-    Raises:
-        OSError: that cannot be seen, or no name is so long. (From Python 3.14 on, `Path.exists` takes that for a no.)
-    """
-    try:
-        path.stat()
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            raise
-        return False
-    return True
-
-
-def size_of(path: Path) -> int | None:
-    """The bytes of a regular file; None where there is none.
-
-    Raises:
-        OSError: it cannot be seen whether there is one. (From Python 3.14 on, `Path.is_file` takes that for a no.)
-    """
-    try:
-        found = path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return found.st_size if stat.S_ISREG(found.st_mode) else None
-
-
 def read_bytes(path: Path) -> bytes:
     """The bytes of a regular file.
 

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from pkmlm.errors import read_errors
-from pkmlm.runtime.files import sha256_of, size_of
+from pkmlm.runtime.files import sha256_of
+from pkmlm.runtime.places import size_of
 from pkmlm.runtime.shapes import Shape
 
 MANIFEST = "manifest.json"
