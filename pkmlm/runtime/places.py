@@ -1,4 +1,4 @@
-"""What stands at a path. (From Python 3.14 on, `Path.exists` and `Path.is_file` take it for a no if that cannot be seen.)"""
+"""What stands at a path. (From Python 3.14 on, `Path.exists` and `is_file` say no where that cannot be seen.)"""
 
 import errno
 import stat
