@@ -239,7 +239,8 @@ def test_a_memory_is_added_to_a_trained_model(tmp_path, write_recipe, trained):
     run, recipe = tmp_path / "run", write_recipe(tmp_path, "product-key")
     train = ["train", recipe, "-o", run, "-s", f"train.init_from={trained('dense')}", "-s", "model.memory.layers=2+"]
     said = pkmlm(*train, "-s", "train.steps=1").stderr
-    told = f"train.init_from: not in {trained('dense')}, so starts anew: memory (layer 2)\n"
+    told = f"train.init_from: not in {trained('dense')}, so starts anew: memory (layer 2); the text comes in "
+    told += "the order that it was trained in; another train.seed gives another\n"
     assert said.count(told) == 1
     assert (run / "train.log").read_text().count(told) == 1
     assert told in pkmlm(*train, "--dry-run").stderr
