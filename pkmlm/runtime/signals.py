@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import select
 import signal
 import sys
 import threading
@@ -13,6 +14,7 @@ from types import FrameType
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SAME_REQUEST = 1.0  # seconds: make and launchers pass on a signal that the process group has had already
 PATIENCE = 5.0  # seconds from a second request that no handler answers to the end of the process
+AGAIN = 0.1  # seconds from one try to reach the handler to the next
 Handler = Callable[[int, FrameType | None], None]
 EXIT_CODES: dict[int, int] = {signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGINT: 130}
 
@@ -27,7 +29,6 @@ class StopRequest:
 
     def __init__(self, agree: Callable[[int], int] = int) -> None:
         self.exit_code: int | None = None
-        self.asked_at = 0.0
         self.agree = agree
 
     def agreed(self) -> int | None:
@@ -44,63 +45,74 @@ def stop_on_signals(agree: Callable[[int], int] = int, told: str = "") -> Iterat
         agree: see `StopRequest`.
         told: a line for standard error when the first comes.
     """
-    request, answered = StopRequest(agree), threading.Event()
+    request, second = StopRequest(agree), SecondRequest()
 
     def note(number: int, frame: FrameType | None) -> None:
+        if second.heard.is_set():
+            second.answered.set()
+            raise KeyboardInterrupt
         if request.exit_code is None:
-            request.asked_at = time.monotonic()  # first: a second signal may come between two lines of this
             request.exit_code = EXIT_CODES[signal.Signals(number)]
             signal_at_parents_death(0)  # it comes for each dying thread of the parent: one is enough
-        elif time.monotonic() - request.asked_at > SAME_REQUEST:
-            answered.set()
-            raise KeyboardInterrupt
 
-    with watched(answered, told), handled(note):
+    with watched(second, told), handled(note):
         yield request
 
 
-@contextmanager
-def watched(answered: threading.Event, told: str) -> Iterator[None]:
-    """Hear signals in a thread, too: the interpreter runs no handler while it waits for a call of a library, which may
-    be long (half precision on a CPU) or never end (another rank's share of a sum).
+class SecondRequest:
+    """A signal more than `SAME_REQUEST` seconds after the first: whether it was heard, and whether a handler has ended
+    what was to be ended.
+    """
 
-    Args:
-        answered: the handler has ended what was to be ended; so it is when this is left.
+    def __init__(self) -> None:
+        self.heard, self.answered = threading.Event(), threading.Event()
+
+
+@contextmanager
+def watched(second: SecondRequest, told: str) -> Iterator[None]:
+    """Hear signals in a thread: the interpreter runs no handler while it waits for a call of a library, which may be
+    long (half precision on a CPU) or never end (another rank's share of a sum). The thread alone has a clock, since it
+    alone sees when a signal comes.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    thread = threading.Thread(target=_hear, args=(reader, answered, told), daemon=True)
+    thread = threading.Thread(target=_hear, args=(reader, second, told), daemon=True)
     thread.start()
     try:
         yield
     finally:
         signal.set_wakeup_fd(before)
-        answered.set()
+        second.answered.set()
         os.write(writer, b"\0")  # a forked child may hold the pipe open: its end would not be seen
+        thread.join()
         os.close(writer)
-        thread.join(1)
-        if not thread.is_alive():  # standard error may be a pipe that nobody empties
-            os.close(reader)
+        os.close(reader)
 
 
-def _hear(reader: int, answered: threading.Event, told: str) -> None:
-    """Say that the first request was heard; end the process where no handler answers a second one in `PATIENCE`."""
+def _hear(reader: int, second: SecondRequest, told: str) -> None:
+    """Say that the first request was heard; have a second one handled, and end the process where no handler answers it
+    in `PATIENCE`.
+    """
     asked_at = 0.0
-    while not answered.is_set():
-        if not any(number in EXIT_CODES for number in os.read(reader, 64)):
-            continue
-        if not asked_at:
+    while not second.answered.is_set():
+        requests = [number for number in os.read(reader, 64) if number in EXIT_CODES]
+        if requests and not asked_at:
             asked_at = time.monotonic()
             say(told)
-        elif time.monotonic() - asked_at > SAME_REQUEST and not answered.wait(PATIENCE):
+        elif requests and time.monotonic() - asked_at > SAME_REQUEST:
+            second.heard.set()
+            for _ in range(round(PATIENCE / AGAIN)):
+                if second.answered.wait(AGAIN):
+                    return
+                signal.pthread_kill(threading.main_thread().ident or 0, requests[-1])  # it wakes from a sleep, too
             os._exit(EXIT_CODES[signal.SIGINT])
 
 
 def say(told: str) -> None:
-    """A line on standard error, over the terminal's ^C; nothing where the terminal has gone."""
-    with suppress(OSError, ValueError, AttributeError):
-        if told:
+    """A line on standard error, over the terminal's ^C; nothing where the terminal has gone or nobody reads."""
+    with suppress(OSError, ValueError, TypeError):
+        if told and select.select([], [sys.stderr], [], 0)[1]:
             print(("\r\x1b[2K" if sys.stderr.isatty() else "") + told, file=sys.stderr, flush=True)
 
 
