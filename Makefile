@@ -1,5 +1,6 @@
 # make demo    install, tokenize, train three small models, measure and compare them
 # make test    install and run the tests
+# make test-oldest  the tests with the oldest libraries that setup.py allows (of torch, too, with TORCH=torch==2.11.0)
 # make torture kill, corrupt, fill disks, mutate: about an hour; goes on where it was stopped
 # make check   linter, formatter, type checker
 # make pkm-table-2, pkm-headline, memoryformer-table-5, ...: a table or figure of a paper (recipes/*/grids)
@@ -23,7 +24,7 @@ TASK_DATA ?=
 AT_A_TIME = $(if $(DEVICES),--device $(DEVICES),--jobs $(JOBS))
 split = $(firstword $(wildcard $(CORPUS)/$(1).txt $(CORPUS)/$(1).txt.zst $(CORPUS)/$(1).txt.gz))
 
-.PHONY: demo test torture check golden clean
+.PHONY: demo test test-oldest torture check golden clean
 
 demo: $(RUNS:%=%/eval/done)
 	$(PKMLM) compare $(RUNS) --plots demo/plots --force
@@ -47,6 +48,9 @@ demo/tokens/index.json: | .venv/installed
 
 test: .venv/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadfile
+
+test-oldest: .venv-oldest/installed
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -q -n auto --dist loadfile
 
 torture: .venv/installed-dev
 	$(BIN)/python -m tests.torture --folder $(TORTURE)
@@ -91,5 +95,13 @@ $(TOKENS)/index.json: | .venv/installed
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
+# A range's beginning is held to by pip only as a constraint. torch has a line of its own: old ones are of gigabytes.
+.venv-oldest/installed: setup.py
+	$(PYTHON) -m venv .venv-oldest
+	sed -nE 's/^.*"([a-zA-Z0-9-]+)>=([0-9.]+),.*$$/\1==\2/p' setup.py | grep -v '^torch==' > .venv-oldest/constraints
+	.venv-oldest/bin/python -m pip install -q --disable-pip-version-check $(TORCH)
+	.venv-oldest/bin/python -m pip install -q --disable-pip-version-check -c .venv-oldest/constraints -e '.[dev]'
+	@touch $@
+
 clean:
-	rm -rf .venv demo *.egg-info
+	rm -rf .venv .venv-oldest demo *.egg-info

@@ -138,7 +138,7 @@ def random_tokens(vocab_size: int, sequences: int, length: int, index: int = 0) 
 @torch.no_grad()
 def prefilled(model: Transformer, prompt_BT: Tensor) -> Cache:
     """The cache of a model that has read a prompt."""
-    cache = Cache()
+    cache = Cache(model.context)
     model.hidden(prompt_BT, cache)
     return cache
 
@@ -146,7 +146,7 @@ def prefilled(model: Transformer, prompt_BT: Tensor) -> Cache:
 @torch.no_grad()
 def decode(model: Transformer, filled: Cache, last_B1: Tensor, tokens: int) -> Tensor:
     """The `tokens` most likely continuations (B, tokens) one after the other; what `filled` holds stays as it is."""
-    cache, found = Cache(filled.length, list(filled.layers)), []
+    cache, found = replace(filled), []
     for _ in range(tokens):
         last_B1 = model.head(model.hidden(last_B1, cache)[:, -1]).argmax(-1, keepdim=True)
         found.append(last_B1)

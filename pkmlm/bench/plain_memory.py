@@ -28,7 +28,7 @@ class PlainMemory(nn.Module):
         self.query = nn.Linear(dim, width)
         self.norm = nn.BatchNorm1d(width)
         self.subkeys_H2nf = nn.Parameter(torch.empty(memory.heads, 2, memory.num_keys, memory.key_dim // 2))
-        self.values = nn.EmbeddingBag(memory.num_keys**2, dim, mode="sum", sparse=sparse, device="meta")
+        self.values = nn.EmbeddingBag(memory.slots, dim, mode="sum", sparse=sparse, device="meta")
 
     @torch.no_grad()
     def take_weights(self, layer: ProductKeyMemory) -> None:

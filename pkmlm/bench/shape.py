@@ -20,7 +20,7 @@ class Shape:
 
     @property
     def slots(self) -> int:
-        return self.num_keys**2
+        return self.memory.slots
 
     @property
     def table_bytes(self) -> int:

@@ -21,7 +21,7 @@ NEEDED = (
     *("matplotlib", "psutil", "lm-eval", "datasets", "huggingface-hub", "jinja2"),
 )
 OPTIONAL = ("transformers", "tensorboard", "wandb")  # setup.py's extras hf and sinks
-OLDEST_TORCH = "2.10"
+OLDEST_TORCH = "2.11"
 GIGA = 10**9
 LITTLE_DISK, LITTLE_MEMORY = 5 * GIGA, 2 * GIGA
 

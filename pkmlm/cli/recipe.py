@@ -90,7 +90,7 @@ def summary(recipe: "Recipe") -> str:
         parts.append(f"hash tables of {model.hash.bits} bits")
     if memory.kind != "none":
         layers = ", ".join(f"{layer}{'+' * beside}" for layer, beside in memory_layers(model).items())
-        parts.append(f"{memory.kind} memory of {memory.num_keys**2:,} slots at {layers}")
+        parts.append(f"{memory.kind} memory of {memory.slots:,} slots at {layers}")
     steps = recipe.train.steps
     parts.append(f"{steps:,} step{'s' * (steps > 1)} of {recipe.train.batch_tokens:,} tokens")
     return ", ".join(parts)

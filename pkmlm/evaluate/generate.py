@@ -48,11 +48,11 @@ def generate(model: Transformer, prompt: list[int], sampling: Sampling, most: in
     """
     device = next(model.parameters()).device
     random = torch.Generator(device).manual_seed(sampling.seed)
-    ids, cache = list(prompt), Cache()
+    ids, cache = list(prompt), Cache(model.context)
     pending = ids[-model.context :]
     for _ in range(most):
         if cache.length + len(pending) > model.context:
-            cache, pending = Cache(), ids[-max(1, model.context // 2) :]
+            cache, pending = Cache(model.context), ids[-max(1, model.context // 2) :]
         h_1TD = model.hidden(torch.tensor([pending], device=device), cache)
         token = draw(model.head(h_1TD[0, -1])[:vocab_size].float(), sampling, random)
         ids.append(token)

@@ -19,8 +19,8 @@ LEAST_WIDTH = 32  # of the narrower side of a map; below it, oneDNN's copies of 
 
 
 def mkl_is_narrow() -> bool:
-    """Whether this is an AMD CPU with AVX-512, and torch can be asked for oneDNN (older ones do not name the CPU)."""
-    cpu: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    """Whether this is an AMD CPU with AVX-512, and torch can be asked for oneDNN."""
+    cpu = torch.cpu.get_capabilities()
     wide = bool(cpu.get("avx512_f")) and str(cpu.get("cpu_name")).startswith("AMD")
     return wide and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 

@@ -20,24 +20,29 @@ ROTARY_BASE = 10_000.0
 
 @dataclass
 class Cache:
-    """Keys and values of the positions that a model has already read, for generation.
+    """Keys and values of the positions that a model has already read, for generation. They have their place from the
+    beginning: a token costs what it adds, not a copy of what is held.
 
     Attributes:
+        room: positions that it can hold (C): the model's context.
         length: positions held; the next token has this position.
-        layers: one (k, v) pair a block, each (B, h, S, e).
+        layers: one (k, v) pair a block, each (B, h, C, e); what stands behind `length` means nothing.
     """
 
+    room: int
     length: int = 0
     layers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def extend(self, index: int, k_BhTe: Tensor, v_BhTe: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the new positions of block `index`; return all of its keys and values, (B, h, S, e) each."""
+        """Write the new positions of block `index`; return all of its keys and values so far, (B, h, S, e) each."""
+        batch, heads, new, width = k_BhTe.shape
         if index == len(self.layers):
-            self.layers.append((k_BhTe, v_BhTe))
-        else:
-            k_BhSe, v_BhSe = self.layers[index]
-            self.layers[index] = (torch.cat([k_BhSe, k_BhTe], 2), torch.cat([v_BhSe, v_BhTe], 2))
-        return self.layers[index]
+            k_BhCe, v_BhCe = (x.new_empty(batch, heads, self.room, width) for x in (k_BhTe, v_BhTe))
+            self.layers.append((k_BhCe, v_BhCe))
+        k_BhCe, v_BhCe = self.layers[index]
+        end = self.length + new
+        k_BhCe[:, :, self.length : end], v_BhCe[:, :, self.length : end] = k_BhTe, v_BhTe
+        return k_BhCe[:, :, :end], v_BhCe[:, :, :end]
 
 
 class Layout(NamedTuple):

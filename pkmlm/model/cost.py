@@ -202,18 +202,17 @@ def key_memory(model: Model) -> Part:
     (flat keys: H * n^2 * d_q); H * k * d for the weighted sum of the values.
     """
     memory, d = model.memory, model.dim
-    queries, slots = memory.heads * memory.key_dim, memory.num_keys**2
-    rows = memory.num_keys if memory.kind == "product-key" else slots
+    queries = memory.heads * memory.key_dim
     query_map = d * queries + (d * d if memory.query == "mlp" else 0)
     bias = queries + (d if memory.query == "mlp" else 0)
     norm = {"batch": 2 * queries, "layer": 2 * memory.key_dim, "rms": memory.key_dim, "none": 0}[memory.query_norm]
-    keys = queries * rows  # product keys: heads * 2 * n * (d_q / 2)
+    keys = queries * memory.key_rows  # product keys: heads * 2 * n * (d_q / 2)
     reads = memory.heads * memory.topk
     return Part(
         "memory",
         query_map + bias + norm + keys,
         model.context * (query_map + keys + reads * d),
-        memory=slots * d,
+        memory=memory.slots * d,
         reads=reads,
         width=d,
         # Queries before and after their norm; for each read a weight, its slot and, of product keys, both sub-keys.

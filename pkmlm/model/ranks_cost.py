@@ -59,10 +59,9 @@ def shardable(recipe: Recipe, cost: Cost) -> tuple[int, int]:
     memories stay whole.
     """
     memory = recipe.model.memory
-    rows = memory.num_keys if memory.kind == "product-key" else memory.num_keys**2
     layers = sum(part.name == "memory" for part in table_parts(cost))
     blocks = sum(block.dense for block in cost.blocks)
-    return blocks - layers * memory.heads * memory.key_dim * rows, cost.dense - blocks
+    return blocks - layers * memory.heads * memory.key_dim * memory.key_rows, cost.dense - blocks
 
 
 def bytes_held(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> dict[str, int]:

@@ -41,7 +41,7 @@ def training_bytes(recipe: Recipe, dense: int, blocks: "tuple[Block, ...]", voca
     parameters = dense + sum(block.memory for block in blocks)
     tokens = train.micro_batch * model.context
     kept = sum(row_gradient_bytes(part, train.batch_tokens, tokens) for block in blocks for part in block.parts)
-    rows = 2 * memory.num_keys if memory.kind == "product-key" else memory.num_keys**2
+    rows = 2 * memory.num_keys if memory.kind == "product-key" else memory.slots
     search = 0 if memory.kind == "none" else 4 * min(SCORES["cpu"], tokens * HEADS["cpu"] * rows)
     at_a_time = min(tokens, tokens_at_a_time("cpu", vocab_size))
     width = 2 if train.precision in ("bf16", "fp16") else 4

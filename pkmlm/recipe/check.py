@@ -111,9 +111,8 @@ def check_sizes(check: Check, model: Model) -> None:
         "model.ffn_dim": model.layers * (model.ffn_dim or 0) * model.dim,
     }
     if memory.kind != "none":
-        sizes["model.memory.num_keys"] = memory.num_keys**2 * model.dim
-        key_rows = memory.num_keys if memory.kind == "product-key" else memory.num_keys**2
-        sizes["model.memory.key_dim"] = memory.heads * memory.key_dim * max(key_rows, model.dim)
+        sizes["model.memory.num_keys"] = memory.slots * model.dim
+        sizes["model.memory.key_dim"] = memory.heads * memory.key_dim * max(memory.key_rows, model.dim)
     if model.attention == "performer":
         sizes["model.attention_options.features"] = model.layers * model.attention_options.features * model.dim
     if model.projections == "hash":
@@ -254,13 +253,12 @@ def check_hash(check: Check, model: Model) -> None:
 def check_memory(check: Check, model: Model) -> None:
     """A memory's sizes go together."""
     memory = model.memory
-    limit = memory.num_keys if memory.kind == "product-key" else memory.num_keys**2
-    if memory.topk > limit:
+    if memory.topk > memory.key_rows:
         what = "which is model.memory.num_keys" if memory.kind == "product-key" else "the slots"
         check.fail(
             "model.memory.topk",
             f"found {memory.topk}",
-            f"at most {limit}, {what}",
+            f"at most {memory.key_rows}, {what}",
             "model.memory.num_keys",
             "model.memory.kind",
         )

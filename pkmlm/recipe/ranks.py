@@ -20,8 +20,8 @@ def check_ranks(recipe: Recipe, ranks: int, file: str) -> None:
     check = Check(dict.fromkeys(("parallel.memory", "train.micro_batch", "model.memory.num_keys"), file))
     portion, sequences, parts = recipe.train.micro_batch, recipe.sequences, recipe.parallel.memory
     memory = recipe.model.memory
-    if ranks > 1 and memory.kind != "none" and memory.num_keys**2 > MOST_SLOTS:
-        message = f"found {memory.num_keys}, {memory.num_keys**2:.2g} slots"
+    if ranks > 1 and memory.kind != "none" and memory.slots > MOST_SLOTS:
+        message = f"found {memory.num_keys}, {memory.slots:.2g} slots"
         check.fail("model.memory.num_keys", message, f"at most {math.isqrt(MOST_SLOTS)} with more than one process")
     if ranks % parts:
         who = "1 process does" if ranks == 1 else f"{ranks} processes do"

@@ -40,6 +40,15 @@ class Memory:
         "batch", "normalisation of the queries; batch is the paper's (PKM table 2)"
     )
 
+    @property
+    def slots(self) -> int:
+        return self.num_keys**2
+
+    @property
+    def key_rows(self) -> int:
+        """Keys of a head, in rows of `key_dim`: two halves' sub-keys are as many rows as one half has."""
+        return self.num_keys if self.kind == "product-key" else self.slots
+
 
 @dataclass(frozen=True)
 class Hash:

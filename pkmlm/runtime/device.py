@@ -88,7 +88,7 @@ def choose_precision(requested: str, device: torch.device) -> tuple[Precision, s
         UserError: bf16 was asked for on a GPU that has none.
     """
     if device.type == "cpu":
-        return precision_on_cpu(requested, getattr(torch.cpu, "get_capabilities", dict)())
+        return precision_on_cpu(requested, torch.cpu.get_capabilities())
     name = torch.cuda.get_device_name(device)
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     if requested == "auto":
@@ -99,7 +99,7 @@ def choose_precision(requested: str, device: torch.device) -> tuple[Precision, s
 
 
 def precision_on_cpu(requested: str, capabilities: Mapping[str, Any]) -> tuple[Precision, str]:
-    """`choose_precision` for a CPU with these capabilities (of `torch.cpu.get_capabilities`; older torch tells none).
+    """`choose_precision` for a CPU with these capabilities (of `torch.cpu.get_capabilities`).
 
     "auto" is fp32 also where bf16 is fast: on a CPU with AVX512-BF16, steps of models of width 128 ran 0.95 times as
     fast in bf16, and of width 512 1.4 to 1.5 times; there it is worth asking for, at losses that another CPU would not
@@ -108,7 +108,7 @@ def precision_on_cpu(requested: str, capabilities: Mapping[str, Any]) -> tuple[P
     native = {name: any(capabilities.get(one) for one in names) for name, names in CPU_INSTRUCTIONS.items()}
     if requested == "auto":
         return "fp32", "auto: a CPU" + ("; train.precision=bf16 may be faster on this one" if native["bf16"] else "")
-    if capabilities and not native.get(requested, True):
+    if not native.get(requested, True):
         return requested, f"as the recipe asks, but slow: this CPU has no {requested} instructions"  # type: ignore[return-value]
     return requested, "as the recipe asks"  # type: ignore[return-value]
 

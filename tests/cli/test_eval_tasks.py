@@ -71,7 +71,9 @@ def test_every_stock_task_of_the_readme_in_one_command(run, rows):
 
 
 @pytest.mark.parametrize(
-    ("page", "kept"), [("x" * 5000, {"byte_perplexity", "bits_per_byte"}), ("", {"word_perplexity"})]
+    ("page", "kept"),
+    [("x" * 5000, {"byte_perplexity", "bits_per_byte"}), ("", {"word_perplexity"})],
+    ids=["one endless word", "nothing"],
 )
 def test_perplexities_that_no_number_holds_are_left_out(run, tmp_path, page, kept):
     (tmp_path / "wikitext.jsonl").write_text(json.dumps({"page": page}))

@@ -256,7 +256,7 @@ def test_queries_and_keys_are_rotated_first(name):
 @pytest.mark.parametrize("name", KINDS)
 def test_only_softmax_reads_a_cache(name):
     with pytest.raises(ValueError, match="only softmax attention reads a cache"):
-        model_of(name, "learned")(tokens_of(), Cache())
+        model_of(name, "learned")(tokens_of(), Cache(SHAPE["context"]))
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -23,7 +23,6 @@ OLD, ZEN4, ARM = {"avx2": True, "avx512_bf16": False}, {"avx2": True, "avx512_bf
         ("bf16", ZEN4, "bf16", "as the recipe asks"),
         ("fp16", ZEN4, "fp16", "as the recipe asks, but slow: this CPU has no fp16 instructions"),
         ("fp32", OLD, "fp32", "as the recipe asks"),
-        ("bf16", {}, "bf16", "as the recipe asks"),  # a torch that cannot tell
     ],
 )
 def test_a_cpu_gets_the_precision_with_a_reason(requested, capabilities, precision, reason):

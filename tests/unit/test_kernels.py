@@ -156,7 +156,7 @@ SHAPES = [(1, 1, 1, 1), (5, 0, 3, 4), (9, 7, 8, 60), (50, 40, 13, 100), (5000, 3
 @pytest.mark.parametrize("shape", SHAPES)
 def test_row_kernels_equal_their_reference(shape):
     values, slots, weights, x = random_reads(*shape, seed=2)
-    close = {"rtol": 1e-5, "atol": 1e-4}
+    close = {"rtol": 1e-5, "atol": 5e-4}  # a slot of the last shape sums 2,700 reads
     out = cpu.weighted_row_sum(values, slots, weights)
     torch.testing.assert_close(out, reference.weighted_row_sum(values, slots, weights), **close)
     torch.testing.assert_close(cpu.row_products(values, x, slots), reference.row_products(values, x, slots), **close)

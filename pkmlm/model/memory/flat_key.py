@@ -17,7 +17,7 @@ class FlatKeyMemory(KeyMemory):
 
     def __init__(self, dim: int, memory: Memory, layer: int, momentum: float):
         super().__init__(dim, memory, layer, momentum)
-        self.keys_HKq = nn.Parameter(torch.empty(memory.heads, memory.num_keys**2, memory.key_dim))
+        self.keys_HKq = nn.Parameter(torch.empty(memory.heads, memory.slots, memory.key_dim))
 
     def initial(self) -> dict[str, Initial]:
         return {"keys_HKq": Uniform(self.keys_HKq.shape[-1] ** -0.5)}

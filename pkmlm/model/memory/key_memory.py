@@ -29,11 +29,10 @@ class KeyMemory(nn.Module, ABC):
 
     def __init__(self, dim: int, memory: Memory, layer: int, momentum: float):
         super().__init__()
-        slots = memory.num_keys**2
         self.topk = memory.topk
         self.query = Query(dim, memory, momentum)
-        self.tap = UsageTap(layer, "memory", memory.kind, slots, memory.heads)
-        self.values = Values(slots, dim, std=dim**-0.5, group="values")
+        self.tap = UsageTap(layer, "memory", memory.kind, memory.slots, memory.heads)
+        self.values = Values(memory.slots, dim, std=dim**-0.5, group="values")
 
     @abstractmethod
     def select(self, q_NHq: Tensor) -> tuple[Tensor, Tensor]:
