@@ -41,7 +41,7 @@ setup(
         "sinks": ["tensorboard>=2.16,<3", "wandb>=0.17,<1"],
         "dev": [
             "pytest>=8,<10",
-            "pytest-xdist>=3.6,<4",
+            "pytest-xdist>=3.6.1,<4",
             "hypothesis>=6.100,<7",
             "ruff>=0.14,<1",
             "mypy>=1.15,<3",
