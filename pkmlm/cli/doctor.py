@@ -185,7 +185,8 @@ def described(facts: dict[str, Any]) -> str:
     lines.append(f"{'cores':<16}{here['cores']}")
     if "error" not in torch:
         products = ", fp32 products by oneDNN" if torch["fp32_by_onednn"] else ""
-        lines[-1] += f" (torch uses {torch['threads']} threads, {torch['cpu']}{products})"
+        threads = f"{torch['threads']} thread{'s' * (torch['threads'] != 1)}"
+        lines[-1] += f" (torch uses {threads}, {torch['cpu']}{products})"
     if here["memory_bytes"] is not None:
         total, free = here["memory_bytes"] / GIGA, here["memory_free_bytes"] / GIGA
         lines.append(f"{'memory':<16}{total:.1f} GB, {free:.1f} GB free")

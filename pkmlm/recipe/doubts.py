@@ -71,4 +71,6 @@ def switches(recipe: Recipe) -> dict[str, str]:
     idle["model.attention"] = tuple(f"model.attention_options.{name}" for name in others)
     if not {"cosine", "linear"} & recipe.schedules:
         idle["optim.schedule"] = ("optim.final_lr",)
+    if values["eval.every"] == 0:
+        idle["eval.every"] = ("eval.patience",)
     return {key: switch for switch, keys in idle.items() for key in values if key.startswith(keys)}
