@@ -48,7 +48,7 @@ class LazyGroup(click.Group):
             return None
         module = importlib.import_module(f"pkmlm.cli.{COMMANDS[cmd_name][0]}")
         command: click.Command = module.command
-        accept_verbose(command)
+        accept_anywhere(command)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -78,8 +78,11 @@ def set_verbose(context: click.Context, parameter: click.Parameter, value: bool)
 
 
 def set_quiet(context: click.Context, parameter: click.Parameter, value: bool) -> None:
-    """-q before a command is that of the command, where it has one: `options.quiet_option` asks for it."""
-    context.ensure_object(dict)["quiet"] = value
+    """-q before a command is that of the command: `options.quiet_option` asks for it. Those that show no progress take
+    it, too: a script may call them all alike.
+    """
+    settings = context.ensure_object(dict)
+    settings["quiet"] = value or settings.get("quiet", False)
 
 
 VERBOSE = click.Option(
@@ -91,25 +94,27 @@ VERBOSE = click.Option(
 )
 
 
-def accept_verbose(command: click.Command) -> None:
-    """Let -v stand behind the command, too, where one adds it after an error."""
-    if VERBOSE not in command.params:
-        command.params.append(VERBOSE)
-    if isinstance(command, click.Group):
-        for each in command.commands.values():
-            accept_verbose(each)
-
-
-@click.group(cls=LazyGroup, params=[VERBOSE], context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, message="pkmlm %(version)s")
-@click.option(
-    "-q",
-    "--quiet",
+QUIET = click.Option(
+    ["-q", "--quiet"],
     is_flag=True,
     expose_value=False,
     callback=set_quiet,
     help="No progress on standard error.",
 )
+
+
+def accept_anywhere(command: click.Command) -> None:
+    """Let -v and -q stand behind the command, too."""
+    for common in (QUIET, VERBOSE):
+        if all(common.name != each.name for each in command.params):
+            command.params.append(common)
+    if isinstance(command, click.Group):
+        for each in command.commands.values():
+            accept_anywhere(each)
+
+
+@click.group(cls=LazyGroup, params=[QUIET, VERBOSE], context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="pkmlm %(version)s")
 def cli() -> None:
     """Train and measure language models whose capacity lies in a large, sparsely read memory.
 

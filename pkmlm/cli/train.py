@@ -209,7 +209,7 @@ def begin(run: "RunDirectory", job: "Job", arithmetic: "Arithmetic", ranks: int)
         warnings += lost_metrics(run)
         facts = with_earlier(before, facts, step)
     hashes = {"data_sha256": job.corpus.sha256, "tokenizer_sha256": job.tokenizer.sha256}
-    run.note(**hashes, **facts, status="running", exit_code=None, rank=None)
+    run.note(**hashes, **facts, status="running", exit_code=None, rank=None, message=None)
     return warnings
 
 
@@ -242,19 +242,20 @@ def explained(job: "Job", arithmetic: "Arithmetic", world: "World") -> Iterator[
 
 @contextmanager
 def noting_failure(run: "RunDirectory", world: "World") -> Iterator[None]:
-    """Note a failure, the step of the last checkpoint and whose error it was (where that is known) in run.json, by
-    rank 0."""
+    """Note a failure, the step of the last checkpoint, whose error it was and what it said (where that is known) in
+    run.json, by rank 0."""
 
-    def note(status: str, exit_code: int) -> None:
+    def note(status: str, exit_code: int, message: str | None = None) -> None:
         if world.rank > 0:
             return
+        facts = {"status": status, "exit_code": exit_code, "rank": world.tally.failed, "message": message}
         with suppress(UserError):  # no room for that either: the failure itself is what must be told
-            run.note(status=status, exit_code=exit_code, step=max(run.steps(), default=0), rank=world.tally.failed)
+            run.note(**facts, step=max(run.steps(), default=0))
 
     try:
         yield
     except UserError as error:
-        note("diverged" if error.exit_code == 3 else "failed", error.exit_code)
+        note("diverged" if error.exit_code == 3 else "failed", error.exit_code, error.message)
         raise
     except KeyboardInterrupt:  # a second signal: the user does not want to wait for a checkpoint
         note("interrupted", 130)

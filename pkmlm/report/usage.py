@@ -107,7 +107,7 @@ class MemoryUsage:
                 for number, found in enumerate(map(measures, self.masses_HK), start=1)
             ],
         }
-        return entry | self._overlap_json() if self.shared else entry
+        return entry | self._overlap_json()
 
     def _overlap_json(self) -> dict[str, Any]:
         names = ("head_overlap", "head_overlap_uniform", "head_overlap_matrix")

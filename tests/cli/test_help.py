@@ -29,7 +29,7 @@ ALL = commands(cli)
 @pytest.mark.parametrize(("path", "command"), ALL, ids=[" ".join(path) for path, _ in ALL])
 def test_every_command_has_help_with_examples(path, command):
     said = pkmlm(*path, "--help").stdout
-    assert said == pkmlm(*path, "-h").stdout
+    assert said == pkmlm(*path, "-h").stdout == pkmlm(*path, "-q", "-v", "-h").stdout
     assert "Examples:" in said
     assert f"pkmlm {path[0]}" in said
     assert all(len(line) <= 80 for line in said.splitlines()), max(said.splitlines(), key=len)

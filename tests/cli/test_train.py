@@ -165,6 +165,7 @@ def test_divergence_exits_3_and_keeps_the_last_checkpoint(tmp_path, write_recipe
     assert "hint: " in said
     facts = json.loads((run / "run.json").read_text())
     assert (facts["status"], facts["exit_code"]) == ("diverged", 3)
+    assert f"error: {facts['message']}\n" in said
 
 
 def test_a_model_that_cannot_be_measured_has_diverged(tmp_path, write_recipe, monkeypatch):
