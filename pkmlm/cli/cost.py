@@ -13,7 +13,8 @@ from pkmlm.cli.streams import warn
 from pkmlm.errors import UserError
 
 if TYPE_CHECKING:
-    from pkmlm.model.cost import Block, Cost
+    from pkmlm.model.block_cost import Block
+    from pkmlm.model.cost import Cost
     from pkmlm.recipe.schema import Recipe
     from pkmlm.report.tables import Table
 
@@ -105,7 +106,7 @@ def command(
 
 def one_layer(shape: tuple[int, int, int], tokens: int, entry_bytes: int) -> tuple[dict[str, object], str]:
     """One Memory Layer as JSON and as text."""
-    from pkmlm.model.cost import hash_layer_cost
+    from pkmlm.model.block_cost import hash_layer_cost
 
     bits, tables, width = shape
     if bits > 16:

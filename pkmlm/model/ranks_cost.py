@@ -7,7 +7,8 @@ columns; t: tokens of a rank in a step; r: reads of a token from a table of K ro
 import math
 from dataclasses import dataclass, replace
 
-from pkmlm.model.cost import Cost, Part, cost_of
+from pkmlm.model.block_cost import Part
+from pkmlm.model.cost import Cost, cost_of
 from pkmlm.model.training_memory import bytes_of_weight, row_gradient_bytes
 from pkmlm.recipe.limits import MOST_PARAMETERS, MOST_SLOTS
 from pkmlm.recipe.schema import Recipe

@@ -1,12 +1,8 @@
 """What training a recipe holds in memory, by arithmetic (no torch): an estimate."""
 
-from typing import TYPE_CHECKING
-
 from pkmlm.kernels import HEADS, SCORES
+from pkmlm.model.block_cost import Block, Part
 from pkmlm.recipe.schema import Recipe
-
-if TYPE_CHECKING:
-    from pkmlm.model.cost import Block, Part
 
 # Logits at a time, by device: 8 MB in fp32 stay in a CPU's cache; a GPU wants few large calls (512 MB, not measured).
 LOGITS = {"cpu": 1 << 21, "cuda": 1 << 27}
@@ -18,7 +14,7 @@ def tokens_at_a_time(device: str, vocab_size: int) -> int:
     return max(LEAST_TOKENS, LOGITS[device] // vocab_size)
 
 
-def training_bytes(recipe: Recipe, dense: int, blocks: "tuple[Block, ...]", vocab_size: int) -> dict[str, int]:
+def training_bytes(recipe: Recipe, dense: int, blocks: tuple[Block, ...], vocab_size: int) -> dict[str, int]:
     """An estimate of the memory that training takes in one process, by what holds it.
 
     weights, gradients, moments: fp32, 4 + 4 + 8 bytes a parameter under Adam, and 2 for the copy that a GPU reads in
@@ -62,7 +58,7 @@ def bytes_of_weight(recipe: Recipe) -> int:
     return 6 if recipe.train.precision in ("bf16", "fp16") else 4
 
 
-def row_gradient_bytes(part: "Part", tokens: int, tokens_of_pass: int, table_ranks: int = 1) -> int:
+def row_gradient_bytes(part: Part, tokens: int, tokens_of_pass: int, table_ranks: int = 1) -> int:
     """What the gradient of a table of rows takes until the update (`pkmlm.kernels.row_gradient`).
 
     For each read its slot and weight, twice while they are sorted, and for each token the gradient of the output: of

@@ -8,7 +8,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from pkmlm.model.attention_cost import attention_flops
-from pkmlm.model.cost import Cost, cost_of, hash_layer_cost
+from pkmlm.model.block_cost import hash_layer_cost
+from pkmlm.model.cost import Cost, cost_of
 from pkmlm.model.training_memory import row_gradient_bytes
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.check import check_recipe
