@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from pkmlm import __version__
-from pkmlm.cli import streams
+from pkmlm.cli import interrupts, streams
 from pkmlm.errors import UserError, printable
 
 # A file that is not or cannot be there: the user has named a wrong one (exit code 2).
@@ -136,6 +136,7 @@ def main() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     streams.prepare()
+    interrupts.prepare()
     settings: dict[str, bool] = {}
     try:
         code = cli.main(prog_name="pkmlm", standalone_mode=False, obj=settings)

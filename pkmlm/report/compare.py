@@ -147,21 +147,24 @@ def partly_measured(runs: dict[str, RunDirectory]) -> list[str]:
 def differences(runs: dict[str, RunDirectory]) -> list[str]:
     """A line for each reason why numbers of these runs cannot be held against each other: weights that have seen more
     than the run's tokens, several tokenizers, several texts, or tasks asked in several ways. A run of which that is not
-    known is taken to be like the others.
+    known is taken to be like the others; so is one with another tokenizer, which has other tokens of the same text.
     """
     data = {label: latest_state(run).get("data") or {} for label, run in runs.items()}
     parts = {label: run.recipe().eval.tokens for label, run in runs.items()}
     tasks = {label: newest_tasks(run.path / "eval")[1] for label, run in runs.items()}
-    measures: dict[str, dict[str, Any]] = {
-        "several tokenizers: compare bits a byte, not tokens": {
-            label: of.get("tokenizer") for label, of in data.items()
-        },
+    tokenizers = {label: of.get("tokenizer") for label, of in data.items()}
+    measures: dict[str, dict[str, Any]] = {"several tokenizers: compare bits a byte, not tokens": tokenizers}
+    texts: dict[str, dict[str, Any]] = {
         "several texts to train on": {label: of.get("train") for label, of in data.items()},
         "several texts, or shares of one, to validate on": {
             label: None if of.get("valid") is None else (of["valid"], parts[label]) for label, of in data.items()
         },
         "several texts to test on": {label: tested_on(run) for label, run in runs.items()},
     }
+    for what, text_of in texts.items():
+        tokens = {label: (tokenizers[label], text) for label, text in text_of.items() if text is not None}
+        if len(set(tokens.values())) > len({tokenizer for tokenizer, _ in tokens.values()}):
+            measures[what] = tokens
     for name in dict.fromkeys(name for of in tasks.values() for name in of):
         shots = {label: of[name].get("num_fewshot") for label, of in tasks.items() if name in of}
         measures[f"several numbers of examples before a question of {name}"] = shots
