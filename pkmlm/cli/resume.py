@@ -27,6 +27,9 @@ def refuse_resume(run: "RunDirectory", resume: str) -> None:
         raise UserError(
             f"--resume never: run {run.path} has checkpoints already", "choose another -o, or delete that folder"
         )
+    if run.done() is not None and not run.steps():  # to begin anew would replace its log
+        message = f"run {run.path} ended at step {run.done()}, but its checkpoints are gone"
+        raise UserError(message, "choose another -o, or delete that folder to train it anew")
 
 
 def refuse_changes(run: "RunDirectory", recipe: "Recipe") -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pkmlm.report.usage import MemoryUsage
 
 MOST = {"slots": 20, "contexts": 10, "token": 3}  # rows of each kind of report
+ENOUGH = 10  # slots, to deal their contexts among them: of one alone they would come back
 MOST_KEPT = 1 << 28  # contexts of all slots of a memory together, 12 bytes each: 3 GB
 MOST_DESCRIBED = 10_000  # slots of one report: dealing their contexts at random takes 3 ms a slot
 
@@ -54,7 +55,8 @@ def command(
 
     What a value says is read off by the output head, without what later layers make of it: a rough approximation,
     the rougher the earlier the layer. A pattern is what at least half of a slot's ten strongest contexts share:
-    their token, the next or the previous one, or the place in the model's window.
+    their token, the next or the previous one, or the place in the model's window. "Shuffled" is how many slots have
+    one by chance: with all contexts that are shown dealt at random among them.
 
     \b
     Examples:
@@ -86,7 +88,8 @@ def command(
         click.echo("\n".join(table.render() for table in tables), nl=False)
         if found := record.get("patterns"):
             among = f"{found['patterned']} of {found['slots']} slots have contexts that share a pattern"
-            click.echo(f"\n{among}; shuffled: {found['shuffled']:.1f}")
+            by_chance = f"; shuffled: {found['shuffled']:.1f}" if found["slots"] >= ENOUGH else ""
+            click.echo(f"\n{among}{by_chance}")
     if prompt is None:
         warn_of(documents[0].doubts)
 

@@ -30,7 +30,11 @@ def test_the_most_read_slots_of_a_split(trained) -> None:
         assert weights == sorted(weights, reverse=True)
         assert 0 < weights[0] <= 2
     text = pkmlm("slots", run, "--top", 12).stdout
-    assert text.splitlines()[-1].startswith(f"{found['patterns']['patterned']} of 12 slots have contexts that share")
+    last = text.splitlines()[-1]
+    assert last.startswith(
+        f"{found['patterns']['patterned']} of 12 slots have contexts that share a pattern; shuffled: "
+    )
+    assert "shuffled" not in pkmlm("slots", run, "--top", 3).stdout, "three would get their own contexts back"
     assert all(len(line) <= 80 for line in text.splitlines())
     assert found["patterns"]["patterned"] == sum(slot["pattern"] is not None for slot in found["slots"])
 

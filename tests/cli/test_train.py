@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -138,6 +139,12 @@ def test_resume_rules(tmp_path, write_recipe, trained):
     ).stderr
     assert "model.memory.layers was [] and is now [1], optim.lr was 0.003 and is now 0.001" in other
     assert "log.every" not in other
+    bare = tmp_path / "bare"
+    shutil.copytree(done, bare)
+    shutil.rmtree(bare / "checkpoints")
+    said = pkmlm("train", recipe, "-o", bare, code=2).stderr
+    assert f"run {bare} ended at step 30, but its checkpoints are gone" in said
+    assert (bare / "metrics.jsonl").read_bytes() == (done / "metrics.jsonl").read_bytes()
 
 
 def test_two_processes_do_not_share_a_run(tmp_path, write_recipe):
