@@ -56,7 +56,11 @@ def readable(context: click.Context, parameter: click.Parameter, value: str | No
 
 prompt_argument = click.argument("prompt", required=False, callback=readable)
 field_option = click.option(
-    "--field", default="text", show_default=True, metavar="NAME", help="Key or column that holds the text."
+    "--field",
+    default="text",
+    show_default=True,
+    metavar="NAME",
+    help="Key or column that holds the text; null is an empty document.",
 )
 separator_option = click.option(
     "--separator",

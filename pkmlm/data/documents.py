@@ -14,7 +14,7 @@ def read_chunks(stream: Stream, separator: str | None = None, field: str = "text
     Args:
         stream: `source.open()`; the format is the source's.
         separator: what stands between the documents of a text file; None: a file is a document.
-        field: the key of a JSON line, or the column of a parquet file, that holds the text.
+        field: the key of a JSON line, or the column of a parquet file, that holds the text; null is an empty document.
 
     Raises:
         UserError: damaged data, bad UTF-8 (names the byte of the decompressed stream), a bad line or row.

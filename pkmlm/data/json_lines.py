@@ -13,7 +13,7 @@ LINE_LIMIT = 128 << 20  # bytes of one line, which must be read whole
 
 
 def json_documents(stream: Stream, field: str) -> Iterator[tuple[str, bool]]:
-    """The documents of a file of JSON lines; lines of white space are skipped."""
+    """The documents of a file of JSON lines, null as an empty one; lines of white space are skipped."""
     offset = 0
     for number, line in enumerate(lines(stream), 1):
         where = stream.source.line(number)
@@ -28,13 +28,15 @@ def json_documents(stream: Stream, field: str) -> Iterator[tuple[str, bool]]:
 
 
 def text_of(row: dict[str, Any], field: str, where: str) -> str:
-    """The text in an object."""
+    """The text in an object: where a data set has none it has null."""
     if field not in row:
         keys = ", ".join(map(repr, list(row)[:8])) or "no keys"
         raise UserError(f"{where}: no key {field!r} (found {keys})", "name the key that holds the text with --field")
     text = row[field]
+    if text is None:
+        return ""
     if not isinstance(text, str):
-        raise UserError(f"{where}: {field!r} is {kind(text)} (expected a string)")
+        raise UserError(f"{where}: {field!r} is {kind(text)} (expected a string or null)")
     if has_surrogate(text):
         raise UserError(f"{where}: {field!r} has a lone surrogate, which is not Unicode text")
     return text

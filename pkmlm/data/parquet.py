@@ -12,7 +12,7 @@ BATCH_LIMIT = 512 << 20  # bytes of a batch of cells in memory; compressed, they
 
 
 def parquet_documents(stream: Stream, field: str) -> Iterator[tuple[str, bool]]:
-    """The documents in the column `field`."""
+    """The documents in the column `field`; a null is an empty one."""
     import pyarrow
     import pyarrow.parquet
 
@@ -26,7 +26,7 @@ def parquet_documents(stream: Stream, field: str) -> Iterator[tuple[str, bool]]:
             for batch in table.iter_batches(batch_size=rows_at_once(table.metadata, field), columns=[field]):
                 for cell in batch.column(field):
                     row += 1
-                    yield cell_text(cell.as_py(), f"{source.label}: row {row:,}: {field!r}"), True
+                    yield cell_text(cell.as_py() or "", f"{source.label}: row {row:,}: {field!r}"), True
                 advance(stream, row / table.metadata.num_rows)
         except MemoryError:
             raise UserError(
@@ -51,10 +51,8 @@ def rows_at_once(metadata: Any, field: str) -> int:
     return max(1, min(ROWS, BATCH_LIMIT // max(1, largest)))
 
 
-def cell_text(text: str | None, where: str) -> str:
+def cell_text(text: str, where: str) -> str:
     """The text of a cell."""
-    if text is None:
-        raise UserError(f"{where} is null (expected a string)")
     if 4 * len(text) > CELL_LIMIT and len(text.encode()) > CELL_LIMIT:
         raise UserError(f"{where} has more than {CELL_LIMIT:,} bytes", "cut the document into several")
     return text

@@ -54,7 +54,7 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
         "lr": recipe.optim.lr,
         "init_from": recipe.train.init_from,
         **{key: parameters.get(key) for key in ("dense", "memory", "read_per_token")},
-        "status": recorded.get("status"),
+        "status": run.status(),
         "step": max((event["step"] for event in train), default=None),
         "tokens": max((event.get("tokens") or 0 for event in train), default=None),
         "tokens_per_second": median(speeds) if speeds else None,

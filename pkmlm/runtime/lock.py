@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,7 +35,7 @@ def locked(path: Path, what: str) -> Iterator[Callable[[], bool]]:
             pass  # a file system without locks (a cluster's, often): nobody can be kept out
         with disk_errors(path):
             file.truncate(0)
-            file.write(f"process {os.getpid()}".encode())
+            file.write(f"process {os.getpid()}{here()}".encode())
 
         def keeps() -> bool:
             with suppress(OSError):
@@ -42,3 +43,21 @@ def locked(path: Path, what: str) -> Iterator[Callable[[], bool]]:
             return False
 
         yield keeps
+
+
+def abandoned(path: Path) -> bool:
+    """Whether a process of this machine held the file last, and nobody holds it now. (On a cluster's file system, the
+    locks of another machine's processes may not be seen.)
+    """
+    try:
+        with open(path, "rb") as file:
+            if not file.read(100).decode(errors="replace").endswith(here()):
+                return False
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # held, or no locks, or no such file
+        return False
+    return True
+
+
+def here() -> str:
+    return f" on {socket.gethostname()}"

@@ -27,7 +27,7 @@ from pkmlm.runtime.files import (
     write_json,
     write_text,
 )
-from pkmlm.runtime.lock import locked
+from pkmlm.runtime.lock import abandoned, locked
 from pkmlm.runtime.shapes import DRIFT, EVENT, FACTS, misfit, read_shaped
 
 CHECKPOINT = re.compile(r"step-([0-9]{8,18})")
@@ -208,6 +208,11 @@ class RunDirectory:
         hint = "delete it: it only records how the run was started and how it ended"
         facts: dict[str, Any] = read_shaped(path, FACTS, "the run's record", hint) if path.exists() else {}
         return facts
+
+    def status(self) -> str | None:
+        """How training goes or has ended: run.json's word, or "killed" where its process is gone without one."""
+        status: str | None = self.facts().get("status")
+        return "killed" if status == "running" and abandoned(self.path / ".lock") else status
 
     def note(self, **facts: Any) -> None:
         """Set keys of run.json."""

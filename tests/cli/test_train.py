@@ -370,16 +370,36 @@ def test_mistakes_are_told_in_one_line(tmp_path, write_recipe, change, message):
     assert not (tmp_path / "run").exists()
 
 
+def begun(run, words):
+    """A process that trains, and has saved two checkpoints."""
+    training = subprocess.Popen([sys.executable, "-m", "pkmlm", *words], cwd=ROOT)
+    deadline = time.monotonic() + 120
+    while not (run.exists() and len(RunDirectory(run).steps()) >= 2) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return training
+
+
+def test_a_killed_run_is_not_said_to_run(tmp_path, write_recipe):
+    run = tmp_path / "run"
+    words = ["train", str(write_recipe(tmp_path, "dense")), "-o", str(run), "-q", "-s", "train.steps=20000"]
+    training = begun(run, [*words, "-s", "checkpoint.every=1"])
+    try:
+        assert RunDirectory(run).status() == "running"
+    finally:
+        training.kill()
+    training.wait(60)
+    assert re.search(r" killed$", pkmlm("compare", run).stdout, re.MULTILINE)
+    (run / ".lock").write_text("process 7 on another.machine")
+    assert RunDirectory(run).status() == "running", "nothing is known of another machine's processes"
+
+
 def test_other_commands_read_whole_checkpoints_while_training_saves_and_prunes(tmp_path, write_recipe):
     """The newest one is soon gone; whoever has begun to read it looks for the next."""
     run, settings = tmp_path / "run", ["train.steps=20000", "eval.every=0", "checkpoint.every=1", "checkpoint.keep=2"]
     words = ["train", str(write_recipe(tmp_path, "dense")), "-o", str(run), "-q"]
     words += [word for text in settings for word in ("-s", text)]
-    training = subprocess.Popen([sys.executable, "-m", "pkmlm", *words], cwd=ROOT)
+    training = begun(run, words)
     try:
-        deadline = time.monotonic() + 120
-        while not (run.exists() and len(RunDirectory(run).steps()) >= 2) and time.monotonic() < deadline:
-            time.sleep(0.05)
         seen = [load_run(run).step for _ in range(40)]
     finally:
         training.send_signal(signal.SIGTERM)

@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import resource
+import socket
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -300,7 +301,7 @@ def test_what_may_not_be_looked_at_is_not_taken_for_missing(tmp_path, monkeypatc
 
 def test_a_lock_says_who_holds_it_whatever_stands_in_it(tmp_path):
     run = RunDirectory(tmp_path / "run")
-    held = pytest.raises(UserError, match=rf"run \S+ is in use by process {os.getpid()}")
+    held = pytest.raises(UserError, match=rf"run \S+ is in use by process {os.getpid()} on {socket.gethostname()}")
     with run.locked(), held, RunDirectory(run.path).locked():
         pass
     with run.locked():

@@ -322,7 +322,6 @@ def test_json_lines(tmp_path):
         (b"{}", "no key 'text' \\(found no keys\\)"),
         (b'{"text": 3}', "'text' is a number"),
         (b'{"text": true}', "'text' is a boolean"),
-        (b'{"text": null}', "'text' is null"),
         (b'{"text": "\\ud800"}', "'text' has a lone surrogate"),
         (b'{"text": "\xff"}', None),
         (b"[" * 100_000, "not valid JSON"),
@@ -337,6 +336,17 @@ def test_a_bad_json_line_is_named(tmp_path, line, message):
     expected = f"{re.escape(str(path))}:3: {message}" if message else "not UTF-8 at byte 28 "
     with pytest.raises(UserError, match=expected):
         documents(path)
+
+
+def test_null_is_an_empty_document(tmp_path):
+    rows = ["a", None, "", "b"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+    write_parquet(tmp_path / "a.parquet", rows)
+    for name in ("a.jsonl", "a.parquet"):
+        assert documents(tmp_path / name) == ["a", "b"]
+        (source,) = find_sources([str(tmp_path / name)])
+        with source.open() as stream:
+            assert list(read_chunks(stream)) == [(text or "", True) for text in rows], "the null is counted as empty"
 
 
 def test_another_field_is_read_by_name(tmp_path):
@@ -419,8 +429,7 @@ def test_bad_parquet_is_named(tmp_path):
         with pytest.raises(UserError, match=f"{re.escape(str(path))}: {message}"):
             documents(path, field=field)
 
-    write_parquet(path, ["a", None, "b"])
-    refused("row 2: 'text' is null")
+    write_parquet(path, ["a", "b"])
     refused("no column 'body' \\(found 'id', 'text'\\)", field="body")
     refused("column 'id' holds int64", field="id")
     pq.write_table(pa.Table.from_arrays([pa.array(["a"])] * 2, ["text", "text"]), path)
