@@ -22,11 +22,22 @@ if TYPE_CHECKING:
     from pkmlm.recipe.schema import Recipe
 
 NAME_BYTES = 100  # of a text's or of tasks' names, in the names of results
+
+
+def the_only(context: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> str | None:
+    """The file of an option that a user may believe to take several; click would take the last in silence."""
+    if len(value) > 1:
+        raise click.BadParameter(f"{len(value)} files (expected one; score one after the other, or join them)")
+    return value[0] if value else None
+
+
 TEXT_OPTIONS = (
     click.option("--split", metavar="NAME", help="A split of the run's tokens. Default: test."),
     click.option(
         "--text",
         type=PATH,
+        multiple=True,
+        callback=the_only,
         metavar="FILE",
         help="Any text file instead of a split (.txt, .jsonl, .parquet, .gz, .zst).",
     ),

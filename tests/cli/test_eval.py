@@ -125,6 +125,7 @@ def test_mistakes_are_told_in_one_line(trained, tmp_path):
     assert "is not a run directory" in pkmlm("eval", tmp_path, code=2).stderr
     assert "no split 'tset'" in pkmlm("eval", trained("dense"), "--split", "tset", code=2).stderr
     assert "exclude each other" in pkmlm("eval", trained("dense"), "--split", "test", "--text", "x", code=2).stderr
+    assert "2 files (expected one" in pkmlm("eval", trained("dense"), "--text", "x", "--text", "y", code=2).stderr
     assert "goes with --text" in pkmlm("eval", trained("dense"), "--separator", "x", code=2).stderr
     for command in ("eval", "usage-report", "slots"):
         said = pkmlm(command, trained("dense"), "--split", "test", "--field", "text", code=2).stderr

@@ -334,6 +334,16 @@ def test_a_dry_run_keeps_to_the_terminal_and_to_its_labels(tmp_path, write_recip
     assert "search" not in said[80], "it has no memory"
 
 
+def test_a_dry_run_refuses_a_folder_that_the_run_would(tmp_path, write_recipe, trained):
+    dry = ["train", write_recipe(tmp_path, "dense"), "--dry-run", "-o"]
+    said = pkmlm(*dry, trained("dense"), "-s", "optim.lr=1e-3", code=2).stderr
+    assert "was started with another recipe: optim.lr was 0.003 and is now 0.001" in said
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/run.json").write_text("{}")
+    assert "is no run, but holds run.json" in pkmlm(*dry, tmp_path / "mine", code=2).stderr
+    pkmlm(*dry, trained("dense"))
+
+
 def test_a_dry_run_refuses_what_the_run_would(tmp_path, write_recipe, monkeypatch):
     """Precision auto is fp16 on old GPUs alone."""
     monkeypatch.setattr("pkmlm.runtime.device.choose_precision", lambda *_: ("fp16", "auto"))
