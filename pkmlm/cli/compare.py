@@ -10,11 +10,10 @@ import click
 from pkmlm.cli.options import PATH, force_option, format_option
 from pkmlm.cli.outputs import free_folder
 from pkmlm.cli.streams import warn
-from pkmlm.errors import UserError, printable
+from pkmlm.errors import printable
 
 if TYPE_CHECKING:
     from pkmlm.report.tables import Format
-    from pkmlm.runtime.rundir import RunDirectory
 
 
 @click.command()
@@ -45,9 +44,10 @@ def command(run_paths: tuple[str, ...], format: "Format", plots: str | None, for
         open_runs,
         partly_measured,
     )
+    from pkmlm.runtime.rundir import RunDirectory
 
     folder = free_folder(plots, force)
-    runs = open_runs(without_strays(run_paths), run_at)
+    runs = open_runs(without_strays(run_paths), RunDirectory.existing)
     trained = [max(run.steps(), default=0) for run in runs.values()]  # before the metrics: some may be training
     facts = [facts_of(label, run) for label, run in runs.items()]
     if format == "json":
@@ -65,20 +65,6 @@ def command(run_paths: tuple[str, ...], format: "Format", plots: str | None, for
             click.echo("nothing to draw: no run has logged a loss yet", err=True)
         else:
             click.echo(f"drew {printable(str(save(folder / 'learning-curves.png', figure)))}", err=True)
-
-
-def run_at(path: str) -> "RunDirectory":
-    """The run at a path.
-
-    Raises:
-        UserError: there is none, or an exported model.
-    """
-    from pkmlm.export.config import is_export
-    from pkmlm.runtime.rundir import RunDirectory
-
-    if is_export(Path(path)):
-        raise UserError(f"{path} is an export (expected a run)", "give the run it was exported from")
-    return RunDirectory.existing(path)
 
 
 def without_strays(paths: Sequence[str]) -> Sequence[str]:

@@ -64,6 +64,8 @@ class RunDirectory:
         """
         run = cls(path)
         if not run.recipe_file.is_file():
+            if (run.path / "config.json").is_file():
+                raise UserError(f"{path} is an export (expected a run)", "give the run it was exported from")
             what = "is not a run directory (no recipe.yaml in it)" if run.path.exists() else "does not exist"
             raise UserError(f"run {path} {what}", "give a folder that `pkmlm train -o` wrote")
         return run

@@ -194,7 +194,7 @@ def test_nothing_is_lost_without_force(exports, trained, tmp_path):
     (tmp_path / "empty").mkdir()
     pkmlm("export", run, "-o", tmp_path / "empty")
     assert "no checkpoint at step 7" in pkmlm("export", run, "-o", tmp_path / "x", "--step", 7, code=2).stderr
-    assert "is not a run directory" in pkmlm("export", target, "-o", tmp_path / "x", code=2).stderr
+    assert f"{target} is an export (expected a run)" in pkmlm("export", target, "-o", tmp_path / "x", code=2).stderr
     assert not (tmp_path / "x").exists()
 
 
