@@ -177,7 +177,7 @@ def refuse(run: "RunDirectory", job: "Job", resume: str) -> list[str]:
 
 
 def mend(run: "RunDirectory", job: "Job") -> list[str]:
-    """Go back to the last whole checkpoint of a run that has been begun, if its data are this job's; what to warn of."""
+    """Go back to the last whole checkpoint of a run if its data are this job's; say what to warn of."""
     from pkmlm.cli.resume import refuse_other_data
     from pkmlm.train.integrity import fall_back
 
