@@ -126,7 +126,9 @@ def test_a_second_request_that_is_answered_leaves_time_to_clean_up(process):
 @pytest.mark.parametrize("process", [DEAF], indirect=True)
 def test_requests_are_heard_after_the_terminal_has_gone(process):
     process.stderr.close()
-    process.send_signal(signal.SIGHUP)
-    time.sleep(1.2)
-    process.send_signal(signal.SIGHUP)
-    assert process.wait(10) == 130
+    for _ in range(5):  # nothing says when a request was heard: on a busy machine, two of these may be taken for one
+        process.send_signal(signal.SIGHUP)
+        time.sleep(1.5)
+        if process.poll() is not None:
+            break
+    assert process.returncode == 130

@@ -584,10 +584,10 @@ def test_what_a_value_stands_for_is_in_the_table():
             results.add(Outcome(each, "measured", {"lr": each.recipe.optim.lr, "test_token_ppl": 20.0}))
     rows = results.tables()[0].rows
     assert [row[:3] for row in rows] == [
-        ["first", 2, "0.004"],
-        ["second", 2, "0.008"],
-        ["third", 2, "0.012"],
-        ["fourth", 2, "0.016"],
+        ["first", 2, "0.01"],
+        ["second", 2, "0.02"],
+        ["third", 2, "0.03"],
+        ["fourth", 2, "0.04"],
     ]
 
 
