@@ -15,6 +15,18 @@ if TYPE_CHECKING:
     from pkmlm.train.job import Job
 
 
+def refuse_output(output: str, job: "Job", resume: str) -> None:
+    """Refuse a run directory that training would refuse."""
+    from pkmlm.cli.resume import refuse_changes
+    from pkmlm.cli.train import refuse
+    from pkmlm.runtime.rundir import RunDirectory
+
+    run = RunDirectory(output)
+    refuse(run, job, resume)
+    if run.steps():
+        refuse_changes(run, job.recipe)
+
+
 def report(job: "Job", world: "World") -> int:
     """Print the plan, then take the first step in memory and print how long it took; rank 0 prints."""
     from pkmlm.cli.train import arithmetic_of, explained

@@ -79,12 +79,11 @@ def command(
         with world.together():
             job = job or open_job(recipe_file, overrides, world.size, verify and world.rank == 0)
         if dry_run:
-            from pkmlm.cli.dry_run import report
-            from pkmlm.runtime.rundir import RunDirectory
+            from pkmlm.cli.dry_run import refuse_output, report
 
             with world.together():
                 if output and world.rank == 0:
-                    refuse(RunDirectory(output), job, resume)
+                    refuse_output(output, job, resume)
             return report(job, world)
         return train_in(str(output), job, resume, quiet, world)
 
@@ -165,24 +164,22 @@ def arithmetic_of(recipe: "Recipe") -> "Arithmetic":
 
 def refuse(run: "RunDirectory", job: "Job", resume: str) -> list[str]:
     """Refuse what can be seen to be wrong before anything is written, not even a folder; what to warn of."""
-    from pkmlm.cli.resume import refuse_changes, refuse_resume
+    from pkmlm.cli.resume import refuse_resume
     from pkmlm.train.start import check_initial
 
     refuse_resume(run, resume)
     run.refuse_foreign()
-    if not run.steps():
-        return check_initial(job)
-    refuse_changes(run, job.recipe)
-    return []
+    return [] if run.steps() else check_initial(job)
 
 
 def mend(run: "RunDirectory", job: "Job") -> list[str]:
-    """Go back to the last whole checkpoint of a run if its data are this job's; say what to warn of."""
-    from pkmlm.cli.resume import refuse_other_data
+    """Go back to the last whole checkpoint of a run that has been begun, if it is this job's; what to warn of."""
+    from pkmlm.cli.resume import refuse_changes, refuse_other_data
     from pkmlm.train.integrity import fall_back
 
     if not run.steps():
         return []
+    refuse_changes(run, job.recipe)
     warnings = fall_back(run)
     refuse_other_data(run, job)
     return warnings
