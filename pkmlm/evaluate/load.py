@@ -79,7 +79,8 @@ def load_run(path: str | Path, step: str = "latest", device: torch.device | None
         message = f"{run.tokenizer_file} is not the tokenizer that the run was trained with"
         raise UserError(message, "copy it again from the tokens that the run was trained on")
     refuse_strange(model, run.checkpoint(number))
-    return LoadedRun(run.path, number, progress.tokens, recipe, model.eval(), tokenizer, device, data=progress.data)
+    frozen = model.eval().requires_grad_(False)
+    return LoadedRun(run.path, number, progress.tokens, recipe, frozen, tokenizer, device, data=progress.data)
 
 
 def load_same(path: str | Path, step: str, world: World | None) -> LoadedRun:
@@ -102,7 +103,8 @@ def load_export(path: Path, step: str, device: torch.device) -> LoadedRun:
     if step not in ("latest", str(origin.step)):
         raise UserError(f"{path} is an export of step {origin.step} (found --step {step})", "leave --step out")
     refuse_strange(model, path)
-    return LoadedRun(path, origin.step, origin.tokens, recipe, model, tokenizer, device, exported=True)
+    frozen = model.requires_grad_(False)
+    return LoadedRun(path, origin.step, origin.tokens, recipe, frozen, tokenizer, device, exported=True)
 
 
 def refuse_strange(model: Transformer, path: Path) -> None:

@@ -8,14 +8,15 @@ an H100's 3.35 TB/s set (8,192 tokens, r = 128, D = 1,024, s = g = 2, 2^20 slots
     row_products         N r D s read, N r g written                           2.2 GB   0.65 ms
     segment_sum          M D g read, from L2 if N D g fits; 4 U D written      2.7 GB   0.81 ms
     squared_norm         M D g read, likewise; 4 U written                      19 MB   bound by L2
-    segment_row_adam_    M D g read, likewise; 24 U D of values and moments     16 GB   4.9 ms
+    segment_row_adam_    M D g read, likewise; 24 U D of values and moments,
+                         2 U D of a copy in half precision written              18 GB   5.3 ms
 
 A program makes one bag or one row, in a block of columns; each thread holds 16 bytes of each row, a tile of `READS`
-rows is in flight, and sums over reads stay inside a thread. A row that many tokens read would keep one program busy
-long after all others: so whole aligned chunks of the sorted reads that belong to a single row are summed first, each by
-a program of its own, and the row adds those sums in order. Every sum has one order, set by the input alone: no atomics,
-the same bits always. Sums are fp32, offsets 64-bit. Tables are contiguous; tables, gradients and weights may be fp16,
-bf16 or fp32, each its own; slots and segments are int64.
+rows is in flight, and sums over reads stay inside a thread (of rows under 512 bytes: inside a warp). A row that many
+tokens read would keep one program busy long after all others: so whole aligned chunks of the sorted reads that belong
+to a single row are summed first, each by a program of its own, and the row adds those sums in order. Every sum has one
+order, set by the input alone: no atomics, the same bits always. Sums are fp32, offsets 64-bit. Tables are contiguous;
+tables, gradients and weights may be fp16, bf16 or fp32, each its own; slots and segments are int64.
 
 N: tokens; r: reads of a token; M: N * r; K: slots; D: width; U: rows read; S: U + 1; B: chunks; R: reads of a tile;
 C: columns of a program.

@@ -22,6 +22,8 @@ class RowAdam(torch.optim.Optimizer):
     Where every row is read in every step the two are the same. `every_row` gives dense Adam, at its cost of reading and
     writing the whole table and both moments in each step, still without a dense gradient.
 
+    A step uses up the gradients: a network's own `zero_grad` would not reach them.
+
     Args:
         tables: from now on their backward passes leave the gradients in their `gradient`, not in `.grad`; a table
             has one such optimizer.
@@ -53,7 +55,7 @@ class RowAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every table that has had a backward pass."""
+        """Update every table that has had a backward pass since the last step."""
         if closure is not None:
             raise ValueError("RowAdam takes no closure")
         (group,) = self.param_groups
@@ -81,6 +83,7 @@ class RowAdam(torch.optim.Optimizer):
                 copy_KD=copy_KD,
             )
             table.rows_updated(copy_KD)
+            gradient.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pkmlm.evaluate.usage import UsageCounters
 from pkmlm.model.initial import initialise
 from pkmlm.model.memory.flat_key import FlatKeyMemory
 from pkmlm.model.memory.hash_table import HashLayer, MemoryBlock, score_rms
@@ -151,6 +152,20 @@ def test_the_memory_block_is_two_layers_with_a_norm_between():
         assert block.second.bits == 6
         h = torch.nn.functional.gelu(h) if activation == "gelu" else h
         torch.testing.assert_close(block(x), block.second(block.norm(h)))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", ["product-key", "hash"])
+def test_a_compiled_network_leaves_its_memory_as_it_is(kind, training):
+    """Reads are seen, too, by who begins to watch after the compilation."""
+    layer = memory_of() if kind == "product-key" else HashLayer(10, 10, 5, Hash(bits=5), 1, "qkv")
+    initialise(layer, 1)
+    network = torch.nn.Sequential(torch.nn.Linear(10, 10), layer, torch.nn.Linear(10, 10)).train(training)
+    compiled, x = torch.compile(network, backend="eager"), torch.randn(2, 7, 10)
+    assert torch.equal(compiled(x), network(x))
+    with UsageCounters(network) as reads:
+        compiled(x)
+    assert reads.memories()[0].tokens == 14
 
 
 def test_gradients_reach_only_the_rows_read_and_the_input():

@@ -137,11 +137,32 @@ def test_row_adam_leaves_rows_that_were_not_read():
 def test_a_table_leaves_its_gradient_with_one_optimizer():
     table = table_of(torch.zeros(3, 2))
     optimizer = RowAdam([table])
-    with pytest.raises(ValueError, match="another optimizer"):
+    with pytest.raises(ValueError, match="a RowAdam already"):
         RowAdam([table])
     read(table, [1], torch.ones(1, 2))
     optimizer.step()
     assert table.weight_KD[1].abs().sum() > 0
+
+
+def test_a_copy_of_a_table_trains_as_any_parameter():
+    table = table_of(torch.ones(3, 2))
+    RowAdam([table])
+    twin = copy.deepcopy(table)
+    twin(torch.tensor([[1]]), torch.ones(1, 1)).sum().backward()
+    assert twin.weight_KD.grad is not None
+    assert twin.weight_KD.grad.tolist() == [[0, 0], [1, 1], [0, 0]]
+
+
+def test_a_step_of_row_adam_uses_up_the_gradient():
+    """A loop may clear gradients by the network's own `zero_grad`, which cannot reach them."""
+    table = table_of(torch.ones(3, 2))
+    optimizer = RowAdam([table])
+    for _ in range(3):
+        table(torch.tensor([[1]]), torch.ones(1, 1)).sum().backward()
+        assert table.gradient is not None
+        assert table.gradient.dense().tolist() == [[0, 0], [1, 1], [0, 0]]
+        optimizer.step()
+        table.zero_grad()
 
 
 def test_row_adam_sums_the_same_row_of_two_micro_batches():
@@ -206,6 +227,47 @@ def test_copies_of_a_module_and_moved_modules_have_no_stale_copy(monkeypatch):
     assert (first(twin), first(table)) == (9, 1)
     assert table.to(torch.float64).copy_KD is None
     assert first(table) == 1
+
+
+@pytest.mark.parametrize("kind", ["fused", "foreach"])
+def test_a_half_precision_copy_follows_every_optimizer(monkeypatch, kind):
+    """Torch's fused optimizers change a parameter without counting up its version."""
+    monkeypatch.setattr(values_module, "HALF_ON", ("cpu",))
+    table, slots, weights = table_of(torch.ones(3, 2)), torch.tensor([[0]]), torch.ones(1, 1)
+    optimizer = torch.optim.SGD(table.parameters(), lr=1.0, **{kind: True})
+    for expected in (1, 0, -1):
+        with autocast(torch.device("cpu"), "bf16"):
+            out = table(slots, weights)
+        assert out[0].tolist() == [expected] * 2
+        out.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_frozen_table_keeps_its_half_precision_copy(monkeypatch, frozen):
+    monkeypatch.setattr(values_module, "HALF_ON", ("cpu",))
+    table = table_of(torch.ones(3, 2)).requires_grad_(not frozen)
+    copies = []
+    for _ in range(2):
+        with torch.no_grad(), autocast(torch.device("cpu"), "bf16"):
+            table(torch.tensor([[0]]), torch.ones(1, 1))
+        copies.append(table.copy_KD)
+    assert (copies[0] is copies[1]) == frozen
+
+
+@pytest.mark.parametrize("row_adam", [True, False])
+def test_a_forward_in_inference_mode_leaves_the_table_trainable(monkeypatch, row_adam):
+    monkeypatch.setattr(values_module, "HALF_ON", ("cpu",))
+    table, slots, weights = table_of(torch.ones(3, 2)), torch.tensor([[0]]), torch.ones(1, 1)
+    optimizers = [RowAdam([table])] if row_adam else []
+    with torch.inference_mode(), autocast(torch.device("cpu"), "bf16"):
+        table(slots, weights)
+    with autocast(torch.device("cpu"), "bf16"):
+        table(slots, weights).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert row_adam == bool((table.weight_KD[0] < 1).all())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from pkmlm.kernels import ops
+from pkmlm.model.memory.uncompiled import uncompiled
 from pkmlm.model.memory.usage_tap import UsageTap
 from pkmlm.model.memory.values import Values
 from pkmlm.recipe.schema import Hash
@@ -62,6 +63,7 @@ class HashLayer(nn.Module):
         self.tap = UsageTap(layer, name, "hash", self.tables << bits, self.tables)
         self.values = Values(self.tables << bits, width, std=std, group="tables")
 
+    @uncompiled
     def forward(self, x_BTD: Tensor) -> Tensor:
         """(B, T, W) in the dtype of the rows read. Signs and scores are taken in fp32, whatever the autocast."""
         with torch.autocast(x_BTD.device.type, enabled=False):

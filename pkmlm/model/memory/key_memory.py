@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pkmlm.model.memory.query import Query
+from pkmlm.model.memory.uncompiled import uncompiled
 from pkmlm.model.memory.usage_tap import UsageTap
 from pkmlm.model.memory.values import Values
 from pkmlm.recipe.schema import Memory
@@ -38,6 +39,7 @@ class KeyMemory(nn.Module, ABC):
     def select(self, q_NHq: Tensor) -> tuple[Tensor, Tensor]:
         """The k best slots of each query: scores (N, H, k), differentiable, and slots (N, H, k), int64."""
 
+    @uncompiled
     def forward(self, x_BTD: Tensor) -> Tensor:
         """The memory's answer (B, T, D), in the dtype of the rows read; search and softmax are in fp32."""
         q_NHq = self.query(x_BTD.flatten(0, 1))

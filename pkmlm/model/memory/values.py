@@ -28,7 +28,8 @@ class Values(nn.Module):
     Attributes:
         gradient: where backward passes leave the reads that make the table's gradient, from `keep_reads` on; None until
             then: a dense tensor in `weight_KD.grad`, as any parameter's.
-        copy_KD: the table in half precision, for forwards under autocast on a GPU; None until there was one.
+        copy_KD: the table in half precision, for forwards under autocast on a GPU; None until there was one. It is kept
+            from forward to forward where a change of the table is seen: see `fresh_copy`.
         ranks: those that divide the table's columns among them, in their order.
     """
 
@@ -57,7 +58,7 @@ class Values(nn.Module):
             ValueError: another has done so, and takes the gradient from there.
         """
         if self.gradient is not None:
-            raise ValueError("the table leaves its gradient with another optimizer")
+            raise ValueError("the table has a RowAdam already (to make another, set its `gradient` to None first)")
         self.gradient = RowGradient(len(self.weight_KD), every_row=every_row)
 
     def initial(self) -> dict[str, Initial]:
@@ -87,13 +88,19 @@ class Values(nn.Module):
         dtype = torch.get_autocast_dtype(device)
         copy_KD = self.fresh_copy()
         if copy_KD is None or copy_KD.dtype != dtype:
-            copy_KD = self.copy_KD = self.weight_KD.detach().to(dtype)
+            with torch.inference_mode(False):  # a copy made in that mode could not be used in training
+                copy_KD = self.copy_KD = self.weight_KD.detach().to(dtype)
             self._copied = self.weight_KD._version
         return copy_KD
 
     def fresh_copy(self) -> Tensor | None:
-        """The copy, if the table has not changed since."""
-        return self.copy_KD if self._copied == self.weight_KD._version else None
+        """The copy, if the table is known not to have changed since.
+
+        Torch's fused optimizers change a parameter without counting up its version. Row Adam counts, and nothing trains
+        a table that needs no gradient. (Changes through `.data` are not counted by anyone.)
+        """
+        counted = self.gradient is not None or not self.weight_KD.requires_grad
+        return self.copy_KD if counted and self._copied == self.weight_KD._version else None
 
     def rows_updated(self, copy_KD: Tensor | None) -> None:
         """Call after a kernel has written rows, which torch cannot see, and the same rows of `copy_KD`, if given."""
@@ -106,8 +113,8 @@ class Values(nn.Module):
         return super()._apply(*arguments, **options)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies of the module share no half-precision table."""
-        return {**self.__dict__, "copy_KD": None}
+        """Copies of the module share no half-precision table, and have no optimizer that takes their gradient."""
+        return {**self.__dict__, "copy_KD": None, "gradient": None}
 
 
 def tables_of(model: nn.Module) -> dict[str, Values]:
