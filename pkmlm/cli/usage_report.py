@@ -53,7 +53,7 @@ def command(
     """How the slots of each RUN's memories and hash tables are used on a text.
 
     Usage is the share of slots read at all; KL is the distance from uniform reading, in nats; both stand
-    beside what as many random reads would give. Reads are weighed by their weight (mass) and counted (count).
+    beside what the same reads give at random slots. Reads are weighed by their weight (mass) and counted (count).
     Results are kept in RUN/usage/, so that the same report comes without a pass over the text the next time. Under
     torchrun, processes share the pass (not that of --html); the numbers are those of one.
 

@@ -62,8 +62,8 @@ class WatchedReads:
 class UsageCounters(WatchedReads):
     """Counts every read of a model's memories while the `with` block runs.
 
-    Kept are integer counts and float64 masses of each head and slot, on the model's device: memory does not
-    grow with the tokens counted. A read counts whatever its weight, zero too.
+    Kept are integer counts and float64 masses of each head and slot, and sums over each head's reads, on the model's
+    device: memory does not grow with the tokens counted. A read counts whatever its weight, zero too.
 
     Args:
         memory: which one is watched, as in `usage_taps`; None: all.
@@ -98,6 +98,7 @@ class _Counter:
         self.tokens = 0
         self.counts = torch.zeros(size, dtype=torch.int64, device=device)
         self.masses = torch.zeros(size, dtype=torch.float64, device=device)
+        self.squares = torch.zeros(tap.heads, dtype=torch.float64, device=device)
         self.common_HH = torch.zeros(tap.heads, tap.heads, dtype=torch.int64, device=device)
 
     @torch.no_grad()
@@ -109,7 +110,9 @@ class _Counter:
             slots_NHk = slots_NHk + first_H[:, None]
         index = slots_NHk.flatten()
         self.counts.index_add_(0, index, torch.ones_like(index))
-        self.masses.index_add_(0, index, weights_NHk.flatten().double())
+        weights_NHk = weights_NHk.double()
+        self.masses.index_add_(0, index, weights_NHk.flatten())
+        self.squares += weights_NHk.square().sum((0, 2))
 
     def _add_common(self, slots_NHk: Tensor) -> None:
         """Count the slots that two heads share; a head's own slots differ from each other."""
@@ -126,7 +129,8 @@ class _Counter:
         tap = self.tap
         where = f"the {tap.name} of layer {tap.layer}"
         tokens = int(world.all_sum(torch.tensor(self.tokens)))
-        counts, masses, common_HH = (world.all_sum(x.cpu().clone()) for x in (self.counts, self.masses, self.common_HH))
+        own = (self.counts, self.masses, self.squares, self.common_HH)
+        counts, masses, squares, common_HH = (world.all_sum(x.cpu().clone()) for x in own)
         if not bool(masses.isfinite().all()):
             raise UserError(f"{where} reads with weights that are not finite", "use an earlier checkpoint: --step N")
         return MemoryUsage(
@@ -136,6 +140,7 @@ class _Counter:
             tokens,
             counts.view(tap.heads, -1).numpy(),
             masses.view(tap.heads, -1).numpy(),
+            squares.numpy(),
             common_HH.numpy() if self.shared else None,
         )
 

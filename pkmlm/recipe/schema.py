@@ -129,7 +129,9 @@ class Optim:
     schedule: Schedule = key("inverse-sqrt", "learning-rate schedule")
     warmup_steps: int = key(4000, "steps of linear warm-up; inverse-sqrt needs at least 1")
     final_lr: float = key(0.1, "cosine and linear end at this share of the peak")
-    weight_decay: float = key(0.0, "decoupled weight decay of dense matrices (never keys, biases, norms, values or tables)")
+    weight_decay: float = key(
+        0.0, "decoupled weight decay of dense matrices (never keys, biases, norms, values or tables)"
+    )
     clip: float = key(1.0, "largest gradient norm of the dense parameters; 0: no clipping")
     keys: KeysOptim = key(KeysOptim, "memory keys: sub-keys, or flat keys")
     values: ValuesOptim = key(ValuesOptim, "memory values")

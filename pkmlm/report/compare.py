@@ -295,8 +295,8 @@ def _usage(runs: Sequence[Facts]) -> Table:
     rows = []
     for run in runs:
         for memory in run["usage"]:
-            mass, uniform = memory["mass"], memory["uniform"]
-            numbers = [mass["usage"], uniform["usage"], mass["kl"], uniform["kl"], mass["gini"]]
+            mass, floor = memory["mass"], memory.get("uniform_mass") or {}  # older reports have none
+            numbers = [mass["usage"], memory["uniform"]["usage"], mass["kl"], floor.get("kl"), mass["gini"]]
             numbers += [run["usage_step"] for _ in at_step]
             rows.append([run["run"], f"{memory['layer']} {memory['name']}", memory["slots"], *numbers])
     return Table("Memory use on the test split, by mass", columns, rows)

@@ -21,11 +21,12 @@ def sorted_mass(memory: MemoryUsage) -> Line:
 
 
 def uniform_mass(memory: MemoryUsage) -> Line:
-    """Rank and share of the mass that as many uniformly random reads would give, in falling rank."""
-    n, chance = reads_of_a_slot(*memory.pool)
+    """Rank and share of the mass that the same reads would give at uniformly random slots, in falling rank."""
+    tables, reads = (1 if memory.shared else memory.heads), memory.alike
+    n, chance = reads_of_a_slot(memory.slots // tables, reads)
     rank = memory.slots * np.cumsum(chance[::-1])[::-1]
     seen = (n > 0) & (rank >= 1) & (memory.slots * np.cumsum(chance) >= 0.5)
-    return rank[seen], n[seen] / memory.reads
+    return rank[seen], n[seen] / (tables * reads)
 
 
 def training_lines(metrics: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], NDArray[np.float64]]:

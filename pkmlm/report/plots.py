@@ -60,15 +60,15 @@ def draw_usage(folder: Path, run: str, memories: Sequence[MemoryUsage], metrics:
 
 
 def slot_mass(run: str, memories: Sequence[MemoryUsage]) -> Figure:
-    """Share of the mass of each slot, most used first, and the same for uniform random reading."""
+    """Share of the mass of each slot, most used first, and the same for reads of random slots."""
     layers = [memory.layer for memory in memories]
     chosen = [memories[index] for index in spread(layers)]
     figure, axes = new_figure(f"Slot mass in sorted order: {label(run)}")
     for number, memory in enumerate(chosen):
         axes.plot(*sorted_mass(memory), **line_style(number), label=title_of(memory))
-    floors = {(m.slots, *m.pool): m for m in chosen if m.slots > 1}
+    floors = {(m.slots, m.alike): m for m in chosen if m.slots > 1}
     for number, (_, memory) in enumerate(sorted(floors.items(), key=lambda item: item[0])):
-        name = "as many reads, uniform" if number == 0 else None
+        name = "the same reads at random slots" if number == 0 else None
         axes.plot(*uniform_mass(memory), color=GREY, linestyle="--", linewidth=1.2, label=name)
     axes.set(xscale="log", yscale="log", xlabel="slots, most used first (rank)", ylabel="share of the mass")
     axes.legend(fontsize=9, title=left_out([memory.layer for memory in chosen], layers))

@@ -1,7 +1,7 @@
 """RUN/usage: what a usage report measured, so that tables and plots need no second forward pass.
 
 `test-step-500.json` holds one entry of `usage-report --format json`, and what it was measured on (`source`);
-`test-step-500.npz` holds the counts and masses of every head and slot.
+`test-step-500.npz` holds the counts and masses of every head and slot, and sums over heads.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from pkmlm.runtime.arrays import read_arrays
 from pkmlm.runtime.files import make_folder, read_json, refuse_link, write_json, writing
 from pkmlm.runtime.shapes import misfit
 
-ARRAYS = ("counts_HK", "masses_HK", "common_HH")
+ARRAYS = ("counts_HK", "masses_HK", "squares_H", "common_HH")
 
 
 def save_usage(stem: Path, entry: dict[str, Any], memories: list[MemoryUsage]) -> None:
@@ -45,7 +45,7 @@ def load_usage(stem: Path, source: dict[str, Any]) -> tuple[dict[str, Any], list
 
 
 def _memory(number: int, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> MemoryUsage:
-    counts_HK, masses_HK = arrays[f"{number}-counts_HK"], arrays[f"{number}-masses_HK"]
-    common_HH = arrays.get(f"{number}-common_HH")
     layer, name, kind, tokens = (facts[key] for key in ("layer", "name", "kind", "tokens"))
-    return MemoryUsage(layer, name, kind, tokens, counts_HK, masses_HK, common_HH)
+    counts_HK, masses_HK, squares_H = (arrays[f"{number}-{array}"] for array in ARRAYS[:-1])
+    common_HH = arrays.get(f"{number}-{ARRAYS[-1]}")
+    return MemoryUsage(layer, name, kind, tokens, counts_HK, masses_HK, squares_H, common_HH)

@@ -22,7 +22,8 @@ def flat_table(entries: Sequence[Entry]) -> Table:
     """One row a memory with every number but the heads', for CSV."""
     facts = ("layer", "name", "kind", "slots", "tokens", "reads")
     overlap = ("head_overlap", "head_overlap_uniform")
-    groups = {"uniform": ("usage", "kl"), "mass": MEASURES, "count": MEASURES}
+    floor = ("usage", "kl")
+    groups = {"uniform": floor, "uniform_mass": floor, "mass": MEASURES, "count": MEASURES}
     names = [*facts, *(f"{group}_{key}" for group, keys in groups.items() for key in keys), *overlap]
     rows = [
         [entry["run"], entry["step"], entry["split"]]
@@ -94,7 +95,7 @@ def _evenness(entries: Sequence[Entry], run: list[Column]) -> Table:
     rows = [
         [*start, weighing, *(memory[group].get(key) for key in MEASURES[:-1])]
         for start, memory in _each(entries)
-        for group, weighing in (("mass", "mass"), ("count", "count"), ("uniform", "random"))
+        for group, weighing in (("mass", "mass"), ("uniform_mass", "random"), ("count", "count"), ("uniform", "random"))
     ]
     title = "Slots: share used, KL from uniform (nats), how many hold 50, 90 and 99 %"
     return Table(title, run + columns, rows)

@@ -64,6 +64,7 @@ USAGE: Shape = {
             "slots": NUMBER,
             "mass": {**MEASURE, "gini": MAYBE},
             "uniform": MEASURE,
+            "uniform_mass?": MEASURE,
         }
     ]
 }

@@ -56,6 +56,7 @@ def run(tmp_path: Path) -> Path:
         "slots": 64,
         "mass": mass,
         "uniform": {"usage": 1.0, "kl": 0.01},
+        "uniform_mass": {"usage": 1.0, "kl": 0.02},
     }
     (folder / "usage" / "test-step-200.json").write_text(json.dumps({"memories": [memory_used]}))
     return folder

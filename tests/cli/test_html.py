@@ -153,7 +153,7 @@ def test_every_panel_is_drawn_and_shows_the_reports_numbers(page: Path, trained,
         ".map(r => [...r.querySelectorAll('td')].map(c => c.dataset.value))"
     )
     keys = ("usage", "kl", "gini", "top50", "top90", "top99", "effective")
-    for row, by in zip(rows, ("mass", "count", "uniform"), strict=True):
+    for row, by in zip(rows, ("mass", "uniform_mass", "count", "uniform"), strict=True):
         assert [None if cell is None else float(cell) for cell in row] == [memory[by].get(key) for key in keys]
     heads = browser.run(
         "[...document.querySelectorAll('.column')[0].querySelectorAll('[data-panel=heads] details tbody tr')]"
@@ -317,7 +317,8 @@ def made_up(n: int, text: str = WILD) -> tuple[MemoryUsage, Holding]:
     random, slots = np.random.default_rng(0), n * n
     counts = (random.pareto(1, (4, slots)) * 20).astype(np.int64) * (random.random(slots) < 0.5)
     masses = counts * random.random((4, slots))
-    usage = MemoryUsage(3, "memory", "product-key", 10**6, counts, masses, np.full((4, 4), 100))
+    squares = (masses * masses / np.maximum(counts, 1)).sum(axis=1)
+    usage = MemoryUsage(3, "memory", "product-key", 10**6, counts, masses, squares, np.full((4, 4), 100))
     context = Context(0, 0, 0, 0.5, text, text, text, text, text)
     words = [Word(text, 1.0)] * 8
     best = [int(slot) for slot in np.argsort(-usage.masses_S)[: min(2000, slots)]]
@@ -339,7 +340,7 @@ def page_of_several(usages: list[MemoryUsage], holdings: list[Holding], path: Pa
 @in_browser
 def test_labels_of_many_bars_do_not_overlap(browser: Browser, tmp_path: Path) -> None:
     counts = np.ones((64, 4), dtype=np.int64)
-    usage = MemoryUsage(1, "qkv", "hash", 4, counts, counts / 2, None)
+    usage = MemoryUsage(1, "qkv", "hash", 4, counts, counts / 2, counts.sum(axis=1) / 4, None)
     browser.open(page_of(usage, Holding([], None, []), tmp_path / "bars.html"))
     drawn = browser.run(
         """(async () => {

@@ -17,8 +17,9 @@ def memory(kind: str = "product-key", n: int = 6, heads: int = 2, layer: int = 3
     tokens, slots = 50, n * n
     counts = RANDOM.integers(0, 9, (heads, slots))
     common = None if kind == "hash" else np.full((heads, heads), 7)
+    squares = counts.sum(axis=1) / 3
     name = "qkv" if kind == "hash" else "memory"
-    return MemoryUsage(layer, name, kind, tokens, counts, counts * RANDOM.random((heads, slots)), common)
+    return MemoryUsage(layer, name, kind, tokens, counts, counts * RANDOM.random((heads, slots)), squares, common)
 
 
 def valid(step: int, usage: float = 0.5, kl: float | None = 1.0) -> dict[str, object]:
@@ -55,7 +56,7 @@ def test_the_pictures_of_a_kind(tmp_path: Path, kind: str, heads: int, expected:
 
 
 def test_nothing_is_drawn_of_nothing(tmp_path: Path) -> None:
-    unread = MemoryUsage(1, "memory", "product-key", 0, *np.zeros((2, 1, 4)), np.zeros((1, 1)))  # type: ignore[arg-type]
+    unread = MemoryUsage(1, "memory", "product-key", 0, *np.zeros((2, 1, 4)), np.zeros(1), np.zeros((1, 1)))  # type: ignore[arg-type]
     assert plots.draw_usage(tmp_path, "r", [], []) == []
     assert plots.draw_usage(tmp_path, "r", [unread], [valid(1, 0.0, None), train(1, 2.0)]) == []
     assert plots.learning_curves({"a": [], "b": [train(1, None)]}) is None
@@ -77,7 +78,7 @@ def test_slot_mass_falls_and_ends_where_use_ends() -> None:
     assert 0.3 < -torch.trapezoid(mass, slots).item() <= 1.05
     assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == [
         "layer 3 memory",
-        "as many reads, uniform",
+        "the same reads at random slots",
     ]
 
 
@@ -92,7 +93,9 @@ def test_map_is_the_square_of_slots_relative_to_uniform() -> None:
 def test_large_maps_are_binned_and_keep_their_mean() -> None:
     n = 1100
     counts = RANDOM.integers(0, 3, (1, n * n))
-    image = plots.key_map("r", MemoryUsage(1, "memory", "product-key", 9, counts, counts * 1.0, None)).axes[0]
+    image = plots.key_map(
+        "r", MemoryUsage(1, "memory", "product-key", 9, counts, counts * 1.0, counts.sum(axis=1), None)
+    ).axes[0]
     relative = image.images[0].get_array()
     assert max(relative.shape) <= plots.MOST_PIXELS
     sizes = np.diff(np.append(np.arange(0, n, 3), n))

@@ -103,6 +103,26 @@ def test_uniform_reading_is_what_sampling_gives() -> None:
     assert drawn["kl"] == pytest.approx(expected["kl"], rel=0.01)
 
 
+@pytest.mark.parametrize("kind", ["product-key", "hash"])
+def test_uniform_mass_is_what_sampling_gives(kind: str) -> None:
+    """Weights are as uneven as those of a peaked softmax, and one head's are three times the other's."""
+    random, slots, tokens = np.random.default_rng(0), 256, 40_000
+    tap = UsageTap(1, "memory", kind, slots if kind == "product-key" else 2 * slots, 2)
+    topk = 8 if kind == "product-key" else 1
+    slots_NHk = random.integers(0, slots, (tokens, 2, topk))
+    if kind == "hash":
+        slots_NHk[:, 1] += slots
+    weights_NHk = random.exponential(size=(tokens, 2, topk)) ** 2 * np.array([1, 3])[:, None]
+    with UsageCounters(model := Reader(tap)) as counters:
+        model((torch.from_numpy(slots_NHk), torch.from_numpy(weights_NHk)))
+    (found,) = counters.memories()
+    entry = found.as_json()
+    assert entry["mass"]["kl"] == pytest.approx(entry["uniform_mass"]["kl"], rel=0.05)
+    heads = entry["heads" if kind == "product-key" else "tables"]
+    assert np.mean([head["kl"] for head in heads]) == pytest.approx(entry["uniform_head"]["kl"], rel=0.05)
+    assert entry["mass"]["kl"] > 3 * entry["uniform"]["kl"], "equal weights scatter less"
+
+
 def test_reads_of_a_slot_have_the_binomial_s_moments() -> None:
     for slots, reads in ((10, 3), (1000, 10**6), (10**6, 10**9)):
         n, chance = reads_of_a_slot(slots, reads)
@@ -137,7 +157,7 @@ def test_counters_equal_plain_counting(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Reader(UsageTap(5, "memory", "product-key", slots, heads))
     counts: Counter[tuple[int, int]] = Counter()
     masses: Counter[tuple[int, int]] = Counter()
-    common, tokens = np.zeros((heads, heads), dtype=int), 0
+    squares, common, tokens = [0.0] * heads, np.zeros((heads, heads), dtype=int), 0
     with UsageCounters(model) as counters:
         for seed, number in enumerate((7, 10, 1)):
             slots_NHk, weights_NHk = draw(number, heads, topk, slots, seed)
@@ -152,6 +172,7 @@ def test_counters_equal_plain_counting(monkeypatch: pytest.MonkeyPatch) -> None:
                     for slot, weight in zip(slots_NHk[token, h], weights_NHk[token, h], strict=True):
                         counts[h, int(slot)] += 1
                         masses[h, int(slot)] += float(weight)
+                        squares[h] += float(weight) ** 2
     (found,) = counters.memories()
     assert found.tokens == tokens > 0
     assert found.counts_HK.dtype == np.int64
@@ -170,13 +191,21 @@ def test_counters_equal_plain_counting(monkeypatch: pytest.MonkeyPatch) -> None:
     assert entry["head_overlap_uniform"] == topk / slots
     assert [head["head"] for head in entry["heads"]] == [1, 2, 3]
     assert entry["uniform"] == uniform_reading(slots, entry["reads"])
-    assert entry["uniform_head"] == uniform_reading(slots, tokens * topk)
+    assert found.squares_H == pytest.approx(squares)
+    mass, square = tokens * heads, sum(squares)
+    assert entry["uniform_mass"]["usage"] == entry["uniform"]["usage"]
+    assert entry["uniform_mass"]["kl"] == uniform_reading(slots, round(mass**2 / square))["kl"]
+    of_heads = [uniform_reading(slots, round(tokens**2 / square))["kl"] for square in squares]
+    assert entry["uniform_head"] == {
+        "usage": uniform_reading(slots, tokens * topk)["usage"],
+        "kl": pytest.approx(np.mean(of_heads)),
+    }
     assert found.brief() == {
         "layer": 5,
         "name": "memory",
         "usage": entry["mass"]["usage"],
         "kl": entry["mass"]["kl"],
-        "uniform": entry["uniform"],
+        "uniform": entry["uniform_mass"],
     }
 
 
@@ -219,7 +248,7 @@ def test_a_read_of_no_weight_is_a_read() -> None:
 
 
 def test_reads_without_any_weight_are_told() -> None:
-    usage = MemoryUsage(1, "ffn2", "hash", 3, np.full((2, 4), 3), np.zeros((2, 4)), None)
+    usage = MemoryUsage(1, "ffn2", "hash", 3, np.full((2, 4), 3), np.zeros((2, 4)), np.zeros(2), None)
     entry = {"run": "r", "step": 1, "split": "test", "memories": [usage.as_json()]}
     assert "0.0%" in "".join(table.render() for table in usage_tables([entry]))
 
@@ -248,8 +277,8 @@ def test_weights_that_are_not_finite_are_an_error() -> None:
 def test_files_give_back_what_was_counted(tmp_path: Path) -> None:
     common = np.array([[6, 1], [1, 6]])
     memories = [
-        MemoryUsage(2, "memory", "product-key", 3, np.arange(8).reshape(2, 4), np.ones((2, 4)) / 3, common),
-        MemoryUsage(1, "qkv", "hash", 3, np.arange(8).reshape(2, 4), np.ones((2, 4)), None),
+        MemoryUsage(2, "memory", "product-key", 3, np.arange(8).reshape(2, 4), np.ones((2, 4)) / 3, np.ones(2), common),
+        MemoryUsage(1, "qkv", "hash", 3, np.arange(8).reshape(2, 4), np.ones((2, 4)), np.ones(2), None),
     ]
     entry = {"run": "r", "step": 5, "split": "test", "source": {"checkpoint": "a"}}
     entry["memories"] = [memory.as_json() for memory in memories]

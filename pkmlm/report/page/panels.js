@@ -1,7 +1,7 @@
 "use strict";
 // One function a panel, but for the map of slots; null where there is nothing to show.
 
-const NAMES = { mass: "mass", count: "count", uniform: "random" };
+const NAMES = { mass: "mass", uniform_mass: "random", count: "count", uniform: "random" };
 const MEASURES = [
   ["usage", "Slots used", share],
   ["kl", "KL (nats)", fixed(4)],
@@ -20,7 +20,7 @@ function summary(entry, facts) {
   const text =
     `${entry.run} at step ${count(entry.step)}, ${entry.split}: ${count(facts.tokens)} tokens, ` +
     `${count(facts.reads)} reads of ${count(facts.slots)} slots (${facts.kind}).`;
-  const caption = "By mass, by count, and what as many random reads give";
+  const caption = "By mass and by count, each with what the same reads give at random slots";
   const headings = ["By", ...MEASURES.map(([, name]) => name)];
   return panel("summary", "Summary", make("p", {}, text), table(caption, headings, rows));
 }
@@ -79,7 +79,7 @@ function layers(entry) {
     [m.mass.usage, share],
     [m.uniform.usage, share],
     [m.mass.kl, fixed(4)],
-    [m.uniform.kl, fixed(4)],
+    [m.uniform_mass.kl, fixed(4)],
     [m.mass.gini, fixed(3)],
   ]);
   return panel(
