@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pkmlm.cli.options import PATH, quiet_option, set_option
+from pkmlm.cli.streams import warn
 from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def command(
     cells = Cells(grid, path.parent / grid.base, overrides)
     results = with_costs(grid, cells)
     if dry_run:
+        tell_doubts(cells)
         sys.stdout.write(plan(results).render())
         return 0
     if folder is None:
@@ -138,6 +140,11 @@ def with_costs(grid: "Grid", cells: "Cells") -> "Results":
     return Results(grid, cells, {p: facts_of_cost(recipe, vocabulary(recipe)) for p, recipe in recipes.items()})
 
 
+def tell_doubts(cells: "Cells") -> None:
+    for text in cells.doubts():
+        warn(text)
+
+
 def plan(results: "Results") -> "Table":
     """What a sweep would run; of a grid of arithmetic alone, what it would count."""
     from pkmlm.report.tables import Column, Table, number
@@ -182,6 +189,7 @@ def run_all(
         return 0
     grid, cells, total, runs = results.grid, results.cells, len(results.cells), folder.runs
     cells.refuse_missing_data()
+    tell_doubts(cells)
     if any(MEASURES[name].source == "tasks" for name in grid.measure):
         prepare(",".join(tasks_of(grid.measure)), task_data, None)  # refuses bad tasks before hours of training
     make_folder(runs)
@@ -197,7 +205,7 @@ def run_all(
 
         folder.begin(results)
         say(f"{total} runs in {folder.path}, {jobs} at a time")
-        Runner(cells.base, runs, grid.measure, jobs, devices, task_data, stop).run(cells, done, tick)
+        Runner(runs, grid.measure, jobs, devices, task_data, stop).run(cells, done, tick)
         if stop.exit_code is not None:
             click.echo("stopped on request; the same command goes on", err=True)
     return stop.exit_code or 0
@@ -259,9 +267,15 @@ def tell_failures(results: "Results") -> int:
 
 
 def publish(results: "Results", folder: "SweepFolder") -> None:
-    """Write the tables, results.json and the plots, and print the tables."""
+    """Write the tables, results.json and the plots, print the tables, and warn where runs in them differ in more than
+    the grid says."""
+    from pkmlm.report.compare import differences
+    from pkmlm.runtime.rundir import RunDirectory
     from pkmlm.sweep.plots import draw
 
+    names = [outcome.cell.name for point in results.grid.points() for outcome in results.chosen(point)]
+    for text in differences({name: RunDirectory(folder.runs / name) for name in names}):
+        warn(text)
     tables, drawn = folder.write(results), draw(results, folder.path)
     sys.stdout.write("\n".join(table.render() for table in tables))
     if drawn:

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from pkmlm.data.index import read_index
 from pkmlm.errors import UserError
+from pkmlm.recipe.doubts import doubts, idle_keys
 from pkmlm.recipe.dump import dump_recipe
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.nodes import shorten
 from pkmlm.recipe.schema import Recipe
+from pkmlm.report.compare import first_of
 from pkmlm.sweep.grid import Grid, Point, overlap
 from pkmlm.sweep.measures import MEASURES
 
@@ -111,6 +113,14 @@ class Cells:
             for split, why in needed.items():
                 if split not in splits:
                     raise UserError(f"{folder} has no {split} split, {why}", f"tokenize it with --{split} FILE")
+
+    def doubts(self) -> list[str]:
+        """What to warn of, a line each: what the cells' recipes say and hardly mean."""
+        told: dict[str, list[str]] = {}
+        for cell in self.first.values():
+            for text in (*doubts(cell.recipe), *idle_keys(cell.recipe, self.base, cell.overrides)):
+                told.setdefault(text, []).append(cell.name)
+        return [f"{first_of(names, ', ')}: {text}" for text, names in told.items()]
 
     def tuning(self, point: Point) -> list[Cell]:
         """The cells of a point's first seed, one for each value of the tuned key."""

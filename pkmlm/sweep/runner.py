@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pkmlm.errors import UserError
-from pkmlm.recipe.dump import flatten, scalar_text
+from pkmlm.recipe.dump import dump_recipe, flatten, scalar_text
 from pkmlm.report.compare import Facts, facts_of
 from pkmlm.runtime.cores import usable_cores
+from pkmlm.runtime.files import make_folder, write_text
 from pkmlm.runtime.rundir import RunDirectory
 from pkmlm.runtime.signals import StopRequest
 from pkmlm.sweep.cells import Cell, Cells
@@ -54,8 +55,7 @@ class Runner:
     """Runs cells.
 
     Args:
-        base: the base recipe's file.
-        folder: of the run directories.
+        folder: of the run directories, and in `.recipes` of their recipes.
         measures: names of `MEASURES`.
         jobs: cells at a time; each gets its share of the usable cores.
         devices: values of CUDA_VISIBLE_DEVICES, at least as many as jobs; empty: as this process has it.
@@ -64,7 +64,6 @@ class Runner:
 
     def __init__(
         self,
-        base: Path,
         folder: Path,
         measures: Sequence[str],
         jobs: int,
@@ -72,7 +71,7 @@ class Runner:
         task_data: str | None,
         stop: StopRequest,
     ):
-        self.base, self.folder, self.task_data, self.stop, self.jobs = base, folder, task_data, stop, jobs
+        self.folder, self.task_data, self.stop, self.jobs = folder, task_data, stop, jobs
         self.sources = {MEASURES[name].source for name in measures}
         self.tasks = tasks_of(measures)
         self.devices, self.free_devices = devices, list(devices)
@@ -153,8 +152,10 @@ class Runner:
         run, model = RunDirectory(self.folder / cell.name), cell.recipe.model
         path = str(run.path)
         if finished(cell, self.folder) is None:
-            settings = [part for text in cell.overrides for part in ("-s", text)]
-            yield ["train", str(self.base), "-o", path, "-q", *settings]
+            recipe = self.folder / ".recipes" / f"{cell.name}.yaml"  # the base's file may change meanwhile
+            make_folder(recipe.parent)
+            write_text(recipe, dump_recipe(cell.recipe))
+            yield ["train", str(recipe), "-o", path, "-q"]
         if not measure:
             return
         facts = facts_at_end(cell, run)

@@ -65,7 +65,7 @@ def cells_of(grid: Path, steps: int) -> dict[str, Cell]:
 
 def runner_of(grid: Path, runs: Path, task_data: Path | None = None) -> Runner:
     rows = None if task_data is None else str(task_data)
-    return Runner(grid.parent / "product-key.yaml", runs, read_grid(grid)[0].measure, 1, [], rows, StopRequest())
+    return Runner(runs, read_grid(grid)[0].measure, 1, [], rows, StopRequest())
 
 
 def cells_in(folder: Path) -> dict[str, dict]:
@@ -285,7 +285,14 @@ def test_a_run_that_was_trained_longer_is_measured_again(grid, tmp_path):
     assert (row(4)[-1], "-" in row(4)) == ("0.875", False)
     longer = cells_of(grid, 8)["256_seed-1"]
     assert not list(runner.commands(longer)), "a sweep does not train it longer"
-    pkmlm("train", runner.base, "-o", run.path, "-q", *(part for text in longer.overrides for part in ("-s", text)))
+    pkmlm(
+        "train",
+        grid.parent / "product-key.yaml",
+        "-o",
+        run.path,
+        "-q",
+        *(part for text in longer.overrides for part in ("-s", text)),
+    )
     after_examples = '{"step": 8, "tasks": {"piqa": {"acc": 0.5, "num_fewshot": 2}}}'
     (run.path / "eval" / "tasks-piqa-shots-2-step-8.json").write_text(after_examples)
     assert row(8) == ["256", "-", "-", "-", "-"], "neither what was measured at step 4, nor after examples"
@@ -304,6 +311,31 @@ def test_a_run_that_was_trained_longer_is_measured_again(grid, tmp_path):
     commands = iter(runner.commands(cells_of(grid, 2)["none_seed-1"]))
     pkmlm(*next(commands))
     assert [command[0] for command in commands] == ["eval", "eval"], "no memory, no usage"
+
+
+def test_a_sweep_has_read_its_base_recipe_once(grid, tmp_path):
+    runner, cell = runner_of(grid, tmp_path / "cells"), cells_of(grid, 2)["256_seed-1"]
+    base = grid.parent / "product-key.yaml"
+    base.write_text(base.read_text().replace("log: {every: 10}", "log: {every: 1}"))
+    pkmlm(*next(iter(runner.commands(cell))))
+    assert RunDirectory(tmp_path / "cells" / cell.name).recipe() == cell.recipe
+
+
+def test_cells_that_cannot_be_held_against_each_other_are_told(grid, tmp_path):
+    grid.write_text(
+        GRID.replace("without: [{slots: 64}]\n", "").replace("model.memory.num_keys: 8", "eval.tokens: 500")
+    )
+    runs = tmp_path / "swept" / "cells"
+    for name in ("64_seed-1", "256_seed-1"):
+        pkmlm(*next(iter(runner_of(grid, runs).commands(cells_of(grid, 2)[name]))))
+    said = pkmlm("sweep", grid, "-o", runs.parent, "-s", "train.steps=2", "--table").stderr
+    assert "warning: several texts, or shares of one, to validate on (64_seed-1; 256_seed-1)\n" in said
+
+
+def test_keys_of_cells_without_effect_are_told(grid):
+    grid.write_text(GRID.replace("kind: none", "kind: none, model.memory.topk: 2"))
+    said = pkmlm("sweep", grid, "--dry-run").stderr
+    assert said == "warning: none_seed-1: model.memory.topk: without effect, as model.memory.kind is none\n"
 
 
 def test_a_cell_on_each_device(grid, tmp_path, monkeypatch):
@@ -346,7 +378,7 @@ def test_each_command_has_a_device_of_its_own(grid, tmp_path):
         pytest.skip("what a process was given stands in /proc")
     grid.write_text(GRID.replace("without: [{slots: 64}]\n", ""))
     base, stop, given = grid.parent / "product-key.yaml", StopRequest(), {}
-    runner = Runner(base, tmp_path / "cells", ["valid_loss"], 2, ["4", "5"], None, stop)
+    runner = Runner(tmp_path / "cells", ["valid_loss"], 2, ["4", "5"], None, stop)
 
     def tick(running: list[Cell]) -> None:
         children = list(runner.children)
@@ -495,7 +527,8 @@ def test_a_cell_that_fails_fails_alone(grid, tmp_path, trained):
     assert "error: none_seed-1: " in told.stderr
     assert told.stdout.splitlines()[4].split()[:3] == ["none", "-", "failed"]
     done = pkmlm("sweep", grid, "-o", folder, "-s", "train.steps=2", "-q", code=1)
-    assert (done.stdout, done.stderr) == (told.stdout, told.stderr), "failures are no progress"
+    assert (done.stdout, done.stderr.partition("error: ")[2]) == (told.stdout, told.stderr.removeprefix("error: "))
+    assert done.stderr.startswith("warning: none_seed-1, 64_seed-1, 256_seed-1: optim.warmup_steps: 5 for 2 steps ")
     cells = cells_in(folder)
     assert {name: cell["status"] for name, cell in cells.items()} == {
         "none_seed-1": "failed",
