@@ -169,6 +169,7 @@ def refuse(run: "RunDirectory", job: "Job", resume: str) -> list[str]:
 
     refuse_resume(run, resume)
     run.refuse_foreign()
+    run.refuse_orphans()
     return [] if run.steps() else check_initial(job)
 
 
@@ -271,6 +272,12 @@ def noting_failure(run: "RunDirectory", world: "World") -> Iterator[None]:
         raise
 
 
+def no_validation(recipe: "Recipe") -> str:
+    """What to warn of where tokens have no valid split."""
+    idle = "" if recipe.eval.patience is None else ", and eval.patience ends nothing"
+    return f"{recipe.data.dir} has no valid split: there will be no validation and no best checkpoint{idle}"
+
+
 def run_loop(
     run: "RunDirectory",
     job: "Job",
@@ -313,7 +320,7 @@ def run_loop(
         if "valid" in job.corpus.splits:
             validate = validation(recipe, model, job.tokenizer, precision, log.say, ranks)
         else:
-            log.say(f"{recipe.data.dir} has no valid split: there will be no validation and no best checkpoint")
+            log.warn(steps[-1] if steps else 0, no_validation(recipe))
         if recipe.train.compile:
             log.say("the first step compiles attention and FFNs, which can take minutes")
         stepper = Stepper(recipe, model, Batches.of(job.corpus, recipe), precision, ranks)

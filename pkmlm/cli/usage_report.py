@@ -132,10 +132,20 @@ def reports_on(
     if look_into and world and world.rank > 0:
         return []
     world = None if look_into else world
-    subjects = (subject_of(label, run, step, choice, world) for label, run, step in named)
-    if look_into:
-        return [(subject, subject.keep(measured(subject, choice, quiet, None, look_into=True))) for subject in subjects]
-    return [(subject, report_on(subject, choice, quiet, world)) for subject in subjects]
+
+    def reported(label: str, run: "RunDirectory", step: str) -> tuple[Subject, Report]:
+        while True:
+            subject = subject_of(label, run, step, choice, world)
+            try:
+                if look_into:
+                    return subject, subject.keep(measured(subject, choice, quiet, None, look_into=True))
+                return subject, report_on(subject, choice, quiet, world)
+            except UserError:
+                if step.isdecimal() or subject.is_there:
+                    raise
+                # a training process has replaced the checkpoint since: look again
+
+    return [reported(*each) for each in named]
 
 
 def report_on(subject: Subject, choice: TextChoice, quiet: bool, world: "World | None") -> Report:

@@ -43,6 +43,11 @@ class Subject:
     stem: Path | None = None
     origin: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the checkpoint still is."""
+        return self.stem is None or self.run.checkpoint(int(self.step)).exists()
+
     def fingerprint(self) -> str:
         """The sha256 of the manifest of the checkpoint or the folder; of a folder without one (`transformers` has saved
         it again), of what a manifest would say.

@@ -166,8 +166,12 @@ def differences(runs: dict[str, RunDirectory]) -> list[str]:
         if len(set(tokens.values())) > len({tokenizer for tokenizer, _ in tokens.values()}):
             measures[what] = tokens
     for name in dict.fromkeys(name for of in tasks.values() for name in of):
-        shots = {label: of[name].get("num_fewshot") for label, of in tasks.items() if name in of}
+        asked = {label: of[name] for label, of in tasks.items() if name in of}
+        shots = {label: task.get("num_fewshot") for label, task in asked.items()}
         measures[f"several numbers of examples before a question of {name}"] = shots
+        measures[f"several files of rows of {name}"] = {
+            label: (task.get("data") or {}).get("sha256") for label, task in asked.items()
+        }
     groups = {what: alike(values) for what, values in measures.items()}
     told = [
         f"{what} ({first_of([first_of(labels, ', ') for labels in several.values()], '; ')})"

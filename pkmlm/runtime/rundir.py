@@ -116,6 +116,17 @@ class RunDirectory:
                 hint = f"name this run: -o {self.path / 'NAME'}"
                 raise UserError(f"-o {self.path} is a folder of runs: it holds {name}", hint)
 
+    def refuse_orphans(self) -> None:
+        """Refuse to train anew where results are of checkpoints that are gone: they would be taken for the new ones'.
+
+        Raises:
+            UserError: there are such results.
+        """
+        kept = [f"{name}/" for name in ("eval", "usage") if any((self.path / name).glob("*.json"))]
+        if kept and not self.steps():
+            message = f"-o {self.path} has no checkpoint any more, but results of one in {' and '.join(kept)}"
+            raise UserError(message, f"delete them to train anew, or {CHOOSE}")
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the run for this process; the kernel releases it however the process ends.

@@ -53,7 +53,7 @@ FACTS: Shape = {
 RESULTS: Shape = {
     "perplexity?": SCORES,
     "source?": {"sha256?": (str,)},
-    "tasks?": {str: {"acc?": NUMBER, "num_fewshot?": NUMBER}},
+    "tasks?": {str: {"acc?": NUMBER, "num_fewshot?": NUMBER, "data?": {"sha256?": (str,)}}},
 }
 # RUN/usage/*.json.
 USAGE: Shape = {

@@ -260,6 +260,15 @@ def test_accuracies_are_averaged_over_shared_tasks(run: Path, tmp_path: Path) ->
     assert table[4].split()[-1] == "0.600"
 
 
+def test_tasks_with_other_rows_are_told(run: Path, tmp_path: Path) -> None:
+    mine, yours, unknown = (Path(shutil.copytree(run, tmp_path / name)) for name in ("mine", "yours", "unknown"))
+    for folder, data in ((mine, {"sha256": "a"}), (yours, {"sha256": "b"}), (unknown, None)):
+        tasks = {"own": {"acc": 0.5, "data": data}}
+        (folder / "eval/tasks-step-200.json").write_text(json.dumps({"step": 200, "tasks": tasks}))
+    said = pkmlm("compare", mine, yours, unknown).stderr
+    assert said == "warning: several files of rows of own (mine; yours)\n"
+
+
 def test_tasks_after_several_numbers_of_examples_are_told(run: Path, tmp_path: Path) -> None:
     zero, few = (Path(shutil.copytree(run, tmp_path / name)) for name in ("zero", "few"))
     for folder, shots in ((zero, 0), (few, 5)):

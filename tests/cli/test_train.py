@@ -344,6 +344,29 @@ def test_a_dry_run_refuses_a_folder_that_the_run_would(tmp_path, write_recipe, t
     pkmlm(*dry, trained("dense"))
 
 
+def test_results_of_checkpoints_that_are_gone_are_not_taken_for_a_new_model_s(tmp_path, write_recipe, trained):
+    run = Path(shutil.copytree(trained("dense"), tmp_path / "run"))
+    shutil.rmtree(run / "checkpoints")
+    (run / "done").unlink()
+    (run / "eval").mkdir(exist_ok=True)
+    (run / "eval" / "test-step-30.json").write_text("{}")
+    train = ["train", write_recipe(tmp_path, "dense"), "-o", run, "-q", "-s", "train.steps=2"]
+    said = pkmlm(*train, code=2).stderr
+    assert f"-o {run} has no checkpoint any more, but results of one in eval/" in said
+    shutil.rmtree(run / "eval")
+    shutil.rmtree(run / "usage", ignore_errors=True)
+    pkmlm(*train)
+
+
+def test_tokens_without_a_valid_split_are_warned_of(tmp_path, novels, write_recipe, trained):
+    kept = trained("dense") / "tokenizer.model"
+    pkmlm("tokenize", novels / "train.txt", "--tokenizer", kept, "-o", tmp_path / "tokens", "-q")
+    run = ["train", write_recipe(tmp_path, "product-key"), "-o", tmp_path / "run", "-q", "-s", "train.steps=6"]
+    said = pkmlm(*run, "-s", f"data.dir={tmp_path / 'tokens'}", "-s", "eval.patience=2").stderr
+    expected = "there will be no validation and no best checkpoint, and eval.patience ends nothing"
+    assert said == f"warning: step 0: {tmp_path / 'tokens'} has no valid split: {expected}\n"
+
+
 def test_a_dry_run_refuses_what_the_run_would(tmp_path, write_recipe, monkeypatch):
     """Precision auto is fp16 on old GPUs alone."""
     monkeypatch.setattr("pkmlm.runtime.device.choose_precision", lambda *_: ("fp16", "auto"))

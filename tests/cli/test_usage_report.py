@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pkmlm.evaluate import load
 from tests.conftest import pkmlm
 
 Trained = Callable[[str], Path]
@@ -51,6 +52,23 @@ def test_json_of_a_product_key_run_counts_every_scored_token_once(run_of: Callab
     with np.load(run / "usage" / "test-step-30.npz") as arrays:
         assert arrays["0-counts_HK"].sum() == memory["reads"]
         assert arrays["0-masses_HK"].sum() == pytest.approx(scored * 2, rel=1e-5)
+
+
+def test_a_checkpoint_that_is_replaced_meanwhile_is_looked_for_again(
+    run_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a training process replaces its own."""
+    run, load_same = run_of("product-key"), load.load_same
+
+    def too_late(*arguments: object) -> object:
+        shutil.rmtree(run / "checkpoints" / "step-00000030", ignore_errors=True)
+        return load_same(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(load, "load_same", too_late)
+    said = pkmlm("usage-report", run, "--step", "30", code=2).stderr
+    assert "has no checkpoint at step 30 (has 20)" in said
+    shutil.copytree(run / "checkpoints" / "step-00000020", run / "checkpoints" / "step-00000030")
+    assert [entry["step"] for entry in report(run)] == [20]
 
 
 def test_hash_layers_have_tables(run_of: Callable[[str], Path]) -> None:

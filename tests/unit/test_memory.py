@@ -44,6 +44,13 @@ def test_a_memory_computes_equations_1_to_4(kind):
         torch.testing.assert_close(out[b, t], expected)
 
 
+@pytest.mark.parametrize("changed", [{"kind": "flat-key"}, {"kind": "none"}, {"key_dim": 15}])
+def test_a_memory_refuses_a_spec_that_is_not_its_own(changed):
+    """Who builds one in a network of his own has no recipe that is checked."""
+    with pytest.raises(ValueError, match="found"):
+        ProductKeyMemory(10, replace(MEMORY, **changed), 1, momentum=0.1)
+
+
 @pytest.mark.parametrize("query", ["linear", "mlp"])
 @pytest.mark.parametrize("norm", ["batch", "layer", "rms", "none"])
 @pytest.mark.parametrize("kind", ["product-key", "flat-key"])

@@ -15,6 +15,8 @@ from pkmlm.recipe.schema import Memory
 class FlatKeyMemory(KeyMemory):
     """A memory of num_keys^2 slots with a whole key each, for each head: a search of O(slots), not O(sqrt(slots))."""
 
+    kind = "flat-key"
+
     def __init__(self, dim: int, memory: Memory, layer: int, momentum: float):
         super().__init__(dim, memory, layer, momentum)
         self.keys_HKq = nn.Parameter(torch.empty(memory.heads, memory.slots, memory.key_dim))

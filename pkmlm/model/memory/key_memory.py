@@ -4,6 +4,7 @@ B: sequences; T: positions; N: tokens (B * T); D: model width; H: heads; q: widt
 """
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +27,17 @@ class KeyMemory(nn.Module, ABC):
         memory: of the recipe, of the kind that the class builds.
         layer: the block it stands in, counted from 1.
         momentum: of the query's batch normalisation, for one forward.
+
+    Raises:
+        ValueError: `memory` is of another kind.
     """
+
+    kind: ClassVar[str]
 
     def __init__(self, dim: int, memory: Memory, layer: int, momentum: float):
         super().__init__()
+        if memory.kind != self.kind:
+            raise ValueError(f"{type(self).__name__}: found a memory of kind {memory.kind} (expected {self.kind})")
         self.topk = memory.topk
         self.query = Query(dim, memory, momentum)
         self.tap = UsageTap(layer, "memory", memory.kind, memory.slots, memory.heads)

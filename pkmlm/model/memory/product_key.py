@@ -16,10 +16,17 @@ class ProductKeyMemory(KeyMemory):
     """A memory of n^2 slots searched with 2n sub-keys a head (eq. 4).
 
     Each head has its own two sets of sub-keys; they start at U(+-1/sqrt(f)) (not in the paper; the authors' code).
+
+    Raises:
+        ValueError: as `KeyMemory`, or the width of a query is odd.
     """
+
+    kind = "product-key"
 
     def __init__(self, dim: int, memory: Memory, layer: int, momentum: float):
         super().__init__(dim, memory, layer, momentum)
+        if memory.key_dim % 2:
+            raise ValueError(f"key_dim: found {memory.key_dim} (expected an even number, to be halved)")
         self.subkeys_H2nf = nn.Parameter(torch.empty(memory.heads, 2, memory.num_keys, memory.key_dim // 2))
 
     def initial(self) -> dict[str, Initial]:
