@@ -1,5 +1,6 @@
 """The README.md of an exported model."""
 
+from pathlib import Path
 from typing import Any
 
 from pkmlm.errors import printable
@@ -21,7 +22,7 @@ def card_of(recipe: Recipe, origin: Origin, parameters: int, dtype: str, scores:
         f"- {parameters:,} parameters in {dtype}; {model.layers} layers of width {model.dim}, "
         f"{model.heads} attention heads, a context of {model.context:,} tokens",
         f"- {described(model)}",
-        f"- trained on {origin.tokens:,} tokens ({origin.step:,} steps)",
+        f"- trained on {origin.tokens:,} tokens ({origin.step:,} steps){started(recipe)}",
         *(
             f"- {scored}: perplexity {found['token_ppl']:,.2f} a token, {found['bits_per_byte']:.4f} bits a byte"
             for scored, found in scores.items()
@@ -50,6 +51,12 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens={length})[0], ski
 `path` is this folder. The tokenizer (it needs `pip install sentencepiece`) loses nothing: every text comes back from
 decoding. It puts the end-of-document token before a text, as training did; `add_special_tokens=False` leaves it out.
 """
+
+
+def started(recipe: Recipe) -> str:
+    """Where training began, if not at random."""
+    source = recipe.train.init_from
+    return f", from the weights of {printable(Path(source).name)}, whose own training is not counted" if source else ""
 
 
 def described(model: Model) -> str:

@@ -70,7 +70,7 @@ MEASURES: dict[str, Measure] = {
     "layers": Measure("layers", "layers", "{:,.0f}", "train", fact("layers")),
     "dense": Measure("dense M", "dense parameters (millions)", "{:,.2f}", "cost", fact("cost", "dense", scale=1e-6)),
     "memory": Measure(
-        "memory M", "in memory (million parameters)", "{:,.1f}", "cost", fact("cost", "memory", scale=1e-6)
+        "memory M", "in memory (million parameters)", "{:,.2f}", "cost", fact("cost", "memory", scale=1e-6)
     ),
     "operations": Measure(
         "M ops", "operations a token (millions)", "{:,.2f}", "cost", fact("cost", "operations", scale=1e-6)

@@ -154,6 +154,14 @@ def test_steps_and_dtypes(trained, tmp_path):
     assert json.loads((tmp_path / "best/config.json").read_text())["trained"]["step"] == int(best[5:])
 
 
+def test_the_card_says_what_the_weights_started_from(trained, tmp_path, write_recipe):
+    start = ("-s", f"train.init_from={trained('dense')}", "-s", "train.steps=6")
+    pkmlm("train", write_recipe(tmp_path, "dense"), "-o", tmp_path / "run", "-q", *start)
+    pkmlm("export", tmp_path / "run", "-o", tmp_path / "exported")
+    card = (tmp_path / "exported/README.md").read_text()
+    assert " tokens (6 steps), from the weights of dense, whose own training is not counted\n" in card
+
+
 def test_the_card_says_what_the_model_is(trained, tmp_path):
     run = shutil.copytree(trained("product-key"), tmp_path / "my-run")
     found = json.loads(pkmlm("eval", run, "--json").stdout)["perplexity"]
