@@ -18,24 +18,30 @@ def free_file(option: str, path: str | None, force: bool) -> Path | None:
     file = Path(path)
     if (is_there(file) and not file.is_file()) or not file.parent.is_dir():
         raise UserError(f"{option} {path}: no file can be written there (expected a name in a folder that exists)")
-    if not os.access(file.parent, os.W_OK):
-        raise UserError(f"{option} {path}: the folder {file.parent} cannot be written", exit_code=1)
+    refuse_read_only(f"{option} {path}", file.parent)
     if file.exists() and not force:
         raise UserError(f"{option} {path} exists already", "choose another name, or add --force to overwrite")
     return file
+
+
+def refuse_read_only(what: str, folder: Path) -> None:
+    """Refuse a folder that this user cannot write, before any work."""
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"{what}: the folder {folder} cannot be written", exit_code=1)
 
 
 def free_folder(path: str | None, force: bool) -> Path | None:
     """The folder for pictures that `--plots` names.
 
     Raises:
-        UserError: there is something in it, and `force` was not given.
+        UserError: there is something in it, and `force` was not given; (exit code 1) it cannot be written.
     """
     if path is None:
         return None
     folder = Path(path)
     if is_there(folder) and not folder.is_dir():
         raise UserError(f"--plots {path} is a file (expected a folder)")
+    refuse_read_only(f"--plots {path}", next(each for each in (folder, *folder.absolute().parents) if each.exists()))
     if folder.exists() and any(folder.iterdir()) and not force:
         raise UserError(f"--plots {path} is not empty", "choose another folder, or add --force to overwrite")
     return folder

@@ -14,6 +14,7 @@ import pytest
 
 from pkmlm.evaluate import load
 from tests.conftest import pkmlm
+from tests.torture.disks import small_disk
 
 Trained = Callable[[str], Path]
 
@@ -69,6 +70,17 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_looked_for_again(
     assert "has no checkpoint at step 30 (has 20)" in said
     shutil.copytree(run / "checkpoints" / "step-00000020", run / "checkpoints" / "step-00000030")
     assert [entry["step"] for entry in report(run)] == [20]
+
+
+def test_a_folder_for_plots_that_cannot_be_written_costs_no_pass(run_of: Callable[[str], Path], tmp_path: Path) -> None:
+    run = run_of("product-key")
+    with small_disk(tmp_path / "disk", 8192) as disk:
+        if disk is None:
+            pytest.skip("no right to mount a small disk")
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True, timeout=20)
+        said = pkmlm("usage-report", run, "--plots", disk / "new" / "plots", code=1).stderr
+    assert said == f"error: --plots {disk / 'new' / 'plots'}: the folder {disk} cannot be written\n"
+    assert not (run / "usage").exists()
 
 
 def test_hash_layers_have_tables(run_of: Callable[[str], Path]) -> None:
