@@ -94,7 +94,7 @@ def open_job(recipe_file: str, overrides: tuple[str, ...], ranks: int, verify: b
     from pkmlm.recipe.doubts import doubts, idle_keys
     from pkmlm.recipe.load import load_recipe
     from pkmlm.recipe.ranks import check_ranks
-    from pkmlm.train.job import Job, rereading
+    from pkmlm.train.job import Job, no_validation, rereading
 
     recipe = load_recipe(recipe_file, overrides)
     if recipe.data.dir is None:
@@ -111,7 +111,8 @@ def open_job(recipe_file: str, overrides: tuple[str, ...], ranks: int, verify: b
             "leave it null, or tokenize with a smaller --vocab-size",
         )
     check_ranks(recipe, ranks, recipe_file)
-    told = (*doubts(recipe), *idle_keys(recipe, recipe_file, overrides), *rereading(recipe, corpus))
+    told = (*doubts(recipe), *idle_keys(recipe, recipe_file, overrides))
+    told += (*rereading(recipe, corpus), *no_validation(recipe, corpus))
     return Job(recipe, corpus, tokenizer, told)
 
 
@@ -272,12 +273,6 @@ def noting_failure(run: "RunDirectory", world: "World") -> Iterator[None]:
         raise
 
 
-def no_validation(recipe: "Recipe") -> str:
-    """What to warn of where tokens have no valid split."""
-    idle = "" if recipe.eval.patience is None else ", and eval.patience ends nothing"
-    return f"{recipe.data.dir} has no valid split: there will be no validation and no best checkpoint{idle}"
-
-
 def run_loop(
     run: "RunDirectory",
     job: "Job",
@@ -319,8 +314,6 @@ def run_loop(
         validate = None
         if "valid" in job.corpus.splits:
             validate = validation(recipe, model, job.tokenizer, precision, log.say, ranks)
-        else:
-            log.warn(steps[-1] if steps else 0, no_validation(recipe))
         if recipe.train.compile:
             log.say("the first step compiles attention and FFNs, which can take minutes")
         stepper = Stepper(recipe, model, Batches.of(job.corpus, recipe), precision, ranks)

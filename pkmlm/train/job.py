@@ -51,3 +51,11 @@ def rereading(recipe: Recipe, corpus: Corpus) -> list[str]:
     short = f", less than one sequence (model.context: {context:,})" * (corpus.tokens < context)
     several = f"{steps:,} steps read" if steps > 1 else "one step reads"
     return [f"{recipe.data.dir}: train has {corpus.tokens:,} tokens{short}: {several} them {times:,.0f} times"]
+
+
+def no_validation(recipe: Recipe, corpus: Corpus) -> list[str]:
+    """What to warn of, a line at most: tokens without a split to validate on."""
+    if "valid" in corpus.splits:
+        return []
+    idle = "" if recipe.eval.patience is None else ", and eval.patience ends nothing"
+    return [f"{recipe.data.dir} has no valid split: there will be no validation and no best checkpoint{idle}"]

@@ -21,7 +21,8 @@ def write(folder, words):
     (folder / "b.txt").write_text("sea " * words)
     (folder / "a.yaml").write_text(RECIPE)
     pkmlm("tokenize", "a.txt", "--vocab-size", 280, "-o", "model")
-    result = pkmlm("tokenize", "b.txt", "--tokenizer", "model/tokenizer.model", "-o", "tokens", "--json").stdout
+    kept = ("--tokenizer", "model/tokenizer.model", "-o", "tokens")
+    result = pkmlm("tokenize", "b.txt", "--valid", "a.txt", *kept, "--json").stdout
     return json.loads(result)["splits"]["train"]["tokens"]
 
 

@@ -367,7 +367,7 @@ def test_other_seeds_count_at_the_best_tuned_value_only(folder):
         "dense is above"
     )
     row = next(row for row in costs.rows if tuple(row[:2]) == P[2])
-    assert (row[2:5], row[-1]) == (["2e-3", 2, "3.0"], "0.6 +-0.2")
+    assert (row[2:5], row[-1]) == (["2e-3", 2, "3.00"], "0.6 +-0.2")
     assert next(row for row in tried.rows if tuple(row[:2]) == P[2])[2:] == [5.0, 4.0, 4.5, None]
     made = results.as_json("grid", "large")
     point = next(point for point in made["points"] if tuple(point["point"].values()) == P[2])
