@@ -200,6 +200,7 @@ def begin(run: "RunDirectory", job: "Job", arithmetic: "Arithmetic", ranks: int)
     from pkmlm.cli.circumstances import changes, circumstances, lost_metrics, with_earlier
     from pkmlm.cli.resume import with_own_start
     from pkmlm.runtime.files import remove_file, writing
+    from pkmlm.train.job import no_validation
 
     recipe, step = job.recipe, max(run.steps(), default=0)
     facts, before = circumstances(job, arithmetic, ranks), run.facts()
@@ -211,7 +212,7 @@ def begin(run: "RunDirectory", job: "Job", arithmetic: "Arithmetic", ranks: int)
     with writing(run.tokenizer_file) as file:
         file.write(job.tokenizer.model_bytes)
     if step:
-        warnings += lost_metrics(run)
+        warnings += no_validation(recipe, job.corpus) + lost_metrics(run)
         facts = with_earlier(before, facts, step)
     hashes = {"data_sha256": job.corpus.sha256, "tokenizer_sha256": job.tokenizer.sha256}
     run.note(**hashes, **facts, status="running", exit_code=None, rank=None, message=None)
