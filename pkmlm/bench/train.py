@@ -24,7 +24,8 @@ class TrainingTimes:
 
     Attributes:
         times: by (index of the model, one of `pkmlm.bench.MODEL_PHASES`): the forward of one micro-batch, an optimizer
-            step of `train.batch_tokens`, and the decoding of one token of one sequence, in fp32.
+            step of `train.batch_tokens`, and, where attention has a cache, the decoding of one token of one sequence,
+            in fp32.
         copy: see `bench.bandwidth`.
     """
 
@@ -32,11 +33,16 @@ class TrainingTimes:
     times: dict[tuple[int, str], Timing]
     copy: Timing
 
+    @property
+    def phases(self) -> list[str]:
+        """What was timed, of `pkmlm.bench.MODEL_PHASES`: of all models the same."""
+        return [phase for phase in MODEL_PHASES if (0, phase) in self.times]
+
     def as_json(self) -> dict[str, Any]:
         return {
             "copy_bytes_per_second": bandwidth(self.copy),
             "models": [
-                {**model.as_json(), **{phase: self.times[index, phase].as_json() for phase in MODEL_PHASES}}
+                {**model.as_json(), **{phase: self.times[index, phase].as_json() for phase in self.phases}}
                 for index, model in enumerate(self.models)
             ],
         }
@@ -56,11 +62,12 @@ def time_training(chosen: list[Variant], precision: str, rounds: int, say: Calla
         stepper = Stepper(recipe, model, batches, precision)
         batch = batches.micro_batch(1, 0, recipe.train.micro_batch)
         tokens_BT, targets_BT = (part.to(device) for part in batch)
-        prompt_1T = random_tokens(vocab_size, 1, max(1, recipe.model.context // 2)).to(device)
-        filled = prefilled(model.eval(), prompt_1T[:, :-1])
         actions[index, "forward"] = partial(forward, model, tokens_BT, targets_BT, precision)
         actions[index, "step"] = partial(stepper.take, 1)
-        actions[index, "token"] = partial(one_token, model, filled, prompt_1T[:, -1:])
+        if recipe.model.attention == "softmax":
+            prompt_1T = random_tokens(vocab_size, 1, max(1, recipe.model.context // 2)).to(device)
+            filled = prefilled(model.eval(), prompt_1T[:, :-1])
+            actions[index, "token"] = partial(one_token, model, filled, prompt_1T[:, -1:])
     times, copy = beside_a_copy(actions, rounds, device, say)
     return TrainingTimes(chosen, times, copy)
 

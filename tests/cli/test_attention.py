@@ -71,8 +71,20 @@ def test_what_needs_a_cache_or_an_export_is_refused(run, tmp_path):
     done = pkmlm("train", recipe, "-o", tmp_path / "run", *arguments(attention, "eval.sample=The"), code=2)
     assert f"eval.sample: {attention} attention cannot generate (expected null)" in done.stderr
     sized = ["-s", "model.vocab_size=100", *arguments(attention)]
-    done = pkmlm("bench", "train", recipe, *sized, code=2)
-    assert f"{attention} attention cannot be timed" in done.stderr
+    done = pkmlm("bench", "generate", recipe, *sized, code=2)
+    assert f"{attention} attention cannot decode" in done.stderr
+
+
+def test_bench_train_times_what_needs_no_cache(run):
+    attention, recipe, _ = run
+    sized = ["-s", "model.vocab_size=100", *arguments(attention), "--rounds", 1, "--only", "dense"]
+    (model,) = json.loads(pkmlm("bench", "train", recipe, *sized, "--json").stdout)["models"]
+    assert model["forward"]["median"] > 0
+    assert model["step"]["median"] > 0
+    assert "token" not in model
+    said = pkmlm("bench", "train", recipe, *sized).stdout
+    assert "dense-2L" in said
+    assert "One token" not in said
 
 
 def test_cost_and_check_know_the_kind(run):

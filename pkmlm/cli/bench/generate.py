@@ -65,9 +65,11 @@ def command(
     """
     from pkmlm.bench.bandwidth import bandwidth
     from pkmlm.bench.generate import time_inference
+    from pkmlm.recipe.check import require_softmax
     from pkmlm.recipe.load import load_recipe
 
     recipe = load_recipe(recipe_file, overrides)
+    require_softmax(recipe.model, recipe.name, "decode: it has no cache")
     chosen = chosen_models(recipe, num_keys, kinds)
     with waiting(quiet) as say:
         times = time_inference(chosen, batches, tokens, rounds, say)

@@ -34,9 +34,7 @@ def chosen_models(recipe: "Recipe", num_keys: tuple[int, ...], kinds: tuple[str,
     """The models of a recipe; without `--only` all that it can be."""
     from pkmlm.bench.models import variants
     from pkmlm.cli.cost import vocabulary
-    from pkmlm.recipe.check import require_softmax
 
-    require_softmax(recipe.model, recipe.name, "be timed: decoding needs a cache")
     if kinds is None:
         possible = {
             "memory": recipe.model.memory.kind != "none",

@@ -35,7 +35,7 @@ def command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Whole models of RECIPE's shape training: forward, whole step, and one token at batch 1.
+    """Whole models of RECIPE's shape training: forward, whole step, and one token at batch 1 (softmax attention only).
 
     dense: its layers without a memory; memory: with it; double: twice the layers; hash: a MemoryFormer. Random
     weights and tokens; a step is `pkmlm train`'s own, in the recipe's precision, a forward that of one micro-batch.
@@ -60,9 +60,10 @@ def command(
     if as_json:
         click.echo(json.dumps({"machine": machine(), "precision": precision, **times.as_json()}, indent=2))
         return
-    sys.stdout.write(training_table(recipe.name, precision, times).render() + "\n")
-    seconds = [times.times[index, "token"].median for index in range(len(chosen))]
-    sys.stdout.write(reading_table(chosen, seconds, bandwidth(times.copy)).render())
+    sys.stdout.write(training_table(recipe.name, precision, times).render())
+    if "token" in times.phases:
+        seconds = [times.times[index, "token"].median for index in range(len(chosen))]
+        sys.stdout.write("\n" + reading_table(chosen, seconds, bandwidth(times.copy)).render())
 
 
 def training_table(name: str, precision: str, times: "TrainingTimes") -> "Table":
@@ -72,12 +73,12 @@ def training_table(name: str, precision: str, times: "TrainingTimes") -> "Table"
     columns = [Column("model"), Column("time of"), *(number(name, "{:,.1f}") for name in ("ms", "min", "max"))]
     columns += [number("x first", "{:.2f}"), number("M ops", "{:,.1f}"), number("MB read", "{:,.1f}")]
     rows = []
-    for phase, shown in MODEL_PHASES.items():
+    for phase in times.phases:
         for index, model in enumerate(times.models):
             timing = times.times[index, phase]
             ratio = timing.median / times.times[0, phase].median
             sizes = [model.operations / 1e6, model.read / 1e6]
-            rows.append([model.name, shown, *timing.milliseconds(), ratio, *sizes])
+            rows.append([model.name, MODEL_PHASES[phase], *timing.milliseconds(), ratio, *sizes])
     train = times.models[0].recipe.train
     title = f"{name}: steps of {train.batch_tokens:,} tokens, {train.micro_batch} sequences a forward, {precision}"
     return Table(title, columns, rows)
