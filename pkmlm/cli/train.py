@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
@@ -215,7 +216,7 @@ def begin(run: "RunDirectory", job: "Job", arithmetic: "Arithmetic", ranks: int)
         warnings += no_validation(recipe, job.corpus) + lost_metrics(run)
         facts = with_earlier(before, facts, step)
     hashes = {"data_sha256": job.corpus.sha256, "tokenizer_sha256": job.tokenizer.sha256}
-    run.note(**hashes, **facts, status="running", exit_code=None, rank=None, message=None)
+    run.note(**hashes, **facts, status="running", exit_code=None, seconds=None, rank=None, message=None)
     return warnings
 
 
@@ -223,7 +224,7 @@ def end(run: "RunDirectory", outcome: "Outcome") -> None:
     """Note how training ended; where there is nothing left to do, the file `done` says so, last of all."""
     from pkmlm.runtime.files import write_text
 
-    run.note(status=outcome.status, exit_code=outcome.exit_code, step=outcome.step)
+    run.note(**asdict(outcome))
     if outcome.exit_code == 0:
         run.refuse_replaced()
         write_text(run.path / "done", f"{outcome.status} at step {outcome.step}\n")

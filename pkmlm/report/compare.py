@@ -31,7 +31,7 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
 
     Keys: run, kind, dim, layers, lr (the peak), init_from (the run whose weights it started from), dense, memory,
     read_per_token (parameters), status, step, tokens (trained so far), tokens_per_second (median over steps), seconds
-    (in training steps, up to the latest checkpoint), valid_step, valid_loss (nats a token), valid_token_ppl,
+    (in training steps, up to the latest checkpoint, or, where that is gone, to the end), valid_step, valid_loss (nats a token), valid_token_ppl,
     valid_bits_per_byte (of the best validation), test_step, test_token_ppl, test_word_ppl, test_bits_per_byte (of the
     newest evaluation of the test split), tasks_step, tasks ({name: {"acc", ...}}, see `newest_tasks`), average_acc
     (over these), usage_step, usage (memories of the newest usage report of the test split).
@@ -58,7 +58,7 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
         "step": max((event["step"] for event in train), default=None),
         "tokens": max((event.get("tokens") or 0 for event in train), default=None),
         "tokens_per_second": median(speeds) if speeds else None,
-        "seconds": latest_state(run).get("seconds"),
+        "seconds": latest_state(run).get("seconds", recorded.get("seconds")),
         "valid_step": best.get("step"),
         **{f"valid_{key}": best.get(key) for key in ("loss", "token_ppl", "bits_per_byte")},
         "test_step": test_step,

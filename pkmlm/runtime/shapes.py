@@ -47,6 +47,7 @@ FACTS: Shape = {
     "versions?": {str: (str,)},
     "device?": (str,),
     "precision?": (str,),
+    "seconds?": NUMBER,
     "earlier?": [{}],
 }
 # RUN/eval/*.json.

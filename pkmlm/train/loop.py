@@ -29,11 +29,13 @@ class Outcome:
         status: "finished", "patience" (early stopping) or "stopped" (on request; a checkpoint is saved).
         step: the step of the last checkpoint.
         exit_code: 0, or what the signal stands for.
+        seconds: time spent in training steps, since the first.
     """
 
     status: str
     step: int
     exit_code: int
+    seconds: float
 
 
 class Training:
@@ -77,15 +79,15 @@ class Training:
                 self._save()
             if stopping is not None and (step < self.recipe.train.steps or self._validation_due()):
                 self.log.say(f"stopped on request at step {step}; the checkpoint is saved")
-                return Outcome("stopped", step, stopping)
+                return Outcome("stopped", step, stopping, self.progress.seconds)
             if step >= self.recipe.train.steps:
                 self._save()
-                return Outcome("finished", step, 0)
+                return Outcome("finished", step, 0, self.progress.seconds)
             patience = self.recipe.eval.patience
             if patience is not None and self.history.worse >= patience:
                 self.log.say(f"no better validation in {self.history.worse}: stopping early at step {step}")
                 self._save()
-                return Outcome("patience", step, 0)
+                return Outcome("patience", step, 0, self.progress.seconds)
             self._take_step()
             self.drift.record(self.progress.step, self.log)
 

@@ -339,3 +339,9 @@ def test_trained_runs(trained: Callable[[str], Path]) -> None:
         assert one["valid_loss"] > 0
         assert one["dense"] > 0
     assert found[0]["memory"] == 0 < found[1]["memory"]
+
+
+def test_a_run_whose_checkpoints_were_deleted_keeps_its_time(trained: Callable[[str], Path], tmp_path: Path) -> None:
+    shutil.copytree(trained("dense"), tmp_path / "run", ignore=shutil.ignore_patterns("step-*"))
+    before, after = facts(trained("dense"))[0], facts(tmp_path / "run")[0]
+    assert after["seconds"] == before["seconds"] > 0
