@@ -31,10 +31,11 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
 
     Keys: run, kind, dim, layers, lr (the peak), init_from (the run whose weights it started from), dense, memory,
     read_per_token (parameters), status, step, tokens (trained so far), tokens_per_second (median over steps), seconds
-    (in training steps, up to the latest checkpoint, or, where that is gone, to the end), valid_step, valid_loss (nats a token), valid_token_ppl,
-    valid_bits_per_byte (of the best validation), test_step, test_token_ppl, test_word_ppl, test_bits_per_byte (of the
-    newest evaluation of the test split), tasks_step, tasks ({name: {"acc", ...}}, see `newest_tasks`), average_acc
-    (over these), usage_step, usage (memories of the newest usage report of the test split).
+    (in training steps, up to the latest checkpoint, or, where that is gone, to the end), valid_step, valid_loss (nats a
+    token), valid_token_ppl, valid_bits_per_byte (of the best validation), test_step, test_token_ppl, test_word_ppl,
+    test_bits_per_byte (of the newest evaluation of the test split), tasks_step, tasks ({name: {"acc", ...}}, see
+    `newest_tasks`), average_acc (over these), usage_step, usage (memories of the newest usage report of the test
+    split).
     """
     recorded, metrics, recipe = run.facts(), run.metrics(), run.recipe()
     parameters = recorded.get("parameters") or {}
