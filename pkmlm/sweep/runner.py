@@ -34,7 +34,7 @@ class Outcome:
     Attributes:
         status: "measured", "diverged", "failed" or "stopped".
         facts: what is known of the run, where it was measured.
-        message: what a failed command said last.
+        message: what a failed command said last, or why training ended early.
         exit_code: of what has failed: 2 where the user asked for what cannot be, else 1.
     """
 
@@ -257,7 +257,11 @@ def finished(cell: Cell, folder: Path) -> Outcome | None:
             return Outcome(cell, "failed", {}, other_recipe(cell, run), WRONG_USAGE) if run.steps() else None
         if run.facts().get("status") == "diverged":
             return Outcome(cell, "diverged", {}, "as its run.json says; delete its folder to train it again")
-        return Outcome(cell, "measured", facts_at_end(cell, run)) if run.done() is not None else None
+        step = run.done()
+        if step is None:
+            return None
+        message = "" if step >= cell.recipe.train.steps else f"eval.patience ended it at step {step}"
+        return Outcome(cell, "measured", facts_at_end(cell, run), message)
     except UserError as error:
         return Outcome(cell, "failed", {}, error.message, error.exit_code)
 

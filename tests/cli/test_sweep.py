@@ -332,6 +332,19 @@ def test_cells_that_cannot_be_held_against_each_other_are_told(grid, tmp_path):
     assert "warning: several texts, or shares of one, to validate on (64_seed-1; 256_seed-1)\n" in said
 
 
+def test_a_cell_that_patience_has_ended_says_so(grid, tmp_path):
+    folder = tmp_path / "swept"
+    grid.write_text("base: product-key.yaml\naxes: {rate: {3: {optim.lr: 3}}}\nmeasure: [valid_loss]\n")
+    shared = ("-s", "train.steps=20", "-s", "eval.every=1", "-s", "eval.patience=2", "-s", "eval.tokens=50")
+    recipe = grid.parent / "product-key.yaml"
+    pkmlm("train", recipe, "-q", "-o", folder / "cells" / "3_seed-1", *shared, "-s", "optim.lr=3", "-s", "train.seed=1")
+    step = RunDirectory(folder / "cells" / "3_seed-1").done() or 0
+    assert 0 < step < 20
+    said = pkmlm("sweep", grid, "-o", folder, *shared).stderr
+    assert re.search(rf"3_seed-1: valid \d+\.\d{{4}}: eval.patience ended it at step {step}\n", said)
+    assert cells_in(folder)["3_seed-1"]["message"] == f"eval.patience ended it at step {step}"
+
+
 def test_keys_of_cells_without_effect_are_told(grid):
     grid.write_text(GRID.replace("kind: none", "kind: none, model.memory.topk: 2"))
     said = pkmlm("sweep", grid, "--dry-run").stderr
