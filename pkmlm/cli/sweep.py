@@ -248,7 +248,7 @@ def time_models(results: "Results", folder: "SweepFolder", quiet: bool) -> int:
     from pkmlm.sweep.speed import time_scoring
 
     cells = {point: chosen[0].cell for point in results.grid.points() if (chosen := results.chosen(point))}
-    runs = {point: folder.runs / cell.name for point, cell in cells.items()}
+    runs = {point: (folder.runs / cell.name, cell.recipe.data.dir or "") for point, cell in cells.items()}
     try:
         timed = time_scoring(runs, lambda text: None if quiet else click.echo(f"timing: {text}", err=True))
     except UserError as error:

@@ -10,11 +10,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pkmlm.data.index import read_index
 from pkmlm.errors import UserError
 from pkmlm.recipe.dump import dump_recipe, flatten, scalar_text
+from pkmlm.recipe.schema import Recipe
 from pkmlm.report.compare import Facts, facts_of
 from pkmlm.runtime.cores import usable_cores
 from pkmlm.runtime.files import make_folder, write_text
@@ -158,12 +160,13 @@ class Runner:
             yield ["train", str(recipe), "-o", path, "-q"]
         if not measure:
             return
-        facts = facts_at_end(cell, run)
+        facts, folder = facts_at_end(cell, run), cell.recipe.data.dir
+        tokens = ["--data", folder] if folder and folder != run.recipe().data.dir else []  # they have moved since
         if "eval" in self.sources and facts["test_step"] is None:
-            yield ["eval", path, "-q"]
+            yield ["eval", path, "-q", *tokens]
         remembers = model.projections == "hash" or model.memory.kind != "none"
         if "usage" in self.sources and remembers and not facts["usage"]:
-            yield ["usage-report", path, "-q"]
+            yield ["usage-report", path, "-q", *tokens]
         if "tasks" in self.sources and not set(self.tasks) <= facts["tasks"].keys():
             data = [] if self.task_data is None else ["--task-data", self.task_data]
             yield ["eval", path, "-q", "--tasks", ",".join(self.tasks), *data]
@@ -253,7 +256,7 @@ def finished(cell: Cell, folder: Path) -> Outcome | None:
     try:
         if not run.recipe_file.exists():
             return None
-        if run.recipe() != cell.recipe:  # without a checkpoint nothing is lost: it is trained anew
+        if not is_of(run, cell.recipe):  # without a checkpoint nothing is lost: it is trained anew
             return Outcome(cell, "failed", {}, other_recipe(cell, run), WRONG_USAGE) if run.steps() else None
         if run.facts().get("status") == "diverged":
             return Outcome(cell, "diverged", {}, "as its run.json says; delete its folder to train it again")
@@ -264,6 +267,21 @@ def finished(cell: Cell, folder: Path) -> Outcome | None:
         return Outcome(cell, "measured", facts_at_end(cell, run), message)
     except UserError as error:
         return Outcome(cell, "failed", {}, error.message, error.exit_code)
+
+
+def is_of(run: RunDirectory, recipe: Recipe) -> bool:
+    """Whether a run is of a recipe, wherever the tokens that it was trained on are now.
+
+    Raises:
+        UserError: files cannot be read.
+    """
+    own, folder = run.recipe(), recipe.data.dir
+    if own == recipe or folder is None or replace(own, data=recipe.data) != recipe:
+        return own == recipe
+    facts, index = run.facts(), read_index(Path(folder))
+    train = index.splits.get("train")
+    now = (index.tokenizer_sha256, train and train.hashes_sha256)
+    return (facts.get("tokenizer_sha256"), facts.get("data_sha256")) == now
 
 
 def other_recipe(cell: Cell, run: RunDirectory) -> str:

@@ -17,8 +17,11 @@ TOKENS = 4096  # scored at once
 ROUNDS = 7
 
 
-def time_scoring(runs: Mapping[Point, Path], say: Callable[[str], None]) -> dict[Point, list[float]]:
+def time_scoring(runs: Mapping[Point, tuple[Path, str]], say: Callable[[str], None]) -> dict[Point, list[float]]:
     """Tokens a second that each run's model scores of the test split, one number a round.
+
+    Args:
+        runs: the run directories, and where their tokens are now.
 
     Raises:
         UserError: a run or the test split cannot be read; (exit code 1) memory does not hold all models together.
@@ -26,11 +29,11 @@ def time_scoring(runs: Mapping[Point, Path], say: Callable[[str], None]) -> dict
     actions: dict[Point, Callable[[], object]] = {}
     counted: dict[Point, int] = {}
     try:
-        for point, path in runs.items():
+        for point, (path, tokens) in runs.items():
             run = load_run(path)
             context = run.recipe.model.context
             sequences = max(1, TOKENS // context)
-            corpus = open_split(run.recipe.data.dir or "", "test", run.tokenizer)
+            corpus = open_split(tokens, "test", run.tokenizer)
             tokens_BT = Batches(corpus, context, sequences, 1).micro_batch(1, 0, sequences)[0].to(run.device)
             counted[point] = tokens_BT.numel()
             actions[point] = partial(score, run.model, tokens_BT)

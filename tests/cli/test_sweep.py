@@ -175,6 +175,25 @@ def test_a_run_under_other_settings_is_not_the_cells(grid, tmp_path):
     assert RunDirectory(folder / "cells" / "256_seed-1").done() == 2
 
 
+def test_tokens_that_have_moved_are_those_of_the_cells(grid, tokens, tmp_path):
+    """Where the tokens are does not make a run another cell's; other tokens do."""
+    folder, moved, others = tmp_path / "swept", tmp_path / "moved", tmp_path / "others"
+    shutil.copytree(tokens, moved)
+    grid.write_text(GRID.replace("{none: {model.memory.kind: none}, 64", "{64").replace("valid_loss", "perplexity"))
+    train_cell(grid, folder)
+    sweep = ("sweep", grid, "-o", folder, "-q", "-s", "train.steps=2")
+    pkmlm(*sweep, "-s", f"data.dir={moved}")
+    (cell,) = cells_in(folder).values()
+    assert cell["test_token_ppl"] > 1
+    assert (folder / "cells" / "256_seed-1" / "eval" / "test-step-2.json").exists()
+    text = tmp_path / "others.txt"
+    text.write_text("Another text. " * 100)
+    pkmlm("tokenize", text, "--test", text, "-o", others, "--tokenizer", tokens / "tokenizer.model", "-q")
+    said = pkmlm(*sweep, "-s", f"data.dir={others}", code=2).stderr
+    assert f"expected -s train.steps=2 -s data.dir={others}" in said
+    assert pkmlm(*sweep, "-s", f"data.dir={tmp_path / 'no'}", "--table", code=2).stderr.count("error: ") == 1
+
+
 def test_validation_is_that_of_the_last_step(grid, tmp_path, trained):
     """As test perplexity and all else that is measured of a cell."""
     run = RunDirectory(tmp_path / "run")
@@ -215,10 +234,8 @@ def test_an_error_in_timing_leaves_the_table(grid, tmp_path, tokens, monkeypatch
 def test_models_are_timed_on_tokens_of_their_own_tokenizer(trained, tokens, novels, tmp_path):
     run, others = Path(shutil.copytree(trained("dense"), tmp_path / "run")), tmp_path / "others"
     pkmlm("tokenize", novels / "train.txt", "--test", novels / "test.txt", "-o", others, "--vocab-size", 700, "-q")
-    recipe = run / "recipe.yaml"
-    recipe.write_text(recipe.read_text().replace(str(tokens), str(others)))
     with pytest.raises(UserError, match="others was tokenized with another tokenizer"):
-        time_scoring({("x",): run}, print)
+        time_scoring({("x",): (run, str(others))}, print)
 
 
 def test_a_stopped_sweep_goes_on(grid, tmp_path):
