@@ -113,16 +113,14 @@ def command(
             record |= found
     if world.rank > 0:
         return
-    print_result(record, as_json)
-    warn_of_cuts(record)
-    try:
-        store(run, record, stride, choice)
-    except UserError as error:  # a folder that only another user may write, say: the result still stands
-        warn(f"not kept in the run: {error.message}")
-    if measured:
-        warn_of(documents.doubts)
-    if asked.log_samples is not None:  # last: a full disk costs no result
-        write_samples(Path(asked.log_samples), samples)
+    try:  # first: hours of tasks are not lost with an output that nobody reads any more
+        keep(run, record, stride, choice)
+        if asked.log_samples is not None:
+            write_samples(Path(asked.log_samples), samples)
+    finally:  # nor with a disk that is full
+        print_result(record, as_json)
+        warn_of_cuts(record)
+        warn_of(documents.doubts if measured else ())
 
 
 def perplexity(
@@ -136,6 +134,14 @@ def perplexity(
         result = score(run.model, documents, run.tokenizer.eos, stride=stride, advance=advance, world=world)
     assert result is not None
     return asdict(result)
+
+
+def keep(run: "LoadedRun", record: dict[str, Any], stride: int | None, choice: TextChoice) -> None:
+    """Keep the results with the run, if it can be written: only another user may, say."""
+    try:
+        store(run, record, stride, choice)
+    except UserError as error:
+        warn(f"not kept in the run: {error.message}")
 
 
 def store(run: "LoadedRun", record: dict[str, Any], stride: int | None, choice: TextChoice) -> None:

@@ -35,7 +35,11 @@ if TYPE_CHECKING:
 @click.option("--plots", type=PATH, metavar="DIR", help="Also draw pictures into this folder.")
 @click.option("--html", type=PATH, metavar="FILE", help="Also write one page to look at it all, down to single slots.")
 @click.option(
-    "--export", type=PATH, metavar="FILE", help="Also write counts and masses of every head and slot (.npz; one run)."
+    "--export",
+    "export_file",
+    type=PATH,
+    metavar="FILE",
+    help="Also write counts and masses of every head and slot (.npz; one run).",
 )
 @force_option
 @quiet_option
@@ -46,7 +50,7 @@ def command(
     format: "Format",
     plots: str | None,
     html: str | None,
-    export: str | None,
+    export_file: str | None,
     force: bool,
     quiet: bool,
 ) -> None:
@@ -70,10 +74,10 @@ def command(
 
     with launched() as world:
         runs, steps = open_runs(run_paths, run_or_export), list(dict.fromkeys(step.split(",")))
-        if export is not None and len(runs) * len(steps) > 1:
+        if export_file is not None and len(runs) * len(steps) > 1:
             raise UserError("--export takes one run at one step", "write a file for each")
         folder, page = free_folder(plots, force), free_file("--html", html, force)
-        background = free_file("--export", export, force)
+        background = free_file("--export", export_file, force)
         if page is not None and page == background:
             raise UserError(f"--html and --export name one file, {page}", "name two")
         choice.refuse_standard_input("a text is read more than once")
@@ -82,19 +86,18 @@ def command(
     if world and world.rank > 0:
         return
     entries = [{**report.entry, "run": subject.label} for subject, report in found]
-    print_report(entries, format)
-    warn_of(warning for entry in entries for warning in entry.get("warnings") or [])
-    if any((folder, page, background)) and not any(entry["memories"] for entry in entries):
-        raise UserError("no model here has a memory to draw or export", "leave out --plots, --html and --export")
-    if folder is not None:
-        draw(folder, found)
-    if page is not None:
-        write_page(page, entries, found)
-    if background is not None:
-        from pkmlm.report.background import export_usage
-
-        ((subject, report),) = found
-        export_usage(background, entries[0], subject.fingerprint(), report.memories)
+    try:  # first: they are not lost with an output that nobody reads any more
+        if any((folder, page, background)) and not any(entry["memories"] for entry in entries):
+            raise UserError("no model here has a memory to draw or export", "leave out --plots, --html and --export")
+        if folder is not None:
+            draw(folder, found)
+        if page is not None:
+            write_page(page, entries, found)
+        if background is not None:
+            export(background, entries, found)
+    finally:  # nor is the report with a disk that is full
+        print_report(entries, format)
+        warn_of(warning for entry in entries for warning in entry.get("warnings") or [])
 
 
 def print_report(entries: list[dict[str, Any]], format: "Format") -> None:
@@ -129,9 +132,14 @@ def reports_on(
     look_into: bool,
 ) -> list[tuple[Subject, Report]]:
     """A report of each run at each step. Rank 0 alone looks into slots: their strongest readers are not merged."""
+    from pkmlm.export.config import is_export
+
     if look_into and world and world.rank > 0:
         return []
     world = None if look_into else world
+    for _, run, step in named:
+        if not is_export(run.path):
+            run.resolve(step)  # refuses a missing one before the first pass
 
     def reported(label: str, run: "RunDirectory", step: str) -> tuple[Subject, Report]:
         while True:
@@ -197,3 +205,11 @@ def write_page(path: Path, entries: list[dict[str, Any]], found: "list[tuple[Sub
     memories, holdings = [report.memories for _, report in found], [report.holdings for _, report in found]
     write_text(path, usage_page(entries, memories, holdings, [subject.run.metrics() for subject, _ in found]))
     click.echo(f"the page is {printable(str(path))} ({path.stat().st_size / 1e6:.1f} MB)", err=True)
+
+
+def export(path: Path, entries: list[dict[str, Any]], found: "list[tuple[Subject, Report]]") -> None:
+    """Write the counts of the only report."""
+    from pkmlm.report.background import export_usage
+
+    ((subject, report),) = found
+    export_usage(path, entries[0], subject.fingerprint(), report.memories)

@@ -6,6 +6,7 @@ can be told apart with any kind of colour vision.
 
 import warnings
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from itertools import groupby
 from math import isqrt
 from pathlib import Path
@@ -262,6 +263,9 @@ def plain(text: str) -> str:
 
 
 def file_name(run: str) -> str:
-    """A run's name as part of a file's name: 200 bytes of it, which leaves 55 for the rest."""
-    name = "".join(c if c.isalnum() or c in "-_." else "-" for c in run)
-    return name.encode()[-200:].decode(errors="ignore").lstrip(".") or "run"
+    """A run's name as part of a file's name: at most 200 bytes, which leaves 55 for the rest. One that must be changed
+    gets a mark of the whole: another's may be changed to the same.
+    """
+    name = "".join(c if c.isalnum() or c in "-_.@" else "-" for c in run).encode()[-190:].decode(errors="ignore")
+    name = name.lstrip(".")
+    return name if name == run else f"{name}-{sha256(run.encode(errors='backslashreplace')).hexdigest()[:8]}"

@@ -202,6 +202,7 @@ def test_errors_are_one_line(run_of: Callable[[str], Path], tmp_path: Path) -> N
         ([tmp_path / "none"], "none"),
         ([tmp_path], "not a run directory"),
         ([run, "--step", "7"], "has 20, 30"),
+        ([run, "--step", "30,7"], "has 20, 30"),
         ([run, "--text", tmp_path / "no.txt"], "no.txt"),
         ([run, "--text", tmp_path / "no*.txt"], "no*.txt matches no file"),
         ([run, "--split", "unknown"], "unknown"),

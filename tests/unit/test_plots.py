@@ -182,4 +182,5 @@ def test_strange_run_names(tmp_path: Path) -> None:
         assert path.parent == tmp_path
         assert path.name.isprintable()
         assert png_size(path) == (1200, 700)
+    assert len({plots.file_name(name) for name in ("a b", "a-b", "a/b", "a@2", "a-2", ".a", "a")}) == 7
     assert plots.file_name("runs/one/" + "same/" * 20) != plots.file_name("runs/two/" + "same/" * 20)
