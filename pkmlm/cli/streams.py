@@ -45,6 +45,8 @@ def prepare() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, flags)  # takes this number, the lowest that is free; read-only, so that output fails
+    with suppress(OSError):
+        os.set_blocking(0, True)  # another process with the same pipe or terminal may have set it otherwise
     sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115
     sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = Dispensable(sys.stderr or open(2, "w", closefd=False))  # noqa: SIM115

@@ -432,6 +432,40 @@ def test_standard_output_that_is_closed():
     assert (done.returncode, done.stderr) == (1, b"error: cannot write to standard output: Bad file descriptor\n")
 
 
+@pytest.mark.parametrize("command", ["eval", "usage-report"])
+def test_an_output_that_takes_nothing_loses_nothing_else(command, copy, tmp_path):
+    if command == "eval":
+        (tmp_path / "piqa.jsonl").write_text(json.dumps({"goal": "a", "sol1": "b", "sol2": "c", "label": 1}) + "\n")
+        files = ["samples"]
+        options = ["--tasks", "piqa", "--task-data", tmp_path, "--log-samples", tmp_path / "samples"]
+        kept = copy / "eval" / "tasks-piqa-step-8.json"
+    else:
+        files = ["page.html", "counts.npz", "pictures/run-slot-mass.png"]
+        options = ["--html", tmp_path / files[0], "--export", tmp_path / files[1], "--plots", tmp_path / "pictures"]
+        kept = copy / "usage" / "test-step-8.json"
+    words = [sys.executable, "-m", "pkmlm", command, str(copy), *map(str, options), "-q"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
+    assert done.returncode == 1
+    assert done.stderr.endswith("error: cannot write to standard output: No space left on device\n")
+    assert kept.exists()
+    assert all((tmp_path / file).stat().st_size for file in files)
+
+
+def test_standard_input_that_does_not_wait_is_waited_for():
+    """Another process with the same pipe or terminal may have set it so."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    code = "from pkmlm.cli import streams; streams.prepare(); print(repr(streams.read_input()))"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=reader, stdout=subprocess.PIPE) as reading:
+        os.close(reader)
+        for part in (b"one ", b"two"):
+            time.sleep(1)
+            os.write(writer, part)
+        os.close(writer)
+        assert reading.communicate(timeout=60)[0] == b"'one two'\n"
+
+
 def test_training_outlives_its_terminal_and_saves_when_it_hangs_up(begun, tmp_path):
     """Standard error is closed after its first line, as by `2>&1 | head -1`; SIGHUP comes later."""
     recipe, run = begun[0], tmp_path / "run"
