@@ -3,12 +3,16 @@
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from pkmlm.errors import UserError
 from pkmlm.runtime.files import disk_errors, own_file
+
+GLANCE = 0.2  # seconds
 
 
 @contextmanager
@@ -24,15 +28,11 @@ def locked(path: Path, what: str) -> Iterator[Callable[[], bool]]:
     with disk_errors(path):
         file = open(path, "a+b", buffering=0, opener=own_file)  # noqa: SIM115 (closing releases the lock)
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not taken(file):
             file.seek(0)
             holder = file.read(100).decode(errors="replace").strip() or "another process"
             hint = "wait for it, stop it, or choose another -o"
-            raise UserError(f"{what} is in use by {holder}", hint, exit_code=1) from None
-        except OSError:
-            pass  # a file system without locks (a cluster's, often): nobody can be kept out
+            raise UserError(f"{what} is in use by {holder}", hint, exit_code=1)
         with disk_errors(path):
             file.truncate(0)
             file.write(f"process {os.getpid()}{here()}".encode())
@@ -43,6 +43,22 @@ def locked(path: Path, what: str) -> Iterator[Callable[[], bool]]:
             return False
 
         yield keeps
+
+
+def taken(file: IO[bytes]) -> bool:
+    """Take the lock, unless another process has it for longer than `abandoned` looks at it."""
+    until = time.monotonic() + GLANCE
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                return False
+            time.sleep(GLANCE / 20)
+        except OSError:
+            return True  # a file system without locks (a cluster's, often): nobody can be kept out
+        else:
+            return True
 
 
 def abandoned(path: Path) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 from pkmlm.errors import NotFinite, UserError
 from pkmlm.model.memory.key_memory import KeyMemory
+from pkmlm.runtime.files import remove_file
 from pkmlm.runtime.log import RunLog
 from pkmlm.runtime.rundir import RunDirectory
 from pkmlm.runtime.signals import StopRequest
@@ -57,6 +58,7 @@ class Training:
         self.run, self.stepper, self.validate, self.log, self.stop = run, stepper, validate, log, stop
         self.recipe, self.world = stepper.recipe, stepper.ranks.world
         self.history = History.of(self.world.broadcast([line for line in run.metrics() if line["event"] == "valid"]))
+        self.calibrated = 0  # the step whose running statistics the model has
         self.progress = self._restore()
         self.progress.data |= stepper.batches.corpus.hashes
         model, step = stepper.model, self.progress.step
@@ -110,6 +112,8 @@ class Training:
                 best = self.history.best_step
                 if best is not None and best in steps:
                     run.point("best", best)
+                else:  # it is gone; a new checkpoint of its step would be taken for it
+                    remove_file(run.path / "best")
         stepper.skips = progress.skips
         if progress.scaler and stepper.scaler.is_enabled():
             if progress.scaler.keys() != stepper.scaler.state_dict().keys():
@@ -150,7 +154,7 @@ class Training:
         step, history = self.progress.step, self.history
         try:
             with self.log.doing("validating"):
-                recalibrate(self.stepper, step)
+                self._calibrate()
                 numbers = self.world.broadcast(validate(self.stop))
         except NotFinite as error:
             raise self.world.same(diverged(step, error.message)) from None
@@ -179,9 +183,16 @@ class Training:
         with self.world.together():
             self.log.sync()
         with self.log.doing("saving a checkpoint"):
+            self._calibrate()
             checkpoint.save(run, stepper.model, stepper.groups, progress, stepper.ranks)
         self._prune()
         self.log.event("save", progress.step)
+
+    def _calibrate(self) -> None:
+        """Take running statistics anew, once a step: those that are measured with are those that are saved."""
+        if self.calibrated != self.progress.step:
+            recalibrate(self.stepper, self.progress.step)
+            self.calibrated = self.progress.step
 
     def _prune(self) -> None:
         """Delete checkpoints that need not be kept, and what was kept beside them."""

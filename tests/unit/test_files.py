@@ -1,6 +1,7 @@
 """Two writers of one name, links and strange files in the way, and what a killed process leaves."""
 
 import errno
+import fcntl
 import os
 import re
 import resource
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Timer
 
 import pytest
 
@@ -26,6 +28,7 @@ from pkmlm.runtime.files import (
     writing,
     writing_folder,
 )
+from pkmlm.runtime.lock import locked
 from pkmlm.runtime.manifest import damage, entry_of
 from pkmlm.runtime.rundir import RunDirectory
 
@@ -308,6 +311,15 @@ def test_a_lock_says_who_holds_it_whatever_stands_in_it(tmp_path):
         (run.path / ".lock").write_bytes(b"\xff\x1b[31m")
         with pytest.raises(UserError, match="in use by \ufffd"), RunDirectory(run.path).locked():
             pass
+
+
+def test_a_lock_that_is_only_looked_at_is_waited_for(tmp_path):
+    """As `pkmlm compare` looks at a killed run that is about to be resumed."""
+    with open(tmp_path / "lock", "wb") as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        Timer(0.05, fcntl.flock, (looking, fcntl.LOCK_UN)).start()
+        with locked(tmp_path / "lock", "run") as keeps:
+            assert keeps()
 
 
 def test_a_file_system_without_locks_keeps_nobody_out(tmp_path, monkeypatch):
