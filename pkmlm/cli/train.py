@@ -114,6 +114,7 @@ def open_job(recipe_file: str, overrides: tuple[str, ...], ranks: int, verify: b
     check_ranks(recipe, ranks, recipe_file)
     told = (*doubts(recipe), *idle_keys(recipe, recipe_file, overrides))
     told += (*rereading(recipe, corpus), *no_validation(recipe, corpus))
+    told += ("parallel.shard: without effect in one process",) * (recipe.parallel.shard and ranks == 1)
     return Job(recipe, corpus, tokenizer, told)
 
 

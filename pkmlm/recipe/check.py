@@ -66,7 +66,9 @@ def check_division(check: Check, recipe: Recipe) -> None:
     parts, model = recipe.parallel.memory, recipe.model
     widths = {model.dim} if model.memory.kind != "none" else set()
     if model.projections == "hash":
-        widths |= {model.dim, (model.hash.bits + model.hash.extra_bits) * (model.dim // model.hash.bits)}
+        widths.add(model.dim)
+        if has_ffn(model):
+            widths.add((model.hash.bits + model.hash.extra_bits) * (model.dim // model.hash.bits))
     if parts > 1 and not widths:
         check.fail("parallel.memory", f"{parts} ranks, but the model has no table to divide", "1", "model.memory.kind")
     common = math.gcd(*widths)
@@ -275,6 +277,12 @@ def check_memory(check: Check, model: Model) -> None:
             hint="without a memory: model.memory.kind: none",
         )
     memory_layers(model, check)
+
+
+def has_ffn(model: Model) -> bool:
+    """Whether a layer has an FFN or Memory Block: memories have not taken the place of all."""
+    memories = memory_layers(model)
+    return any(memories.get(layer, True) for layer in range(1, model.layers + 1))
 
 
 def memory_layers(model: Model, check: Check | None = None) -> dict[int, bool]:

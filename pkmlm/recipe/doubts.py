@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from pkmlm.recipe.dump import flatten
+from pkmlm.recipe.check import has_ffn
+from pkmlm.recipe.dump import flatten, scalar_text
 from pkmlm.recipe.load import parse_override
 from pkmlm.recipe.nodes import Node, parse, yaml_text
 from pkmlm.recipe.schema import Recipe
@@ -41,7 +42,10 @@ def idle_keys(recipe: Recipe, path: str | Path, overrides: Iterable[str] = ()) -
     for key, switch in switches(recipe).items():
         if key != switch and given.get(key, 0) > given.get(switch, 0):
             idle.setdefault(switch, []).append(key)
-    return [f"{', '.join(keys)}: without effect, as {switch} is {values[switch]}" for switch, keys in idle.items()]
+    return [
+        f"{', '.join(keys)}: without effect, as {switch} is {scalar_text(values[switch])}"
+        for switch, keys in idle.items()
+    ]
 
 
 def keys_of(tree: Node, prefix: str = "") -> Iterator[str]:
@@ -64,6 +68,9 @@ def switches(recipe: Recipe) -> dict[str, str]:
     dense = ("model.hash.", "optim.tables.")
     hashed = ("model.ffn_dim", "model.activation", "model.bias")
     idle["model.projections"] = hashed if values["model.projections"] == "hash" else dense
+    if not has_ffn(recipe.model):
+        of_ffn = ("model.ffn_dim", "model.activation", "model.hash.extra_bits", "model.hash.activation")
+        idle["model.memory.layers"] = of_ffn
     if values["model.positions"] != "rotary":
         idle["model.positions"] = ("model.rotary_fraction",)
     sizes = {"performer": ("features",), "linformer": ("block", "rank")}

@@ -19,21 +19,21 @@ LEAST = {
     "checkpoint.keep": 2,
 }
 MOST = {"model.layers": 10_000, "model.hash.bits": 16, "model.hash.extra_bits": 15, "train.seed": 2**63 - 1}
-ABOVE_ZERO = (0.0, False, math.inf, False)
 RATE = (0.0, False, 1000.0, True)  # more is a slip of the pen, and would soon overflow
+DECAY = (0.0, True, 1e30, True)  # times a rate it is finite in fp32
 FROM_ZERO = (0.0, True, math.inf, False)
 FROM_ZERO_BELOW_ONE = (0.0, True, 1.0, False)
 INTERVALS = {
     "model.rotary_fraction": (0.0, False, 1.0, True),
     "model.dropout": FROM_ZERO_BELOW_ONE,
-    "model.hash.temperature": ABOVE_ZERO,
+    "model.hash.temperature": (1e-30, True, math.inf, False),  # 2 / t must be finite in fp32
     "optim.lr": RATE,
     "optim.betas": FROM_ZERO_BELOW_ONE,
     "optim.eps": (1e-30, True, math.inf, False),  # less is 0 in fp32: an unread row would give 0 / 0
     "optim.final_lr": (0.0, True, 1.0, True),
-    "optim.weight_decay": FROM_ZERO,
-    "optim.values.weight_decay": FROM_ZERO,
-    "optim.tables.weight_decay": FROM_ZERO,
+    "optim.weight_decay": DECAY,
+    "optim.values.weight_decay": DECAY,
+    "optim.tables.weight_decay": DECAY,
     "optim.clip": FROM_ZERO,
     "optim.keys.lr_scale": (0.0, True, 1000.0, True),
     "optim.values.lr": RATE,

@@ -87,7 +87,7 @@ class Model:
     activation: Literal["gelu", "relu"] = key("gelu", "activation of the FFN")
     bias: bool = key(True, "biases in linear maps; a memory's queries always have them")
     tie_embeddings: bool = key(True, "the output head shares the token embedding")
-    dropout: float = key(0.0, "dropout probability, on embeddings, attention and what blocks add")
+    dropout: float = key(0.0, "dropout probability, on embeddings, attention (softmax, linformer) and what blocks add")
     memory: Memory = key(Memory, "a sparsely read memory")
     hash: Hash = key(Hash, "MemoryFormer's tables (projections: hash)")
 

@@ -236,6 +236,52 @@ def test_a_run_that_is_asked_for_fewer_steps_than_it_has_taken_is_validated_wher
     assert (outcome.status, outcome.step, run.best()) == ("finished", 2, 2)
 
 
+def test_what_is_measured_with_is_what_is_saved(tmp_path, write_recipe):
+    """A checkpoint was saved without a validation; resumed with fewer steps, the run is validated there."""
+    path, run = write_recipe(tmp_path, "product-key"), RunDirectory(tmp_path / "run")
+    answers, measured = iter([0, 75]), {}
+    for steps, agree in ((4, lambda _: next(answers)), (2, int)):
+        recipe = load_recipe(path, [f"train.steps={steps}", "eval.every=0", "eval.recalibrate=2"])
+        run.create(recipe)
+        model = build_model(recipe, 600)
+
+        def validate(request, model=model):
+            measured.update({name: tensor.clone() for name, tensor in model.state_dict().items()})
+            return {"loss": 1.0}
+
+        batches = Batches.of(Corpus(recipe.data.dir, "train"), recipe)
+        with TrainingLog(run.path, "x", 4, recipe.log, quiet=True) as log:
+            Training(run, Stepper(recipe, model, batches, "fp32"), validate, log, StopRequest(agree)).go_on()
+    saved = tensors(run.path, run.best(), "weights")
+    running = [name for name in saved if "running" in name]
+    assert running
+    assert all(saved[name] == measured[name].numpy().tobytes() for name in running)
+
+
+def test_a_best_checkpoint_that_is_gone_is_not_pointed_at(tmp_path, write_recipe):
+    """Training goes back to before it, and will save its step again, perhaps without a validation."""
+    run, validations = RunDirectory(tmp_path / "run"), iter([5.0, 5.5, 4.9])
+    recipe = load_recipe(
+        write_recipe(tmp_path, "dense"), ["train.steps=6", "eval.every=2", "checkpoint={every: 2, keep: 2}"]
+    )
+    run.create(recipe)
+
+    def training(log):
+        stepper = Stepper(
+            recipe, build_model(recipe, 600), Batches.of(Corpus(recipe.data.dir, "train"), recipe), "fp32"
+        )
+        return Training(run, stepper, lambda _: {"loss": next(validations)}, log, StopRequest())
+
+    with TrainingLog(run.path, "x", 6, recipe.log, quiet=True) as log:
+        training(log).go_on()
+    assert (run.steps(), run.best()) == ([4, 6], 6)
+    shutil.rmtree(run.checkpoint(6))
+    run.cut_metrics(4)
+    with TrainingLog(run.path, "x", 6, recipe.log, quiet=True) as log:
+        training(log)
+    assert not (run.path / "best").exists()
+
+
 def test_starting_from_another_run(tmp_path, write_recipe, trained):
     run, recipe = tmp_path / "run", write_recipe(tmp_path, "dense")
     pkmlm("train", recipe, "-o", run, "-s", f"train.init_from={trained('dense')}", "-s", "train.steps=1")
@@ -371,6 +417,7 @@ def test_a_dry_run_refuses_what_the_run_would(tmp_path, write_recipe, monkeypatc
     """Precision auto is fp16 on old GPUs alone."""
     monkeypatch.setattr("pkmlm.runtime.device.choose_precision", lambda *_: ("fp16", "auto"))
     job = open_job(str(write_recipe(tmp_path, "dense")), ("parallel.shard=true",), 1, False)
+    assert job.doubts[-1] == "parallel.shard: without effect in one process"
     with pytest.raises(UserError, match=r"^parallel.shard: found true, with fp16 as the precision \(auto\)"):
         report(job, World())
 

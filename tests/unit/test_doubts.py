@@ -49,6 +49,10 @@ def test_keys_that_do_something_are_not_told(tmp_path: Path) -> None:
     assert idle(tmp_path, DENSE, "model.projections=hash", "model.hash.bits=4", "optim.tables.clip=0") == []
     (told,) = idle(tmp_path, MEMORY, "model.memory.query_norm=layer", "eval.recalibrate=2")
     assert "eval.recalibrate: without effect, as model.memory.query_norm is layer" in told
+    everywhere = ("model.memory.layers=[1,2]", "model.layers=2", "model.memory.kind=product-key")
+    (told,) = idle(tmp_path, MEMORY, *everywhere, "model.ffn_dim=8", "model.activation=relu")
+    assert told == "model.ffn_dim, model.activation: without effect, as model.memory.layers is [1, 2]"
+    assert idle(tmp_path, MEMORY, "model.memory.layers=1+", "model.ffn_dim=8") == []
     (told,) = idle(tmp_path, DENSE, "eval.every=0", "eval.patience=2")
     assert told == "eval.patience: without effect, as eval.every is 0"
     (told,) = idle(tmp_path, DENSE, "model.projections=hash", "model.ffn_dim=128", "model.bias=false")

@@ -85,6 +85,12 @@ def test_tables_fall_into_whole_columns(model, memory, expected):
     check_recipe(replace(RECIPE, model=RECIPE.model, parallel=Parallel(memory=6)))
 
 
+def test_a_memory_block_that_no_layer_has_counts_for_nothing():
+    memory = replace(RECIPE.model.memory, layers=("1", "2"))
+    model = replace(RECIPE.model, layers=2, memory=memory, projections="hash", hash=Hash(bits=8))
+    check_recipe(replace(RECIPE, model=model, parallel=Parallel(memory=4)))
+
+
 @pytest.mark.parametrize("rows", [16, 100, 161])
 @pytest.mark.parametrize("width", [17, 32])
 def test_blocks_and_columns_of_a_matrix_are_those_of_the_whole(monkeypatch, rows, width):
