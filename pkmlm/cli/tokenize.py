@@ -139,7 +139,7 @@ def command(
         join(folder, output, train, force, quiet, as_json)
         return
     sources = find_all({"train": train, "valid": valid, "test": test}, format)
-    check_sources(sources, separator, shard)
+    check_sources(sources, separator, field, shard)
     warned = doubt_sources(sources)
     with stopwatch(sizes_of(sources, shard), quiet) as watch:
         tokenizer = Tokenizer.load(model) if model else learn(sources, separator, field, vocab_size, model_type, watch)
@@ -184,15 +184,18 @@ def find_all(files: dict[str, tuple[str, ...]], format: str | None) -> dict[str,
     return sources
 
 
-def check_sources(sources: dict[str, list["Source"]], separator: str | None, shard: tuple[int, int] | None) -> None:
+def check_sources(
+    sources: dict[str, list["Source"]], separator: str | None, field: str, shard: tuple[int, int] | None
+) -> None:
     """Refuse inputs that contradict each other."""
+    from pkmlm.data.documents import check_options
+
     every = [source for inputs in sources.values() for source in inputs]
     if shard and any(source.name == "-" for source in every):
         raise UserError("standard input cannot be divided", "give --shard files that every machine can read")
     if sum(source.name == "-" for source in every) > 1:
         raise UserError("standard input can be read once: - is given for two splits")
-    if separator is not None and all(source.format != "txt" for source in every):
-        raise UserError("--separator is for text files, and no input is one")
+    check_options(every, separator, field)
 
 
 def sizes_of(sources: dict[str, list["Source"]], shard: tuple[int, int] | None) -> dict[str, int | None]:

@@ -1,14 +1,30 @@
 """The documents of a source, whatever its format."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from pkmlm.data.json_lines import json_documents
 from pkmlm.data.parquet import parquet_documents
-from pkmlm.data.sources import Stream
+from pkmlm.data.sources import Source, Stream
 from pkmlm.data.text import Chunk, cut, decoded, split_documents
+from pkmlm.errors import UserError
+
+FIELD = "text"  # the name that the field or column with the text mostly has
 
 
-def read_chunks(stream: Stream, separator: str | None = None, field: str = "text") -> Iterator[Chunk]:
+def check_options(sources: Iterable[Source], separator: str | None, field: str = FIELD) -> None:
+    """Refuse a way of reading that is of no source's format.
+
+    Raises:
+        UserError: a separator without text files, a field with nothing but these.
+    """
+    formats = {source.format for source in sources}
+    if separator is not None and "txt" not in formats:
+        raise UserError("--separator is for text files, and no input is one")
+    if field != FIELD and formats == {"txt"}:
+        raise UserError("--field is for JSON lines and parquet files, and no input is one")
+
+
+def read_chunks(stream: Stream, separator: str | None = None, field: str = FIELD) -> Iterator[Chunk]:
     """The documents of one source.
 
     Args:
@@ -26,7 +42,7 @@ def read_chunks(stream: Stream, separator: str | None = None, field: str = "text
     return cut(parquet_documents(stream, field))
 
 
-def read_documents(stream: Stream, separator: str | None = None, field: str = "text") -> Iterator[str]:
+def read_documents(stream: Stream, separator: str | None = None, field: str = FIELD) -> Iterator[str]:
     """The documents of one source as whole strings, without the empty ones: for texts that fit in memory."""
     parts: list[str] = []
     for chunk in read_chunks(stream, separator, field):

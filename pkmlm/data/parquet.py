@@ -69,7 +69,8 @@ def check_column(schema: Any, field: str, source: Source) -> None:
         raise UserError(f"{source.label}: {times} columns are named {field!r} (expected one)")
     found = schema.field(field).type
     value = found.value_type if types.is_dictionary(found) else found
-    if not (types.is_string(value) or types.is_large_string(value) or types.is_string_view(value)):
+    texts = (types.is_null, types.is_string, types.is_large_string, types.is_string_view)
+    if not any(holds(value) for holds in texts):
         raise UserError(f"{source.label}: column {field!r} holds {found} (expected strings)")
 
 

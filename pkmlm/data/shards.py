@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pkmlm.data.documents import read_chunks
+from pkmlm.data.documents import FIELD, read_chunks
 from pkmlm.data.index import HASHED, TOKENIZER, Index, Origin, Shard, Split, dtype_for
 from pkmlm.data.sources import Source
 from pkmlm.data.text import Chunk, Tally
@@ -40,7 +40,7 @@ class Encoding:
 
     tokenizer: Tokenizer
     separator: str | None = None
-    field: str = "text"
+    field: str = FIELD
     jobs: int = 1
     shard_bytes: int = SHARD_BYTES
     watch: Watch = lambda split, count: None

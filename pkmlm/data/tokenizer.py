@@ -16,6 +16,7 @@ from pkmlm.data.text import chunks_of, has_surrogate
 from pkmlm.errors import UserError, read_errors
 
 MARK = "\u2581"  # SentencePiece writes a space so: where the text itself has this character, it is spelt in bytes
+RESERVED = "\u2585"  # SentencePiece learns nothing of a sentence that holds this block, as bars of progress do
 VOCABULARY = 8192  # the size to learn where none is asked for
 SAMPLE = 32 << 20  # bytes of text to learn from
 SEED = 0  # of the choice of that text
@@ -114,9 +115,10 @@ class Tokenizer:
             UserError: the text is too small, or has too many different characters, for this vocabulary.
         """
         model = io.BytesIO()
+        sentences = (part for text in sampled(texts, sample) for part in text.split(RESERVED) if part)
         try:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=iter(sampled(texts, sample)),
+                sentence_iterator=sentences,
                 model_writer=model,
                 vocab_size=vocab_size or VOCABULARY,
                 model_type=model_type,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pkmlm.data.corpus import Corpus, refuse_forged
-from pkmlm.data.documents import read_documents
+from pkmlm.data.documents import FIELD, check_options, read_documents
 from pkmlm.data.sources import find_sources
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import NotFinite, UserError
@@ -117,7 +117,7 @@ def open_split(directory: str, split: str, tokenizer: Tokenizer) -> Corpus:
 
 def documents_of_split(corpus: Corpus, tokenizer: Tokenizer, tokens: int | None = None) -> Documents:
     """The documents of an open split, for one pass, or (with `tokens`) as many as hold its first so many tokens, the
-    last one cut.
+    last one cut, between characters.
 
     Raises:
         UserError: its files are damaged, which may also show when the documents are read.
@@ -129,13 +129,23 @@ def documents_of_split(corpus: Corpus, tokenizer: Tokenizer, tokens: int | None 
         return Documents(split, whole, corpus.tokens - corpus.documents, corpus.words, corpus.bytes, source)
     first: list[np.ndarray] = []
     while tokens > 0:
-        first.append(next(whole)[:tokens])
-        tokens -= len(first[-1])
+        document = next(whole)
+        first.append(document[: whole_characters(document, tokens, tokenizer)])
+        tokens -= min(tokens, len(document))
     return documents_of_texts(split, first, [tokenizer.decode(ids.tolist()) for ids in first])
 
 
+def whole_characters(ids: np.ndarray, tokens: int, tokenizer: Tokenizer) -> int:
+    """How many ids to keep of at most so many, at least one, so that the last is not of the first bytes of a character:
+    these would be decoded to U+FFFD each.
+    """
+    following = tokenizer.decode(ids[: tokens + 3].tolist())  # a character has at most four bytes
+    fewer = range(tokens, max(0, tokens - 4), -1) if tokens < len(ids) else ()
+    return next((each for each in fewer if following.startswith(tokenizer.decode(ids[:each].tolist()))), tokens)
+
+
 def documents_of_text(
-    path: str, tokenizer: Tokenizer, separator: str | None = None, field: str = "text", usual: str | None = None
+    path: str, tokenizer: Tokenizer, separator: str | None = None, field: str = FIELD, usual: str | None = None
 ) -> Documents:
     """The documents of a text file (any kind that `pkmlm tokenize` reads); "-" is standard input.
 
@@ -148,8 +158,7 @@ def documents_of_text(
     """
     sources = find_sources([path])
     plain = any(source.format == "txt" for source in sources)
-    if separator is not None and not plain:
-        raise UserError(f"--separator is for text files (found {path})")
+    check_options(sources, separator, field)
     digest = hashlib.sha256()  # of the stored bytes of all files, one after another
     texts: list[str] = []
     for source in sources:

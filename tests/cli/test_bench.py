@@ -91,6 +91,7 @@ def test_bench_generate_times_models_side_by_side(tmp_path, write_recipe):
     hashed = write_recipe(tmp_path, "hash")
     assert "no memory to time" in pkmlm("bench", "generate", hashed, "--only", "memory", code=2).stderr
     assert "expected some of dense" in pkmlm("bench", "generate", hashed, "--only", "fast", code=2).stderr
+    assert "--slots: no model here has a memory" in pkmlm("bench", "generate", hashed, "--slots", "64", code=2).stderr
     for size in ("0", "9" * 5000):
         assert "such as 1,8" in pkmlm("bench", "generate", hashed, "--batch", size, code=2).stderr
 
@@ -124,10 +125,13 @@ def test_bench_loop_times_both_loops(tmp_path, write_recipe):
         assert said in pkmlm("bench", "loop", recipe, "-s", change, code=2).stderr
 
 
-def test_bench_tokenize_times_both(novels):
+def test_bench_tokenize_times_both(novels, tmp_path):
     arguments = ["bench", "tokenize", novels / "train.txt", "--vocab-size", 600, "--rounds", 1]
     found = json.loads(pkmlm(*arguments, "--json").stdout)
     assert found["bytes"] == (novels / "train.txt").stat().st_size
     assert found["ratio"] == found["whole"][0] / found["bare"][0]
     assert "times the bare encoding" in pkmlm(*arguments).stdout
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}')
+    said = pkmlm("bench", "tokenize", tmp_path / "a.jsonl", "--separator", "x", code=2).stderr
+    assert "--separator is for text files" in said
     assert "-: the text is read more than once" in pkmlm("bench", "tokenize", "-", stdin="some text", code=2).stderr

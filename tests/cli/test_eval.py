@@ -137,6 +137,8 @@ def test_mistakes_are_told_in_one_line(trained, tmp_path):
     options = ["--text", tmp_path / "a.jsonl", "--separator", "x"]
     assert "--separator is for text files" in pkmlm("eval", trained("dense"), *options, code=2).stderr
     (tmp_path / "empty.txt").write_text("")
+    options = ["--text", tmp_path / "empty.txt", "--field", "body"]
+    assert "--field is for JSON lines" in pkmlm("eval", trained("dense"), *options, code=2).stderr
     assert "empty.txt" in pkmlm("eval", trained("dense"), "--text", tmp_path / "empty.txt", code=2).stderr
     broken = tmp_path / "broken"
     shutil.copytree(trained("dense"), broken)

@@ -276,6 +276,7 @@ def test_folders_above_are_made(texts):
         (["train.txt", "--tokenizer", ""], r"cannot read the tokenizer"),
         (["train.txt", "--separator", r"\d"], "unknown escape"),
         (["a.jsonl", "--separator", "x"], "--separator is for text files"),
+        (["train.txt", "--field", "body"], "--field is for JSON lines and parquet files, and no input is one"),
         (["a.jsonl"], r"a\.jsonl:1: no key 'text'"),
         (["train.txt", "--format", "parquet"], r"train\.txt: not a whole parquet file"),
         (["cut.txt.gz"], r"cut\.txt\.gz: damaged or cut short"),

@@ -17,6 +17,7 @@ from pkmlm.evaluate.validation import validation
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Model, Recipe, Train
 from pkmlm.runtime.signals import StopRequest
+from tests.conftest import pkmlm
 
 
 def cut(length: int, context: int, stride: int) -> list[tuple[list[int], list[int]]]:
@@ -104,6 +105,18 @@ def test_the_first_tokens_of_a_split(tokens: Path):
     documents = documents_of_split(corpus, tokenizer, 100)
     assert np.concatenate(list(documents.ids)).tolist() == corpus.document(0)[:100].tolist()
     assert documents.bytes == len(tokenizer.decode(corpus.document(0)[:100].tolist()).encode())
+
+
+def test_documents_are_cut_between_characters(tokens, tmp_path):
+    """Half a character would be counted as three bytes for each of its own."""
+    text = tmp_path / "text.txt"
+    text.write_text("a\u4e8c\u4e09\U0001f600b")  # of 1, 3, 3, 4 and 1 bytes, each a token
+    pkmlm("tokenize", text, "-o", tmp_path / "cjk", "--tokenizer", tokens / "tokenizer.model", "-q")
+    corpus, tokenizer = Corpus(tmp_path / "cjk", "train"), open_tokenizer(tmp_path / "cjk")
+    begins = len(tokenizer.encode("a"))
+    found = [documents_of_split(corpus, tokenizer, begins + more) for more in range(12)]
+    assert [each.bytes for each in found] == [1, 1, 1, 4, 4, 4, 7, 7, 7, 7, 11, 12]
+    assert [each.tokens - begins + 1 for each in found] == [each.bytes for each in found]
 
 
 @pytest.mark.parametrize("most", [None, 100])

@@ -347,6 +347,8 @@ def test_null_is_an_empty_document(tmp_path):
         (source,) = find_sources([str(tmp_path / name)])
         with source.open() as stream:
             assert list(read_chunks(stream)) == [(text or "", True) for text in rows], "the null is counted as empty"
+    write_parquet(tmp_path / "none.parquet", [None, None])
+    assert documents(tmp_path / "none.parquet") == []
 
 
 def test_another_field_is_read_by_name(tmp_path):

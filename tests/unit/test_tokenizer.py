@@ -204,6 +204,15 @@ def test_a_file_that_is_no_model_is_refused(tmp_path):
             Tokenizer.load(place)
 
 
+def test_text_that_sentencepiece_reserves_is_learnt_from(tokenizer):
+    """Of a sentence with this block it would learn nothing."""
+    chunks = chunks_of(prose(4000))
+    barred = ["\u2585".join(chunk.partition(" ")[::2]) for chunk in chunks]
+    divided = [part for chunk in chunks for part in chunk.partition(" ")[::2]]
+    assert Tokenizer.learn(barred, 315).sha256 == Tokenizer.learn(divided, 315).sha256
+    assert tokenizer.decode(tokenizer.encode("\u2585 a \u2585")) == "\u2585 a \u2585"
+
+
 def test_text_without_a_space_is_learnt_and_comes_back() -> None:
     tokenizer = Tokenizer.learn(["\u8fd9\u662f\u6ca1\u6709\u7a7a\u683c\u7684\u6587\u672c\u3002" * 50], 280)
     assert tokenizer.decode(tokenizer.encode("\u6587 \u672c  a")) == "\u6587 \u672c  a"

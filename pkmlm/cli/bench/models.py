@@ -7,6 +7,7 @@ import click
 
 from pkmlm.bench import MODELS
 from pkmlm.cli.bench.lists import numbers_of_keys, some_of
+from pkmlm.errors import UserError
 
 if TYPE_CHECKING:
     from pkmlm.bench.models import Variant
@@ -41,6 +42,8 @@ def chosen_models(recipe: "Recipe", num_keys: tuple[int, ...], kinds: tuple[str,
             "hash": recipe.model.dim % recipe.model.hash.bits == 0,
         }
         kinds = tuple(kind for kind in MODELS if possible.get(kind, True))
+    if num_keys and "memory" not in kinds:
+        raise UserError("--slots: no model here has a memory", "leave it out")
     return variants(recipe, vocabulary(recipe), num_keys, kinds)
 
 

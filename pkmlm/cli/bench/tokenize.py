@@ -41,12 +41,15 @@ def command(
       pkmlm bench tokenize recipes/demo/train.txt.zst --vocab-size 4096
     """
     from pkmlm.bench.tokenize import tokenize_cost
+    from pkmlm.data.documents import check_options
     from pkmlm.data.sources import STANDARD_INPUT, find_sources
 
     if STANDARD_INPUT in files:
         raise UserError("-: the text is read more than once (expected files)")
+    sources = find_sources(files)
+    check_options(sources, separator)
     with waiting(quiet) as say:
-        cost = tokenize_cost(find_sources(files), separator, vocab_size, jobs, rounds, say)
+        cost = tokenize_cost(sources, separator, vocab_size, jobs, rounds, say)
     if as_json:
         seconds = {"whole": cost.whole.seconds, "bare": cost.bare.seconds}
         click.echo(json.dumps({**seconds, "bytes": cost.amount, "ratio": cost.ratio}))
