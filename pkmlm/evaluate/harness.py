@@ -161,6 +161,9 @@ def build(source: TaskSource, fewshot: int | None, offline: bool) -> Configurabl
         task = ConfigurableTask(config=config)
         if fewshot is not None:
             task.set_config("num_fewshot", fewshot)
+        if source.shots is not None and (task.config.num_fewshot or 0) > len(splits[SHOTS]):
+            message = f"--num-fewshot {task.config.num_fewshot}: {source.shots} has {len(splits[SHOTS]):,} examples"
+            raise UserError(message, "ask for fewer")
         task.set_fewshot_seed(FEWSHOT_SEED)
         totals = task.aggregation()
         totals.update({name: bounded(total) for name, total in totals.items()})

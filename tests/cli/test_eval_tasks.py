@@ -213,6 +213,8 @@ def test_examples_before_the_question_come_from_their_own_file(run, tmp_path):
     done = pkmlm("eval", run, "--tasks", "arc_easy", "--task-data", rows, "--num-fewshot", 2, code=2)
     assert "arc_easy.train.jsonl" in done.stderr
     (rows / "arc_easy.train.jsonl").write_text((rows / "arc_easy.jsonl").read_text())
+    few = pkmlm("eval", run, "--tasks", "arc_easy", "--task-data", rows, "--num-fewshot", 4, code=2).stderr
+    assert few == f"error: --num-fewshot 4: {rows / 'arc_easy.train.jsonl'} has 3 examples\nhint: ask for fewer\n"
     record, samples = scored(run, rows, "arc_easy", "--num-fewshot", 2)
     assert samples[0]["arguments"][0][0].count("Question:") == 3
     assert record["tasks"]["arc_easy"]["num_fewshot"] == 2
