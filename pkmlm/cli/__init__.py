@@ -135,6 +135,7 @@ def main() -> None:
     # threads would spin, and take a third of the time of our own kernels' threads.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else its stack traces come before our error lines
     streams.prepare()
     interrupts.prepare()
     settings: dict[str, bool] = {}

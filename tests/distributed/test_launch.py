@@ -204,6 +204,17 @@ def test_a_mistake_is_told_before_anything_is_started(recipe, tmp_path, monkeypa
     assert not (tmp_path / "run").exists()
 
 
+def test_ranks_that_cannot_meet_say_so_in_a_line(recipe, tmp_path):
+    place = {"MASTER_ADDR": "no.such.host.invalid", "MASTER_PORT": "29876", "PKMLM_TIMEOUT": "2"}
+    rank = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
+    words = [sys.executable, "-m", "pkmlm", "train", str(recipe), "-o", str(tmp_path / "run")]
+    done = subprocess.run(words, env=ENVIRONMENT | place | rank, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    said = "error: rank 1 has not met the others at no.such.host.invalid:29876\nhint: have all been started"
+    assert done.stderr.startswith(said)
+    assert done.stderr.count("\n") == 2
+
+
 @pytest.mark.parametrize(("name", "text"), [("WORLD_SIZE", "two"), ("WORLD_SIZE", ""), ("PKMLM_TIMEOUT", "soon")])
 def test_a_strange_environment_is_told_before_anything_is_started(recipe, tmp_path, monkeypatch, name, text):
     monkeypatch.setattr("pkmlm.cli.train.launch", None)
