@@ -163,7 +163,9 @@ def test_parts_of_other_corpora_are_named(texts, parts):
 
     assert differs("2/4") == "its number of parts is 4 (expected 3)"
     assert differs("2/3", separator=r"\n") == "its --separator is '\\n' (expected '\\n\\n\\n')"
-    assert differs("2/3", "--field", "body") == "its --field is 'body' (expected 'text')"
+    (texts / "v.jsonl").write_text('{"body": "a"}')
+    told = differs("2/3", "--valid", texts / "v.jsonl", "--field", "body")
+    assert told == "its --field is 'body' (expected 'text')"
     assert differs("2/3", "--valid", texts / "v.txt") == "its splits is ['train', 'valid'] (expected ['train'])"
     assert differs("2/3", source="c.txt.gz").startswith("for train it has c.txt.gz of ")
     assert differs("2/3", texts / "v.txt") == "it has 2 files for train (expected 1)"

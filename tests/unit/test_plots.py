@@ -49,7 +49,7 @@ def png_size(path: Path) -> tuple[int, int]:
 )
 def test_the_pictures_of_a_kind(tmp_path: Path, kind: str, heads: int, expected: set[str]) -> None:
     one = memory(kind, heads=heads)
-    drawn = plots.draw_usage(tmp_path / "new" / "folder", "my run", [one], [valid(10), valid(20)])
+    drawn = plots.draw_usage(tmp_path / "new" / "folder", "my-run", [one], [valid(10), valid(20)])
     assert {path.name for path in drawn} == {f"my-run-{name}.png" for name in expected}
     assert {png_size(path) for path in drawn} == {(1200, 700)}
     assert sorted(drawn) == sorted((tmp_path / "new" / "folder").iterdir())
