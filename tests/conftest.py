@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ import pytest
 import zstandard
 
 from pkmlm.cli import main
+
+# A shell that runs the tests in the background ignores Ctrl-C, and what they start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parent.parent
 os.environ.setdefault("OMP_NUM_THREADS", "2")

@@ -340,9 +340,7 @@ def test_a_killed_run_leaves_nothing_that_looks_finished(texts):
         "out",
     ]
     for number in (signal.SIGINT, signal.SIGKILL):
-        # a shell that runs the tests in the background ignores SIGINT, which a child would inherit
-        heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
-        running = subprocess.Popen(command, cwd=texts, stderr=subprocess.PIPE, preexec_fn=heed)
+        running = subprocess.Popen(command, cwd=texts, stderr=subprocess.PIPE)
         until = time.monotonic() + 30
         while not list(texts.glob(".tmp-*-out/.tmp-*-train-00000.bin")) and time.monotonic() < until:
             time.sleep(0.005)
@@ -359,9 +357,8 @@ def test_a_killed_run_leaves_nothing_that_looks_finished(texts):
 def test_an_interrupt_ends_the_wait_for_standard_input(texts):
     tokenize(texts / "train.txt", "--vocab-size", 320, "-o", texts / "first")
     command = [sys.executable, "-m", "pkmlm", "tokenize", "-", "--tokenizer", "first/tokenizer.model", "-o", "out"]
-    heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
     pipe = subprocess.PIPE
-    running = subprocess.Popen(command, cwd=texts, stdin=pipe, stderr=pipe, preexec_fn=heed)
+    running = subprocess.Popen(command, cwd=texts, stdin=pipe, stderr=pipe)
     until = time.monotonic() + 30
     while not list(texts.glob(".tmp-*-out/tokenizer.model")) and time.monotonic() < until:
         time.sleep(0.005)

@@ -32,15 +32,12 @@ class Launched:
         self.run, self.said, self.ranks = run, run.parent / "said.txt", []
         words = [str(recipe), "-o", str(run), *map(str, options)]
         alone = [sys.executable, "-m", "pkmlm", "train", *words, "--nproc", "2"]
-        # A shell that runs the tests in the background ignores SIGINT, which a child would inherit.
-        heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
         with open(self.said, "w") as said:
             self.process = subprocess.Popen(
                 alone if script is None else [ROOT / "bin" / "pkmlm-slurm", *words],
                 env=ENVIRONMENT | (script or {}),
                 stdout=said,
                 stderr=said,
-                preexec_fn=heed,
             )
 
     def until_step(self, step):
