@@ -139,8 +139,10 @@ def whole_characters(ids: np.ndarray, tokens: int, tokenizer: Tokenizer) -> int:
     """How many ids to keep of at most so many, at least one, so that the last is not of the first bytes of a character:
     these would be decoded to U+FFFD each.
     """
+    if tokens >= len(ids):
+        return len(ids)
     following = tokenizer.decode(ids[: tokens + 3].tolist())  # a character has at most four bytes
-    fewer = range(tokens, max(0, tokens - 4), -1) if tokens < len(ids) else ()
+    fewer = range(tokens, max(0, tokens - 4), -1)
     return next((each for each in fewer if following.startswith(tokenizer.decode(ids[:each].tolist()))), tokens)
 
 

@@ -31,8 +31,8 @@ READ = ("read_K", "last_K", "sample_S")
 
 
 class Drift:
-    """Records a "drift" event in metrics.jsonl every `eval.every` steps and at the end (where this is half as many
-    later), and RUN/usage/drift-step-N.npz.
+    """Records a "drift" event in metrics.jsonl every `eval.every` steps, and at the end if that comes at least half as
+    many steps later; and RUN/usage/drift-step-N.npz.
 
     Reads of all slots are noted; the values of SAMPLE slots, drawn from the recipe's seed, are compared with those of
     the record before. What a run needs that goes on from a checkpoint between two records is in kept-step-N.npz, as
