@@ -15,7 +15,7 @@ from pkmlm.bench.shape import Shape
 from pkmlm.model.initial import initialise
 from pkmlm.model.memory.product_key import ProductKeyMemory
 from pkmlm.recipe.schema import Recipe
-from pkmlm.runtime.seeds import generator
+from pkmlm.seeds import generator
 from pkmlm.train.optim import parameter_groups
 
 RATE = 1e-3

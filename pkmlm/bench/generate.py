@@ -11,8 +11,8 @@ from torch import Tensor
 from pkmlm.bench.bandwidth import bandwidth, beside_a_copy
 from pkmlm.bench.models import Variant, check_room, decode, prefilled, random_tokens
 from pkmlm.bench.rounds import Timing
+from pkmlm.device import choose_device
 from pkmlm.model.transformer import Transformer, build_model
-from pkmlm.runtime.device import choose_device
 
 
 @dataclass(frozen=True)

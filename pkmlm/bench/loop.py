@@ -11,13 +11,13 @@ import torch
 
 from pkmlm.bench.rounds import Overhead, in_rounds, synchronize
 from pkmlm.data.batches import Batches
+from pkmlm.device import Arithmetic, autocast
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Log, Recipe
-from pkmlm.runtime.device import Arithmetic, autocast
-from pkmlm.runtime.log import TrainingLog
-from pkmlm.runtime.rundir import RunDirectory
-from pkmlm.runtime.signals import StopRequest
+from pkmlm.runs.directory import RunDirectory
+from pkmlm.signals import StopRequest
 from pkmlm.train.job import Job
+from pkmlm.train.log import TrainingLog
 from pkmlm.train.loop import Training
 from pkmlm.train.optim import parameter_groups
 from pkmlm.train.step import Stepper

@@ -15,9 +15,9 @@ from pkmlm.bench.contenders import actions, beside_one_another, inputs, product_
 from pkmlm.bench.peak import peak_of_step
 from pkmlm.bench.rounds import Timing
 from pkmlm.bench.shape import WIDTH, Shape
+from pkmlm.device import choose_device, free_bytes
 from pkmlm.errors import UserError
 from pkmlm.model.memory.product_key import ProductKeyMemory
-from pkmlm.runtime.device import choose_device, free_bytes
 
 
 @dataclass(frozen=True)

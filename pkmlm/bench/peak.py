@@ -13,8 +13,8 @@ import torch
 
 from pkmlm.bench.contenders import CONTENDERS, backward, inputs, product_key_layer
 from pkmlm.bench.shape import Shape
+from pkmlm.device import choose_device
 from pkmlm.errors import UserError
-from pkmlm.runtime.device import choose_device
 
 
 def peak_of_step(shape: Shape, name: str, say: Callable[[str], None]) -> int:

@@ -12,9 +12,9 @@ from pkmlm.bench import MODEL_PHASES
 from pkmlm.bench.bandwidth import bandwidth, beside_a_copy
 from pkmlm.bench.models import RandomBatches, Variant, check_room, decode, prefilled, random_tokens
 from pkmlm.bench.rounds import Timing
+from pkmlm.device import autocast, choose_device
 from pkmlm.model.attention import Cache
 from pkmlm.model.transformer import Transformer, build_model
-from pkmlm.runtime.device import autocast, choose_device
 from pkmlm.train.step import Stepper
 
 

@@ -179,7 +179,7 @@ def help_of(error: click.ClickException) -> str:
 
 def torch_is_short(error: RuntimeError) -> bool:
     """Whether torch says that memory has run out."""
-    from pkmlm.runtime.device import is_shortage
+    from pkmlm.device import is_shortage
 
     return is_shortage(error)
 

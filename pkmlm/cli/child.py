@@ -12,7 +12,7 @@ import sys
 def main() -> None:
     """Run the command, unless the other process has died already."""
     from pkmlm.cli import main as command
-    from pkmlm.runtime.signals import signal_at_parents_death
+    from pkmlm.signals import signal_at_parents_death
 
     parent, sys.argv = int(sys.argv[1]), ["pkmlm", *sys.argv[2:]]
     signal_at_parents_death(signal.SIGTERM)

@@ -6,9 +6,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pkmlm.device import Arithmetic
     from pkmlm.recipe.schema import Recipe
-    from pkmlm.runtime.device import Arithmetic
-    from pkmlm.runtime.rundir import RunDirectory
+    from pkmlm.runs.directory import RunDirectory
     from pkmlm.train.job import Job
 
 DIVISION = ("train.micro_batch", "train.recompute", "parallel.")  # how a step is divided: the order of its additions
@@ -22,9 +22,9 @@ def circumstances(job: "Job", arithmetic: "Arithmetic", ranks: int) -> dict[str,
     import torch
 
     from pkmlm import __version__
+    from pkmlm.device import name_of
     from pkmlm.model.cost import cost_of
-    from pkmlm.runtime.commit import source_commit
-    from pkmlm.runtime.device import name_of
+    from pkmlm.runs.commit import source_commit
 
     cost = cost_of(job.recipe, job.vocab_size)
     return {

@@ -13,7 +13,7 @@ from pkmlm.cli.streams import warn
 from pkmlm.errors import printable
 
 if TYPE_CHECKING:
-    from pkmlm.report.tables import Format
+    from pkmlm.console import Format
 
 
 @click.command()
@@ -35,7 +35,7 @@ def command(run_paths: tuple[str, ...], format: "Format", plots: str | None, for
       pkmlm compare runs/* --plots pictures
       pkmlm compare runs/* --format csv > runs.csv
     """
-    from pkmlm.report.compare import (
+    from pkmlm.analysis.compare import (
         compare_tables,
         cut_short,
         differences,
@@ -44,7 +44,7 @@ def command(run_paths: tuple[str, ...], format: "Format", plots: str | None, for
         open_runs,
         partly_measured,
     )
-    from pkmlm.runtime.rundir import RunDirectory
+    from pkmlm.runs.directory import RunDirectory
 
     folder = free_folder(plots, force)
     runs = open_runs(without_strays(run_paths), RunDirectory.existing)
@@ -58,7 +58,7 @@ def command(run_paths: tuple[str, ...], format: "Format", plots: str | None, for
     for text in (*cut_short(facts, trained), *partly_measured(runs), *differences(runs)):
         warn(text)
     if folder is not None:
-        from pkmlm.report.plots import learning_curves, save
+        from pkmlm.analysis.plots import learning_curves, save
 
         figure = learning_curves({label: run.metrics() for label, run in runs.items()})
         if figure is None:
@@ -73,7 +73,7 @@ def without_strays(paths: Sequence[str]) -> Sequence[str]:
     Where nothing is left, all of them: the error is that of the first.
     """
     from pkmlm.export.config import is_export
-    from pkmlm.runtime.rundir import RunDirectory
+    from pkmlm.runs.directory import RunDirectory
 
     strays = {path for path in paths if Path(path).exists() and not RunDirectory(path).recipe_file.is_file()}
     runs = [path for path in paths if path not in strays]

@@ -13,10 +13,10 @@ from pkmlm.cli.streams import warn
 from pkmlm.errors import UserError
 
 if TYPE_CHECKING:
+    from pkmlm.console import Table
     from pkmlm.model.block_cost import Block
     from pkmlm.model.cost import Cost
     from pkmlm.recipe.schema import Recipe
-    from pkmlm.report.tables import Table
 
 MEGA, GIGA = 10**6, 10**9
 SIZE = click.IntRange(1, 1 << 40)  # beyond it, counts would not fit into floating point
@@ -158,7 +158,7 @@ def vocabulary(recipe: "Recipe") -> int:
 
 def layer_table(recipe: "Recipe", cost: "Cost") -> "Table":
     """What each layer costs; equal layers share a line."""
-    from pkmlm.report.tables import Column, Table, number
+    from pkmlm.console import Column, Table, number
 
     with_paper = any(block.paper_flops is not None for block in cost.blocks)
     operations = ["GFLOP built", "w/o attn", *(["GFLOP paper", "w/o attn"] if with_paper else [])]
@@ -192,7 +192,7 @@ def layer_row(blocks: "list[Block]", with_paper: bool) -> list[object]:
 
 def total_table(cost: "Cost", vocab_size: int) -> "Table":
     """What the whole model costs."""
-    from pkmlm.report.tables import Column, Table, number
+    from pkmlm.console import Column, Table, number
 
     table_bytes = cost.memory * cost.entry_bytes
     rows = [
@@ -208,7 +208,7 @@ def total_table(cost: "Cost", vocab_size: int) -> "Table":
 
 def training_table(recipe: "Recipe", cost: "Cost") -> "Table":
     """What training holds, part by part."""
-    from pkmlm.report.tables import Column, Table, number
+    from pkmlm.console import Column, Table, number
 
     rows = [(name, size / MEGA) for name, size in cost.training.items() if size]
     rows.append(("total", sum(cost.training.values()) / MEGA))

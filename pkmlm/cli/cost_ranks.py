@@ -9,10 +9,10 @@ import click
 from pkmlm.errors import printable
 
 if TYPE_CHECKING:
+    from pkmlm.console import Table
     from pkmlm.model.cost import Cost
     from pkmlm.model.ranks_cost import RankCost
     from pkmlm.recipe.schema import Recipe
-    from pkmlm.report.tables import Table
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -61,7 +61,7 @@ def ranks_report(
 
 def held_table(costs: "list[RankCost]", ranks: int) -> "Table":
     """What a rank holds, for each division of the tables."""
-    from pkmlm.report.tables import Table, number
+    from pkmlm.console import Table, number
 
     names = list(costs[0].training)
     rows = [(each.memory, *(each.training[name] / 1e9 for name in names), each.bytes / 1e9) for each in costs]
@@ -71,7 +71,7 @@ def held_table(costs: "list[RankCost]", ranks: int) -> "Table":
 
 def sent_table(costs: "list[RankCost]", recipe: "Recipe") -> "Table":
     """What a rank sends in a step, for each division of the tables."""
-    from pkmlm.report.tables import Table, number
+    from pkmlm.console import Table, number
 
     rows = [
         (each.memory, *(size / 1e6 for size in each.sent.values()), sum(each.sent.values()) / 1e6) for each in costs
@@ -83,7 +83,7 @@ def sent_table(costs: "list[RankCost]", recipe: "Recipe") -> "Table":
 
 def largest_table(costs: "list[RankCost]", keys: list[int | None], recipe: "Recipe", device_bytes: int) -> "Table":
     """The largest memory that fits, for each division of the tables."""
-    from pkmlm.report.tables import Table, number
+    from pkmlm.console import Table, number
 
     rows = []
     for each, num_keys in zip(costs, keys, strict=True):

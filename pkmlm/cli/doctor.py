@@ -71,7 +71,7 @@ def versions() -> dict[str, str | None]:
 
 def machine() -> dict[str, Any]:
     """System, usable cores, and memory in bytes (None without psutil)."""
-    from pkmlm.runtime.cores import usable_cores
+    from pkmlm.cores import usable_cores
 
     try:
         import psutil
@@ -112,9 +112,9 @@ def seen_by_torch() -> dict[str, Any]:
     """Threads, instruction set, whose fp32 products, CUDA devices and what their kernels lack, device and precision."""
     import torch
 
+    from pkmlm.device import choose_arithmetic
     from pkmlm.kernels.backend import lacking_for_triton
     from pkmlm.kernels.products import BY_ONEDNN
-    from pkmlm.runtime.device import choose_arithmetic
 
     devices = []
     for index in range(torch.cuda.device_count()):

@@ -10,8 +10,8 @@ import click
 from pkmlm.cli.streams import warn
 
 if TYPE_CHECKING:
-    from pkmlm.runtime.device import Arithmetic
-    from pkmlm.runtime.distributed import World
+    from pkmlm.device import Arithmetic
+    from pkmlm.distributed import World
     from pkmlm.train.job import Job
 
 
@@ -19,7 +19,7 @@ def refuse_output(output: str, job: "Job", resume: str) -> None:
     """Refuse a run directory that training would refuse."""
     from pkmlm.cli.resume import refuse_changes
     from pkmlm.cli.train import refuse
-    from pkmlm.runtime.rundir import RunDirectory
+    from pkmlm.runs.directory import RunDirectory
 
     run = RunDirectory(output)
     refuse(run, job, resume)
@@ -75,8 +75,8 @@ def plan(job: "Job", arithmetic: "Arithmetic", ranks: int) -> list[str]:
 def first_step(job: "Job", arithmetic: "Arithmetic", world: "World") -> str:
     """Take it, and say how it went."""
     from pkmlm.data.batches import Batches
-    from pkmlm.runtime.device import held_bytes
-    from pkmlm.runtime.distributed import ranks_of
+    from pkmlm.device import held_bytes
+    from pkmlm.distributed import ranks_of
     from pkmlm.train.start import starting_model
     from pkmlm.train.step import Stepper
 

@@ -15,9 +15,9 @@ from pkmlm.cli.zero_shot import Asked, prepare, score_tasks, tasks_file, warn_of
 from pkmlm.errors import UserError
 
 if TYPE_CHECKING:
+    from pkmlm.distributed import World
     from pkmlm.evaluate.load import LoadedRun
     from pkmlm.evaluate.perplexity import Documents
-    from pkmlm.runtime.distributed import World
 
 NO_PERPLEXITY: dict[str, Any] = {"stride": None, "source": None, "perplexity": None}
 NO_TASKS: dict[str, Any] = {"tasks": {}, "average_acc": None}
@@ -90,8 +90,8 @@ def command(
       pkmlm eval runs/demo --tasks memoryformer --log-samples samples.jsonl
       torchrun --nproc-per-node 4 -m pkmlm eval runs/demo
     """
+    from pkmlm.distributed import process_group
     from pkmlm.evaluate.load import load_same
-    from pkmlm.runtime.distributed import process_group
 
     asked = Asked(**options)
     asked.refuse_contradictions()
@@ -148,7 +148,7 @@ def store(run: "LoadedRun", record: dict[str, Any], stride: int | None, choice: 
     """Keep the results with the run. An exported folder is a product: nothing is written into it."""
     if run.exported:
         return
-    from pkmlm.runtime.files import make_folder, refuse_link, write_json
+    from pkmlm.runs.files import make_folder, refuse_link, write_json
 
     folder = run.path / "eval"
     refuse_link(folder)
@@ -172,7 +172,7 @@ def perplexity_file(folder: Path, record: dict[str, Any], stride: int | None, ch
 
 def print_result(record: dict[str, Any], as_json: bool) -> None:
     """Print the tables, or the JSON."""
-    from pkmlm.report.tasks import task_report
+    from pkmlm.analysis.tasks import task_report
 
     if as_json:
         click.echo(json.dumps(record, indent=2))
@@ -183,7 +183,7 @@ def print_result(record: dict[str, Any], as_json: bool) -> None:
 
 def perplexity_report(record: dict[str, Any]) -> str:
     """The table of perplexities that people read."""
-    from pkmlm.report.tables import Column, Table
+    from pkmlm.console import Column, Table
 
     found = record["perplexity"]
     rows = [[unit, found[f"{unit}s"], found[f"{unit}_ppl"] or "over 1e308"] for unit in ("token", "word", "byte")]

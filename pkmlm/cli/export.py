@@ -9,7 +9,7 @@ from pkmlm.cli.options import PATH, force_option, step_option
 from pkmlm.errors import printable
 
 if TYPE_CHECKING:
-    from pkmlm.runtime.rundir import RunDirectory
+    from pkmlm.runs.directory import RunDirectory
 
 
 @click.command()
@@ -42,7 +42,7 @@ def command(run_path: str, output: str, step: str, dtype: str, force: bool) -> N
     from pkmlm.export.card import card_of
     from pkmlm.export.config import Origin
     from pkmlm.export.folder import check_free, write_export
-    from pkmlm.runtime.rundir import RunDirectory
+    from pkmlm.runs.directory import RunDirectory
 
     folder = Path(output).absolute()
     check_free(folder, force)
@@ -62,7 +62,7 @@ def scores_of(run: "RunDirectory", step: int) -> dict[str, dict[str, Any]]:
     """What is known of a step, by what was scored: the splits that `pkmlm eval` read whole; where it has not read the
     valid split, what training's validation read of it.
     """
-    from pkmlm.runtime.shapes import RESULTS, read_shaped
+    from pkmlm.runs.shapes import RESULTS, read_shaped
 
     scores: dict[str, dict[str, Any]] = {}
     for split in ("valid", "test"):

@@ -10,10 +10,10 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from pkmlm.cores import usable_cores
 from pkmlm.errors import UserError
-from pkmlm.runtime.cores import usable_cores
-from pkmlm.runtime.launcher import TIMEOUT, patience, started
-from pkmlm.runtime.signals import EXIT_CODES, Handler, handled
+from pkmlm.launcher import TIMEOUT, patience, started
+from pkmlm.signals import EXIT_CODES, Handler, handled
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import ProcessFailure
@@ -148,7 +148,7 @@ def silent(rank: int, run: str | None) -> UserError:
 
 def note_end(run: str | None, rank: int, status: str) -> None:
     """Say in run.json which process ended all, where there is a run by now and it belongs to no others."""
-    from pkmlm.runtime.rundir import RunDirectory
+    from pkmlm.runs.directory import RunDirectory
 
     if run is None or not os.path.isdir(run):
         return

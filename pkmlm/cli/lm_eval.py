@@ -22,8 +22,8 @@ def main() -> None:
     from lm_eval.__main__ import cli_evaluate
 
     from pkmlm.cli import print_error
+    from pkmlm.distributed import process_group
     from pkmlm.errors import UserError
-    from pkmlm.runtime.distributed import process_group
 
     register()
     try:

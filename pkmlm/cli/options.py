@@ -2,8 +2,8 @@
 
 import click
 
+from pkmlm.console import FORMATS
 from pkmlm.errors import UserError
-from pkmlm.report.tables import FORMATS
 
 PATH = click.Path(readable=False)  # any name, which a shell completes; the commands say what is wrong with one
 

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from pkmlm.errors import UserError
-from pkmlm.runtime.places import is_there
+from pkmlm.runs.places import is_there
 
 
 def free_file(option: str, path: str | None, force: bool) -> Path | None:

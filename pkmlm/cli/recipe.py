@@ -13,9 +13,9 @@ from pkmlm.cli.streams import warn
 from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
+    from pkmlm.console import Format
     from pkmlm.recipe.dump import Key
     from pkmlm.recipe.schema import Recipe
-    from pkmlm.report.tables import Format
 
 
 @click.group(short_help="Check a recipe, show it in full, list every key.")
@@ -123,8 +123,8 @@ def keys(format: "Format") -> None:
       pkmlm recipe keys
       pkmlm recipe keys --format md > keys.md
     """
+    from pkmlm.console import Column, Table
     from pkmlm.recipe import dump
-    from pkmlm.report.tables import Column, Table
 
     if format == "table":
         click.echo(by_section(dump.keys()), nl=False)

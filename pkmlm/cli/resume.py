@@ -8,7 +8,7 @@ from pkmlm.errors import UserError
 
 if TYPE_CHECKING:
     from pkmlm.recipe.schema import Recipe
-    from pkmlm.runtime.rundir import RunDirectory
+    from pkmlm.runs.directory import RunDirectory
     from pkmlm.train.job import Job
 
 # What may change when a run goes on: how long it trains, on how many ranks, what is measured, kept and shown, and what

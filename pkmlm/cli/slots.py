@@ -10,10 +10,10 @@ from pkmlm.cli.texts import TextChoice, text_options, warn_of
 from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
+    from pkmlm.analysis.usage import MemoryUsage
+    from pkmlm.console import Table
     from pkmlm.evaluate.load import LoadedRun
     from pkmlm.evaluate.perplexity import Documents
-    from pkmlm.report.tables import Table
-    from pkmlm.report.usage import MemoryUsage
 
 MOST = {"slots": 20, "contexts": 10, "token": 3}  # rows of each kind of report
 ENOUGH = 10  # slots, to deal their contexts among them: of one alone they would come back
@@ -124,9 +124,9 @@ def of_memory(
     run: "LoadedRun", memory: int, documents: "list[Documents]", top: int, quiet: bool
 ) -> "tuple[dict[str, Any], list[Table]]":
     """The slots with most mass."""
+    from pkmlm.analysis.slots import most_read, patterned, slots_table
     from pkmlm.evaluate.readers import CONTEXTS
     from pkmlm.evaluate.slots import Wanted, describe
-    from pkmlm.report.slots import most_read, patterned, slots_table
 
     if top > MOST_DESCRIBED:
         message = f"--top: found {top} (expected at most {MOST_DESCRIBED} slots)"
@@ -143,10 +143,10 @@ def of_slot(
     run: "LoadedRun", memory: int, documents: "list[Documents]", name: str, top: int, quiet: bool
 ) -> "tuple[dict[str, Any], list[Table]]":
     """One slot in full."""
+    from pkmlm.analysis.slots import slot_number, slot_tables
     from pkmlm.evaluate.readers import CONTEXTS
     from pkmlm.evaluate.slots import Wanted, describe
     from pkmlm.model.memory.memories import memories
-    from pkmlm.report.slots import slot_number, slot_tables
 
     tap = memories(run.model)[memory].tap
     number = slot_number(name, tap.kind, tap.slots, tap.heads)
@@ -166,10 +166,10 @@ def of_slot(
 
 def of_prompt(run: "LoadedRun", memory: int, prompt: str, top: int) -> "tuple[dict[str, Any], list[Table]]":
     """Each token's strongest slots."""
+    from pkmlm.analysis.slots import reading_table, slot_name
     from pkmlm.evaluate.lens import Lens
     from pkmlm.evaluate.slots import read_text
     from pkmlm.model.memory.memories import memories
-    from pkmlm.report.slots import reading_table, slot_name
 
     tap = memories(run.model)[memory].tap
     readings = read_text(run, memory, run.tokenizer.encode(prompt), top)

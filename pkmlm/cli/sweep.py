@@ -18,7 +18,7 @@ from pkmlm.errors import UserError, printable
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-    from pkmlm.report.tables import Column, Table
+    from pkmlm.console import Column, Table
     from pkmlm.sweep.cells import Cell, Cells
     from pkmlm.sweep.folder import SweepFolder
     from pkmlm.sweep.grid import Grid
@@ -147,7 +147,7 @@ def tell_doubts(cells: "Cells") -> None:
 
 def plan(results: "Results") -> "Table":
     """What a sweep would run; of a grid of arithmetic alone, what it would count."""
-    from pkmlm.report.tables import Column, Table, number
+    from pkmlm.console import Column, Table, number
 
     grid, runs = results.grid, len(results.cells) if results.trains else "no"
     tried = len(grid.tune.values) if grid.tune else 1
@@ -167,7 +167,7 @@ def plan(results: "Results") -> "Table":
 
 def millions(name: str, values: Sequence[float]) -> "Column":
     """A column of millions: one decimal, and as many more as the least of them needs to show two digits."""
-    from pkmlm.report.tables import number
+    from pkmlm.console import number
 
     places = 1 - floor(log10(min(values)))
     return number(name, f"{{:,.{max(1, places)}f}}")
@@ -178,9 +178,9 @@ def run_all(
 ) -> int:
     """Run the cells; the exit code: 0, or what a signal stands for."""
     from pkmlm.cli.zero_shot import prepare
-    from pkmlm.runtime.files import make_folder
-    from pkmlm.runtime.lock import locked
-    from pkmlm.runtime.signals import stop_on_signals
+    from pkmlm.runs.files import make_folder
+    from pkmlm.runs.lock import locked
+    from pkmlm.signals import stop_on_signals
     from pkmlm.sweep.measures import MEASURES, tasks_of
     from pkmlm.sweep.results import progress_line
     from pkmlm.sweep.runner import Outcome, Runner
@@ -243,7 +243,7 @@ def cell_progress(folder: Path, quiet: bool) -> "Iterator[tuple[Callable[[str], 
 
 def time_models(results: "Results", folder: "SweepFolder", quiet: bool) -> int:
     """Time the models of all points in turn; the exit code: 1 where that fails."""
-    from pkmlm.runtime.device import machine
+    from pkmlm.device import machine
     from pkmlm.sweep.results import Speed
     from pkmlm.sweep.speed import time_scoring
 
@@ -269,8 +269,8 @@ def tell_failures(results: "Results") -> int:
 def publish(results: "Results", folder: "SweepFolder") -> None:
     """Write the tables, results.json and the plots, print the tables, and warn where runs in them differ in more than
     the grid says."""
-    from pkmlm.report.compare import differences
-    from pkmlm.runtime.rundir import RunDirectory
+    from pkmlm.analysis.compare import differences
+    from pkmlm.runs.directory import RunDirectory
     from pkmlm.sweep.plots import draw
 
     names = [outcome.cell.name for point in results.grid.points() for outcome in results.chosen(point)]

@@ -169,7 +169,7 @@ def kept_split(folder: Path, split: str, key: str, sha256: str) -> str:
     Args:
         key: in the "source" of what is kept, that of the sha256.
     """
-    from pkmlm.runtime.shapes import read_shaped
+    from pkmlm.runs.shapes import read_shaped
 
     kept = set()
     for file in folder.glob("*.json"):

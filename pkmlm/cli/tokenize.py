@@ -12,8 +12,8 @@ from pkmlm.cli.outputs import free_tokens
 from pkmlm.cli.progress import Stopwatch, stopwatch
 from pkmlm.cli.tokenize_doubts import doubt_repeats, doubt_sources, doubt_tokens
 from pkmlm.cli.tokenize_result import LEARNING, print_result
+from pkmlm.cores import usable_cores
 from pkmlm.errors import UserError, printable
-from pkmlm.runtime.cores import usable_cores
 
 if TYPE_CHECKING:
     from pkmlm.data.sources import Source

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
+    from pkmlm.console import Table
     from pkmlm.data.index import Index, Split
-    from pkmlm.report.tables import Table
 
 LEARNING = "tokenizer"  # a stage beside the splits
 
@@ -58,7 +58,7 @@ def facts_of(split: "Split", seconds: float) -> dict[str, float]:
 
 def split_table(title: str, splits: Mapping[str, dict[str, float]]) -> "Table":
     """A line for each split."""
-    from pkmlm.report.tables import Column, Table, number
+    from pkmlm.console import Column, Table, number
 
     columns = [Column("split"), *map(number, ("documents", "empty", "words", "bytes", "tokens"))]
     columns += [number("B/token", "{:.2f}"), number("s", "{:.1f}"), number("MB/s", "{:.1f}")]

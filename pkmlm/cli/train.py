@@ -10,16 +10,16 @@ import click
 from pkmlm.cli.launch import launch, launches
 from pkmlm.cli.options import PATH, quiet_option, set_option
 from pkmlm.errors import UserError, printable
-from pkmlm.runtime.launcher import started
+from pkmlm.launcher import started
 
 if TYPE_CHECKING:
+    from pkmlm.device import Arithmetic
+    from pkmlm.distributed import World
     from pkmlm.recipe.schema import Recipe
-    from pkmlm.runtime.device import Arithmetic
-    from pkmlm.runtime.distributed import World
-    from pkmlm.runtime.log import RunLog
-    from pkmlm.runtime.rundir import RunDirectory
-    from pkmlm.runtime.signals import StopRequest
+    from pkmlm.runs.directory import RunDirectory
+    from pkmlm.signals import StopRequest
     from pkmlm.train.job import Job
+    from pkmlm.train.log import RunLog
     from pkmlm.train.loop import Outcome
 
 
@@ -74,7 +74,7 @@ def command(
         raise UserError("Missing option '-o': the run directory to write", "add -o RUN, or --dry-run")
     if several:
         return launch(processes, output)
-    from pkmlm.runtime.distributed import process_group
+    from pkmlm.distributed import process_group
 
     with process_group() as world:
         with world.together():
@@ -121,8 +121,8 @@ def open_job(recipe_file: str, overrides: tuple[str, ...], ranks: int, verify: b
 def train_in(output: str, job: "Job", resume: str, quiet: bool, world: "World") -> int:
     """Train in the run directory `output`, and note in its run.json how it ended; rank 0 alone writes there."""
     from pkmlm.cli.resume import ended_already
-    from pkmlm.runtime.rundir import RunDirectory
-    from pkmlm.runtime.signals import stop_on_signals
+    from pkmlm.runs.directory import RunDirectory
+    from pkmlm.signals import stop_on_signals
     from pkmlm.train.shortage import too_large
 
     run, lead, warnings, complete = RunDirectory(output), world.rank == 0, [], False
@@ -156,7 +156,7 @@ def arithmetic_of(recipe: "Recipe") -> "Arithmetic":
     Raises:
         UserError: the device has not what the recipe asks for, or `parallel.shard` cannot be had in that precision.
     """
-    from pkmlm.runtime.device import choose_arithmetic
+    from pkmlm.device import choose_arithmetic
 
     arithmetic = choose_arithmetic(recipe.train.precision)
     if arithmetic.precision == "fp16" and recipe.parallel.shard:
@@ -201,7 +201,7 @@ def begin(run: "RunDirectory", job: "Job", arithmetic: "Arithmetic", ranks: int)
     that this one trains; what to warn of."""
     from pkmlm.cli.circumstances import changes, circumstances, lost_metrics, with_earlier
     from pkmlm.cli.resume import with_own_start
-    from pkmlm.runtime.files import remove_file, writing
+    from pkmlm.runs.files import remove_file, writing
     from pkmlm.train.job import no_validation
 
     recipe, step = job.recipe, max(run.steps(), default=0)
@@ -223,7 +223,7 @@ def begin(run: "RunDirectory", job: "Job", arithmetic: "Arithmetic", ranks: int)
 
 def end(run: "RunDirectory", outcome: "Outcome") -> None:
     """Note how training ended; where there is nothing left to do, the file `done` says so, last of all."""
-    from pkmlm.runtime.files import write_text
+    from pkmlm.runs.files import write_text
 
     run.note(**asdict(outcome))
     if outcome.exit_code == 0:
@@ -234,8 +234,8 @@ def end(run: "RunDirectory", outcome: "Outcome") -> None:
 @contextmanager
 def explained(job: "Job", arithmetic: "Arithmetic", world: "World") -> Iterator[None]:
     """Where memory runs out, say what to lower; where the network fails, which rank noticed."""
-    from pkmlm.runtime.device import is_shortage
-    from pkmlm.runtime.distributed import is_network
+    from pkmlm.device import is_shortage
+    from pkmlm.distributed import is_network
     from pkmlm.train.shortage import out_of_memory
 
     try:
@@ -287,10 +287,10 @@ def run_loop(
 ) -> "Outcome":
     """Build the model and train it; the log begins with `warnings` and the arithmetic."""
     from pkmlm.data.batches import Batches
+    from pkmlm.distributed import ranks_of
     from pkmlm.evaluate.validation import validation
-    from pkmlm.runtime.distributed import ranks_of
-    from pkmlm.runtime.log import SilentLog, TrainingLog
     from pkmlm.train.health import Health
+    from pkmlm.train.log import SilentLog, TrainingLog
     from pkmlm.train.loop import Training
     from pkmlm.train.start import check_shapes, starting_model
     from pkmlm.train.step import Stepper

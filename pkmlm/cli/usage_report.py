@@ -13,12 +13,12 @@ from pkmlm.cli.outputs import free_file, free_folder
 from pkmlm.cli.texts import TextChoice, text_options, warn_of
 from pkmlm.cli.usage_subject import Report, Subject, run_or_export, subject_of
 from pkmlm.errors import UserError, printable
-from pkmlm.runtime.launcher import started
+from pkmlm.launcher import started
 
 if TYPE_CHECKING:
-    from pkmlm.report.tables import Format
-    from pkmlm.runtime.distributed import World
-    from pkmlm.runtime.rundir import RunDirectory
+    from pkmlm.console import Format
+    from pkmlm.distributed import World
+    from pkmlm.runs.directory import RunDirectory
 
 
 @click.command()
@@ -70,7 +70,7 @@ def command(
       pkmlm usage-report runs/demo --split train --export background.npz
       torchrun --nproc-per-node 4 -m pkmlm usage-report runs/demo
     """
-    from pkmlm.report.compare import open_runs
+    from pkmlm.analysis.compare import open_runs
 
     with launched() as world:
         runs, steps = open_runs(run_paths, run_or_export), list(dict.fromkeys(step.split(",")))
@@ -102,7 +102,7 @@ def command(
 
 def print_report(entries: list[dict[str, Any]], format: "Format") -> None:
     """Print what was found of each run, in one of the formats of a table."""
-    from pkmlm.report.usage_tables import flat_table, usage_tables
+    from pkmlm.analysis.usage_tables import flat_table, usage_tables
 
     if format == "json":
         click.echo(json.dumps({"runs": entries}, indent=2, allow_nan=False))
@@ -117,7 +117,7 @@ def launched() -> "Iterator[World | None]":
     if started() == 1:
         yield None
         return
-    from pkmlm.runtime.distributed import process_group
+    from pkmlm.distributed import process_group
 
     with process_group() as world, world.told_once():
         yield world
@@ -191,7 +191,7 @@ def measured(
 
 def draw(folder: Path, found: "list[tuple[Subject, Report]]") -> None:
     """Draw each report's pictures."""
-    from pkmlm.report.plots import draw_usage
+    from pkmlm.analysis.plots import draw_usage
 
     drawn = [draw_usage(folder, subject.label, report.memories, subject.run.metrics()) for subject, report in found]
     click.echo(f"{sum(map(len, drawn))} pictures in {printable(str(folder))}", err=True)
@@ -199,8 +199,8 @@ def draw(folder: Path, found: "list[tuple[Subject, Report]]") -> None:
 
 def write_page(path: Path, entries: list[dict[str, Any]], found: "list[tuple[Subject, Report]]") -> None:
     """Write the page of all reports."""
-    from pkmlm.report.html import usage_page
-    from pkmlm.runtime.files import write_text
+    from pkmlm.analysis.page import usage_page
+    from pkmlm.runs.files import write_text
 
     memories, holdings = [report.memories for _, report in found], [report.holdings for _, report in found]
     write_text(path, usage_page(entries, memories, holdings, [subject.run.metrics() for subject, _ in found]))
@@ -209,7 +209,7 @@ def write_page(path: Path, entries: list[dict[str, Any]], found: "list[tuple[Sub
 
 def export(path: Path, entries: list[dict[str, Any]], found: "list[tuple[Subject, Report]]") -> None:
     """Write the counts of the only report."""
-    from pkmlm.report.background import export_usage
+    from pkmlm.analysis.background import export_usage
 
     ((subject, report),) = found
     export_usage(path, entries[0], subject.fingerprint(), report.memories)

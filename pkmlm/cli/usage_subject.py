@@ -10,10 +10,10 @@ from pkmlm.cli.texts import TextChoice, kept_name, kept_split
 from pkmlm.errors import UserError
 
 if TYPE_CHECKING:
-    from pkmlm.report.slots import Holding
-    from pkmlm.report.usage import MemoryUsage
-    from pkmlm.runtime.distributed import World
-    from pkmlm.runtime.rundir import RunDirectory
+    from pkmlm.analysis.slots import Holding
+    from pkmlm.analysis.usage import MemoryUsage
+    from pkmlm.distributed import World
+    from pkmlm.runs.directory import RunDirectory
 
 
 class Report(NamedTuple):
@@ -54,8 +54,8 @@ class Subject:
         """
         from pkmlm.export.config import CONFIG
         from pkmlm.export.folder import TOKENIZER
-        from pkmlm.runtime.files import json_text, sha256_of
-        from pkmlm.runtime.manifest import MANIFEST, entry_of
+        from pkmlm.runs.files import json_text, sha256_of
+        from pkmlm.runs.manifest import MANIFEST, entry_of
 
         folder = self.run.path
         if self.stem is not None:
@@ -67,14 +67,14 @@ class Subject:
 
     def kept(self) -> Report | None:
         """The report that an earlier command has left, if it is whole and of the same checkpoint and text."""
-        from pkmlm.report.usage_files import load_usage
+        from pkmlm.analysis.usage_files import load_usage
 
         found = self.stem and load_usage(self.stem, self.origin)
         return Report(*found, []) if found else None
 
     def keep(self, report: Report) -> Report:
         """The report, kept in the run for the next time."""
-        from pkmlm.report.usage_files import save_usage
+        from pkmlm.analysis.usage_files import save_usage
 
         if self.stem is None:
             return report
@@ -89,7 +89,7 @@ class Subject:
 def run_or_export(path: str) -> "RunDirectory":
     """A run, or an exported folder as if it were one."""
     from pkmlm.export.config import is_export
-    from pkmlm.runtime.rundir import RunDirectory
+    from pkmlm.runs.directory import RunDirectory
 
     return RunDirectory(path) if is_export(Path(path)) else RunDirectory.existing(path)
 
@@ -103,8 +103,8 @@ def subject_of(label: str, run: "RunDirectory", step: str, choice: TextChoice, w
     from pkmlm.data.index import read_index
     from pkmlm.data.sources import expanded
     from pkmlm.export.config import is_export
-    from pkmlm.runtime.files import sha256_of
-    from pkmlm.runtime.manifest import MANIFEST
+    from pkmlm.runs.files import sha256_of
+    from pkmlm.runs.manifest import MANIFEST
 
     texts = [] if choice.text is None else sorted(map(Path, expanded(choice.text)))
     for text in texts:

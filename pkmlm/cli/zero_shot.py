@@ -15,9 +15,9 @@ from pkmlm.errors import UserError
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
 
+    from pkmlm.distributed import World
     from pkmlm.evaluate.load import LoadedRun
     from pkmlm.evaluate.tasks import TaskSource
-    from pkmlm.runtime.distributed import World
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def warn_of_cuts(record: dict[str, Any]) -> None:
 
 def write_samples(path: Path, samples: list[dict[str, Any]]) -> None:
     """One line of JSON for each document of each task."""
-    from pkmlm.runtime.files import writing
+    from pkmlm.runs.files import writing
 
     with writing(path, "w") as file:
         for sample in samples:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pkmlm.data.corpus import Corpus
 from pkmlm.recipe.schema import Recipe
-from pkmlm.runtime.seeds import derived_seed
+from pkmlm.seeds import derived_seed
 
 IGNORED = -100  # a target that is not scored: torch's own mark; the loss leaves out all negative ones
 ROUNDS = 6

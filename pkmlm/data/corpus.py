@@ -8,8 +8,8 @@ import numpy as np
 from pkmlm.data.index import DIGEST, FILE, HASHED, TOKENIZER, Index, damaged, read_index, token_bytes
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError, read_errors
-from pkmlm.runtime.files import sha256_of
-from pkmlm.runtime.places import size_of
+from pkmlm.runs.files import sha256_of
+from pkmlm.runs.places import size_of
 
 
 class Corpus:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pkmlm.errors import UserError
-from pkmlm.runtime.files import json_text, read_json, write_json
+from pkmlm.runs.files import json_text, read_json, write_json
 
 FORMAT = "pkmlm-tokens-1"
 FILE = "index.json"

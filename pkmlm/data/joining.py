@@ -14,7 +14,7 @@ from pkmlm.data.parts import Part, read_part
 from pkmlm.data.shards import SHARD_BYTES, Watch, no_text, write_tokens
 from pkmlm.data.text import Tally
 from pkmlm.errors import UserError
-from pkmlm.runtime.files import writing, writing_folder
+from pkmlm.runs.files import writing, writing_folder
 
 Parts = Sequence[tuple[Path, Part]]  # in order, from 1
 

@@ -12,7 +12,7 @@ from pkmlm.data.index import PART, Index, contradiction, damaged, read_stamped, 
 from pkmlm.data.shards import Encoding, write_content
 from pkmlm.data.sources import READ, Source
 from pkmlm.errors import UserError
-from pkmlm.runtime.files import write_json, writing_folder
+from pkmlm.runs.files import write_json, writing_folder
 
 FORMAT = "pkmlm-tokens-part-1"
 

@@ -19,7 +19,7 @@ from pkmlm.data.sources import Source
 from pkmlm.data.text import Chunk, Tally
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
-from pkmlm.runtime.files import writing, writing_folder
+from pkmlm.runs.files import writing, writing_folder
 
 SHARD_BYTES = 1 << 30
 BATCH_CHARACTERS = 1 << 20

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from pkmlm.errors import UserError, read_errors
-from pkmlm.runtime.files import disk_errors
+from pkmlm.runs.files import disk_errors
 
 FORMATS = ("txt", "jsonl", "parquet")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}

@@ -11,14 +11,14 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 
+from pkmlm.device import is_shortage
+from pkmlm.distributed import world
 from pkmlm.errors import UserError
 from pkmlm.evaluate.generate import Sampling, generate, stream_text
 from pkmlm.evaluate.likelihood import Window, continuation_windows, plant, score_trees
 from pkmlm.evaluate.load import LoadedRun, load_run
 from pkmlm.evaluate.perplexity import BATCH, score_windows, windows
 from pkmlm.recipe.check import require_softmax
-from pkmlm.runtime.device import is_shortage
-from pkmlm.runtime.distributed import world
 
 TOKENS = {"cpu": 2048, "cuda": 1 << 15}  # of a forward, where the batch size is not given
 Row = TypeVar("Row")

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pkmlm.analysis.slots import Word
 from pkmlm.evaluate.load import LoadedRun
 from pkmlm.model.memory.memories import memories
-from pkmlm.report.slots import Word
 
 WORDS = 8  # tokens that a value raises, or lowers, most
 ROWS = 256  # values put through the output head at a time

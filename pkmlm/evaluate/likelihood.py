@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from pkmlm.device import at_least_fp32
 from pkmlm.model.attention import Layout
 from pkmlm.model.transformer import Transformer
-from pkmlm.runtime.device import at_least_fp32
 
 LOGITS = 1 << 24  # logits held at a time: 64 MB in fp32
 LEAST_SHARED = 1 / 4  # of its tokens that a sequence must have in common with the one before, to be read with it

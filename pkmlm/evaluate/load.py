@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 
 from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.device import choose_device, is_finite
+from pkmlm.distributed import World
 from pkmlm.errors import UserError
 from pkmlm.export.config import is_export
 from pkmlm.export.folder import read_export
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Recipe
-from pkmlm.runtime.device import choose_device, is_finite
-from pkmlm.runtime.distributed import World
-from pkmlm.runtime.rundir import RunDirectory
+from pkmlm.runs.directory import RunDirectory
 from pkmlm.train import checkpoint
 from pkmlm.train.integrity import verify
 

@@ -20,10 +20,10 @@ from pkmlm.data.corpus import Corpus, refuse_forged
 from pkmlm.data.documents import FIELD, check_options, read_documents
 from pkmlm.data.sources import find_sources
 from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.distributed import World
 from pkmlm.errors import NotFinite, UserError
 from pkmlm.evaluate.likelihood import Window, score_targets
 from pkmlm.model.transformer import Transformer
-from pkmlm.runtime.distributed import World
 
 BATCH = 16  # windows a forward
 

@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pkmlm.analysis.slots import Context, Holding, Slot, most_read
+from pkmlm.analysis.usage import MemoryUsage
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
 from pkmlm.evaluate.lens import Lens
@@ -20,8 +22,6 @@ from pkmlm.evaluate.readers import CONTEXTS, SlotReaders, Strongest, summed_read
 from pkmlm.evaluate.usage import UsageCounters, WatchedReads
 from pkmlm.model.memory.memories import memories
 from pkmlm.model.transformer import Transformer
-from pkmlm.report.slots import Context, Holding, Slot, most_read
-from pkmlm.report.usage import MemoryUsage
 
 BEFORE, AFTER = 14, 6  # tokens shown around the one that reads
 MOST_HELD = 2000  # slots of a run that a page shows with words and contexts

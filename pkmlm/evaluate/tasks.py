@@ -12,7 +12,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from pkmlm.errors import UserError
 from pkmlm.evaluate.own_task import LOCAL, read_definition
 from pkmlm.evaluate.task_rows import FIELDS, SUITES
-from pkmlm.runtime.files import sha256_of
+from pkmlm.runs.files import sha256_of
 
 KINDS = ("multiple_choice", "loglikelihood", "loglikelihood_rolling")
 NAME = re.compile(r"""^["']?(task|group)["']?:[ \t]*["']?([^\s"'#\[{]+)""", re.MULTILINE)

@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from pkmlm.analysis.usage import MemoryUsage
+from pkmlm.distributed import World
 from pkmlm.errors import UserError
 from pkmlm.evaluate.load import LoadedRun
 from pkmlm.evaluate.perplexity import Documents, score
 from pkmlm.model.memory.usage_tap import UsageTap, usage_taps
-from pkmlm.report.usage import MemoryUsage
-from pkmlm.runtime.distributed import World
 
 # Of slots, held at a time when two heads are compared: as many as a core's cache holds; a GPU wants few large calls.
 COMPARISONS = {"cpu": 1 << 18, "cuda": 1 << 26}

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 
 from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.device import autocast
+from pkmlm.distributed import Ranks
 from pkmlm.evaluate.generate import Sampling, generate, stream_text
 from pkmlm.evaluate.perplexity import documents_of_split, open_split, score
 from pkmlm.evaluate.usage import UsageCounters
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.schema import Recipe
-from pkmlm.runtime.device import autocast
-from pkmlm.runtime.distributed import Ranks
-from pkmlm.runtime.signals import StopRequest
+from pkmlm.signals import StopRequest
 
 SAMPLE_TOKENS = 48
 

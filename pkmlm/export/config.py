@@ -10,8 +10,8 @@ from pkmlm.recipe.bind import bind
 from pkmlm.recipe.check import check_recipe, memory_layers
 from pkmlm.recipe.nodes import Node
 from pkmlm.recipe.schema import Model, Recipe
-from pkmlm.runtime.files import read_json
-from pkmlm.runtime.shapes import Shape, misfit
+from pkmlm.runs.files import read_json
+from pkmlm.runs.shapes import Shape, misfit
 
 if TYPE_CHECKING:
     from pkmlm.data.tokenizer import Tokenizer

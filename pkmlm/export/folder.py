@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.device import DTYPES, is_finite
 from pkmlm.errors import UserError
 from pkmlm.export.config import (
     CODE,
@@ -30,11 +31,10 @@ from pkmlm.export.config import (
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.check import require_softmax
 from pkmlm.recipe.schema import Recipe
-from pkmlm.runtime.device import DTYPES, is_finite
-from pkmlm.runtime.files import read_json, write_json, write_text, writing, writing_folder
-from pkmlm.runtime.manifest import ENTRIES, MANIFEST, damage, entry_of
-from pkmlm.runtime.places import is_there
-from pkmlm.runtime.shapes import misfit, read_shaped
+from pkmlm.runs.files import read_json, write_json, write_text, writing, writing_folder
+from pkmlm.runs.manifest import ENTRIES, MANIFEST, damage, entry_of
+from pkmlm.runs.places import is_there
+from pkmlm.runs.shapes import misfit, read_shaped
 from pkmlm.train.tensor_files import write_tensors
 
 VERSION = 1

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pkmlm.runtime.seeds import generator
+from pkmlm.seeds import generator
 
 
 class Normal(NamedTuple):

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from pkmlm.device import at_least_fp32
 from pkmlm.kernels.products import column_by_column, row_by_row
 from pkmlm.model.training_memory import tokens_at_a_time
-from pkmlm.runtime.device import at_least_fp32
 
 
 class _SummedLoss(torch.autograd.Function):

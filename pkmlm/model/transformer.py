@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, relu
 
+from pkmlm.device import is_shortage
+from pkmlm.distributed import Ranks
 from pkmlm.errors import UserError
 from pkmlm.kernels.products import linear
 from pkmlm.model.attention import Attention, Cache, Layout, rotation
@@ -22,8 +24,6 @@ from pkmlm.model.memory.query_norm import QueryBatchNorm
 from pkmlm.model.memory.values import Values
 from pkmlm.recipe.check import memory_layers, rotary_width
 from pkmlm.recipe.schema import Model, Recipe
-from pkmlm.runtime.device import is_shortage
-from pkmlm.runtime.distributed import Ranks
 
 BATCH_NORM_MOMENTUM = 0.1  # of one optimizer step
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pkmlm.analysis.compare import first_of
 from pkmlm.data.index import read_index
 from pkmlm.errors import UserError
 from pkmlm.recipe.doubts import doubts, idle_keys
@@ -12,7 +13,6 @@ from pkmlm.recipe.dump import dump_recipe
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.nodes import shorten
 from pkmlm.recipe.schema import Recipe
-from pkmlm.report.compare import first_of
 from pkmlm.sweep.grid import Grid, Point, overlap
 from pkmlm.sweep.measures import MEASURES
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pkmlm.console import Table
 from pkmlm.errors import UserError
-from pkmlm.report.tables import Table
-from pkmlm.runtime.files import make_folder, write_json, write_text
-from pkmlm.runtime.shapes import NUMBER, read_shaped
+from pkmlm.runs.files import make_folder, write_json, write_text
+from pkmlm.runs.shapes import NUMBER, read_shaped
 from pkmlm.sweep.cells import Cell, Cells
 from pkmlm.sweep.results import Results, Speed
 from pkmlm.sweep.runner import finished

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pkmlm.analysis.compare import mean
 from pkmlm.evaluate.task_rows import SUITES
 from pkmlm.recipe.schema import Recipe
-from pkmlm.report.compare import mean
 
 Source = Literal["cost", "train", "eval", "usage", "tasks", "speed"]
 TASKS = SUITES["memoryformer"]

@@ -7,8 +7,8 @@ from statistics import fmean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
-from pkmlm.report.plots import file_name, label, line_style, plain, save
-from pkmlm.runtime.files import remove_file
+from pkmlm.analysis.plots import file_name, label, line_style, plain, save
+from pkmlm.runs.files import remove_file
 from pkmlm.sweep.grid import Figure, Grid, Point
 from pkmlm.sweep.measures import MEASURES
 from pkmlm.sweep.results import Results

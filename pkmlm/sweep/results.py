@@ -7,8 +7,8 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from pkmlm import __version__
-from pkmlm.report.tables import Column, Table, number
-from pkmlm.runtime.commit import source_commit
+from pkmlm.console import Column, Table, number
+from pkmlm.runs.commit import source_commit
 from pkmlm.sweep.cells import Cell, Cells
 from pkmlm.sweep.grid import Grid, Point
 from pkmlm.sweep.measures import MEASURES

@@ -13,15 +13,15 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pkmlm.analysis.compare import Facts, facts_of
+from pkmlm.cores import usable_cores
 from pkmlm.data.index import read_index
 from pkmlm.errors import UserError
 from pkmlm.recipe.dump import dump_recipe, flatten, scalar_text
 from pkmlm.recipe.schema import Recipe
-from pkmlm.report.compare import Facts, facts_of
-from pkmlm.runtime.cores import usable_cores
-from pkmlm.runtime.files import make_folder, write_text
-from pkmlm.runtime.rundir import RunDirectory
-from pkmlm.runtime.signals import StopRequest
+from pkmlm.runs.directory import RunDirectory
+from pkmlm.runs.files import make_folder, write_text
+from pkmlm.signals import StopRequest
 from pkmlm.sweep.cells import Cell, Cells
 from pkmlm.sweep.measures import MEASURES, tasks_of
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from pkmlm.bench.generate import score
 from pkmlm.bench.rounds import in_turn
 from pkmlm.data.batches import Batches
+from pkmlm.device import choose_device, is_shortage
 from pkmlm.errors import UserError
 from pkmlm.evaluate.load import load_run
 from pkmlm.evaluate.perplexity import open_split
-from pkmlm.runtime.device import choose_device, is_shortage
 from pkmlm.sweep.grid import Point
 
 TOKENS = 4096  # scored at once

@@ -14,14 +14,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pkmlm.device import is_finite
+from pkmlm.distributed import Ranks
 from pkmlm.errors import UserError
 from pkmlm.model.memory.values import tables_of
-from pkmlm.runtime.device import is_finite
-from pkmlm.runtime.distributed import Ranks
-from pkmlm.runtime.files import read_json, remove_folder, write_json, writing_folder
-from pkmlm.runtime.manifest import MANIFEST, entry_of
-from pkmlm.runtime.rundir import RunDirectory
-from pkmlm.runtime.shapes import NUMBER, Shape, misfit
+from pkmlm.runs.directory import RunDirectory
+from pkmlm.runs.files import read_json, remove_folder, write_json, writing_folder
+from pkmlm.runs.manifest import MANIFEST, entry_of
+from pkmlm.runs.shapes import NUMBER, Shape, misfit
 from pkmlm.train.integrity import FILES, VERSION, file_names, verify
 from pkmlm.train.optim import Group
 from pkmlm.train.row_adam import empty_state

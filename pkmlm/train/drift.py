@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from pkmlm.data.batches import permute
+from pkmlm.distributed import World
 from pkmlm.errors import UserError
 from pkmlm.model.memory.columns import side_by_side
 from pkmlm.model.memory.hash_table import HashLayer
 from pkmlm.model.memory.key_memory import KeyMemory
 from pkmlm.model.memory.memories import memories
 from pkmlm.recipe.schema import Recipe
-from pkmlm.runtime.arrays import read_arrays
-from pkmlm.runtime.distributed import World
-from pkmlm.runtime.files import make_folder, remove_file, writing
-from pkmlm.runtime.log import RunLog
-from pkmlm.runtime.seeds import derived_seed
+from pkmlm.runs.arrays import read_arrays
+from pkmlm.runs.files import make_folder, remove_file, writing
+from pkmlm.seeds import derived_seed
+from pkmlm.train.log import RunLog
 from pkmlm.train.read_slots import ReadSlots
 
 SAMPLE = 2048  # values of a memory whose way is measured

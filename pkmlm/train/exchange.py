@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from pkmlm.distributed import Ranks, World
 from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.model.ranks_cost import exchange_bytes
-from pkmlm.runtime.distributed import Ranks, World
 from pkmlm.train.optim import Group
 from pkmlm.train.shard import is_shard
 

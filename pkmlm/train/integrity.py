@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from pkmlm.errors import UserError
-from pkmlm.runtime.files import json_text, read_bytes
-from pkmlm.runtime.manifest import ENTRIES, MANIFEST, damage
-from pkmlm.runtime.rundir import RunDirectory
-from pkmlm.runtime.shapes import Shape, misfit
+from pkmlm.runs.directory import RunDirectory
+from pkmlm.runs.files import json_text, read_bytes
+from pkmlm.runs.manifest import ENTRIES, MANIFEST, damage
+from pkmlm.runs.shapes import Shape, misfit
 from pkmlm.train.tensor_files import part_name
 
 VERSION = 1

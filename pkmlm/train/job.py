@@ -8,7 +8,7 @@ from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.recipe.schema import Recipe
 
 if TYPE_CHECKING:  # which imports torch
-    from pkmlm.runtime.device import Precision
+    from pkmlm.device import Precision
 
 OFTEN = 20  # passes over the text that are worth a warning
 

@@ -7,14 +7,14 @@ from typing import Any
 
 from pkmlm.errors import NotFinite, UserError
 from pkmlm.model.memory.key_memory import KeyMemory
-from pkmlm.runtime.files import remove_file
-from pkmlm.runtime.log import RunLog
-from pkmlm.runtime.rundir import RunDirectory
-from pkmlm.runtime.signals import StopRequest
+from pkmlm.runs.directory import RunDirectory
+from pkmlm.runs.files import remove_file
+from pkmlm.signals import StopRequest
 from pkmlm.train import checkpoint
 from pkmlm.train.checkpoint import Progress
 from pkmlm.train.drift import Drift
 from pkmlm.train.history import History
+from pkmlm.train.log import RunLog
 from pkmlm.train.read_slots import RecentReads
 from pkmlm.train.recalibrate import recalibrate
 from pkmlm.train.step import Stepper, diverged

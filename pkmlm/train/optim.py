@@ -8,11 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from pkmlm.distributed import Ranks
 from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.model.memory.key_memory import KeyMemory
 from pkmlm.model.memory.values import Values, tables_of
 from pkmlm.recipe.schema import Recipe, TablesOptim, ValuesOptim
-from pkmlm.runtime.distributed import Ranks
 from pkmlm.train.row_adam import RowAdam
 from pkmlm.train.shard import is_shard, local_part
 

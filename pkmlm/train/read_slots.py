@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pkmlm.distributed import World
 from pkmlm.model.memory.hash_table import HashLayer
 from pkmlm.model.memory.key_memory import KeyMemory
-from pkmlm.runtime.distributed import World
 
 WINDOW = 100  # steps
 

@@ -5,9 +5,9 @@ During training the running statistics follow weights that move; before a measur
 
 import torch
 
+from pkmlm.device import autocast, to_device
 from pkmlm.model.memory.query_norm import QueryBatchNorm
 from pkmlm.model.memory.values import Values
-from pkmlm.runtime.device import autocast, to_device
 from pkmlm.train.step import Stepper
 
 

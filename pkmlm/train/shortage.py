@@ -6,13 +6,13 @@ from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
 
+from pkmlm.device import Arithmetic, Precision, free_bytes
 from pkmlm.errors import UserError
 from pkmlm.model.cost import cost_of
 from pkmlm.model.ranks_cost import bytes_held
 from pkmlm.recipe.check import check_recipe
 from pkmlm.recipe.ranks import check_ranks
 from pkmlm.recipe.schema import Recipe
-from pkmlm.runtime.device import Arithmetic, Precision, free_bytes
 from pkmlm.train.job import Job
 
 TRIES = 1000  # values of a key: a check of a recipe takes half a millisecond

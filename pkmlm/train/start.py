@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
+from pkmlm.distributed import Ranks
 from pkmlm.errors import UserError
 from pkmlm.model.initial import initialise
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.dump import flatten, scalar_text
-from pkmlm.runtime.distributed import Ranks
-from pkmlm.runtime.files import sha256_of
-from pkmlm.runtime.rundir import RunDirectory
+from pkmlm.runs.directory import RunDirectory
+from pkmlm.runs.files import sha256_of
 from pkmlm.train.checkpoint import check_shared, check_weights, load_shared
 from pkmlm.train.integrity import FILES, damage_of
 from pkmlm.train.job import Job

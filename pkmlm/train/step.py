@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from pkmlm.data.batches import Batches
+from pkmlm.device import autocast, to_device
+from pkmlm.distributed import Ranks
 from pkmlm.errors import UserError
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.schema import Recipe
-from pkmlm.runtime.device import autocast, to_device
-from pkmlm.runtime.distributed import Ranks
-from pkmlm.runtime.seeds import derived_seed
+from pkmlm.seeds import derived_seed
 from pkmlm.train.dense_parts import compile_dense_parts
 from pkmlm.train.exchange import exchange_gradients
 from pkmlm.train.optim import parameter_groups

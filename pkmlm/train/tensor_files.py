@@ -13,9 +13,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pkmlm.distributed import World
 from pkmlm.errors import UserError
-from pkmlm.runtime.distributed import World
-from pkmlm.runtime.files import disk_errors, sync_file
+from pkmlm.runs.files import disk_errors, sync_file
 from pkmlm.train.shard import fill
 
 DTYPES = {torch.float32: "F32", torch.int64: "I64"}  # what a checkpoint holds, as its files say it

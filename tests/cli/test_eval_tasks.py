@@ -14,7 +14,7 @@ from pkmlm.errors import UserError
 from pkmlm.evaluate.harness import build_tasks, run_tasks
 from pkmlm.evaluate.load import load_run
 from pkmlm.evaluate.tasks import find_tasks
-from pkmlm.runtime.files import sha256_of
+from pkmlm.runs.files import sha256_of
 from tests.conftest import pkmlm
 from tests.task_rows import ROWS, write_rows
 from tests.torture.disks import small_disk

@@ -16,7 +16,7 @@ import pytest
 
 from pkmlm.cli.circumstances import changes
 from pkmlm.recipe.schema import Recipe
-from pkmlm.runtime.rundir import RunDirectory
+from pkmlm.runs.directory import RunDirectory
 from pkmlm.train.step import Stepper
 from tests.conftest import ROOT, after_step, pkmlm
 

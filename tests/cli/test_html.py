@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from pkmlm.analysis.page import usage_page
+from pkmlm.analysis.slots import Context, Holding, Slot, Word
+from pkmlm.analysis.usage import MemoryUsage
 from pkmlm.data.corpus import Corpus
 from pkmlm.evaluate.load import load_run
 from pkmlm.model.memory.memories import memories
-from pkmlm.report.html import usage_page
-from pkmlm.report.slots import Context, Holding, Slot, Word
-from pkmlm.report.usage import MemoryUsage
 from tests.browser import Browser, find_chromium
 from tests.conftest import pkmlm
 

@@ -19,9 +19,9 @@ import pytest
 
 from pkmlm.cli.sweep import devices_of
 from pkmlm.errors import UserError
-from pkmlm.runtime.lock import locked
-from pkmlm.runtime.rundir import RunDirectory
-from pkmlm.runtime.signals import StopRequest, handled
+from pkmlm.runs.directory import RunDirectory
+from pkmlm.runs.lock import locked
+from pkmlm.signals import StopRequest, handled
 from pkmlm.sweep.cells import Cell, Cells
 from pkmlm.sweep.grid import read_grid
 from pkmlm.sweep.runner import Outcome, Runner, facts_at_end

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from pkmlm.cli import main
 from pkmlm.data.batches import Batches
+from pkmlm.distributed import Ranks, World, process_group, ranks_of
 from pkmlm.errors import UserError
 from pkmlm.evaluate import validation  # noqa: F401 (loaded once, for all children)
 from pkmlm.kernels.row_gradient import RowGradient
+from pkmlm.launcher import TIMEOUT
 from pkmlm.model.cost import cost_of
 from pkmlm.model.initial import initialise
 from pkmlm.model.memory.query_norm import QueryBatchNorm
@@ -24,8 +26,6 @@ from pkmlm.model.memory.values import Values
 from pkmlm.model.ranks_cost import bytes_sent as bytes_sent_by_cost
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Hash, Memory, Model, Optim, Parallel, Recipe, Train, ValuesOptim
-from pkmlm.runtime.distributed import Ranks, World, process_group, ranks_of
-from pkmlm.runtime.launcher import TIMEOUT
 from pkmlm.train import checkpoint, step
 from pkmlm.train.exchange import exchange_reads
 from pkmlm.train.recalibrate import recalibrate

@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing import ProcessFailure
 from pkmlm.cli import cli, main
 from pkmlm.cli.launch import outcome
 from pkmlm.errors import UserError
-from pkmlm.runtime.rundir import RunDirectory
+from pkmlm.runs.directory import RunDirectory
 from tests.conftest import ROOT, pkmlm
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

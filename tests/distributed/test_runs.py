@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from pkmlm.model.cost import cost_of
 from pkmlm.model.ranks_cost import bytes_held
 from pkmlm.recipe.load import load_recipe
-from pkmlm.runtime.rundir import RunDirectory
+from pkmlm.runs.directory import RunDirectory
 from tests.conftest import pkmlm
 from tests.forks import Ended
 

@@ -32,7 +32,7 @@ class Disk:
 
     def install(self) -> None:
         """Put every operation of this process under watch."""
-        import pkmlm.runtime.files as files
+        import pkmlm.runs.files as files
         import pkmlm.train.tensor_files as tensor_files
 
         paths = getattr(pathlib, "_normal_accessor", None)  # Python 3.10's Path has references of its own

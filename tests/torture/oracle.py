@@ -149,7 +149,7 @@ def saved_items(run: Path, step: int) -> list[str]:
 
 def forget(item: str) -> None:
     """Let a resume in this process leave out one thing that was saved."""
-    import pkmlm.runtime.rundir as rundir
+    import pkmlm.runs.directory as rundir
     import pkmlm.train.checkpoint as checkpoint
 
     kind, _, name = item.partition(":")

@@ -18,15 +18,15 @@ TRAINING = (
     ("pkmlm.train.checkpoint", "write_json", "manifest"),
     ("pkmlm.train.checkpoint", "verify", "verify"),
     ("pkmlm.train.checkpoint", "prune", "prune"),
-    ("pkmlm.runtime.rundir.RunDirectory", "point", "point"),
-    ("pkmlm.runtime.log.TrainingLog", "event", "log"),
+    ("pkmlm.runs.directory.RunDirectory", "point", "point"),
+    ("pkmlm.train.log.TrainingLog", "event", "log"),
 )
 TOKENIZING = (
     ("pkmlm.cli.tokenize", "learn", "learn"),
     ("pkmlm.data.shards", "write_split", "split"),
     ("pkmlm.data.shards", "write_shards", "shards"),
     ("pkmlm.data.index.Index", "write", "index"),
-    ("pkmlm.runtime.files", "exchange", "exchange"),
+    ("pkmlm.runs.files", "exchange", "exchange"),
     ("pkmlm.cli.tokenize", "print_result", "result"),
 )
 

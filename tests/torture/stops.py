@@ -41,7 +41,7 @@ def stop(ground: Ground, run: Path, words: list[str], delay: float) -> tuple[lis
     """Ask a new training in `run` to stop, `delay` seconds after its first line; what is wrong with how it ended, the
     seconds that it took, and the status that it left.
     """
-    from pkmlm.runtime.rundir import RunDirectory
+    from pkmlm.runs.directory import RunDirectory
     from pkmlm.train.integrity import verify
 
     shutil.rmtree(run, ignore_errors=True)

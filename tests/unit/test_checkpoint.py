@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 
 from pkmlm.data.corpus import Corpus
 from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.distributed import Ranks
 from pkmlm.errors import UserError
 from pkmlm.evaluate.load import load_run
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.load import load_recipe
-from pkmlm.runtime.distributed import Ranks
-from pkmlm.runtime.files import write_json
-from pkmlm.runtime.rundir import RunDirectory
+from pkmlm.runs.directory import RunDirectory
+from pkmlm.runs.files import write_json
 from pkmlm.train import checkpoint
 from pkmlm.train.checkpoint import Progress
 from pkmlm.train.integrity import verify

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pkmlm.runtime.commit import commit_of
+from pkmlm.runs.commit import commit_of
 
 COMMIT = "9eb039a7d1a1f9b2a7c3b1c6f0d5e4a3b2c1d0e9"
 

@@ -19,7 +19,7 @@ from pkmlm.data.sources import find_sources
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
 from pkmlm.evaluate.perplexity import open_split
-from pkmlm.runtime.files import json_text
+from pkmlm.runs.files import json_text
 
 SEPARATOR = "\n\n\n"
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from pkmlm.bench.models import RandomBatches
+from pkmlm.device import autocast, choose_precision, is_finite, is_shortage, name_of, precision_on_cpu
 from pkmlm.errors import UserError
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Memory, Model, Optim, Recipe, Train
-from pkmlm.runtime.device import autocast, choose_precision, is_finite, is_shortage, name_of, precision_on_cpu
 from pkmlm.train.step import Stepper
 
 OLD, ZEN4, ARM = {"avx2": True, "avx512_bf16": False}, {"avx2": True, "avx512_bf16": True}, {"neon": True, "bf16": True}

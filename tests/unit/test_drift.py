@@ -10,8 +10,8 @@ import torch
 
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.load import load_recipe
-from pkmlm.runtime.arrays import read_arrays
-from pkmlm.runtime.rundir import RunDirectory
+from pkmlm.runs.arrays import read_arrays
+from pkmlm.runs.directory import RunDirectory
 from pkmlm.train import drift as drifting
 from pkmlm.train.drift import Drift
 from tests.conftest import pkmlm

@@ -13,9 +13,9 @@ import pytest
 
 from pkmlm.errors import UserError
 from pkmlm.recipe.schema import Log
-from pkmlm.runtime.files import json_text
-from pkmlm.runtime.log import TrainingLog
-from pkmlm.runtime.rundir import RunDirectory
+from pkmlm.runs.directory import RunDirectory
+from pkmlm.runs.files import json_text
+from pkmlm.train.log import TrainingLog
 from tests.conftest import ROOT, pkmlm
 from tests.forks import Forks
 from tests.torture import crashes, damage, disks, kills, mutants, records, sizes, stops

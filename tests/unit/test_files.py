@@ -15,8 +15,9 @@ from threading import Timer
 import pytest
 
 from pkmlm.errors import UserError
-from pkmlm.runtime import files
-from pkmlm.runtime.files import (
+from pkmlm.runs import files
+from pkmlm.runs.directory import RunDirectory
+from pkmlm.runs.files import (
     appending,
     exchange,
     make_folder,
@@ -28,9 +29,8 @@ from pkmlm.runtime.files import (
     writing,
     writing_folder,
 )
-from pkmlm.runtime.lock import locked
-from pkmlm.runtime.manifest import damage, entry_of
-from pkmlm.runtime.rundir import RunDirectory
+from pkmlm.runs.lock import locked
+from pkmlm.runs.manifest import damage, entry_of
 
 
 def leftovers(folder: Path) -> list[str]:
@@ -114,7 +114,7 @@ def test_a_folder_that_appeared_meanwhile_is_not_replaced_unasked(tmp_path):
 
 def test_processes_that_write_one_file_do_not_disturb_each_other(tmp_path):
     program = (
-        "import sys; from pathlib import Path; from pkmlm.runtime.files import write_text\n"
+        "import sys; from pathlib import Path; from pkmlm.runs.files import write_text\n"
         "for _ in range(150): write_text(Path('f'), sys.argv[1] * 100_000)"
     )
     running = [
@@ -128,7 +128,7 @@ def test_processes_that_write_one_file_do_not_disturb_each_other(tmp_path):
 
 def test_only_leftovers_of_the_dead_are_deleted(tmp_path):
     program = (
-        "import os; from pathlib import Path; from pkmlm.runtime.files import writing, writing_folder\n"
+        "import os; from pathlib import Path; from pkmlm.runs.files import writing, writing_folder\n"
         "with writing(Path('f')) as file, writing_folder(Path('d')) as folder:\n"
         "    (folder / 'x').touch(); print(flush=True); input()"
     )

@@ -5,12 +5,12 @@ import math
 import random
 
 from pkmlm.data.corpus import Corpus, open_tokenizer
+from pkmlm.device import choose_arithmetic
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Log
-from pkmlm.runtime.device import choose_arithmetic
-from pkmlm.runtime.log import TrainingLog
 from pkmlm.train.health import DEAD_FOR, FEWEST, Health
 from pkmlm.train.job import Job
+from pkmlm.train.log import TrainingLog
 from pkmlm.train.shortage import too_large, what_to_lower
 
 

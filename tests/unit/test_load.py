@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pkmlm.runtime.files import json_text, sha256_of
+from pkmlm.runs.files import json_text, sha256_of
 from tests.conftest import pkmlm
 
 

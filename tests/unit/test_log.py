@@ -8,7 +8,7 @@ import pytest
 
 from pkmlm.errors import UserError
 from pkmlm.recipe.schema import Log
-from pkmlm.runtime.log import TrainingLog, duration
+from pkmlm.train.log import TrainingLog, duration
 
 
 def plain(text: str) -> str:

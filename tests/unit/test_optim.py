@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pkmlm.device import autocast
+from pkmlm.distributed import Ranks
 from pkmlm.model.memory import values as values_module
 from pkmlm.model.memory.values import Values
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Hash, KeysOptim, Memory, Model, Optim, Recipe, TablesOptim, Train, ValuesOptim
-from pkmlm.runtime.device import autocast
-from pkmlm.runtime.distributed import Ranks
 from pkmlm.train.optim import learning_rate, parameter_groups
 from pkmlm.train.row_adam import RowAdam
 

@@ -16,7 +16,7 @@ from pkmlm.evaluate.perplexity import Documents, documents_of_split, documents_o
 from pkmlm.evaluate.validation import validation
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Model, Recipe, Train
-from pkmlm.runtime.signals import StopRequest
+from pkmlm.signals import StopRequest
 from tests.conftest import pkmlm
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from pkmlm.report import plots
-from pkmlm.report.usage import MemoryUsage
+from pkmlm.analysis import plots
+from pkmlm.analysis.usage import MemoryUsage
 
 RANDOM = np.random.default_rng(0)
 

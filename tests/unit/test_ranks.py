@@ -8,16 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pkmlm import distributed
+from pkmlm.distributed import World, process_group
 from pkmlm.errors import UserError
+from pkmlm.launcher import SIZE, TIMEOUT, patience, started
 from pkmlm.model import initial
 from pkmlm.model.memory.columns import gathered_reads, returned
 from pkmlm.model.ranks_cost import exchange_bytes
 from pkmlm.recipe.check import check_recipe
 from pkmlm.recipe.ranks import check_ranks
 from pkmlm.recipe.schema import Hash, Memory, Model, Parallel, Recipe, Train
-from pkmlm.runtime import distributed
-from pkmlm.runtime.distributed import World, process_group
-from pkmlm.runtime.launcher import SIZE, TIMEOUT, patience, started
 from pkmlm.train import exchange
 from pkmlm.train.exchange import buckets
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from pkmlm.data.batches import Batches
+from pkmlm.distributed import World
 from pkmlm.model.memory.memories import memories
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Memory, Model, Recipe, Train
-from pkmlm.runtime.distributed import World
 from pkmlm.train import read_slots
 from pkmlm.train.read_slots import RecentReads
 from pkmlm.train.step import Stepper

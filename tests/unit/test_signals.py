@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from pkmlm.runtime import signals
-from pkmlm.runtime.signals import stop_on_signals
+from pkmlm import signals
+from pkmlm.signals import stop_on_signals
 
 
 def send(number: int, seconds: float = 0.01) -> None:
@@ -92,7 +92,7 @@ libc.pthread_mutex_lock(mutex)  # a signal that comes now is handled half a seco
 @pytest.fixture
 def process(request):
     """A process that stops on signals, and gives those five seconds that no handler answers, or here less."""
-    begun = "from pkmlm.runtime import signals\nsignals.PATIENCE = 0.2\nwith signals.stop_on_signals(told='heard'):\n"
+    begun = "from pkmlm import signals\nsignals.PATIENCE = 0.2\nwith signals.stop_on_signals(told='heard'):\n"
     body = textwrap.indent(request.param, "    ")
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     heed = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # noqa: E731 (ignored where the tests run under nohup)

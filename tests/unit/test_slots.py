@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from pkmlm.analysis.slots import Context, Slot, pattern_of, patterned, slot_name, slot_number
 from pkmlm.errors import UserError
 from pkmlm.evaluate.lens import Lens
 from pkmlm.evaluate.load import LoadedRun, load_run
@@ -18,7 +19,6 @@ from pkmlm.evaluate.slots import AFTER, BEFORE, Wanted, contexts_at, describe, f
 from pkmlm.evaluate.usage import WatchedReads
 from pkmlm.model.memory.memories import memories
 from pkmlm.model.memory.usage_tap import UsageTap
-from pkmlm.report.slots import Context, Slot, pattern_of, patterned, slot_name, slot_number
 
 TEXTS = ["It was a dark night.\n", "He said nothing; " * 40, "x", "The end of the road was near, she said. " * 12]
 

@@ -9,13 +9,13 @@ from safetensors.torch import load_file
 
 from pkmlm.data.corpus import Corpus
 from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.distributed import Ranks
 from pkmlm.errors import UserError
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.load import load_recipe
-from pkmlm.runtime.distributed import Ranks
-from pkmlm.runtime.files import read_json, write_json
-from pkmlm.runtime.manifest import MANIFEST, entry_of
-from pkmlm.runtime.rundir import RunDirectory
+from pkmlm.runs.directory import RunDirectory
+from pkmlm.runs.files import read_json, write_json
+from pkmlm.runs.manifest import MANIFEST, entry_of
 from pkmlm.train import checkpoint
 from pkmlm.train.job import Job
 from pkmlm.train.start import check_initial, starting_model

@@ -9,12 +9,12 @@ import torch
 
 from pkmlm.data.batches import Batches
 from pkmlm.data.corpus import Corpus
+from pkmlm.distributed import Ranks
 from pkmlm.errors import UserError
 from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Recipe
-from pkmlm.runtime.distributed import Ranks
 from pkmlm.train.recalibrate import recalibrate
 from pkmlm.train.step import MOST_SKIPS, Stepper
 

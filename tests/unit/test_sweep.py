@@ -14,7 +14,7 @@ from pkmlm.errors import UserError
 from pkmlm.recipe.dump import dump_recipe
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.nodes import parse, yaml_text
-from pkmlm.runtime.files import write_json
+from pkmlm.runs.files import write_json
 from pkmlm.sweep.cells import Cells
 from pkmlm.sweep.folder import SweepFolder
 from pkmlm.sweep.grid import Grid, read_grid

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from pkmlm.report.tables import FORMATS, Column, Table, number
+from pkmlm.console import FORMATS, Column, Table, number
 
 COLUMNS = [
     Column("Run"),

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from pkmlm.distributed import World
 from pkmlm.errors import UserError
-from pkmlm.runtime.distributed import World
-from pkmlm.runtime.files import writing_folder
+from pkmlm.runs.files import writing_folder
 from pkmlm.train.tensor_files import copy_tensors, part_name, parts_of, stored_names, write_tensors
 
 TABLE = torch.arange(7 * 12.0).view(7, 12)

@@ -13,7 +13,7 @@ from pkmlm.cli.options import PATH, json_option, quiet_option, set_option
 
 if TYPE_CHECKING:
     from pkmlm.bench.generate import InferenceTimes
-    from pkmlm.report.tables import Table
+    from pkmlm.console import Table
 
 
 @click.command("generate", short_help="Whole models decoding and scoring.")
@@ -74,7 +74,7 @@ def command(
     with waiting(quiet) as say:
         times = time_inference(chosen, batches, tokens, rounds, say)
     if as_json:
-        from pkmlm.runtime.device import machine
+        from pkmlm.device import machine
 
         click.echo(json.dumps({"machine": machine(), **times.as_json()}, indent=2))
         return
@@ -87,7 +87,7 @@ def command(
 
 def speed_table(name: str, times: "InferenceTimes", what: str) -> "Table":
     """Tokens a second, and as a ratio to the first model."""
-    from pkmlm.report.tables import Column, Table, number
+    from pkmlm.console import Column, Table, number
 
     columns = [Column("model"), number("batch"), number("tokens/s", "{:,.0f}"), number("x first", "{:.2f}")]
     columns += [number(name, "{:,.1f}") for name in ("ms", "min", "max", "M ops", "MB read")]

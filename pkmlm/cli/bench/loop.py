@@ -32,8 +32,8 @@ def command(recipe_file: str, overrides: tuple[str, ...], rounds: int, steps: in
     """
     from pkmlm.bench.loop import loop_cost
     from pkmlm.cli.train import open_job
-    from pkmlm.report.tables import Column, Table, number
-    from pkmlm.runtime.device import choose_arithmetic
+    from pkmlm.console import Column, Table, number
+    from pkmlm.device import choose_arithmetic
 
     job = open_job(recipe_file, overrides, ranks=1, verify=False)
     with waiting(quiet) as say:

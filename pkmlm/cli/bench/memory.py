@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pkmlm.bench.memory import LayerTimes
-    from pkmlm.report.tables import Table
+    from pkmlm.console import Table
 
 size = click.IntRange(min=1)
 
@@ -102,7 +102,7 @@ def say_of(say: "Callable[[str], None]", slots: int, text: str) -> None:
 
 def as_whole(results: "list[LayerTimes]") -> dict[str, Any]:
     """The results of all sizes, as JSON."""
-    from pkmlm.runtime.device import machine
+    from pkmlm.device import machine
 
     shape = {name: value for name, value in asdict(results[0].shape).items() if name != "num_keys"}
     return {"machine": machine(), "shape": shape, "sizes": [result.as_json() for result in results]}
@@ -110,7 +110,7 @@ def as_whole(results: "list[LayerTimes]") -> dict[str, Any]:
 
 def times_table(result: "LayerTimes") -> "Table":
     """Times of one size: milliseconds, and beside this package's layer and a copy."""
-    from pkmlm.report.tables import Column, Table, number
+    from pkmlm.console import Column, Table, number
 
     columns = [Column("layer"), Column("time of"), *(number(name, "{:,.1f}") for name in ("ms", "min", "max"))]
     columns += [number("x pkmlm", "{:.2f}"), number("GB/s", "{:,.1f}"), number("of a copy", "{:.0%}")]
@@ -129,7 +129,7 @@ def times_table(result: "LayerTimes") -> "Table":
 
 def peak_table(results: "list[LayerTimes]") -> "Table":
     """Peaks of all sizes, beside the values and their moments."""
-    from pkmlm.report.tables import Column, Table, number
+    from pkmlm.console import Column, Table, number
 
     columns = [number("slots"), Column("layer"), number("peak (MB)", "{:,.0f}")]
     columns += [number("values + moments", "{:,.0f}"), number("over", "{:+.0%}")]
@@ -143,7 +143,7 @@ def peak_table(results: "list[LayerTimes]") -> "Table":
 
 def closing(results: "list[LayerTimes]") -> str:
     """How a step grows from one size to the next, and what the machine is."""
-    from pkmlm.runtime.device import machine
+    from pkmlm.device import machine
 
     lines = []
     for small, large in pairwise(results):

@@ -11,8 +11,8 @@ from pkmlm.errors import UserError
 
 if TYPE_CHECKING:
     from pkmlm.bench.models import Variant
+    from pkmlm.console import Table
     from pkmlm.recipe.schema import Recipe
-    from pkmlm.report.tables import Table
 
 
 only_option = click.option(
@@ -54,7 +54,7 @@ def reading_table(models: "Sequence[Variant]", seconds: Sequence[float], bandwid
         seconds: of each model, for one token.
         bandwidth: of a copy, in bytes a second.
     """
-    from pkmlm.report.tables import Column, Table, number
+    from pkmlm.console import Column, Table, number
 
     columns = [Column("model"), number("MB read", "{:,.1f}"), number("ms", "{:,.2f}")]
     columns += [number("GB/s", "{:,.1f}"), number("of a copy", "{:.0%}")]

@@ -13,7 +13,7 @@ from pkmlm.cli.options import PATH, json_option, quiet_option, set_option
 
 if TYPE_CHECKING:
     from pkmlm.bench.train import TrainingTimes
-    from pkmlm.report.tables import Table
+    from pkmlm.console import Table
 
 
 @click.command("train", short_help="Whole models taking training steps.")
@@ -49,8 +49,8 @@ def command(
     """
     from pkmlm.bench.bandwidth import bandwidth
     from pkmlm.bench.train import time_training
+    from pkmlm.device import choose_arithmetic, machine
     from pkmlm.recipe.load import load_recipe
-    from pkmlm.runtime.device import choose_arithmetic, machine
 
     recipe = load_recipe(recipe_file, overrides)
     precision = choose_arithmetic(recipe.train.precision).precision
@@ -68,7 +68,7 @@ def command(
 
 def training_table(name: str, precision: str, times: "TrainingTimes") -> "Table":
     """Milliseconds, and as a ratio to the first model."""
-    from pkmlm.report.tables import Column, Table, number
+    from pkmlm.console import Column, Table, number
 
     columns = [Column("model"), Column("time of"), *(number(name, "{:,.1f}") for name in ("ms", "min", "max"))]
     columns += [number("x first", "{:.2f}"), number("M ops", "{:,.1f}"), number("MB read", "{:,.1f}")]

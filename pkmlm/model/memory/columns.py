@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pkmlm.runtime.distributed import World
+from pkmlm.distributed import World
 
 
 class _Gathered(torch.autograd.Function):

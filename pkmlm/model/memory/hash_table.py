@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
+from pkmlm.device import at_least_fp32
 from pkmlm.kernels import ops
 from pkmlm.model.memory.uncompiled import uncompiled
 from pkmlm.model.memory.usage_tap import UsageTap
 from pkmlm.model.memory.values import Values
 from pkmlm.recipe.schema import Hash
-from pkmlm.runtime.device import at_least_fp32
 
 LIKE_LINEAR_STD = 0.02
 

@@ -9,12 +9,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from pkmlm.device import at_least_fp32
 from pkmlm.model.memory.query import Query
 from pkmlm.model.memory.uncompiled import uncompiled
 from pkmlm.model.memory.usage_tap import UsageTap
 from pkmlm.model.memory.values import Values
 from pkmlm.recipe.schema import Memory
-from pkmlm.runtime.device import at_least_fp32
 
 
 class KeyMemory(nn.Module, ABC):

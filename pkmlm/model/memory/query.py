@@ -8,11 +8,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from pkmlm.device import at_least_fp32
 from pkmlm.model.initial import Constant, Initial, Normal
 from pkmlm.model.linear import Linear
 from pkmlm.model.memory.query_norm import QueryBatchNorm
 from pkmlm.recipe.schema import Memory
-from pkmlm.runtime.device import at_least_fp32
 
 
 class Query(nn.Module):

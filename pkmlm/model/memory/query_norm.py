@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import batch_norm
 
+from pkmlm.distributed import World
 from pkmlm.model.initial import Constant, Initial
-from pkmlm.runtime.distributed import World
 
 EPSILON = 1e-5
 

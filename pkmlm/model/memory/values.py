@@ -8,11 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from pkmlm.distributed import World
 from pkmlm.kernels import ops
 from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.model.initial import Initial, Normal
 from pkmlm.model.memory.columns import gathered_reads, returned, side_by_side
-from pkmlm.runtime.distributed import World
 
 HALF_ON = ("cuda",)  # the CPU's kernels read fp32
 

@@ -19,8 +19,8 @@ from rich.table import Column
 
 from pkmlm.errors import UserError, printable
 from pkmlm.recipe.schema import Log
-from pkmlm.runtime.files import appending, disk_errors
-from pkmlm.runtime.rundir import RunDirectory
+from pkmlm.runs.directory import RunDirectory
+from pkmlm.runs.files import appending, disk_errors
 
 Judge = Callable[[dict[str, Any]], list[str]]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from pkmlm.errors import UserError
-from pkmlm.runtime.files import disk_errors, own_file
+from pkmlm.runs.files import disk_errors, own_file
 
 GLANCE = 0.2  # seconds
 

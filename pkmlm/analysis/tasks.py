@@ -3,7 +3,7 @@
 from statistics import fmean
 from typing import Any
 
-from pkmlm.report.tables import Column, Table, number
+from pkmlm.console import Column, Table, number
 
 ACCURACY = "{:.4f}"
 

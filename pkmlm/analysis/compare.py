@@ -8,10 +8,10 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from pkmlm.console import NATS, SHARE, Column, Table, number
 from pkmlm.recipe.schema import Recipe
-from pkmlm.report.tables import NATS, SHARE, Column, Table, number
-from pkmlm.runtime.rundir import RunDirectory
-from pkmlm.runtime.shapes import RESULTS, STATE, USAGE, read_shaped
+from pkmlm.runs.directory import RunDirectory
+from pkmlm.runs.shapes import RESULTS, STATE, USAGE, read_shaped
 
 Facts = dict[str, Any]
 NAMED = 3  # runs of a kind, and kinds, that a warning names before it counts

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from pkmlm.errors import read_errors
-from pkmlm.runtime.files import sha256_of
-from pkmlm.runtime.places import size_of
-from pkmlm.runtime.shapes import Shape
+from pkmlm.runs.files import sha256_of
+from pkmlm.runs.places import size_of
+from pkmlm.runs.shapes import Shape
 
 MANIFEST = "manifest.json"
 ENTRIES: Shape = {str: {"bytes": (int,), "sha256": (str,)}}

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from pkmlm.analysis.usage import MemoryUsage
 from pkmlm.errors import UserError
-from pkmlm.report.usage import MemoryUsage
-from pkmlm.runtime.arrays import read_arrays
-from pkmlm.runtime.files import make_folder, read_json, refuse_link, write_json, writing
-from pkmlm.runtime.shapes import misfit
+from pkmlm.runs.arrays import read_arrays
+from pkmlm.runs.files import make_folder, read_json, refuse_link, write_json, writing
+from pkmlm.runs.shapes import misfit
 
 ARRAYS = ("counts_HK", "masses_HK", "squares_H", "common_HH")
 

@@ -18,10 +18,10 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from pkmlm.analysis.curves import MOST_POINTS, sorted_mass, training_lines, uniform_mass
+from pkmlm.analysis.usage import MemoryUsage
 from pkmlm.errors import printable
-from pkmlm.report.curves import MOST_POINTS, sorted_mass, training_lines, uniform_mass
-from pkmlm.report.usage import MemoryUsage
-from pkmlm.runtime.files import make_folder, writing
+from pkmlm.runs.files import make_folder, writing
 
 Metrics = Sequence[Mapping[str, Any]]
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pkmlm.report.usage import MemoryUsage, reads_of_a_slot
+from pkmlm.analysis.usage import MemoryUsage, reads_of_a_slot
 
 MOST_POINTS = 1000  # of one line
 

@@ -16,10 +16,10 @@ from matplotlib import colormaps
 from matplotlib.colors import to_hex
 from numpy.typing import NDArray
 
+from pkmlm.analysis.curves import sorted_mass, training_lines, uniform_mass
+from pkmlm.analysis.slots import Holding, Slot, Word, patterned
+from pkmlm.analysis.usage import MemoryUsage
 from pkmlm.errors import printable
-from pkmlm.report.curves import sorted_mass, training_lines, uniform_mass
-from pkmlm.report.slots import Holding, Slot, Word, patterned
-from pkmlm.report.usage import MemoryUsage
 
 CODES = 65534  # steps of a mass on the page's logarithmic scale
 LISTED = 200  # slots of a memory in its list, whose patterns are counted
@@ -51,7 +51,7 @@ def usage_page(
     colours = [to_hex(colour) for colour in colormaps["viridis"](np.linspace(0, 1, 256))]
     # No text can end the page's script: Base64 has no < in it.
     data = packed(json.dumps({"runs": runs, "colours": colours}, allow_nan=False).encode())
-    folder = files("pkmlm.report") / "page"
+    folder = files("pkmlm.analysis") / "page"
 
     def part(mark: re.Match[str]) -> str:
         return data if mark[1] == "data" else (folder / mark[1]).read_text(encoding="utf-8").strip()

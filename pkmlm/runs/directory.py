@@ -15,7 +15,7 @@ from pkmlm.errors import UserError
 from pkmlm.recipe.dump import dump_recipe
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Recipe
-from pkmlm.runtime.files import (
+from pkmlm.runs.files import (
     make_folder,
     read_bytes,
     refuse_link,
@@ -27,8 +27,8 @@ from pkmlm.runtime.files import (
     write_json,
     write_text,
 )
-from pkmlm.runtime.lock import abandoned, locked
-from pkmlm.runtime.shapes import DRIFT, EVENT, FACTS, misfit, read_shaped
+from pkmlm.runs.lock import abandoned, locked
+from pkmlm.runs.shapes import DRIFT, EVENT, FACTS, misfit, read_shaped
 
 CHECKPOINT = re.compile(r"step-([0-9]{8,18})")
 STEP = re.compile(r"[0-9]{1,18}")

@@ -1,10 +1,10 @@
-"""The usage report as tables, from its JSON entries (`pkmlm.report.usage`)."""
+"""The usage report as tables, from its JSON entries (`pkmlm.analysis.usage`)."""
 
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
-from pkmlm.report.tables import NATS, SHARE, Column, Table, number
+from pkmlm.console import NATS, SHARE, Column, Table, number
 
 Entry = dict[str, Any]
 

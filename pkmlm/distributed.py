@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pkmlm.errors import UserError
-from pkmlm.runtime.launcher import TIMEOUT, patience, started
+from pkmlm.launcher import TIMEOUT, patience, started
 
 # torch 2.13 has new names for these, and warns of the old ones.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

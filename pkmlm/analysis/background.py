@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from pkmlm.report.usage import MemoryUsage
-from pkmlm.runtime.files import writing
+from pkmlm.analysis.usage import MemoryUsage
+from pkmlm.runs.files import writing
 
 
 def export_usage(path: Path, entry: dict[str, Any], sha256: str, memories: list[MemoryUsage]) -> None:

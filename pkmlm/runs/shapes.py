@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from pkmlm.errors import UserError
-from pkmlm.runtime.files import read_json
+from pkmlm.runs.files import read_json
 
 # A shape is a tuple of types (none of its numbers may be infinite); [shape], a list of such; {str: shape}, an object of
 # such; or {"key": shape, ...}, an object in which these keys have such values: it may have others, and a key that ends

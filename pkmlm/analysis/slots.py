@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pkmlm.analysis.usage import MemoryUsage
+from pkmlm.console import Column, Table, number
 from pkmlm.errors import UserError
-from pkmlm.report.tables import Column, Table, number
-from pkmlm.report.usage import MemoryUsage
 
 JUDGED, LEAST = 10, 3  # contexts that are looked at for a pattern, and that it needs at least
 DEALS = 100  # of shuffled contexts

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from pkmlm.errors import UserError
-from pkmlm.runtime.files import regular
+from pkmlm.runs.files import regular
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:

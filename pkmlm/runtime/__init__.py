@@ -1,1 +1,0 @@
-"""The machine: files, run directories, devices, seeds, signals, logs."""
