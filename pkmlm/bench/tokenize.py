@@ -7,9 +7,9 @@ from tempfile import TemporaryDirectory
 import torch
 
 from pkmlm.bench.rounds import Overhead, in_turn
-from pkmlm.data.documents import read_chunks
 from pkmlm.data.shards import Encoding, write_corpus
 from pkmlm.data.sources import Source
+from pkmlm.data.text import read_chunks
 from pkmlm.data.tokenizer import Tokenizer
 
 

@@ -188,7 +188,7 @@ def check_sources(
     sources: dict[str, list["Source"]], separator: str | None, field: str, shard: tuple[int, int] | None
 ) -> None:
     """Refuse inputs that contradict each other."""
-    from pkmlm.data.documents import check_options
+    from pkmlm.data.text import check_options
 
     every = [source for inputs in sources.values() for source in inputs]
     if shard and any(source.name == "-" for source in every):

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from pkmlm.data.documents import FIELD, read_chunks
 from pkmlm.data.index import HASHED, TOKENIZER, Index, Origin, Shard, Split, dtype_for
 from pkmlm.data.sources import Source
-from pkmlm.data.text import Chunk, Tally
+from pkmlm.data.text import FIELD, Chunk, Tally, read_chunks
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
 from pkmlm.runs.files import writing, writing_folder

@@ -6,16 +6,23 @@ every command.
 """
 
 import codecs
+import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from pkmlm.data.sources import Stream
+from pkmlm.data.sources import STANDARD_INPUT, Source, Stream, spool
 from pkmlm.errors import UserError
 
 WINDOW = 2048  # characters: BPE slows down on long strings
 LAST_SINGLE_SPACE = re.compile(r".*[^ ](?= [^ ])", re.DOTALL)
+FIELD = "text"  # the name that the field or column with the text mostly has
+LINE_LIMIT = 128 << 20  # bytes of one line, which must be read whole
+CELL_LIMIT = 128 << 20  # bytes of one cell, which must be read whole
+ROWS = 64  # read at a time
+BATCH_LIMIT = 512 << 20  # bytes of a batch of cells in memory; compressed, they can be far fewer
 ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[nrtfv0\\]|)")
 SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -55,6 +62,48 @@ class Tally:
             self.empty += not text
             self.words += bool(text)
             self.after_space = False
+
+
+def check_options(sources: Iterable[Source], separator: str | None, field: str = FIELD) -> None:
+    """Refuse a way of reading that is of no source's format.
+
+    Raises:
+        UserError: a separator without text files, a field with nothing but these.
+    """
+    formats = {source.format for source in sources}
+    if separator is not None and "txt" not in formats:
+        raise UserError("--separator is for text files, and no input is one")
+    if field != FIELD and formats == {"txt"}:
+        raise UserError("--field is for JSON lines and parquet files, and no input is one")
+
+
+def read_chunks(stream: Stream, separator: str | None = None, field: str = FIELD) -> Iterator[Chunk]:
+    """The documents of one source.
+
+    Args:
+        stream: `source.open()`; the format is the source's.
+        separator: what stands between the documents of a text file; None: a file is a document.
+        field: the key of a JSON line, or the column of a parquet file, that holds the text; null is an empty document.
+
+    Raises:
+        UserError: damaged data, bad UTF-8 (names the byte of the decompressed stream), a bad line or row.
+    """
+    if stream.source.format == "txt":
+        return cut(split_documents(decoded(stream), separator))
+    if stream.source.format == "jsonl":
+        return cut(json_documents(stream, field))
+    return cut(parquet_documents(stream, field))
+
+
+def read_documents(stream: Stream, separator: str | None = None, field: str = FIELD) -> Iterator[str]:
+    """The documents of one source as whole strings, without the empty ones: for texts that fit in memory."""
+    parts: list[str] = []
+    for chunk in read_chunks(stream, separator, field):
+        parts.append(chunk.text)
+        if chunk.ends_document:
+            if text := "".join(parts):
+                yield text
+            parts = []
 
 
 def cut(pieces: Iterable[tuple[str, bool]]) -> Iterator[Chunk]:
@@ -136,6 +185,170 @@ def split_documents(texts: Iterable[str], separator: str | None) -> Iterator[tup
         yield held[:keep], False
         held = held[keep:]
     yield held, True
+
+
+def json_documents(stream: Stream, field: str) -> Iterator[tuple[str, bool]]:
+    """The documents of a file of JSON lines, null as an empty one; lines of white space are skipped."""
+    offset = 0
+    for number, line in enumerate(lines(stream), 1):
+        where = stream.source.line(number)
+        try:
+            text = line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise bad_utf8(stream, offset + error.start, error) from None
+        offset += len(line) + 1
+        text = text.removeprefix("\ufeff") if number == 1 and not stream.source.start else text
+        if text.strip():
+            yield text_of(json_object(text, where), field, where), True
+
+
+def text_of(row: dict[str, Any], field: str, where: str) -> str:
+    """The text in an object: where a data set has none it has null."""
+    if field not in row:
+        keys = ", ".join(map(repr, list(row)[:8])) or "no keys"
+        raise UserError(f"{where}: no key {field!r} (found {keys})", "name the key that holds the text with --field")
+    text = row[field]
+    if text is None:
+        return ""
+    if not isinstance(text, str):
+        raise UserError(f"{where}: {field!r} is {kind(text)} (expected a string or null)")
+    if has_surrogate(text):
+        raise UserError(f"{where}: {field!r} has a lone surrogate, which is not Unicode text")
+    return text
+
+
+def lines(stream: Stream) -> Iterator[bytes]:
+    """The lines of a stream, without their newlines."""
+    held: list[bytes] = []
+    size = number = 0
+    for block in stream.blocks():
+        first, *others = block.split(b"\n")
+        held.append(first)
+        size += len(first)
+        if size > LINE_LIMIT:
+            raise UserError(
+                f"{stream.source.line(number + 1)}: line over {LINE_LIMIT:,} bytes",
+                "cut the document into several",
+            )
+        for line in others:
+            yield b"".join(held)
+            number += 1
+            held, size = [line], len(line)
+    yield b"".join(held)
+
+
+def json_object(line: str, where: str) -> dict[str, Any]:
+    """The object in a line of JSON.
+
+    Args:
+        where: what errors call the line.
+
+    Raises:
+        UserError: it is not JSON or no object, or an object in it has a key twice: nobody knows which value is meant.
+    """
+
+    def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            ((key, times),) = Counter(key for key, _ in pairs).most_common(1)
+            raise UserError(f"{where}: the key {key[:40]!r} stands there {times} times (expected once)")
+        return found
+
+    try:
+        value = json.loads(line, object_pairs_hook=members)
+    except json.JSONDecodeError as error:
+        rest = line[error.pos : error.pos + 60].strip()
+        found = shown(rest) if rest else "the end of the line"
+        raise UserError(f"{where}: not valid JSON from character {error.pos + 1} on: found {found}") from None
+    except RecursionError:
+        raise UserError(f"{where}: not valid JSON: nested too deeply") from None
+    except ValueError:  # Python's int() refuses more than 4,300 digits
+        raise UserError(f"{where}: a number of too many digits") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: found {kind(value)} (expected an object)")
+    return value
+
+
+def kind(value: Any) -> str:
+    """What JSON calls a value."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def shown(value: Any) -> str:
+    """A value as it stands in the file, cut short."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def parquet_documents(stream: Stream, field: str) -> Iterator[tuple[str, bool]]:
+    """The documents in the column `field`; a null is an empty one."""
+    import pyarrow
+    import pyarrow.parquet
+
+    source = stream.source
+    plain = source.spool is None and source.name != STANDARD_INPUT and source.compression is None
+    row = 0
+    with open(source.name, "rb") if plain else spool(stream, decompress=True) as file:
+        try:
+            table = pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20)
+            check_column(table.schema_arrow, field, source)
+            for batch in table.iter_batches(batch_size=rows_at_once(table.metadata, field), columns=[field]):
+                for cell in batch.column(field):
+                    row += 1
+                    yield cell_text(cell.as_py() or "", f"{source.label}: row {row:,}: {field!r}"), True
+                advance(stream, row / table.metadata.num_rows)
+        except MemoryError:
+            raise UserError(
+                f"{source.label}: the rows after row {row:,} do not fit in memory", "cut them into several", 1
+            ) from None
+        except UnicodeDecodeError as error:
+            raise UserError(f"{source.label}: {field!r} is not UTF-8 after row {row:,} ({error.reason})") from None
+        except (pyarrow.ArrowException, OSError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"{source.label}: not a whole parquet file: {reason}") from None
+    advance(stream, 1.0)
+
+
+def rows_at_once(metadata: Any, field: str) -> int:
+    """How many cells of a column can be read together within BATCH_LIMIT.
+
+    A text that many cells repeat is stored once: each cell may be as large as the whole column of its row group.
+    """
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    columns = [group.column(place) for group in groups for place in range(group.num_columns)]
+    largest = max((each.total_uncompressed_size for each in columns if each.path_in_schema == field), default=0)
+    return max(1, min(ROWS, BATCH_LIMIT // max(1, largest)))
+
+
+def cell_text(text: str, where: str) -> str:
+    """The text of a cell."""
+    if 4 * len(text) > CELL_LIMIT and len(text.encode()) > CELL_LIMIT:
+        raise UserError(f"{where} has more than {CELL_LIMIT:,} bytes", "cut the document into several")
+    return text
+
+
+def check_column(schema: Any, field: str, source: Source) -> None:
+    """Refuse a column that is missing, is there twice, or does not hold text."""
+    import pyarrow.types as types
+
+    if field not in schema.names:
+        names = ", ".join(map(repr, schema.names[:8]))
+        raise UserError(f"{source.label}: no column {field!r} (found {names})", "name the text's column with --field")
+    if (times := schema.names.count(field)) > 1:
+        raise UserError(f"{source.label}: {times} columns are named {field!r} (expected one)")
+    found = schema.field(field).type
+    value = found.value_type if types.is_dictionary(found) else found
+    texts = (types.is_null, types.is_string, types.is_large_string, types.is_string_view)
+    if not any(holds(value) for holds in texts):
+        raise UserError(f"{source.label}: column {field!r} holds {found} (expected strings)")
+
+
+def advance(stream: Stream, share: float) -> None:
+    """Count and hash a file that another reads out of order, at the same pace."""
+    size = stream.source.size or 0
+    while stream.count < size * share and stream.read(1 << 20):
+        pass
 
 
 def unescape(separator: str) -> str:

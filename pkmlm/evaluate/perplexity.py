@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from pkmlm.data.corpus import Corpus, refuse_forged
-from pkmlm.data.documents import FIELD, check_options, read_documents
 from pkmlm.data.sources import find_sources
+from pkmlm.data.text import FIELD, check_options, read_documents
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.distributed import World
 from pkmlm.errors import NotFinite, UserError

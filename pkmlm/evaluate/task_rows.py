@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pkmlm.data.json_lines import json_object, kind, shown
-from pkmlm.data.text import has_surrogate
+from pkmlm.data.text import has_surrogate, json_object, kind, shown
 from pkmlm.errors import UserError, read_errors
 
 SUITES = {"memoryformer": ("piqa", "winogrande", "wsc", "arc_easy", "arc_challenge", "logiqa")}  # its table 1

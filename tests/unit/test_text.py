@@ -16,16 +16,18 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pkmlm.data.documents import read_chunks, read_documents
-from pkmlm.data.json_lines import LINE_LIMIT
-from pkmlm.data.parquet import ROWS, rows_at_once
 from pkmlm.data.sources import READ, find_sources
 from pkmlm.data.text import (
+    LINE_LIMIT,
+    ROWS,
     WINDOW,
     Chunk,
     Tally,
     chunks_of,
     cut,
+    read_chunks,
+    read_documents,
+    rows_at_once,
     split_documents,
     unescape,
 )
@@ -265,7 +267,7 @@ def test_a_long_line_is_read_in_little_memory(tmp_path):
             file.write(b"a word and " * 100_000)
     program = (
         "import resource, sys; from pkmlm.data.sources import find_sources\n"
-        "from pkmlm.data.documents import read_chunks\n"
+        "from pkmlm.data.text import read_chunks\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; before = peak()\n"
         "with find_sources([sys.argv[1]])[0].open() as s: print(sum(len(c.text) for c in read_chunks(s)))\n"
         "print(peak() - before)"
@@ -405,7 +407,7 @@ def test_a_small_table_that_holds_much_is_read_in_bounded_memory(tmp_path):
     program = (
         "import itertools, resource, sys\n"
         "from pkmlm.data.sources import find_sources\n"
-        "from pkmlm.data.documents import read_documents\n"
+        "from pkmlm.data.text import read_documents\n"
         "resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))\n"
         "(source,) = find_sources(sys.argv[1:])\n"
         "print(sum(len(text) for text in itertools.islice(read_documents(source.open()), 2)))\n"
@@ -416,7 +418,7 @@ def test_a_small_table_that_holds_much_is_read_in_bounded_memory(tmp_path):
 
 
 def test_a_cell_is_no_larger_than_a_line_may_be(tmp_path, monkeypatch):
-    monkeypatch.setattr("pkmlm.data.parquet.CELL_LIMIT", 1000)
+    monkeypatch.setattr("pkmlm.data.text.CELL_LIMIT", 1000)
     write_parquet(tmp_path / "a.parquet", ["a" * 1000, "\u00e9" * 500])
     assert len(documents(tmp_path / "a.parquet")) == 2
     write_parquet(tmp_path / "a.parquet", ["a", "\u00e9" * 501])

@@ -41,8 +41,8 @@ def command(
       pkmlm bench tokenize recipes/demo/train.txt.zst --vocab-size 4096
     """
     from pkmlm.bench.tokenize import tokenize_cost
-    from pkmlm.data.documents import check_options
     from pkmlm.data.sources import STANDARD_INPUT, find_sources
+    from pkmlm.data.text import check_options
 
     if STANDARD_INPUT in files:
         raise UserError("-: the text is read more than once (expected files)")
