@@ -66,7 +66,7 @@ def doubt_tokens(folder: Path, index: "Index", tokenizer: "Tokenizer", warned: W
 def doubt_documents(folder: Path, index: "Index", tokenizer: "Tokenizer") -> None:
     """Warn of documents of valid and test that are in train too, and of test in valid: a model is then measured on what
     it has learnt, or was chosen by."""
-    from pkmlm.data.overlap import LEAST, overlaps
+    from pkmlm.data.corpus import LEAST, overlaps
 
     for earlier, later, shared, documents in overlaps(folder, index, tokenizer):
         if shared:

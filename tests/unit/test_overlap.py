@@ -6,9 +6,9 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from pkmlm.data import overlap
+from pkmlm.data import corpus
+from pkmlm.data.corpus import LEAST, Overlap, overlaps
 from pkmlm.data.index import HASHED, Index, Shard, Split
-from pkmlm.data.overlap import LEAST, Overlap, overlaps
 from pkmlm.data.shards import Encoding, write_corpus
 from pkmlm.data.sources import find_sources
 from pkmlm.data.tokenizer import Tokenizer
@@ -38,8 +38,8 @@ def bare(text):
 @pytest.mark.parametrize("run", [31, 97, 997])
 def test_shared_documents_are_those_whose_texts_are_the_same(tmp_path, tokenizer, monkeypatch, run):
     """Documents of all lengths, over the ends of reads, of groups and of shards."""
-    monkeypatch.setattr(overlap, "RUN", run)
-    monkeypatch.setattr(overlap, "GROUP", 50)
+    monkeypatch.setattr(corpus, "RUN", run)
+    monkeypatch.setattr(corpus, "GROUP", 50)
     draw = random.Random(run)
     pool = [drawn_text(draw, draw.choice([3, 20, 40, 80, 500, 5000])) for _ in range(200)]
     pool.append(drawn_text(draw, 400_000))
@@ -76,8 +76,8 @@ def written(folder, splits):
 
 def test_memory_does_not_grow_with_train(tmp_path, tokenizer, monkeypatch):
     """Every document of train is as long as those of test, and so is read and hashed."""
-    monkeypatch.setattr(overlap, "RUN", 1 << 12)
-    monkeypatch.setattr(overlap, "GROUP", 1 << 12)
+    monkeypatch.setattr(corpus, "RUN", 1 << 12)
+    monkeypatch.setattr(corpus, "GROUP", 1 << 12)
     draw, peaks = np.random.default_rng(0), []
     for number, documents in enumerate((5_000, 50_000)):
         ids = draw.integers(3, 290, (documents, 30))
