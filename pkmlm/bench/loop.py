@@ -70,7 +70,7 @@ def full_loop(model: Transformer, batches: Batches, recipe: Recipe, precision: s
         run = RunDirectory(folder)
         run.create(recipe)
         with TrainingLog(Path(folder), "bench", recipe.train.steps, recipe.log, quiet=True) as log:
-            Training(run, Stepper(recipe, model, batches, precision), None, log, StopRequest()).go_on()
+            Training(run, Stepper(recipe, model, batches, precision), None, log, StopRequest()).train()
 
 
 def bare_loop(model: Transformer, batches: Batches, recipe: Recipe, precision: str) -> None:

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 def refuse_output(output: str, job: "Job", resume: str) -> None:
     """Refuse a run directory that training would refuse."""
-    from pkmlm.cli.resume import refuse_changes
     from pkmlm.cli.train import refuse
     from pkmlm.runs.directory import RunDirectory
+    from pkmlm.train.resume import refuse_changes
 
     run = RunDirectory(output)
     refuse(run, job, resume)
@@ -30,8 +30,8 @@ def refuse_output(output: str, job: "Job", resume: str) -> None:
 def report(job: "Job", world: "World") -> int:
     """Print the plan, then take the first step in memory and print how long it took; rank 0 prints."""
     from pkmlm.cli.train import arithmetic_of, explained
-    from pkmlm.train.shortage import too_large
-    from pkmlm.train.start import check_initial
+    from pkmlm.train.init_from import check_initial
+    from pkmlm.train.out_of_memory import too_large
 
     with world.together():
         arithmetic = arithmetic_of(job.recipe)
@@ -51,7 +51,7 @@ def plan(job: "Job", arithmetic: "Arithmetic", ranks: int) -> list[str]:
     """A line for each of what a run would have: device, parameters, batch, length, memory."""
     from pkmlm.model.cost import cost_of
     from pkmlm.train.job import passes
-    from pkmlm.train.shortage import held_in_training
+    from pkmlm.train.out_of_memory import held_in_training
 
     recipe, train = job.recipe, job.recipe.train
     cost = cost_of(recipe, job.vocab_size)
@@ -77,7 +77,7 @@ def first_step(job: "Job", arithmetic: "Arithmetic", world: "World") -> str:
     from pkmlm.data.batches import Batches
     from pkmlm.device import held_bytes
     from pkmlm.distributed import ranks_of
-    from pkmlm.train.start import starting_model
+    from pkmlm.train.init_from import starting_model
     from pkmlm.train.step import Stepper
 
     ranks = ranks_of(world, job.recipe.parallel.memory)

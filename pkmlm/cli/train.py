@@ -120,10 +120,10 @@ def open_job(recipe_file: str, overrides: tuple[str, ...], ranks: int, verify: b
 
 def train_in(output: str, job: "Job", resume: str, quiet: bool, world: "World") -> int:
     """Train in the run directory `output`, and note in its run.json how it ended; rank 0 alone writes there."""
-    from pkmlm.cli.resume import ended_already
     from pkmlm.runs.directory import RunDirectory
     from pkmlm.signals import stop_on_signals
-    from pkmlm.train.shortage import too_large
+    from pkmlm.train.out_of_memory import too_large
+    from pkmlm.train.resume import ended_already
 
     run, lead, warnings, complete = RunDirectory(output), world.rank == 0, [], False
     answer = "stopping after this step (again: at once)" if lead and not quiet else ""
@@ -167,8 +167,8 @@ def arithmetic_of(recipe: "Recipe") -> "Arithmetic":
 
 def refuse(run: "RunDirectory", job: "Job", resume: str) -> list[str]:
     """Refuse what can be seen to be wrong before anything is written, not even a folder; what to warn of."""
-    from pkmlm.cli.resume import refuse_resume
-    from pkmlm.train.start import check_initial
+    from pkmlm.train.init_from import check_initial
+    from pkmlm.train.resume import refuse_resume
 
     refuse_resume(run, resume)
     run.refuse_foreign()
@@ -178,8 +178,8 @@ def refuse(run: "RunDirectory", job: "Job", resume: str) -> list[str]:
 
 def mend(run: "RunDirectory", job: "Job") -> list[str]:
     """Go back to the last whole checkpoint of a run that has been begun, if it is this job's; what to warn of."""
-    from pkmlm.cli.resume import refuse_changes, refuse_other_data
     from pkmlm.train.integrity import fall_back
+    from pkmlm.train.resume import refuse_changes, refuse_other_data
 
     if not run.steps():
         return []
@@ -199,10 +199,10 @@ def already_complete(run: "RunDirectory") -> str:
 def begin(run: "RunDirectory", job: "Job", arithmetic: "Arithmetic", ranks: int) -> list[str]:
     """Make the run's folder, clear what an earlier process left of work that is to be done again, and note in run.json
     that this one trains; what to warn of."""
-    from pkmlm.cli.circumstances import changes, circumstances, lost_metrics, with_earlier
-    from pkmlm.cli.resume import with_own_start
     from pkmlm.runs.files import remove_file, writing
     from pkmlm.train.job import no_validation
+    from pkmlm.train.provenance import changes, circumstances, lost_metrics, with_earlier
+    from pkmlm.train.resume import with_own_start
 
     recipe, step = job.recipe, max(run.steps(), default=0)
     facts, before = circumstances(job, arithmetic, ranks), run.facts()
@@ -236,7 +236,7 @@ def explained(job: "Job", arithmetic: "Arithmetic", world: "World") -> Iterator[
     """Where memory runs out, say what to lower; where the network fails, which rank noticed."""
     from pkmlm.device import is_shortage
     from pkmlm.distributed import is_network
-    from pkmlm.train.shortage import out_of_memory
+    from pkmlm.train.out_of_memory import out_of_memory
 
     try:
         yield
@@ -289,10 +289,10 @@ def run_loop(
     from pkmlm.data.batches import Batches
     from pkmlm.distributed import ranks_of
     from pkmlm.evaluate.validation import validation
-    from pkmlm.train.health import Health
+    from pkmlm.train.init_from import check_shapes, starting_model
     from pkmlm.train.log import SilentLog, TrainingLog
     from pkmlm.train.loop import Training
-    from pkmlm.train.start import check_shapes, starting_model
+    from pkmlm.train.monitor import TrainingMonitor
     from pkmlm.train.step import Stepper
 
     recipe, device, precision = job.recipe, arithmetic.device, arithmetic.precision
@@ -301,7 +301,7 @@ def run_loop(
     with ExitStack() as opened:
         with world.together():
             if world.rank == 0:
-                judge = Health.of(run.metrics()).warnings
+                judge = TrainingMonitor.of(run.metrics()).warnings
                 heard = TrainingLog(run.path, recipe.name, recipe.train.steps, recipe.log, quiet=quiet, judge=judge)
                 log = opened.enter_context(heard)
         steps = world.broadcast(run.steps())
@@ -320,4 +320,4 @@ def run_loop(
         if recipe.train.compile:
             log.say("the first step compiles attention and FFNs, which can take minutes")
         stepper = Stepper(recipe, model, Batches.of(job.corpus, recipe), precision, ranks)
-        return Training(run, stepper, validate, log, stop).go_on()
+        return Training(run, stepper, validate, log, stop).train()

@@ -66,7 +66,7 @@ class Training:
         keyed = [module for module in model.modules() if isinstance(module, KeyMemory)]
         self.reads = [RecentReads(memory, self.world) for memory in keyed[:2]]  # what fits a line
 
-    def go_on(self) -> Outcome:
+    def train(self) -> Outcome:
         """Train to the recipe's last step, to the end of its patience, or until a stop request.
 
         Raises:

@@ -12,10 +12,10 @@ from pkmlm.errors import UserError
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.schema import Recipe
 from pkmlm.seeds import derived_seed
-from pkmlm.train.dense_parts import compile_dense_parts
+from pkmlm.train.activation_checkpointing import checkpoint_activations
+from pkmlm.train.compile import compile_dense_parts
 from pkmlm.train.exchange import exchange_gradients
 from pkmlm.train.optim import parameter_groups
-from pkmlm.train.recompute import recompute_in_backward
 from pkmlm.train.shard import shard_dense_parts
 
 SCALE_FLOOR = 1.0
@@ -60,7 +60,7 @@ class Stepper:
         if recipe.train.compile:
             compile_dense_parts(model)
         if recipe.train.recompute:
-            recompute_in_backward(model)
+            checkpoint_activations(model)
 
     def take(self, step: int) -> StepResult:
         """Take step `step` (from 1): everything random in it follows from the recipe's seed, this number and the rank.

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from pkmlm.cli.circumstances import changes
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.directory import RunDirectory
+from pkmlm.train.provenance import changes
 from pkmlm.train.step import Stepper
 from tests.conftest import ROOT, after_step, pkmlm
 

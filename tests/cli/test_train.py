@@ -213,7 +213,7 @@ def test_a_validation_cut_short_is_made_up_for(tmp_path, write_recipe):
 
             batches = Batches.of(corpus, recipe)
             with TrainingLog(run.path, "x", 4, recipe.log, quiet=True) as log:
-                outcomes.append(Training(run, Stepper(recipe, model, batches, "fp32"), validate, log, stop).go_on())
+                outcomes.append(Training(run, Stepper(recipe, model, batches, "fp32"), validate, log, stop).train())
     assert [(outcome.status, outcome.step) for outcome in outcomes] == [
         ("finished", 4),
         ("stopped", 2),
@@ -232,7 +232,7 @@ def test_a_run_that_is_asked_for_fewer_steps_than_it_has_taken_is_validated_wher
         batches = Batches.of(Corpus(recipe.data.dir, "train"), recipe)
         with TrainingLog(run.path, "x", 4, recipe.log, quiet=True) as log:
             stepper = Stepper(recipe, build_model(recipe, 600), batches, "fp32")
-            outcome = Training(run, stepper, lambda _: {"loss": 1.0}, log, StopRequest(agree)).go_on()
+            outcome = Training(run, stepper, lambda _: {"loss": 1.0}, log, StopRequest(agree)).train()
     assert (outcome.status, outcome.step, run.best()) == ("finished", 2, 2)
 
 
@@ -251,7 +251,7 @@ def test_what_is_measured_with_is_what_is_saved(tmp_path, write_recipe):
 
         batches = Batches.of(Corpus(recipe.data.dir, "train"), recipe)
         with TrainingLog(run.path, "x", 4, recipe.log, quiet=True) as log:
-            Training(run, Stepper(recipe, model, batches, "fp32"), validate, log, StopRequest(agree)).go_on()
+            Training(run, Stepper(recipe, model, batches, "fp32"), validate, log, StopRequest(agree)).train()
     saved = tensors(run.path, run.best(), "weights")
     running = [name for name in saved if "running" in name]
     assert running
@@ -273,7 +273,7 @@ def test_a_best_checkpoint_that_is_gone_is_not_pointed_at(tmp_path, write_recipe
         return Training(run, stepper, lambda _: {"loss": next(validations)}, log, StopRequest())
 
     with TrainingLog(run.path, "x", 6, recipe.log, quiet=True) as log:
-        training(log).go_on()
+        training(log).train()
     assert (run.steps(), run.best()) == ([4, 6], 6)
     shutil.rmtree(run.checkpoint(6))
     run.cut_metrics(4)

@@ -10,7 +10,7 @@ from typing import Any
 # (module, name of a function in it, phase while it runs); the innermost counts.
 TRAINING = (
     ("pkmlm.cli.train", "begin", "begin"),
-    ("pkmlm.train.start", "starting_model", "build"),
+    ("pkmlm.train.init_from", "starting_model", "build"),
     ("pkmlm.train.loop.Training", "_restore", "restore"),
     ("pkmlm.train.loop.Training", "_take_step", "step"),
     ("pkmlm.train.loop.Training", "_measure", "validate"),

@@ -20,10 +20,10 @@ from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import write_json
 from pkmlm.train import checkpoint
 from pkmlm.train.checkpoint import Progress
+from pkmlm.train.init_from import starting_model
 from pkmlm.train.integrity import verify
 from pkmlm.train.job import Job
 from pkmlm.train.optim import parameter_groups
-from pkmlm.train.start import starting_model
 
 
 @pytest.fixture

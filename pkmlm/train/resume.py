@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pkmlm.cli.circumstances import change
 from pkmlm.errors import UserError
+from pkmlm.train.provenance import change
 
 if TYPE_CHECKING:
     from pkmlm.recipe.schema import Recipe

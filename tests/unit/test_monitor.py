@@ -8,10 +8,10 @@ from pkmlm.data.corpus import Corpus, open_tokenizer
 from pkmlm.device import choose_arithmetic
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Log
-from pkmlm.train.health import DEAD_FOR, FEWEST, Health
 from pkmlm.train.job import Job
 from pkmlm.train.log import TrainingLog
-from pkmlm.train.shortage import too_large, what_to_lower
+from pkmlm.train.monitor import DEAD_FOR, FEWEST, TrainingMonitor
+from pkmlm.train.out_of_memory import too_large, what_to_lower
 
 
 def train(loss):
@@ -29,7 +29,7 @@ def valid(usage, uniform=1.0):
 
 def test_a_loss_that_falls_with_noise_gives_no_warning():
     draw = random.Random(1)
-    health = Health()
+    health = TrainingMonitor()
     for step in range(3000):
         assert not health.warnings(train(4 + 5 * math.exp(-step / 200) + draw.gauss(0, 0.1)))
     assert not health.warnings(train(None))  # a skipped step
@@ -37,32 +37,32 @@ def test_a_loss_that_falls_with_noise_gives_no_warning():
 
 
 def test_a_spike_is_told_once():
-    health = Health.of([train(4 + 0.01 * (step % 5)) for step in range(FEWEST)])
+    health = TrainingMonitor.of([train(4 + 0.01 * (step % 5)) for step in range(FEWEST)])
     assert health.warnings(train(6.0)) == [f"loss spike: 6.000, after a median of 4.020 in {FEWEST} steps"]
     assert not health.warnings(train(6.1))
     assert not health.warnings(train(4.0))
     assert health.warnings(train(7.0))
-    assert not Health.of([train(4.0)] * (FEWEST - 1)).warnings(train(9.0))  # too early to say
+    assert not TrainingMonitor.of([train(4.0)] * (FEWEST - 1)).warnings(train(9.0))  # too early to say
     for loss, told in ((4.3, False), (4.5, True)):  # without noise, a tenth
-        assert bool(Health.of([train(4.0)] * FEWEST).warnings(train(loss))) == told
+        assert bool(TrainingMonitor.of([train(4.0)] * FEWEST).warnings(train(loss))) == told
 
 
 def test_a_memory_that_goes_out_of_use_is_told_at_each_halving():
-    health = Health()
+    health = TrainingMonitor()
     told = [bool(health.warnings(valid(usage))) for usage in (0.5, 0.8, 0.41, 0.39, 0.3, 0.19, 0.18)]
     assert told == [False, False, False, True, False, True, False]
-    health = Health.of([valid(0.8)])
+    health = TrainingMonitor.of([valid(0.8)])
     assert health.warnings(valid(0.3)) == ["layer 3 memory goes out of use: 30.0% of its slots are read, after 80.0%"]
 
 
 def test_a_memory_that_was_never_used_is_told_once():
-    health = Health()
+    health = TrainingMonitor()
     told = [health.warnings(valid(0.05, 0.9)) for _ in range(DEAD_FOR + 2)]
     assert [len(lines) for lines in told] == [0] * (DEAD_FOR - 1) + [1, 0, 0]
     assert "layer 3 memory is hardly used: 5.0%" in told[DEAD_FOR - 1][0]
-    health = Health()
+    health = TrainingMonitor()
     assert not any(health.warnings(valid(0.05, 0.1)) for _ in range(9))  # few reads: nothing could use more
-    health = Health.of([valid(0.1, 0.9), *[valid(0.08, 0.9)] * (DEAD_FOR - 1)])
+    health = TrainingMonitor.of([valid(0.1, 0.9), *[valid(0.08, 0.9)] * (DEAD_FOR - 1)])
     assert health.warnings(valid(0.08, 0.9)) == [
         f"layer 3 memory is hardly used: 8.0% of its slots are read in {DEAD_FOR} validations in a row "
         "(uniform reading: 90.0%)"
@@ -71,16 +71,16 @@ def test_a_memory_that_was_never_used_is_told_once():
 
 def test_a_resumed_run_goes_on_judging_where_it_was():
     events = [train(4 + 0.01 * (step % 5)) for step in range(60)] + [valid(0.8), valid(0.5), train(9.0), valid(0.3)]
-    straight = Health()
+    straight = TrainingMonitor()
     told = [straight.warnings(event) for event in events]
     assert sum(map(len, told)) == 2
     for cut in range(len(events)):
-        resumed = Health.of(events[:cut])
+        resumed = TrainingMonitor.of(events[:cut])
         assert [resumed.warnings(event) for event in events[cut:]] == told[cut:]
 
 
 def test_a_warning_is_an_event_and_a_line_even_when_quiet(tmp_path, capsys):
-    judge = Health.of([train(4.0 + step % 2 / 100) for step in range(30)]).warnings
+    judge = TrainingMonitor.of([train(4.0 + step % 2 / 100) for step in range(30)]).warnings
     with TrainingLog(tmp_path, "x", 40, Log(), quiet=True, judge=judge) as log:
         log.event("train", 31, loss=4.0)
         log.event("train", 32, loss=8.0)

@@ -13,7 +13,7 @@ from pkmlm.model.memory.query_norm import QueryBatchNorm
 from pkmlm.model.transformer import Transformer
 
 
-def recompute_in_backward(model: Transformer) -> None:
+def checkpoint_activations(model: Transformer) -> None:
     """Let each block keep only its input in training, and compute the rest again when its backward pass comes.
 
     The numbers are the same: dropout draws again what it drew, and running statistics are counted once.

@@ -17,7 +17,7 @@ from pkmlm.kernels import products
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.check import check_recipe
 from pkmlm.recipe.schema import Memory, Model, Recipe, Train
-from pkmlm.train.dense_parts import compile_dense_parts
+from pkmlm.train.compile import compile_dense_parts
 from pkmlm.train.step import Stepper
 
 

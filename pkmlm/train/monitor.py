@@ -15,7 +15,7 @@ DEAD_FOR = 3  # ... in so many validations in a row
 
 
 @dataclass
-class Health:
+class TrainingMonitor:
     """Judges the events of a run one by one; all that it knows follows from them, so a resumed run goes on judging
     as if it had not stopped.
     """
@@ -26,7 +26,7 @@ class Health:
     low: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, events: list[dict[str, Any]]) -> "Health":
+    def of(cls, events: list[dict[str, Any]]) -> "TrainingMonitor":
         """The health of a run with these events."""
         health = cls()
         for event in events:

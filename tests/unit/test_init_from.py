@@ -17,8 +17,8 @@ from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import read_json, write_json
 from pkmlm.runs.manifest import MANIFEST, entry_of
 from pkmlm.train import checkpoint
+from pkmlm.train.init_from import check_initial, starting_model
 from pkmlm.train.job import Job
-from pkmlm.train.start import check_initial, starting_model
 from pkmlm.train.tensor_files import write_tensors
 from tests.conftest import pkmlm
 
