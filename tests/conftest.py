@@ -126,14 +126,14 @@ def trained(
 
 def after_step(monkeypatch: pytest.MonkeyPatch, step: int, do: Callable[[Any], object]) -> None:
     """Let something be done, in this process, when training has taken a step."""
-    from pkmlm.train.step import Stepper
+    from pkmlm.train import loop
 
-    take = Stepper.take
+    train_step = loop.train_step
 
-    def taken(stepper: Any, number: int) -> Any:
-        result = take(stepper, number)
+    def taken(state: Any, number: int) -> Any:
+        result = train_step(state, number)
         if number == step:
-            do(stepper)
+            do(state)
         return result
 
-    monkeypatch.setattr(Stepper, "take", taken)
+    monkeypatch.setattr(loop, "train_step", taken)

@@ -20,7 +20,7 @@ from pkmlm.train.job import Job
 from pkmlm.train.log import TrainingLog
 from pkmlm.train.loop import Training
 from pkmlm.train.optim import parameter_groups
-from pkmlm.train.step import Stepper
+from pkmlm.train.state import TrainState
 
 
 def loop_cost(job: Job, arithmetic: Arithmetic, rounds: int, steps: int, say: Callable[[str], None]) -> Overhead:
@@ -70,7 +70,7 @@ def full_loop(model: Transformer, batches: Batches, recipe: Recipe, precision: s
         run = RunDirectory(folder)
         run.create(recipe)
         with TrainingLog(Path(folder), "bench", recipe.train.steps, recipe.log, quiet=True) as log:
-            Training(run, Stepper(recipe, model, batches, precision), None, log, StopRequest()).train()
+            Training(run, TrainState(recipe, model, batches, precision), None, log, StopRequest()).train()
 
 
 def bare_loop(model: Transformer, batches: Batches, recipe: Recipe, precision: str) -> None:

@@ -15,7 +15,8 @@ from pkmlm.bench.rounds import Timing
 from pkmlm.device import autocast, choose_device
 from pkmlm.model.attention import Cache
 from pkmlm.model.transformer import Transformer, build_model
-from pkmlm.train.step import Stepper
+from pkmlm.train.state import TrainState
+from pkmlm.train.step import train_step
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,11 @@ def time_training(chosen: list[Variant], precision: str, rounds: int, say: Calla
         vocab_size = recipe.model.vocab_size or 0
         model = build_model(recipe, vocab_size, device)
         batches = RandomBatches(recipe, vocab_size)
-        stepper = Stepper(recipe, model, batches, precision)
+        state = TrainState(recipe, model, batches, precision)
         batch = batches.micro_batch(1, 0, recipe.train.micro_batch)
         tokens_BT, targets_BT = (part.to(device) for part in batch)
         actions[index, "forward"] = partial(forward, model, tokens_BT, targets_BT, precision)
-        actions[index, "step"] = partial(stepper.take, 1)
+        actions[index, "step"] = partial(train_step, state, 1)
         if recipe.model.attention == "softmax":
             prompt_1T = random_tokens(vocab_size, 1, max(1, recipe.model.context // 2)).to(device)
             filled = prefilled(model.eval(), prompt_1T[:, :-1])

@@ -78,13 +78,14 @@ def first_step(job: "Job", arithmetic: "Arithmetic", world: "World") -> str:
     from pkmlm.device import held_bytes
     from pkmlm.distributed import ranks_of
     from pkmlm.train.init_from import starting_model
-    from pkmlm.train.step import Stepper
+    from pkmlm.train.state import TrainState
+    from pkmlm.train.step import train_step
 
     ranks = ranks_of(world, job.recipe.parallel.memory)
     model = starting_model(job, arithmetic.device, ranks, fresh=True)
-    stepper = Stepper(job.recipe, model, Batches.of(job.corpus, job.recipe), arithmetic.precision, ranks)
+    state = TrainState(job.recipe, model, Batches.of(job.corpus, job.recipe), arithmetic.precision, ranks)
     began = time.monotonic()
-    result = stepper.take(1)
+    result = train_step(state, 1)
     seconds = time.monotonic() - began
     size, where = held_bytes(arithmetic.device)
     return f"first step   loss {result.loss:.3f}, {seconds:.2f} s (with warm-up), {size / 1e6:,.0f} MB {where}"

@@ -293,7 +293,7 @@ def run_loop(
     from pkmlm.train.log import SilentLog, TrainingLog
     from pkmlm.train.loop import Training
     from pkmlm.train.monitor import TrainingMonitor
-    from pkmlm.train.step import Stepper
+    from pkmlm.train.state import TrainState
 
     recipe, device, precision = job.recipe, arithmetic.device, arithmetic.precision
     ranks = ranks_of(world, recipe.parallel.memory)
@@ -319,5 +319,5 @@ def run_loop(
             validate = validation(recipe, model, job.tokenizer, precision, log.say, ranks)
         if recipe.train.compile:
             log.say("the first step compiles attention and FFNs, which can take minutes")
-        stepper = Stepper(recipe, model, Batches.of(job.corpus, recipe), precision, ranks)
-        return Training(run, stepper, validate, log, stop).train()
+        state = TrainState(recipe, model, Batches.of(job.corpus, recipe), precision, ranks)
+        return Training(run, state, validate, log, stop).train()

@@ -23,7 +23,7 @@ from pkmlm.runs.files import read_json, remove_folder, write_json, writing_folde
 from pkmlm.runs.manifest import MANIFEST, entry_of
 from pkmlm.runs.shapes import NUMBER, Shape, misfit
 from pkmlm.train.integrity import FILES, VERSION, file_names, verify
-from pkmlm.train.optim import Group
+from pkmlm.train.optim import ParameterGroup
 from pkmlm.train.row_adam import empty_state
 from pkmlm.train.shard import full_tensor
 from pkmlm.train.tensor_files import Tables, copy_tensors, part_name, stored_names, tensors_of, write_tensors
@@ -60,7 +60,7 @@ class Progress:
 
 
 def save(
-    run: RunDirectory, model: nn.Module, groups: list[Group], progress: Progress, ranks: Ranks | None = None
+    run: RunDirectory, model: nn.Module, groups: list[ParameterGroup], progress: Progress, ranks: Ranks | None = None
 ) -> None:
     """Write the checkpoint of `progress.step`, read it back, and point `latest` at it; all ranks together.
 
@@ -136,7 +136,7 @@ def prune(run: RunDirectory, keep: int) -> None:
             remove_folder(run.checkpoint(step))
 
 
-def optimizer_state(groups: list[Group], first: bool = True) -> dict[str, Tensor]:
+def optimizer_state(groups: list[ParameterGroup], first: bool = True) -> dict[str, Tensor]:
     """Every optimizer's tensors by "path of the parameter|key", on the first rank all of each (see `full_tensor`)."""
     return {
         f"{name}|{key}": full_tensor(tensor, first).contiguous()
@@ -192,7 +192,7 @@ def shared(path: Path, model: nn.Module) -> tuple[dict[str, Tensor], Tables]:
     return tensors, {name: ranks for name, ranks in weight_tables(model).items() if name in stored}
 
 
-def load(path: Path, model: nn.Module, groups: list[Group]) -> Progress:
+def load(path: Path, model: nn.Module, groups: list[ParameterGroup]) -> Progress:
     """Fill model and optimizers from a checkpoint folder, checked against its manifest first.
 
     Raises:

@@ -1,5 +1,6 @@
 """The training loop: take a step, log it, validate, save, stop."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,13 +12,13 @@ from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import remove_file
 from pkmlm.signals import StopRequest
 from pkmlm.train import checkpoint
-from pkmlm.train.checkpoint import Progress
 from pkmlm.train.drift import Drift
-from pkmlm.train.history import History
 from pkmlm.train.log import RunLog
+from pkmlm.train.monitor import ValidationHistory
 from pkmlm.train.read_slots import RecentReads
 from pkmlm.train.recalibrate import recalibrate
-from pkmlm.train.step import Stepper, diverged
+from pkmlm.train.state import TrainState
+from pkmlm.train.step import diverged, train_step
 
 Validate = Callable[[StopRequest], dict[str, Any] | None]
 
@@ -47,6 +48,7 @@ class Training:
     agree on.
 
     Args:
+        state: filled from the latest checkpoint, if there is one.
         validate: measures the model; returns the numbers of a "valid" event, "loss" (nats a token) among them, or None
             when the stop request came while it measured. None: there is nothing to validate on.
 
@@ -54,16 +56,18 @@ class Training:
         UserError: the checkpoint cannot be read (exit code 1).
     """
 
-    def __init__(self, run: RunDirectory, stepper: Stepper, validate: Validate | None, log: RunLog, stop: StopRequest):
-        self.run, self.stepper, self.validate, self.log, self.stop = run, stepper, validate, log, stop
-        self.recipe, self.world = stepper.recipe, stepper.ranks.world
-        self.history = History.of(self.world.broadcast([line for line in run.metrics() if line["event"] == "valid"]))
+    def __init__(self, run: RunDirectory, state: TrainState, validate: Validate | None, log: RunLog, stop: StopRequest):
+        self.run, self.state, self.validate, self.log, self.stop = run, state, validate, log, stop
+        self.recipe, self.world = state.recipe, state.process_groups.world
+        valid_events = [event for event in run.metrics() if event["event"] == "valid"]
+        self.history = ValidationHistory.of(self.world.broadcast(valid_events))
         self.calibrated = 0  # the step whose running statistics the model has
-        self.progress = self._restore()
-        self.progress.data |= stepper.batches.corpus.hashes
-        model, step = stepper.model, self.progress.step
-        self.drift = Drift(run.path / "usage", self.recipe, model, step, self.world, run.refuse_replaced)
-        keyed = [module for module in model.modules() if isinstance(module, KeyMemory)]
+        self._restore()
+        state.progress.data |= state.batches.corpus.hashes
+        self.drift = Drift(
+            run.path / "usage", self.recipe, state.model, state.progress.step, self.world, run.refuse_replaced
+        )
+        keyed = [module for module in state.model.modules() if isinstance(module, KeyMemory)]
         self.reads = [RecentReads(memory, self.world) for memory in keyed[:2]]  # what fits a line
 
     def train(self) -> Outcome:
@@ -72,99 +76,79 @@ class Training:
         Raises:
             UserError: training diverged (exit code 3), or a checkpoint could not be written (1).
         """
+        last_step, patience = self.recipe.train.steps, self.recipe.eval.patience
         while True:
-            step = self.progress.step
-            if validate := self._validation_due():
-                self._measure(validate)
-            stopping = self.stop.agreed() if step > 0 else None  # not before step 1: a stopped run has a checkpoint
-            if stopping is not None or due(self.recipe.checkpoint.every, step):
+            step = self.state.progress.step
+            if self._validation_is_due():
+                self._validate()
+            stop_code = self.stop.agreed() if step > 0 else None  # not before step 1: a stopped run has a checkpoint
+            if stop_code is not None or is_due(self.recipe.checkpoint.every, step):
                 self._save()
-            if stopping is not None and (step < self.recipe.train.steps or self._validation_due()):
+            if stop_code is not None and (step < last_step or self._validation_is_due()):
                 self.log.say(f"stopped on request at step {step}; the checkpoint is saved")
-                return Outcome("stopped", step, stopping, self.progress.seconds)
-            if step >= self.recipe.train.steps:
+                return self._outcome("stopped", stop_code)
+            if step >= last_step:
                 self._save()
-                return Outcome("finished", step, 0, self.progress.seconds)
-            patience = self.recipe.eval.patience
+                return self._outcome("finished")
             if patience is not None and self.history.worse >= patience:
                 self.log.say(f"no better validation in {self.history.worse}: stopping early at step {step}")
                 self._save()
-                return Outcome("patience", step, 0, self.progress.seconds)
-            self._take_step()
-            self.drift.record(self.progress.step, self.log)
+                return self._outcome("patience")
+            self._train_step()
+            self.drift.record(self.state.progress.step, self.log)
 
-    def _validation_due(self) -> Validate | None:
-        """The validation that this step asks for and has not had."""
-        step = self.progress.step
-        asked = step >= self.recipe.train.steps or due(self.recipe.eval.every, step)
-        return self.validate if asked and self.history.step != step else None
-
-    def _restore(self) -> Progress:
-        """Go back to the latest checkpoint, if there is one."""
-        run, stepper = self.run, self.stepper
-        steps = self.world.broadcast(run.steps())
-        if not steps:
-            return Progress()
-        with self.world.together():
-            progress = checkpoint.load(run.checkpoint(steps[-1]), stepper.model, stepper.groups)
-            if self.world.rank == 0:
-                run.point("latest", steps[-1])  # a kill may have come between the checkpoint and its pointer
-                best = self.history.best_step
-                if best is not None and best in steps:
-                    run.point("best", best)
-                else:  # it is gone; a new checkpoint of its step would be taken for it
-                    remove_file(run.path / "best")
-        stepper.skips = progress.skips
-        if progress.scaler and stepper.scaler.is_enabled():
-            if progress.scaler.keys() != stepper.scaler.state_dict().keys():
-                raise UserError(f"{run.checkpoint(steps[-1])}: the state of the loss scaler is not whole", exit_code=1)
-            stepper.scaler.load_state_dict(progress.scaler)
-        return progress
-
-    def _take_step(self) -> None:
-        """Take the next step and record it: one "train" event, and the line that people see."""
-        stepper, progress = self.stepper, self.progress
+    def _train_step(self) -> None:
+        """Take the next step and log it: one "train" event, and the line that people see."""
+        state, progress = self.state, self.state.progress
         began = time.monotonic()
-        result = stepper.take(progress.step + 1)
+        result = train_step(state, progress.step + 1)
         seconds = time.monotonic() - began
         progress.step += 1
-        progress.tokens += stepper.batches.scored(progress.step)
+        progress.tokens += state.batches.scored(progress.step)
         progress.seconds += seconds
-        speed = self.recipe.train.batch_tokens / seconds
+        tokens_per_second = self.recipe.train.batch_tokens / seconds
         norms = {("grad_norm" if name == "dense" else f"grad_norm_{name}"): norm for name, norm in result.norms.items()}
         self.log.event(
             "train",
             progress.step,
             loss=finite_or_none(result.loss),
-            lr=stepper.groups[0].rate(progress.step),
+            lr=state.param_groups[0].schedule.lr_at(progress.step),
             tokens=progress.tokens,
-            tokens_per_second=round(speed, 1),
+            tokens_per_second=round(tokens_per_second, 1),
             **{name: finite_or_none(norm) for name, norm in norms.items()},
             **({"skipped": True} if result.skipped else {}),
         )
         if result.skipped:
-            scale = stepper.scaler.get_scale()
-            self.log.say(f"step {progress.step}: fp16 overflow, skipped; loss scale now {scale:g}")
-        read = "".join(f"{window.after_step()}  " for window in self.reads)
-        self.log.progressed(progress.step, result.loss, speed, read)
+            self.log.say(f"step {progress.step}: fp16 overflow, skipped; loss scale now {state.scaler.get_scale():g}")
+        reads = "".join(f"{recent.after_step()}  " for recent in self.reads)
+        self.log.progressed(progress.step, result.loss, tokens_per_second, reads)
 
-    def _measure(self, validate: Validate) -> None:
-        """Validate, record it, and keep the best; a validation that a stop request cuts short is made up for on
-        resume."""
-        step, history = self.progress.step, self.history
+    def _validation_is_due(self) -> bool:
+        """Whether this step asks for a validation that it has not had."""
+        step = self.state.progress.step
+        asked = step >= self.recipe.train.steps or is_due(self.recipe.eval.every, step)
+        return self.validate is not None and asked and self.history.step != step
+
+    def _validate(self) -> None:
+        """Validate, log it, and keep the best checkpoint. A resumed run repeats a validation that a stop request has
+        cut short.
+        """
+        assert self.validate is not None
+        step, history = self.state.progress.step, self.history
         try:
             with self.log.doing("validating"):
-                self._calibrate()
-                numbers = self.world.broadcast(validate(self.stop))
+                self._recalibrate()
+                numbers = self.world.broadcast(self.validate(self.stop))
         except NotFinite as error:
             raise self.world.same(diverged(step, error.message)) from None
         if numbers is None:
             return
         self.log.event("valid", step, **numbers)
-        mark = f"best {history.best_loss:.4f} at step {history.best_step}"
-        better = history.add(step, numbers["loss"])
-        self.log.say(f"step {step}  validation {numbers['loss']:.4f} nats/token  ({'best so far' if better else mark})")
-        if better:
+        previous = f"best {history.best_loss:.4f} at step {history.best_step}"
+        is_best = history.add(step, numbers["loss"])
+        mark = "best so far" if is_best else previous
+        self.log.say(f"step {step}  validation {numbers['loss']:.4f} nats/token  ({mark})")
+        if is_best:
             self._save()
             with self.world.together():
                 if self.world.rank == 0:
@@ -173,26 +157,47 @@ class Training:
 
     def _save(self) -> None:
         """Save a checkpoint of this step, unless there is one: a step has one state."""
-        run, stepper, progress = self.run, self.stepper, self.progress
+        run, state, progress = self.run, self.state, self.state.progress
         with self.world.together():
             run.refuse_replaced()
         if self.world.broadcast(run.checkpoint(progress.step).exists()):
             return
         self.drift.keep(progress.step)
-        progress.skips, progress.scaler = stepper.skips, stepper.scaler.state_dict()
+        progress.scaler = state.scaler.state_dict()
         with self.world.together():
-            self.log.sync()
+            self.log.sync()  # events before the checkpoint that builds on them
         with self.log.doing("saving a checkpoint"):
-            self._calibrate()
-            checkpoint.save(run, stepper.model, stepper.groups, progress, stepper.ranks)
+            self._recalibrate()
+            checkpoint.save(run, state.model, state.param_groups, progress, state.process_groups)
         self._prune()
         self.log.event("save", progress.step)
 
-    def _calibrate(self) -> None:
+    def _restore(self) -> None:
+        """Go back to the latest checkpoint, if there is one."""
+        run, state = self.run, self.state
+        steps = self.world.broadcast(run.steps())
+        if not steps:
+            return
+        path = run.checkpoint(steps[-1])
+        with self.world.together():
+            state.progress = checkpoint.load(path, state.model, state.param_groups)
+            if self.world.rank == 0:
+                run.point("latest", steps[-1])  # a kill may have come between the checkpoint and its pointer
+                best = self.history.best_step
+                if best is not None and best in steps:
+                    run.point("best", best)
+                else:  # it is gone; a new checkpoint of its step would be taken for it
+                    remove_file(run.path / "best")
+        if state.progress.scaler and state.scaler.is_enabled():
+            if state.progress.scaler.keys() != state.scaler.state_dict().keys():
+                raise UserError(f"{path}: the state of the loss scaler is not whole", exit_code=1)
+            state.scaler.load_state_dict(state.progress.scaler)
+
+    def _recalibrate(self) -> None:
         """Take running statistics anew, once a step: those that are measured with are those that are saved."""
-        if self.calibrated != self.progress.step:
-            recalibrate(self.stepper, self.progress.step)
-            self.calibrated = self.progress.step
+        if self.calibrated != self.state.progress.step:
+            recalibrate(self.state, self.state.progress.step)
+            self.calibrated = self.state.progress.step
 
     def _prune(self) -> None:
         """Delete checkpoints that need not be kept, and what was kept beside them."""
@@ -201,11 +206,14 @@ class Training:
                 checkpoint.prune(self.run, self.recipe.checkpoint.keep)
                 self.drift.forget(self.run.steps())
 
+    def _outcome(self, status: str, exit_code: int = 0) -> Outcome:
+        return Outcome(status, self.state.progress.step, exit_code, self.state.progress.seconds)
+
 
 def finite_or_none(value: float) -> float | None:
-    return value if abs(value) < float("inf") else None
+    return value if math.isfinite(value) else None
 
 
-def due(every: int, step: int) -> bool:
-    """Whether something that happens every so many steps happens after `step`."""
+def is_due(every: int, step: int) -> bool:
+    """Whether what happens every so many steps (0: never) happens after `step`."""
     return every > 0 and step > 0 and step % every == 0

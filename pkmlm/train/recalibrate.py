@@ -8,34 +8,34 @@ import torch
 from pkmlm.device import autocast, to_device
 from pkmlm.model.memory.query_norm import QueryBatchNorm
 from pkmlm.model.memory.values import Values
-from pkmlm.train.step import Stepper
+from pkmlm.train.state import TrainState
 
 
 @torch.no_grad()
-def recalibrate(stepper: Stepper, step: int) -> None:
+def recalibrate(state: TrainState, step: int) -> None:
     """Set the running statistics of the query's batch norms to means over `eval.recalibrate` forwards (0: leave them).
 
     The forwards are those of the steps that end with `step` (of all steps, where these are fewer), without dropout; all
     ranks take theirs together. Nothing else changes: training goes on as it would have, and the same step gives the
     same statistics.
     """
-    ranks = stepper.ranks.world
-    count, size = stepper.recipe.micro_batches(ranks.size), stepper.recipe.train.micro_batch
-    forwards = min(stepper.recipe.eval.recalibrate, step * count)
-    norms = [module for module in stepper.model.modules() if isinstance(module, QueryBatchNorm)]
+    world = state.process_groups.world
+    count, size = state.recipe.micro_batches(world.size), state.recipe.train.micro_batch
+    forwards = min(state.recipe.eval.recalibrate, step * count)
+    norms = [module for module in state.model.modules() if isinstance(module, QueryBatchNorm)]
     if not forwards or not norms:
         return
     before = [norm.momentum for norm in norms]
-    stepper.model.eval()
-    for module in stepper.model.modules():
+    state.model.eval()
+    for module in state.model.modules():
         if isinstance(module, QueryBatchNorm | Values):  # whose ranks have tokens of their own
             module.train()
     first = step + 1 - -(-forwards // count)
     for number in range(forwards):
         for norm in norms:
             norm.momentum = 1 / (number + 1)
-        batch = stepper.batches.micro_batch(first + number // count, number % count, size, ranks.rank, ranks.size)
-        with autocast(stepper.device, stepper.precision):
-            stepper.model.hidden(to_device(batch.tokens_BT, stepper.device))
+        batch = state.batches.micro_batch(first + number // count, number % count, size, world.rank, world.size)
+        with autocast(state.device, state.precision):
+            state.model.hidden(to_device(batch.tokens_BT, state.device))
     for norm, momentum in zip(norms, before, strict=True):
         norm.momentum = momentum

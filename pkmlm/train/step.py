@@ -1,22 +1,16 @@
 """One optimizer step: micro-batches forward and backward, one verdict on the gradient, one update of every group."""
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pkmlm.data.batches import Batches
 from pkmlm.device import autocast, to_device
-from pkmlm.distributed import Ranks
 from pkmlm.errors import UserError
-from pkmlm.model.transformer import Transformer
-from pkmlm.recipe.schema import Recipe
 from pkmlm.seeds import derived_seed
-from pkmlm.train.activation_checkpointing import checkpoint_activations
-from pkmlm.train.compile import compile_dense_parts
 from pkmlm.train.exchange import exchange_gradients
-from pkmlm.train.optim import parameter_groups
-from pkmlm.train.shard import shard_dense_parts
+from pkmlm.train.state import TrainState
 
 SCALE_FLOOR = 1.0
 MOST_SKIPS = 20
@@ -28,7 +22,7 @@ class StepResult:
 
     Attributes:
         loss: mean over the global batch's scored tokens, nats.
-        norms: gradient norm of each group before clipping.
+        norms: gradient norm of each parameter group before clipping.
         skipped: fp16 gradients overflowed, and nothing was updated.
     """
 
@@ -37,118 +31,97 @@ class StepResult:
     skipped: bool
 
 
-class Stepper:
-    """Takes the optimizer steps of a run on one model, whose dense parameters it divides among the ranks, and whose
-    blocks it compiles and recomputes, where the recipe asks for it.
+def train_step(state: TrainState, step: int) -> StepResult:
+    """Take one optimizer step; all ranks call it together.
 
     Args:
-        precision: "fp32", "bf16" or "fp16"; weights, gradients and moments are fp32 in each.
-        ranks: those that take each step together; None: this process alone.
+        step: its number, from 1; everything random in it follows from the recipe's seed, this number and the rank.
+
+    Returns:
+        loss and gradient norms of the global batch: the same numbers on all ranks.
+
+    Raises:
+        UserError: (exit code 3) the loss or a gradient is not finite and no smaller loss scale can mend it; the
+            parameters are those of the step before.
     """
+    world, scaler = state.process_groups.world, state.scaler
+    world.tally.step = step
+    place = (step, world.rank) if world.rank else (step,)
+    torch.manual_seed(derived_seed(state.recipe.train.seed, "dropout", *place))
+    state.model.train()
+    fp16 = scaler.is_enabled()
+    buffers_before = [buffer.clone() for buffer in state.model.buffers()] if fp16 else []
 
-    def __init__(
-        self, recipe: Recipe, model: Transformer, batches: Batches, precision: str, ranks: Ranks | None = None
-    ):
-        self.recipe, self.model, self.batches, self.precision = recipe, model, batches, precision
-        self.ranks = ranks or Ranks()
-        self.device = next(model.parameters()).device
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
-        self.skips = 0  # in a row
-        if recipe.parallel.shard and self.ranks.world.size > 1:
-            shard_dense_parts(model, self.ranks.world.size)
-        self.groups = parameter_groups(model, recipe)  # of the parameters as they are divided
-        if recipe.train.compile:
-            compile_dense_parts(model)
-        if recipe.train.recompute:
-            checkpoint_activations(model)
+    loss_share = _accumulate_gradients(state, step)
+    exchange_gradients(state.param_groups, state.process_groups)
+    if fp16:
+        for group in state.param_groups:
+            group.unscale(scaler)
+    loss, norms = _loss_and_norms(state, loss_share)
 
-    def take(self, step: int) -> StepResult:
-        """Take step `step` (from 1): everything random in it follows from the recipe's seed, this number and the rank.
-
-        Returns:
-            loss and gradient norms of the global batch: the same numbers on all ranks.
-
-        Raises:
-            UserError: (exit code 3) the loss or a gradient is not finite and no smaller loss scale can mend it; the
-                parameters are those of the step before.
-        """
-        world = self.ranks.world
-        world.tally.step = step
-        of_this_rank = (step, world.rank) if world.rank else (step,)
-        torch.manual_seed(derived_seed(self.recipe.train.seed, "dropout", *of_this_rank))
-        self.model.train()
-        scaled = self.scaler.is_enabled()  # in fp16
-        before = [buffer.clone() for buffer in self.model.buffers()] if scaled else []
-        loss = self._gradients(step)
-        exchange_gradients(self.groups, self.ranks)
-        if scaled:
-            for group in self.groups:
-                group.unscale(self.scaler)
-        loss_value, *norm_values = self._loss_and_norms(loss).tolist()
-        named = dict(zip((group.name for group in self.groups), norm_values, strict=True))
-        finite = all(abs(value) < float("inf") for value in (loss_value, *norm_values))
-        if finite:
-            self._update(step, named)
-        elif not scaled:
-            raise world.same(diverged(step, found(loss_value, named)))
-        else:  # a skipped step leaves no trace
-            for buffer, value in zip(self.model.buffers(), before, strict=True):
-                buffer.copy_(value)
-        if scaled:
-            self._adapt_scale(step, finite, loss_value, named)
-        for group in self.groups:
-            group.optimizer.zero_grad(set_to_none=True)
-        return StepResult(loss_value, named, skipped=not finite)
-
-    def _gradients(self, step: int) -> Tensor:
-        """Accumulate the gradient of the mean over the global batch; return that mean, 0-d, detached. Both are this
-        rank's share: a sum over its tokens.
-        """
-        world = self.ranks.world
-        count, scored = self.recipe.micro_batches(world.size), self.batches.scored(step)
-        # By `scale`, and not `get_scale`: the former also makes the scaler's tensors, which unscaling needs.
-        enabled = self.scaler.is_enabled()
-        loss_scale = float(self.scaler.scale(torch.ones((), device=self.device))) if enabled else 1.0
-        total = torch.zeros((), device=self.device)
-        for index in range(count):
-            batch = self.batches.micro_batch(step, index, self.recipe.train.micro_batch, world.rank, world.size)
-            tokens_BT, targets_BT = (to_device(part, self.device) for part in batch)
-            with autocast(self.device, self.precision):
-                loss = self.model.loss(tokens_BT, targets_BT, loss_scale / scored)
-            loss.backward()
-            total = total + loss.detach() / loss_scale
-        return total
-
-    def _loss_and_norms(self, loss: Tensor) -> Tensor:
-        """Loss and gradient norms of the global batch: the same numbers on all ranks, and so the same verdict."""
-        shares = [loss.double(), *(group.own_square(self.ranks) for group in self.groups)]
-        total = self.ranks.world.all_sum(torch.stack(shares))
-        return torch.cat([total[:1], total[1:].sqrt()])
-
-    def _update(self, step: int, norms: dict[str, float]) -> None:
-        for group in self.groups:
+    finite = all(math.isfinite(value) for value in (loss, *norms.values()))
+    if finite:
+        for group in state.param_groups:
             if group.clip and norms[group.name] > group.clip:
                 group.scale_gradient(group.clip / norms[group.name])
             group.step(step)
-
-    def _adapt_scale(self, step: int, finite: bool, loss: float, norms: dict[str, float]) -> None:
-        """Let the loss scale grow or back off: one verdict for all groups (torch's scaler keeps one for each)."""
-        self.skips = 0 if finite else self.skips + 1
-        if finite:
-            self.scaler.update()
-            return
-        scale = self.scaler.get_scale()
-        if scale <= SCALE_FLOOR or self.skips >= MOST_SKIPS:
-            after = f" after {self.skips} skipped steps in a row, at a loss scale of {scale:g}"
-            raise self.ranks.world.same(diverged(step, found(loss, norms, after)))
-        lower = max(SCALE_FLOOR, scale * self.scaler.get_backoff_factor())
-        self.scaler.update(new_scale=lower)
-        self.scaler.load_state_dict({**self.scaler.state_dict(), "_growth_tracker": 0})
+    elif fp16:  # a skipped step leaves no trace
+        for buffer, value in zip(state.model.buffers(), buffers_before, strict=True):
+            buffer.copy_(value)
+    else:
+        raise world.same(diverged(step, _what_is_not_finite(loss, norms)))
+    if fp16:
+        _adapt_loss_scale(state, step, finite, loss, norms)
+    for group in state.param_groups:
+        group.optimizer.zero_grad(set_to_none=True)
+    return StepResult(loss, norms, skipped=not finite)
 
 
-def found(loss: float, norms: dict[str, float], after: str = "") -> str:
-    """What shows that a step has diverged."""
-    bad = [name for name, norm in norms.items() if not abs(norm) < float("inf")]
+def _accumulate_gradients(state: TrainState, step: int) -> Tensor:
+    """Accumulate the gradient of the mean over the global batch; return that mean, 0-d, detached. Both are this rank's
+    share: a sum over its tokens.
+    """
+    world, scaler = state.process_groups.world, state.scaler
+    scored = state.batches.scored(step)
+    # By `scale`, and not `get_scale`: the former also makes the scaler's tensors, which unscaling needs.
+    loss_scale = float(scaler.scale(torch.ones((), device=state.device))) if scaler.is_enabled() else 1.0
+    total = torch.zeros((), device=state.device)
+    for index in range(state.recipe.micro_batches(world.size)):
+        batch = state.batches.micro_batch(step, index, state.recipe.train.micro_batch, world.rank, world.size)
+        tokens_BT, targets_BT = (to_device(part, state.device) for part in batch)
+        with autocast(state.device, state.precision):
+            loss = state.model.loss(tokens_BT, targets_BT, loss_scale / scored)
+        loss.backward()
+        total = total + loss.detach() / loss_scale
+    return total
+
+
+def _loss_and_norms(state: TrainState, loss_share: Tensor) -> tuple[float, dict[str, float]]:
+    """Loss and gradient norms of the global batch: the same numbers on all ranks, and so the same verdict."""
+    shares = [loss_share.double(), *(group.own_square(state.process_groups) for group in state.param_groups)]
+    total = state.process_groups.world.all_sum(torch.stack(shares))
+    loss, *norms = torch.cat([total[:1], total[1:].sqrt()]).tolist()
+    return loss, dict(zip((group.name for group in state.param_groups), norms, strict=True))
+
+
+def _adapt_loss_scale(state: TrainState, step: int, finite: bool, loss: float, norms: dict[str, float]) -> None:
+    """Let the loss scale grow or back off: one verdict for all groups (torch's scaler keeps one for each)."""
+    scaler, progress = state.scaler, state.progress
+    if finite:
+        progress.skips = 0
+        scaler.update()
+        return
+    progress.skips += 1
+    scale = scaler.get_scale()
+    if scale <= SCALE_FLOOR or progress.skips >= MOST_SKIPS:
+        after = f" after {progress.skips} skipped steps in a row, at a loss scale of {scale:g}"
+        raise state.process_groups.world.same(diverged(step, _what_is_not_finite(loss, norms, after)))
+    scaler.update(new_scale=max(SCALE_FLOOR, scale * scaler.get_backoff_factor()))
+    scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": 0})
+
+
+def _what_is_not_finite(loss: float, norms: dict[str, float], after: str = "") -> str:
+    bad = [name for name, norm in norms.items() if not math.isfinite(norm)]
     where = f", gradient norm of {' and '.join(bad)} not finite" if bad else ""
     return f"loss {loss:g}{where}{after}; nothing was updated"
 

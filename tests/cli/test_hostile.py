@@ -17,7 +17,7 @@ import pytest
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.train.provenance import changes
-from pkmlm.train.step import Stepper
+from pkmlm.train.state import TrainState
 from tests.conftest import ROOT, after_step, pkmlm
 
 
@@ -246,10 +246,10 @@ def test_what_is_told_of_another_division_of_a_step():
 def test_a_run_that_is_made_anew_meanwhile_gets_nothing_of_the_old_one(begun, tmp_path, monkeypatch):
     run = tmp_path / "run"
 
-    def replace_it(stepper: Stepper) -> None:
+    def replace_it(state: TrainState) -> None:
         shutil.rmtree(run)
         with RunDirectory(run).locked():
-            RunDirectory(run).create(stepper.recipe)
+            RunDirectory(run).create(state.recipe)
 
     after_step(monkeypatch, 3, replace_it)
     said = on(begun, run, code=1).stderr

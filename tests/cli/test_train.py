@@ -26,7 +26,7 @@ from pkmlm.runs.directory import RunDirectory
 from pkmlm.signals import StopRequest
 from pkmlm.train.log import TrainingLog
 from pkmlm.train.loop import Training
-from pkmlm.train.step import Stepper
+from pkmlm.train.state import TrainState
 from tests.conftest import ROOT, after_step, pkmlm
 
 
@@ -176,7 +176,7 @@ def test_divergence_exits_3_and_keeps_the_last_checkpoint(tmp_path, write_recipe
 
 
 def test_a_model_that_cannot_be_measured_has_diverged(tmp_path, write_recipe, monkeypatch):
-    after_step(monkeypatch, 2, lambda stepper: stepper.model.norm.weight.data.fill_(3e38))
+    after_step(monkeypatch, 2, lambda state: state.model.norm.weight.data.fill_(3e38))
     run, recipe = tmp_path / "run", write_recipe(tmp_path, "dense")
     said = pkmlm("train", recipe, "-o", run, "-s", "eval.every=1", code=3).stderr
     assert "error: training diverged at step 2: the model's scores on valid are not finite\nhint: " in said
@@ -213,7 +213,7 @@ def test_a_validation_cut_short_is_made_up_for(tmp_path, write_recipe):
 
             batches = Batches.of(corpus, recipe)
             with TrainingLog(run.path, "x", 4, recipe.log, quiet=True) as log:
-                outcomes.append(Training(run, Stepper(recipe, model, batches, "fp32"), validate, log, stop).train())
+                outcomes.append(Training(run, TrainState(recipe, model, batches, "fp32"), validate, log, stop).train())
     assert [(outcome.status, outcome.step) for outcome in outcomes] == [
         ("finished", 4),
         ("stopped", 2),
@@ -231,8 +231,8 @@ def test_a_run_that_is_asked_for_fewer_steps_than_it_has_taken_is_validated_wher
         run.create(recipe)
         batches = Batches.of(Corpus(recipe.data.dir, "train"), recipe)
         with TrainingLog(run.path, "x", 4, recipe.log, quiet=True) as log:
-            stepper = Stepper(recipe, build_model(recipe, 600), batches, "fp32")
-            outcome = Training(run, stepper, lambda _: {"loss": 1.0}, log, StopRequest(agree)).train()
+            state = TrainState(recipe, build_model(recipe, 600), batches, "fp32")
+            outcome = Training(run, state, lambda _: {"loss": 1.0}, log, StopRequest(agree)).train()
     assert (outcome.status, outcome.step, run.best()) == ("finished", 2, 2)
 
 
@@ -251,7 +251,7 @@ def test_what_is_measured_with_is_what_is_saved(tmp_path, write_recipe):
 
         batches = Batches.of(Corpus(recipe.data.dir, "train"), recipe)
         with TrainingLog(run.path, "x", 4, recipe.log, quiet=True) as log:
-            Training(run, Stepper(recipe, model, batches, "fp32"), validate, log, StopRequest(agree)).train()
+            Training(run, TrainState(recipe, model, batches, "fp32"), validate, log, StopRequest(agree)).train()
     saved = tensors(run.path, run.best(), "weights")
     running = [name for name in saved if "running" in name]
     assert running
@@ -267,10 +267,10 @@ def test_a_best_checkpoint_that_is_gone_is_not_pointed_at(tmp_path, write_recipe
     run.create(recipe)
 
     def training(log):
-        stepper = Stepper(
+        state = TrainState(
             recipe, build_model(recipe, 600), Batches.of(Corpus(recipe.data.dir, "train"), recipe), "fp32"
         )
-        return Training(run, stepper, lambda _: {"loss": next(validations)}, log, StopRequest())
+        return Training(run, state, lambda _: {"loss": next(validations)}, log, StopRequest())
 
     with TrainingLog(run.path, "x", 6, recipe.log, quiet=True) as log:
         training(log).train()

@@ -26,10 +26,11 @@ from pkmlm.model.memory.values import Values
 from pkmlm.model.ranks_cost import bytes_sent as bytes_sent_by_cost
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Hash, Memory, Model, Optim, Parallel, Recipe, Train, ValuesOptim
-from pkmlm.train import checkpoint, step
+from pkmlm.train import checkpoint
 from pkmlm.train.exchange import exchange_reads
 from pkmlm.train.recalibrate import recalibrate
-from pkmlm.train.step import Stepper, StepResult
+from pkmlm.train.state import TrainState
+from pkmlm.train.step import StepResult, train_step
 from tests.golden.test_curves import Stream
 
 SMALL = {"dim": 16, "layers": 2, "heads": 2, "context": 16}
@@ -43,7 +44,7 @@ MODELS = {
 
 def warm() -> None:
     """Load what a child would load, with one thread."""
-    stepper_of(recipe_of("layer"), None).take(1)
+    train_step(state_of(recipe_of("layer"), None), 1)
 
 
 def command(words: list[str]) -> None:
@@ -75,13 +76,15 @@ def command_counted(words: list[str]) -> None:
 
 def command_dividing(words: list[str]) -> None:
     """A command line, and on standard error among how many ranks it divided the dense parameters."""
-    divide = step.shard_dense_parts
+    from pkmlm.train import state
+
+    divide = state.shard_dense_parts
 
     def told(model: Transformer, ranks: int) -> None:
         print(f"dense parts among {ranks}", file=sys.stderr)
         divide(model, ranks)
 
-    step.shard_dense_parts = told
+    state.shard_dense_parts = told
     command(words)
 
 
@@ -109,9 +112,9 @@ def recipe_of(kind: str, memory: int = 1, micro_batch: int = 1, **train: Any) ->
     )
 
 
-def stepper_of(recipe: Recipe, ranks: Ranks | None, precision: str = "fp32") -> Stepper:
+def state_of(recipe: Recipe, ranks: Ranks | None, precision: str = "fp32") -> TrainState:
     model = build_model(recipe, 40, ranks=ranks)
-    return Stepper(recipe, model, Batches.of(Stream(), recipe), precision, ranks)
+    return TrainState(recipe, model, Batches.of(Stream(), recipe), precision, ranks)
 
 
 def whole_weights(model: Transformer) -> dict[str, np.ndarray]:
@@ -140,13 +143,13 @@ def curves(folder: str, cases: list[list[Any]], steps: dict[str, int]) -> None:
 
 def curve(folder: Path, kind: str, size: int, memory: int, micro_batch: int, steps: int, several: Ranks | None) -> None:
     """Train one case; the first of `several` ranks writes what was found."""
-    stepper = stepper_of(recipe_of(kind, memory, micro_batch), several)
+    state = state_of(recipe_of(kind, memory, micro_batch), several)
     ranks = several or Ranks()
     seen: list[Tensor] = []
-    stepper.model.embedding.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    taken = [stepper.take(step) for step in range(1, steps + 1)]
+    state.model.embedding.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    taken = [train_step(state, step) for step in range(1, steps + 1)]
     order = torch.cat([ranks.world.all_gather(tokens_BT) for tokens_BT in seen])
-    weights = whole_weights(stepper.model)
+    weights = whole_weights(state.model)
     if several is None or dist.get_rank() == 0:
         save(folder / f"{kind}-{size}-{memory}-{micro_batch}.npz", taken, order, weights)
 
@@ -237,17 +240,17 @@ def recalibrated_and_recomputed() -> None:
     """On two groups of two ranks that keep no activations: losses and renewed statistics are those of one process."""
     with process_group() as world:
         several, one = recipe_of("batch", 2, recompute=True), recipe_of("batch", 1, 4)
-        steppers = [
-            stepper_of(replace(recipe, eval=replace(recipe.eval, recalibrate=3)), ranks)
+        states = [
+            state_of(replace(recipe, eval=replace(recipe.eval, recalibrate=3)), ranks)
             for recipe, ranks in ((several, ranks_among(world, 4, 2)), (one, None))
         ]
         losses = []
-        for stepper in steppers:
-            losses.append([stepper.take(step).loss for step in (1, 2)])
-            recalibrate(stepper, 2)
-            losses[-1].append(stepper.take(3).loss)
+        for state in states:
+            losses.append([train_step(state, step).loss for step in (1, 2)])
+            recalibrate(state, 2)
+            losses[-1].append(train_step(state, 3).loss)
         assert np.allclose(*losses, rtol=1e-5, atol=0)
-        buffers = [dict(stepper.model.named_buffers()) for stepper in steppers]
+        buffers = [dict(state.model.named_buffers()) for state in states]
         assert len(buffers[0]) == 2
         for name in [name for name in buffers[0] if "running_mean" not in name]:  # which follows an idle bias
             tensor = buffers[0][name]
@@ -278,9 +281,9 @@ def beside_the_cost(cases: list[list[Any]]) -> None:
     with process_group() as world:
         for kind, size, memory, micro_batch, recompute in cases:
             recipe = recipe_of(kind, memory, micro_batch, recompute=recompute)
-            stepper = stepper_of(recipe, ranks_among(world, size, memory))
+            state = state_of(recipe, ranks_among(world, size, memory))
             before = world.tally.sent
-            stepper.take(1)
+            train_step(state, 1)
             said = bytes_sent_by_cost(recipe, cost_of(recipe, 40), size, memory)
             print(world.tally.sent - before, sum(said.values()))
 
@@ -288,25 +291,25 @@ def beside_the_cost(cases: list[list[Any]]) -> None:
 def overflow_on_one_rank() -> None:
     """fp16, two groups of two ranks: rank 1 overflows in the second step, and nobody moves."""
     with process_group() as world:
-        stepper = stepper_of(recipe_of("batch", 2), ranks_among(world, 4, 2), "fp16")
-        assert not stepper.take(1).skipped
+        state = state_of(recipe_of("batch", 2), ranks_among(world, 4, 2), "fp16")
+        assert not train_step(state, 1).skipped
         seeds = world.all_gather(torch.tensor([torch.initial_seed()]))
         assert len(set(seeds.tolist())) == 4  # of dropout
-        before = {name: tensor.clone() for name, tensor in stepper.model.state_dict().items()}
-        scale = stepper.scaler.get_scale()
+        before = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
+        scale = state.scaler.get_scale()
         if world.rank == 1:
-            hook = stepper.model.norm.weight.register_hook(lambda grad: grad * float("inf"))
-        result = stepper.take(2)
+            hook = state.model.norm.weight.register_hook(lambda grad: grad * float("inf"))
+        result = train_step(state, 2)
         if world.rank == 1:
             hook.remove()
         assert result.skipped
-        for name, tensor in stepper.model.state_dict().items():
+        for name, tensor in state.model.state_dict().items():
             assert torch.equal(tensor, before[name]), name
-        assert stepper.scaler.get_scale() == scale / 2
+        assert state.scaler.get_scale() == scale / 2
         for step in (3, 4):
-            assert not stepper.take(step).skipped
-        assert not torch.equal(stepper.model.norm.weight, before["norm.weight"])
-        for tensor in whole_weights(stepper.model).values():
+            assert not train_step(state, step).skipped
+        assert not torch.equal(state.model.norm.weight, before["norm.weight"])
+        for tensor in whole_weights(state.model).values():
             every = world.all_gather(torch.from_numpy(tensor)[None])
             assert (every == every[0]).all()
 
@@ -314,17 +317,17 @@ def overflow_on_one_rank() -> None:
 def divergence_on_one_rank() -> None:
     """fp32: rank 1's gradient is not a number, and all end before the update."""
     with process_group() as world:
-        stepper = stepper_of(recipe_of("layer", 2), ranks_among(world, 2, 2))
-        before = {name: tensor.clone() for name, tensor in stepper.model.state_dict().items()}
+        state = state_of(recipe_of("layer", 2), ranks_among(world, 2, 2))
+        before = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
         if world.rank == 1:
-            stepper.model.norm.weight.register_hook(lambda grad: grad * float("nan"))
+            state.model.norm.weight.register_hook(lambda grad: grad * float("nan"))
         try:
-            stepper.take(1)
+            train_step(state, 1)
         except UserError as error:
             print(error.message)
             raise SystemExit(error.exit_code) from None
         finally:
-            assert all(torch.equal(tensor, before[name]) for name, tensor in stepper.model.state_dict().items())
+            assert all(torch.equal(tensor, before[name]) for name, tensor in state.model.state_dict().items())
 
 
 def silent_neighbour(seconds: str) -> None:

@@ -13,7 +13,8 @@ import torch
 
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Hash, Memory, Model, Optim, Recipe, Train, ValuesOptim
-from pkmlm.train.step import Stepper
+from pkmlm.train.state import TrainState
+from pkmlm.train.step import train_step
 
 CURVES = Path(__file__).parent / "curves.json"
 SMALL = {"dim": 16, "layers": 2, "heads": 2, "context": 16}
@@ -46,8 +47,8 @@ def curve(name: str) -> list[float]:
     recipe = Recipe(model=MODELS[name], optim=optim, train=Train(steps=20, batch_tokens=128, micro_batch=4))
     model = build_model(recipe, 40).double()
     batches = Batches(Stream(), 16, recipe.sequences, recipe.train.seed)
-    stepper = Stepper(recipe, model, batches, "fp32")
-    return [stepper.take(step).loss for step in range(1, 21)]
+    state = TrainState(recipe, model, batches, "fp32")
+    return [train_step(state, step).loss for step in range(1, 21)]
 
 
 @pytest.fixture(autouse=True)

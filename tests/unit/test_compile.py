@@ -18,7 +18,8 @@ from pkmlm.model.transformer import build_model
 from pkmlm.recipe.check import check_recipe
 from pkmlm.recipe.schema import Memory, Model, Recipe, Train
 from pkmlm.train.compile import compile_dense_parts
-from pkmlm.train.step import Stepper
+from pkmlm.train.state import TrainState
+from pkmlm.train.step import train_step
 
 
 def recipe_of(layers: int, memory: Memory, *, compiled: bool) -> Recipe:
@@ -26,9 +27,9 @@ def recipe_of(layers: int, memory: Memory, *, compiled: bool) -> Recipe:
     return Recipe(model=Model(dim=32, layers=layers, heads=2, context=16, dropout=0.1, memory=memory), train=train)
 
 
-def stepper_of(recipe: Recipe) -> Stepper:
+def state_of(recipe: Recipe) -> TrainState:
     model = build_model(recipe, 50)
-    return Stepper(recipe, model, RandomBatches(recipe, 50), "fp32")
+    return TrainState(recipe, model, RandomBatches(recipe, 50), "fp32")
 
 
 compiles = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="there is no C++ compiler")
@@ -43,16 +44,16 @@ def test_compiling_changes_no_loss_beyond_rounding(monkeypatch):
     if torch.backends.mkldnn.is_available():  # products as on a CPU that leaves them to oneDNN
         monkeypatch.setattr(products, "BY_ONEDNN", True)
         monkeypatch.setattr(products, "LEAST_WORK", 1)
-    plain, compiled = (stepper_of(recipe_of(1, Memory(), compiled=choice)) for choice in (False, True))
-    before, counted = [plain.take(step).loss for step in (1, 2, 3)], graphs()
-    assert [compiled.take(step).loss for step in (1, 2, 3)] == pytest.approx(before, abs=1e-5)
+    plain, compiled = (state_of(recipe_of(1, Memory(), compiled=choice)) for choice in (False, True))
+    before, counted = [train_step(plain, step).loss for step in (1, 2, 3)], graphs()
+    assert [train_step(compiled, step).loss for step in (1, 2, 3)] == pytest.approx(before, abs=1e-5)
     assert graphs() == counted + 1
 
-    again = stepper_of(recipe_of(1, Memory(), compiled=True))  # as a resumed run goes on
+    again = state_of(recipe_of(1, Memory(), compiled=True))  # as a resumed run goes on
     again.model.load_state_dict(compiled.model.state_dict())
-    for group, saved in zip(again.groups, compiled.groups, strict=True):
+    for group, saved in zip(again.param_groups, compiled.param_groups, strict=True):
         group.optimizer.load_state_dict(copy.deepcopy(saved.optimizer.state_dict()))
-    assert [again.take(step).loss for step in (4, 5)] == [compiled.take(step).loss for step in (4, 5)]
+    assert [train_step(again, step).loss for step in (4, 5)] == [train_step(compiled, step).loss for step in (4, 5)]
 
     plain.model.load_state_dict(compiled.model.state_dict())
     ids = random_tokens(50, 3, 11)

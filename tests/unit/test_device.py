@@ -8,7 +8,8 @@ from pkmlm.device import autocast, choose_precision, is_finite, is_shortage, nam
 from pkmlm.errors import UserError
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Memory, Model, Optim, Recipe, Train
-from pkmlm.train.step import Stepper
+from pkmlm.train.state import TrainState
+from pkmlm.train.step import train_step
 
 OLD, ZEN4, ARM = {"avx2": True, "avx512_bf16": False}, {"avx2": True, "avx512_bf16": True}, {"neon": True, "bf16": True}
 
@@ -43,8 +44,8 @@ def test_bf16_on_a_cpu_trains_as_fp32_does(projections, apart):
     losses = {}
     for precision in ("fp32", "bf16"):
         network = build_model(recipe, 50)
-        stepper = Stepper(recipe, network, RandomBatches(recipe, 50), precision)
-        losses[precision] = torch.tensor([stepper.take(step).loss for step in range(1, 31)])
+        state = TrainState(recipe, network, RandomBatches(recipe, 50), precision)
+        losses[precision] = torch.tensor([train_step(state, step).loss for step in range(1, 31)])
         assert all(parameter.dtype == torch.float32 for parameter in network.parameters())
     assert losses["fp32"][-1] < losses["fp32"][0] - 0.5
     assert not torch.equal(losses["fp32"], losses["bf16"])

@@ -13,7 +13,8 @@ from pkmlm.model.memory import values as values_module
 from pkmlm.model.memory.values import Values
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Hash, KeysOptim, Memory, Model, Optim, Recipe, TablesOptim, Train, ValuesOptim
-from pkmlm.train.optim import learning_rate, parameter_groups
+from pkmlm.train.lr_schedule import LrSchedule
+from pkmlm.train.optim import parameter_groups
 from pkmlm.train.row_adam import RowAdam
 
 MODEL = Model(
@@ -27,17 +28,17 @@ MODEL = Model(
 RECIPE = Recipe(model=MODEL, train=Train(batch_tokens=32, micro_batch=2))
 
 
-def rates(schedule: str, *steps: int) -> list[float]:
-    return [learning_rate(step, peak=2.0, schedule=schedule, warmup_steps=10, steps=110, final=0.1) for step in steps]
+def lrs(schedule: str, *steps: int) -> list[float]:
+    return [LrSchedule(2.0, schedule, warmup_steps=10, steps=110, final=0.1).lr_at(step) for step in steps]
 
 
 def test_schedules():
-    assert rates("inverse-sqrt", 1, 5, 10, 40, 90) == pytest.approx([0.2, 1.0, 2.0, 1.0, 2 / 3])
+    assert lrs("inverse-sqrt", 1, 5, 10, 40, 90) == pytest.approx([0.2, 1.0, 2.0, 1.0, 2 / 3])
     quarter = 2 - 1.8 * (1 - math.sqrt(0.5)) / 2
-    assert rates("cosine", 5, 10, 35, 60, 110, 500) == pytest.approx([1.0, 2.0, quarter, 1.1, 0.2, 0.2])
-    assert rates("linear", 5, 10, 35, 60, 110, 500) == pytest.approx([1.0, 2.0, 1.55, 1.1, 0.2, 0.2])
-    assert rates("constant", 5, 10, 60, 500) == pytest.approx([1.0, 2.0, 2.0, 2.0])
-    assert learning_rate(1, peak=1.0, schedule="constant", warmup_steps=0, steps=5, final=0.1) == 1.0
+    assert lrs("cosine", 5, 10, 35, 60, 110, 500) == pytest.approx([1.0, 2.0, quarter, 1.1, 0.2, 0.2])
+    assert lrs("linear", 5, 10, 35, 60, 110, 500) == pytest.approx([1.0, 2.0, 1.55, 1.1, 0.2, 0.2])
+    assert lrs("constant", 5, 10, 60, 500) == pytest.approx([1.0, 2.0, 2.0, 2.0])
+    assert LrSchedule(1.0, "constant", warmup_steps=0, steps=5, final=0.1).lr_at(1) == 1.0
 
 
 def test_every_parameter_is_in_one_group():
@@ -50,8 +51,8 @@ def test_every_parameter_is_in_one_group():
     assert list(groups["values"].parameters) == ["blocks.1.parts.memory.values.weight_KD"]
     assert all(".tap" not in name and "values" in name for name in groups["tables"].parameters)
     for step in (1, 4000, 9000):
-        assert groups["tables"].rate(step) == pytest.approx(3 * groups["dense"].rate(step))
-    assert groups["values"].rate(1) == pytest.approx(1e-3)
+        assert groups["tables"].schedule.lr_at(step) == pytest.approx(3 * groups["dense"].schedule.lr_at(step))
+    assert groups["values"].schedule.lr_at(1) == pytest.approx(1e-3)
 
 
 def test_weight_decay_moves_matrices_alone():
@@ -196,7 +197,7 @@ def test_adam_on_a_whole_model_is_adamw(projections):
         for model in (ours, theirs):
             model(tokens).logsumexp(-1).sum().backward()
         for group, optimizer in zip(groups, adamw, strict=True):
-            optimizer.param_groups[0]["lr"] = group.rate(step)
+            optimizer.param_groups[0]["lr"] = group.schedule.lr_at(step)
             optimizer.step()
             optimizer.zero_grad()
             group.step(step)

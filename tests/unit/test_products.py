@@ -9,7 +9,8 @@ from pkmlm.data.batches import Batches
 from pkmlm.kernels import ops, products
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Memory, Model, Optim, Recipe, Train
-from pkmlm.train.step import Stepper
+from pkmlm.train.state import TrainState
+from pkmlm.train.step import train_step
 from tests.golden.test_curves import Stream
 
 needs_onednn = pytest.mark.skipif(
@@ -175,8 +176,8 @@ def test_every_large_product_of_a_training_step(narrow, memory):
     model = Model(dim=64, layers=2, heads=2, context=64, memory=Memory(kind=memory, **keys))
     recipe = Recipe(model=model, optim=Optim(), train=Train(steps=1, batch_tokens=512, micro_batch=8))
     batches = Batches(Stream(), 64, recipe.sequences, 0)
-    stepper = Stepper(recipe, build_model(recipe, 400), batches, "fp32")
+    state = TrainState(recipe, build_model(recipe, 400), batches, "fp32")
     with Calls() as calls:
-        stepper.take(1)
+        train_step(state, 1)
     assert 512 * 64 * 400 in calls.work[ONEDNN]
     assert max(work for name in MATRIX_PRODUCTS for work in [0, *calls.work[name]]) < products.LEAST_WORK

@@ -10,7 +10,8 @@ from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Memory, Model, Recipe, Train
 from pkmlm.train import read_slots
 from pkmlm.train.read_slots import RecentReads
-from pkmlm.train.step import Stepper
+from pkmlm.train.state import TrainState
+from pkmlm.train.step import train_step
 from tests.golden.test_curves import Stream
 
 MEMORY = Memory(kind="product-key", layers=("2",), num_keys=32, heads=2, topk=2, key_dim=8)
@@ -24,13 +25,13 @@ def test_a_window_is_so_many_steps(monkeypatch, recompute, micro_batch):
     train = Train(steps=9, batch_tokens=128, micro_batch=micro_batch, recompute=recompute)
     recipe = Recipe(model=MODEL, train=train)
     model = build_model(recipe, 40)
-    stepper = Stepper(recipe, model, Batches(Stream(), 16, 8, 1), "fp32")
+    state = TrainState(recipe, model, Batches(Stream(), 16, 8, 1), "fp32")
     (memory,) = memories(model)
     tap, reads, seen = memory.tap, RecentReads(memory, World()), []
     tap.register_forward_hook(lambda _, inputs, out: seen.append(out[0].flatten()))
     told = []
     for step in range(1, 7):
-        stepper.take(step)
+        train_step(state, step)
         if step in (1, 4):
             model.eval()
             model(torch.arange(16)[None])  # no training: nobody counts it

@@ -16,7 +16,8 @@ from pkmlm.model.transformer import build_model
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Recipe
 from pkmlm.train.recalibrate import recalibrate
-from pkmlm.train.step import MOST_SKIPS, Stepper
+from pkmlm.train.state import TrainState
+from pkmlm.train.step import MOST_SKIPS, train_step
 
 
 @pytest.fixture
@@ -24,13 +25,13 @@ def recipe(tmp_path: Path, write_recipe) -> Recipe:
     return load_recipe(write_recipe(tmp_path, "product-key"))
 
 
-def stepper_of(recipe: Recipe, precision: str = "fp32") -> Stepper:
+def state_of(recipe: Recipe, precision: str = "fp32") -> TrainState:
     corpus = Corpus(recipe.data.dir, "train")
-    return Stepper(recipe, build_model(recipe, corpus.vocab_size), Batches.of(corpus, recipe), precision)
+    return TrainState(recipe, build_model(recipe, corpus.vocab_size), Batches.of(corpus, recipe), precision)
 
 
-def weights(stepper: Stepper) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in stepper.model.state_dict().items()}
+def weights(state: TrainState) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
 
 
 @pytest.mark.parametrize("norm", ["layer", "none"])
@@ -45,10 +46,10 @@ def test_accumulation_does_not_change_a_step(recipe, norm, optimizer):
     )
     results = {}
     for size in (8, 2):
-        stepper = stepper_of(replace(recipe, train=replace(recipe.train, micro_batch=size)))
-        stepper.model.double()
-        taken = [stepper.take(step) for step in (1, 2)]
-        results[size] = ([result.loss for result in taken], taken[1].norms, weights(stepper))
+        state = state_of(replace(recipe, train=replace(recipe.train, micro_batch=size)))
+        state.model.double()
+        taken = [train_step(state, step) for step in (1, 2)]
+        results[size] = ([result.loss for result in taken], taken[1].norms, weights(state))
     assert results[8][0] == pytest.approx(results[2][0], rel=1e-9)
     assert results[8][1] == pytest.approx(results[2][1], rel=1e-6)
     for name, tensor in results[8][2].items():
@@ -57,11 +58,11 @@ def test_accumulation_does_not_change_a_step(recipe, norm, optimizer):
 
 def test_batch_norm_counts_each_forward_once_and_weighs_a_step_the_same(recipe):
     for size in (8, 2):
-        stepper = stepper_of(replace(recipe, train=replace(recipe.train, micro_batch=size)))
-        norm = stepper.model.blocks[1].parts["memory"].query.norm
+        state = state_of(replace(recipe, train=replace(recipe.train, micro_batch=size)))
+        norm = state.model.blocks[1].parts["memory"].query.norm
         queries, mean = [], norm.running_mean.clone()
         norm.register_forward_hook(lambda _, inputs, out, queries=queries: queries.append(inputs[0]))
-        stepper.take(1)
+        train_step(state, 1)
         assert len(queries) == 8 // size
         for each in queries:
             mean.lerp_(each.mean(0), norm.momentum)
@@ -73,77 +74,77 @@ def test_batch_norm_counts_each_forward_once_and_weighs_a_step_the_same(recipe):
 @pytest.mark.parametrize("optimizer", ["row-adam", "adam"])
 def test_every_precision_and_optimizer_learns(recipe, precision, optimizer):
     recipe = replace(recipe, optim=replace(recipe.optim, values=replace(recipe.optim.values, optimizer=optimizer)))
-    stepper = stepper_of(recipe, precision)
-    losses = [stepper.take(step).loss for step in range(1, 16)]
-    assert losses[0] == pytest.approx(math.log(stepper.model.embedding.num_embeddings), abs=1), "nats of a token"
+    state = state_of(recipe, precision)
+    losses = [train_step(state, step).loss for step in range(1, 16)]
+    assert losses[0] == pytest.approx(math.log(state.model.embedding.num_embeddings), abs=1), "nats of a token"
     assert losses[-1] < losses[0] - 0.3
-    assert all(tensor.dtype in (torch.float32, torch.int64) for tensor in stepper.model.state_dict().values())
+    assert all(tensor.dtype in (torch.float32, torch.int64) for tensor in state.model.state_dict().values())
 
 
 @pytest.mark.parametrize("group", [0, 1])
 def test_an_overflow_in_one_group_skips_all(recipe, group):
-    stepper = stepper_of(recipe, "fp16")
-    stepper.take(1)
-    before, scale = weights(stepper), stepper.scaler.get_scale()
+    state = state_of(recipe, "fp16")
+    train_step(state, 1)
+    before, scale = weights(state), state.scaler.get_scale()
 
     def overflow(grad: torch.Tensor) -> torch.Tensor:
         bad = grad.clone()
         bad[0] = float("inf")
         return bad
 
-    if stepper.groups[group].row_gradients:
-        (gradient,) = stepper.groups[group].row_gradients
+    if state.param_groups[group].row_gradients:
+        (gradient,) = state.param_groups[group].row_gradients
         gradient.add = lambda x, *reads: RowGradient.add(gradient, overflow(x), *reads)
     else:
-        hook = next(iter(stepper.groups[group].parameters.values())).register_hook(overflow)
-    result = stepper.take(2)
-    if stepper.groups[group].row_gradients:
+        hook = next(iter(state.param_groups[group].parameters.values())).register_hook(overflow)
+    result = train_step(state, 2)
+    if state.param_groups[group].row_gradients:
         del gradient.add
     else:
         hook.remove()
     assert result.skipped
-    for name, parameter in stepper.model.named_parameters():
+    for name, parameter in state.model.named_parameters():
         assert torch.equal(parameter, before[name]), name
-    assert stepper.scaler.get_scale() == scale / 2
-    assert not stepper.take(3).skipped
-    assert stepper.skips == 0
+    assert state.scaler.get_scale() == scale / 2
+    assert not train_step(state, 3).skipped
+    assert state.progress.skips == 0
 
 
 @pytest.mark.parametrize(("scale", "last"), [(2.0**16, 17), (2.0**40, MOST_SKIPS)])  # to the floor of 1; still above it
 def test_too_many_skips_in_a_row_end_training(recipe, scale, last):
-    stepper = stepper_of(recipe, "fp16")
-    stepper.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    state = state_of(recipe, "fp16")
+    state.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     with torch.no_grad():
-        stepper.model.norm.weight.fill_(float("inf"))
+        state.model.norm.weight.fill_(float("inf"))
     for step in range(1, last):
-        assert stepper.take(step).skipped
+        assert train_step(state, step).skipped
     with pytest.raises(UserError, match=rf"diverged at step {last}.* after {last} skipped steps in a row") as caught:
-        stepper.take(last)
+        train_step(state, last)
     assert caught.value.exit_code == 3
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_loss_that_is_not_finite_ends_training_before_the_update(recipe, precision):
-    stepper = stepper_of(recipe, precision)
+    state = state_of(recipe, precision)
     with torch.no_grad():
-        stepper.model.norm.bias[0] = float("nan")
-    before = weights(stepper)
+        state.model.norm.bias[0] = float("nan")
+    before = weights(state)
     with pytest.raises(UserError, match="diverged at step 1: loss nan, gradient norm of dense and values") as caught:
-        stepper.take(1)
+        train_step(state, 1)
     assert caught.value.exit_code == 3
-    for name, parameter in stepper.model.named_parameters():
+    for name, parameter in state.model.named_parameters():
         assert torch.equal(parameter.nan_to_num(), before[name].nan_to_num()), name
 
 
 def test_gradients_are_clipped_group_by_group(recipe):
     clipped = replace(recipe.optim, clip=1e-4, values=replace(recipe.optim.values, clip=0.0))
-    stepper = stepper_of(replace(recipe, optim=clipped))
+    state = state_of(replace(recipe, optim=clipped))
     seen = {}
-    for group in stepper.groups:
+    for group in state.param_groups:
         group.optimizer.register_step_pre_hook(
             lambda *_, group=group: seen.__setitem__(group.name, float(group.own_square(Ranks()).sqrt()))
         )
-    norms = stepper.take(1).norms
+    norms = train_step(state, 1).norms
     assert norms["dense"] > 1e-4
     assert seen["dense"] == pytest.approx(1e-4, rel=1e-3)
     assert seen["values"] == pytest.approx(norms["values"])
@@ -155,10 +156,10 @@ def test_recomputing_activations_changes_no_bit_and_counts_no_forward_twice(tmp_
     recipe = load_recipe(write_recipe(tmp_path, kind), ["model.dropout=0.1"])
     results = []
     for recompute in (False, True):
-        stepper = stepper_of(replace(recipe, train=replace(recipe.train, recompute=recompute)), precision)
+        state = state_of(replace(recipe, train=replace(recipe.train, recompute=recompute)), precision)
         forwards = []
-        stepper.model.blocks[1].norm.register_forward_hook(lambda *_, forwards=forwards: forwards.append(1))
-        results.append(([stepper.take(step).loss for step in (1, 2)], weights(stepper), len(forwards)))
+        state.model.blocks[1].norm.register_forward_hook(lambda *_, forwards=forwards: forwards.append(1))
+        results.append(([train_step(state, step).loss for step in (1, 2)], weights(state), len(forwards)))
     (losses, plain, once), (same, again, twice) = results
     assert losses == same
     assert twice == 2 * once
@@ -167,27 +168,27 @@ def test_recomputing_activations_changes_no_bit_and_counts_no_forward_twice(tmp_
 
 
 def test_recalibration_takes_the_statistics_of_the_last_weights(recipe):
-    stepper = stepper_of(replace(recipe, eval=replace(recipe.eval, recalibrate=3)))
-    twin = stepper_of(recipe)
-    for each in (stepper, twin):
+    state = state_of(replace(recipe, eval=replace(recipe.eval, recalibrate=3)))
+    twin = state_of(recipe)
+    for each in (state, twin):
         for step in (1, 2, 3):
-            each.take(step)
-    norm, queries = stepper.model.blocks[1].parts["memory"].query.norm, []
+            train_step(each, step)
+    norm, queries = state.model.blocks[1].parts["memory"].query.norm, []
     norm.register_forward_hook(lambda _, inputs, out: queries.append(inputs[0]))
-    before = weights(stepper)
-    recalibrate(stepper, 3)
+    before = weights(state)
+    recalibrate(state, 3)
     assert len(queries) == 3
     torch.testing.assert_close(norm.running_mean, torch.stack([q.mean(0) for q in queries]).mean(0))
     torch.testing.assert_close(norm.running_var, torch.stack([q.var(0) for q in queries]).mean(0))
-    changed = {name for name, tensor in weights(stepper).items() if not torch.equal(tensor, before[name])}
+    changed = {name for name, tensor in weights(state).items() if not torch.equal(tensor, before[name])}
     assert {name.rpartition(".")[2] for name in changed} == {"running_mean", "running_var"}
-    recalibrate(stepper, 1)
-    assert len(queries) == 3 + stepper.recipe.micro_batches(1), "no step that has not been trained on"
-    recalibrate(stepper, 3)
+    recalibrate(state, 1)
+    assert len(queries) == 3 + state.recipe.micro_batches(1), "no step that has not been trained on"
+    recalibrate(state, 3)
     statistics = norm.running_mean.clone()
-    recalibrate(stepper, 3)
+    recalibrate(state, 3)
     torch.testing.assert_close(norm.running_mean, statistics, rtol=0, atol=0)
-    assert stepper.take(4).loss == twin.take(4).loss
+    assert train_step(state, 4).loss == train_step(twin, 4).loss
     recalibrate(twin, 4)
     assert weights(twin).keys() == before.keys()
     unchanged = twin.model.blocks[1].parts["memory"].query.norm

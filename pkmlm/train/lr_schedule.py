@@ -1,0 +1,39 @@
+"""The learning-rate schedule: the learning rate of every step."""
+
+import math
+from dataclasses import dataclass
+
+from pkmlm.recipe.schema import Schedule
+
+
+@dataclass(frozen=True)
+class LrSchedule:
+    """A linear warm-up from 0 to the peak, then one of four shapes.
+
+    inverse-sqrt: peak * sqrt(warmup_steps / step) (Vaswani et al. 2017, with the peak as scale); cosine and linear:
+    from the peak to `final` * peak at the last step; constant: the peak.
+
+    Args:
+        peak: the learning rate after the warm-up.
+        shape: "inverse-sqrt" (which needs a warm-up), "cosine", "linear" or "constant".
+        warmup_steps: 0: no warm-up.
+        steps: of the whole run.
+        final: the last learning rate, as a share of the peak.
+    """
+
+    peak: float
+    shape: Schedule
+    warmup_steps: int
+    steps: int
+    final: float
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of a step (from 1)."""
+        warm = min(1.0, step / self.warmup_steps) if self.warmup_steps else 1.0
+        if warm < 1 or self.shape == "constant":
+            return self.peak * warm
+        if self.shape == "inverse-sqrt":
+            return self.peak * math.sqrt(self.warmup_steps / step)
+        progress = min(1.0, (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
+        fall = progress if self.shape == "linear" else (1 - math.cos(math.pi * progress)) / 2
+        return self.peak * (1 - (1 - self.final) * fall)

@@ -1,0 +1,54 @@
+"""The state of training, which the loop, the step and checkpoints share."""
+
+import torch
+
+from pkmlm.data.batches import Batches
+from pkmlm.distributed import Ranks
+from pkmlm.model.transformer import Transformer
+from pkmlm.recipe.schema import Recipe
+from pkmlm.train.activation_checkpointing import checkpoint_activations
+from pkmlm.train.checkpoint import Progress
+from pkmlm.train.compile import compile_dense_parts
+from pkmlm.train.optim import parameter_groups
+from pkmlm.train.shard import shard_dense_parts
+
+
+class TrainState:
+    """A model, its optimizers, its data, and how far its training is.
+
+    Construction prepares the model as the recipe asks: it divides the dense parameters among the ranks, compiles the
+    dense parts, and lets blocks recompute their activations.
+
+    Args:
+        recipe: how to train.
+        model: the model, on the device to train on; weights, gradients and moments are fp32 in each precision.
+        batches: the training data.
+        precision: "fp32", "bf16" or "fp16".
+        process_groups: the ranks that take each step together; None: this process alone.
+
+    Attributes:
+        param_groups: the parameters that move together, with their optimizers.
+        scaler: the loss scaler, enabled in fp16 alone.
+        progress: steps, tokens, seconds, and fp16 steps skipped in a row.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        model: Transformer,
+        batches: Batches,
+        precision: str,
+        process_groups: Ranks | None = None,
+    ):
+        self.recipe, self.model, self.batches, self.precision = recipe, model, batches, precision
+        self.process_groups = process_groups or Ranks()
+        self.device = next(model.parameters()).device
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
+        self.progress = Progress()
+        if recipe.parallel.shard and self.process_groups.world.size > 1:
+            shard_dense_parts(model, self.process_groups.world.size)
+        self.param_groups = parameter_groups(model, recipe)  # after sharding, which replaces parameters
+        if recipe.train.compile:
+            compile_dense_parts(model)
+        if recipe.train.recompute:
+            checkpoint_activations(model)
