@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from pkmlm.errors import UserError
-from pkmlm.runs.places import is_there
+from pkmlm.runs.files import exists
 
 
 def free_file(option: str, path: str | None, force: bool) -> Path | None:
@@ -16,7 +16,7 @@ def free_file(option: str, path: str | None, force: bool) -> Path | None:
     if path is None:
         return None
     file = Path(path)
-    if (is_there(file) and not file.is_file()) or not file.parent.is_dir():
+    if (exists(file) and not file.is_file()) or not file.parent.is_dir():
         raise UserError(f"{option} {path}: no file can be written there (expected a name in a folder that exists)")
     refuse_read_only(f"{option} {path}", file.parent)
     if file.exists() and not force:
@@ -39,7 +39,7 @@ def free_folder(path: str | None, force: bool) -> Path | None:
     if path is None:
         return None
     folder = Path(path)
-    if is_there(folder) and not folder.is_dir():
+    if exists(folder) and not folder.is_dir():
         raise UserError(f"--plots {path} is a file (expected a folder)")
     refuse_read_only(f"--plots {path}", next(each for each in (folder, *folder.absolute().parents) if each.exists()))
     if folder.exists() and any(folder.iterdir()) and not force:
@@ -54,7 +54,7 @@ def free_tokens(shown: str, force: bool) -> Path:
     if not shown:
         raise UserError("-o '': the name is empty (expected that of a folder)")
     folder = Path(os.path.realpath(shown))
-    if not (is_there(folder) or folder.is_symlink()):
+    if not (exists(folder) or folder.is_symlink()):
         return folder
     if not folder.is_dir():
         what = "a link in a circle" if folder.is_symlink() else "a file"

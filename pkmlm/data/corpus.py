@@ -11,8 +11,7 @@ import numpy as np
 from pkmlm.data.index import DIGEST, FILE, HASHED, TOKENIZER, Index, damaged, read_index, token_bytes
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError, read_errors
-from pkmlm.runs.files import sha256_of
-from pkmlm.runs.places import size_of
+from pkmlm.runs.files import sha256_of, size_of
 
 LEAST = 16  # tokens: shorter documents ("Yes.", a heading) repeat by nature
 RUN = 1 << 17  # tokens that are read at a time

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from pkmlm.errors import UserError, read_errors
-from pkmlm.runs.files import disk_errors
+from pkmlm.runs.files import write_errors
 
 FORMATS = ("txt", "jsonl", "parquet")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
@@ -192,10 +192,10 @@ def spool(stream: Stream, *, decompress: bool) -> IO[bytes]:
     Raises:
         UserError: (exit code 1) there is no room for it.
     """
-    with disk_errors(Path(tempfile.gettempdir())):
+    with write_errors(Path(tempfile.gettempdir())):
         file = tempfile.TemporaryFile()  # noqa: SIM115
     for block in stream.blocks() if decompress else plain_blocks(io.BufferedReader(stream, READ)):
-        with disk_errors(Path(tempfile.gettempdir())):
+        with write_errors(Path(tempfile.gettempdir())):
             file.write(block)
     file.flush()
     file.seek(0)

@@ -31,9 +31,8 @@ from pkmlm.export.config import (
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.check import require_softmax
 from pkmlm.recipe.schema import Recipe
-from pkmlm.runs.files import read_json, write_json, write_text, writing, writing_folder
+from pkmlm.runs.files import exists, read_json, write_json, write_text, writing, writing_folder
 from pkmlm.runs.manifest import ENTRIES, MANIFEST, damage, entry_of
-from pkmlm.runs.places import is_there
 from pkmlm.runs.shapes import misfit, read_shaped
 from pkmlm.train.tensor_files import write_tensors
 
@@ -57,7 +56,7 @@ def check_free(path: Path, force: bool) -> None:
     Raises:
         UserError: it is a file, it is not empty and `force` is not given, it holds what no export wrote, or no export.
     """
-    if is_there(path) and not path.is_dir():
+    if exists(path) and not path.is_dir():
         raise UserError(f"-o {path} is a file (expected a folder)")
     entries = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
     if entries and not force:

@@ -20,7 +20,6 @@ from pkmlm.runs.files import (
     read_bytes,
     refuse_link,
     regular,
-    remove_folder,
     remove_leftovers,
     rename_folder,
     sha256_of,
@@ -205,8 +204,6 @@ class RunDirectory:
     def set_aside(self, step: int) -> Path:
         """Rename a damaged checkpoint, so that it is in nobody's way and can still be looked at; return where it is."""
         aside = self.checkpoints / f"damaged-step-{step:08d}"
-        if aside.exists():
-            remove_folder(aside)
         rename_folder(self.checkpoint(step), aside)
         return aside
 
@@ -258,8 +255,8 @@ class RunDirectory:
             write_text(self.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
 
     def clean(self) -> None:
-        """Remove what a killed process left half-written."""
-        for folder in (self.path, self.checkpoints):
+        """Remove what killed processes left half-written; the caller holds the run."""
+        for folder in (self.path, self.checkpoints, self.path / "usage"):
             remove_leftovers(folder)
 
 

@@ -1,15 +1,11 @@
-"""The one place where pkmlm writes files: every write is whole or absent, and survives a power cut.
+"""The one place where pkmlm changes files: what it writes is whole or absent, and survives a power cut.
 
-A file is written under a temporary name in its own folder, synced, and renamed; a folder likewise. Readers therefore
-see the old content or the new, never a part; of two processes that write one name, the last one's is there, whole.
-Temporary names begin with `.tmp-` and are no other process's; a lock tells those of the living from the leftovers of a
-killed one, which the next write of the same name deletes. Only logs grow in place, a line at a time.
+A file is written under a temporary name in its own folder, synced, and renamed; so is a folder. Readers therefore see
+the old content or the new, never a part. Temporary names begin with `.tmp-`; a killed process may leave one behind.
+Only logs grow in place, a line at a time.
 """
 
-import ctypes
 import errno
-import fcntl
-import glob
 import hashlib
 import json
 import os
@@ -24,28 +20,28 @@ from typing import IO, Any
 
 from pkmlm.errors import UserError, read_errors
 
-TEMPORARY = ".tmp-"
-OWN_NAME = re.compile(rf"{re.escape(TEMPORARY)}[0-9a-f]{{8}}-")
+TEMPORARY = re.compile(r"\.tmp-([0-9a-f]{8}|new|old)(-.*)?")
 
 
 @contextmanager
 def writing(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
-    """Open a file that appears under `path` only when the block ends well.
+    """Open a file that appears under `path` only when the block ends without an error.
 
     Raises:
-        UserError: (exit code 1) the system refused a write: disk full, no permission, file too large; or there is
-            something at `path` that is no file.
+        UserError: (exit code 1) the system refused a write: disk full, no permission, file too large; or `path` is
+            something else than a file.
     """
-    with disk_errors(path):
+    text = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
+    with write_errors(path):
         refuse_special(path)
-        remove_leftovers(path.parent, path.name)
-        temporary, file = new_file(path, mode)
+        temporary = temporary_name(path, secrets.token_hex(4))
+        file = open(temporary, mode.replace("w", "x"), **text)  # type: ignore[call-overload]  # noqa: SIM115
         try:
             with file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-                os.replace(temporary, path)
+            os.replace(temporary, path)
             sync_folder(path.parent)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -54,100 +50,58 @@ def writing(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
 
 @contextmanager
 def writing_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to `path` when the block ends well; of a link, the folder it names.
+    """Yield a temporary folder that is renamed to `path` when the block ends without an error.
 
-    The files in it must have been synced by their writers (`writing` does). An existing folder at `path` goes once
-    the new one is whole, if it is empty or `replace` says so.
+    What a killed process left of an earlier attempt is deleted first; two processes must not write one folder at once.
+    Where `path` is a link, the folder that it names is written. Writers must sync the files in the folder, as `writing`
+    does.
+
+    Args:
+        replace: whether a folder at `path` that is not empty may go, once the new one is whole.
 
     Raises:
-        UserError: there is one that may not go; (exit code 1) the system refused a write.
+        UserError: there is a folder that may not go; (exit code 1) the system refused a write.
     """
-    with disk_errors(path):
+    with write_errors(path):
         path = Path(os.path.realpath(path)) if path.is_symlink() else path
-        old = path.with_name(f"{TEMPORARY}old-{short_name(path.name)}")
-        if old.is_dir() and not path.exists():  # a kill came between the two renames of `exchange`
+        temporary, old = temporary_name(path, "new"), temporary_name(path, "old")
+        if old.is_dir() and not path.exists():  # a kill came between the two renames below
             os.rename(old, path)
-        remove_leftovers(path.parent, path.name)
-        temporary, descriptor = new_folder(path)
+        for leftover in (temporary, old):
+            shutil.rmtree(leftover, ignore_errors=True)
         try:
+            make_folder(temporary)
             yield temporary
             sync_folder(temporary)
-            put_in_place(temporary, path, old if replace else None)
+            if replace and path.is_dir() and any(path.iterdir()):
+                os.rename(path, old)
+            try:
+                os.rename(temporary, path)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                hint = "it was not when this began: name another -o, or replace it with --force"
+                raise UserError(f"{path} is there already", hint) from None
             sync_folder(path.parent)
         except BaseException:
+            if old.is_dir() and not path.exists():
+                os.rename(old, path)
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        finally:
-            os.close(descriptor)
-        shutil.rmtree(temporary, ignore_errors=True)  # what was at `path`
         shutil.rmtree(old, ignore_errors=True)
 
 
-def own_name(path: Path) -> Path:
-    """A temporary name beside `path` that no other process has."""
-    return path.with_name(f"{TEMPORARY}{secrets.token_hex(4)}-{short_name(path.name)}")
+def temporary_name(path: Path, mark: str) -> Path:
+    """A temporary name beside `path`, no longer than the 255 bytes that a name may have."""
+    return path.with_name(f".tmp-{mark}-" + os.fsdecode(os.fsencode(path.name)[:240]))
 
 
-def short_name(name: str) -> str:
-    """What stands for a name in temporary names, which are 14 bytes longer: itself, or its hash if 255 are too few."""
-    whole = os.fsencode(name)
-    return name if len(whole) <= 241 else hashlib.sha256(whole).hexdigest()
-
-
-def new_file(path: Path, mode: str) -> tuple[Path, IO[Any]]:
-    """A new file under an `own_name`, held while it is open."""
-    text = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
-    while True:
-        temporary = own_name(path)
-        file = open(temporary, mode.replace("w", "x"), **text)  # type: ignore[call-overload]  # noqa: SIM115
-        hold(file.fileno())
-        if temporary.exists():  # else another process deleted it as a leftover before we locked it
-            return temporary, file
-        file.close()
-
-
-def new_folder(path: Path) -> tuple[Path, int]:
-    """A new folder under an `own_name`, held while the descriptor is open."""
-    while True:
-        temporary = own_name(path)
-        try:
-            make_folder(temporary)
-            descriptor = os.open(temporary, os.O_RDONLY)
-        except FileNotFoundError:  # another process has deleted it as a leftover before we could open it
-            continue
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        hold(descriptor)
-        if temporary.exists():
-            return temporary, descriptor
-        os.close(descriptor)
-
-
-def hold(descriptor: int) -> None:
-    """Tell other processes that this one uses a file or folder, until it closes it or ends."""
-    with suppress(OSError):  # a file system without locks: nobody deletes what cannot be locked
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-
-
-def remove_leftovers(folder: Path, name: str | None = None) -> None:
-    """Delete what killed processes left half-written in a folder, of the file or folder `name` or of all."""
-    name = name and short_name(name)
-    for place in folder.glob(f"{TEMPORARY}*{glob.escape(name or '')}"):
-        begins = OWN_NAME.match(place.name)
-        if begins and name in (None, place.name[begins.end() :]):
-            with suppress(OSError):  # a link, or one that cannot be deleted
-                remove_abandoned(place)
-
-
-def remove_abandoned(path: Path) -> None:
-    """Delete a file or folder that no process holds; one that cannot be locked is taken for held."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    finally:
-        os.close(descriptor)
+def remove_leftovers(folder: Path) -> None:
+    """Delete what killed processes left half-written in a folder that no living one writes in."""
+    for place in folder.glob(".tmp-*"):
+        if TEMPORARY.fullmatch(place.name) and not place.is_symlink():
+            with suppress(OSError):
+                shutil.rmtree(place) if place.is_dir() else place.unlink()
 
 
 def refuse_special(path: Path) -> None:
@@ -158,36 +112,9 @@ def refuse_special(path: Path) -> None:
             raise OSError(errno.EINVAL, "it is no regular file", str(path))
 
 
-def put_in_place(new: Path, path: Path, aside: Path | None) -> None:
-    """Give a new folder its name; one of that name that is not empty changes places with it if it may, by `aside`."""
-    try:
-        os.rename(new, path)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        if aside is None:
-            hint = "it was not when this began: name another -o, or replace it with --force"
-            raise UserError(f"{path} is there already", hint) from None
-        exchange(new, path, aside)
-
-
-def exchange(new: Path, path: Path, aside: Path) -> None:
-    """Let two folders change places: at once where the system can, else by way of a third name."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if hasattr(libc, "renameat2"):
-        here, both_stay = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of linux/fs.h
-        if libc.renameat2(here, os.fsencode(new), here, os.fsencode(path), both_stay) == 0:
-            return
-        if (number := ctypes.get_errno()) not in (errno.EINVAL, errno.ENOSYS):  # this file system cannot
-            raise OSError(number, os.strerror(number), str(path))
-    shutil.rmtree(aside, ignore_errors=True)
-    os.rename(path, aside)
-    os.rename(new, path)
-
-
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it that are missing, to stay; a folder that is there is left as it is."""
-    with disk_errors(path):
+    """Make a folder and those above it that are missing, and sync them; a folder that exists is left as it is."""
+    with write_errors(path):
         missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         if link := next(filter(Path.is_symlink, missing), None):
             message = f"{link} is a link to {os.readlink(link)}, where nothing is"
@@ -208,33 +135,35 @@ def refuse_link(path: Path) -> None:
 
 
 def rename_folder(path: Path, new: Path) -> None:
-    """Give a folder another name beside its own."""
-    with disk_errors(new):
+    """Give a folder another name beside its own; a folder of that name is deleted."""
+    if new.exists():
+        remove_folder(new)
+    with write_errors(new):
         os.rename(path, new)
         sync_folder(new.parent)
 
 
 def remove_folder(path: Path) -> None:
     """Delete a folder so that a kill leaves it whole, or nothing under its name."""
-    with disk_errors(path):
-        gone = own_name(path)
+    with write_errors(path):
+        gone = temporary_name(path, secrets.token_hex(4))
         os.rename(path, gone)
         shutil.rmtree(gone)
 
 
 def remove_file(path: Path) -> None:
-    """Delete a file, if it is there."""
-    with disk_errors(path):
+    """Delete a file, if it exists."""
+    with write_errors(path):
         path.unlink(missing_ok=True)
 
 
-def appending(path: Path) -> IO[str]:
+def open_log(path: Path) -> IO[str]:
     """Open a log, to which lines are added in place: each goes to the system when it is written."""
-    with disk_errors(path):
-        return open(path, "a", encoding="utf-8", newline="\n", buffering=1, opener=own_file)
+    with write_errors(path):
+        return open(path, "a", encoding="utf-8", newline="\n", buffering=1, opener=no_link)
 
 
-def own_file(path: str, flags: int) -> int:
+def no_link(path: str, flags: int) -> int:
     """Open a file that changes in place (an `opener` of `open`), following no link to another's."""
     return regular(path, flags | os.O_NOFOLLOW)
 
@@ -248,24 +177,52 @@ def regular(path: str, flags: int) -> int:
     return descriptor
 
 
-def read_bytes(path: Path) -> bytes:
-    """The bytes of a regular file.
-
-    Raises:
-        OSError: it cannot be read, or it is none.
-    """
-    with open(path, "rb", opener=regular) as file:
-        return file.read()
-
-
 @contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Turn the system's refusals (OSError) into one line that names the file."""
+def write_errors(path: Path) -> Iterator[None]:
+    """Turn the system's refusals to write (OSError) into one line that names the file."""
     try:
         yield
     except OSError as error:
         where = error.filename or path
         raise UserError(f"cannot write {where}: {error.strerror or error}", exit_code=1) from error
+
+
+def exists(path: Path) -> bool:
+    """Whether a name leads to something. (From Python 3.14 on, `Path.exists` says no where that cannot be seen.)
+
+    Raises:
+        OSError: that cannot be seen, or no name is so long.
+    """
+    try:
+        path.stat()
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
+        return False
+    return True
+
+
+def size_of(path: Path) -> int | None:
+    """The bytes of a regular file; None where there is none.
+
+    Raises:
+        OSError: it cannot be seen whether there is one.
+    """
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+
+def read_bytes(path: Path) -> bytes:
+    """The bytes of a regular file.
+
+    Raises:
+        OSError: it cannot be read, or is something else.
+    """
+    with open(path, "rb", opener=regular) as file:
+        return file.read()
 
 
 def write_text(path: Path, text: str) -> None:
@@ -289,8 +246,12 @@ def read_json(path: Path, what: str, hint: str = "it is damaged: make it again",
     Raises:
         UserError: (with `exit_code`) the file is missing, unreadable, or not JSON.
     """
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"it holds {name}")  # NaN or Infinity, which JSON has not
+
     try:
-        return json.loads(read_bytes(path), parse_constant=no_number)
+        return json.loads(read_bytes(path), parse_constant=refuse)
     except FileNotFoundError:
         raise UserError(f"{what} is missing: {path}", hint, exit_code) from None
     except OSError as error:
@@ -299,16 +260,11 @@ def read_json(path: Path, what: str, hint: str = "it is damaged: make it again",
         raise UserError(f"{what} {path} is not valid JSON: {error}", hint, exit_code) from None
 
 
-def no_number(name: str) -> None:
-    """Refuse NaN and Infinity, which JSON has not (a `parse_constant` of `json.loads`)."""
-    raise ValueError(f"it holds {name}")
-
-
 def sync_file(path: Path) -> None:
-    """Make what another writer has put into a file of a new folder durable, and give it the permissions of a new file,
-    as the folder has them: the process's umask can be read only by changing it, also for other threads.
+    """Sync a file that a library has written into a new folder, and give it the permissions that a new file has: those
+    of the folder show them, while the process's umask can be read only by changing it, also for other threads.
     """
-    with disk_errors(path):
+    with write_errors(path):
         os.chmod(path, path.parent.stat().st_mode & 0o666)
         with open(path, "rb") as file:
             os.fsync(file.fileno())

@@ -1,4 +1,8 @@
-"""A file that one process at a time holds."""
+"""A file that one process at a time holds.
+
+Not the package `filelock`: its older versions empty the file that says who holds the lock, where a file system has no
+locks it refuses or leaves a file that outlives a kill, and it cannot look at a lock without taking it.
+"""
 
 import fcntl
 import os
@@ -10,9 +14,9 @@ from pathlib import Path
 from typing import IO
 
 from pkmlm.errors import UserError
-from pkmlm.runs.files import disk_errors, own_file
+from pkmlm.runs.files import no_link, write_errors
 
-GLANCE = 0.2  # seconds
+PATIENCE = 0.2  # seconds; `abandoned` holds a lock for less
 
 
 @contextmanager
@@ -20,20 +24,19 @@ def locked(path: Path, what: str) -> Iterator[Callable[[], bool]]:
     """Hold a lock file for this process; the kernel releases it however the process ends.
 
     Yields:
-        whether it still keeps others out: not once somebody has deleted the file.
+        whether it still keeps others out: no longer once somebody has deleted the file.
 
     Raises:
         UserError: (exit code 1) another process holds it; `what` names what is locked.
     """
-    with disk_errors(path):
-        file = open(path, "a+b", buffering=0, opener=own_file)  # noqa: SIM115 (closing releases the lock)
+    with write_errors(path):
+        file = open(path, "a+b", buffering=0, opener=no_link)  # noqa: SIM115 (closing releases the lock)
     with file:
-        if not taken(file):
+        if not acquire(file):
             file.seek(0)
             holder = file.read(100).decode(errors="replace").strip() or "another process"
-            hint = "wait for it, stop it, or choose another -o"
-            raise UserError(f"{what} is in use by {holder}", hint, exit_code=1)
-        with disk_errors(path):
+            raise UserError(f"{what} is in use by {holder}", "wait for it, stop it, or choose another -o", exit_code=1)
+        with write_errors(path):
             file.truncate(0)
             file.write(f"process {os.getpid()}{here()}".encode())
 
@@ -45,16 +48,16 @@ def locked(path: Path, what: str) -> Iterator[Callable[[], bool]]:
         yield keeps
 
 
-def taken(file: IO[bytes]) -> bool:
-    """Take the lock, unless another process has it for longer than `abandoned` looks at it."""
-    until = time.monotonic() + GLANCE
+def acquire(file: IO[bytes]) -> bool:
+    """Take the lock, unless another process keeps it for longer than `PATIENCE`."""
+    until = time.monotonic() + PATIENCE
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > until:
                 return False
-            time.sleep(GLANCE / 20)
+            time.sleep(PATIENCE / 20)
         except OSError:
             return True  # a file system without locks (a cluster's, often): nobody can be kept out
         else:

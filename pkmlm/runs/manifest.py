@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from pkmlm.errors import read_errors
-from pkmlm.runs.files import sha256_of
-from pkmlm.runs.places import size_of
+from pkmlm.runs.files import sha256_of, size_of
 from pkmlm.runs.shapes import Shape
 
 MANIFEST = "manifest.json"

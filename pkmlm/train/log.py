@@ -20,7 +20,7 @@ from rich.table import Column
 from pkmlm.errors import UserError, printable
 from pkmlm.recipe.schema import Log
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.files import appending, disk_errors
+from pkmlm.runs.files import open_log, write_errors
 
 Judge = Callable[[dict[str, Any]], list[str]]
 
@@ -52,8 +52,8 @@ class TrainingLog:
         self.began, self.taken = (0.0, 0), 0
 
     def __enter__(self) -> "TrainingLog":
-        self.metrics = appending(self.folder / "metrics.jsonl")
-        self.text = appending(self.folder / "train.log")
+        self.metrics = open_log(self.folder / "metrics.jsonl")
+        self.text = open_log(self.folder / "train.log")
         self.sinks = self._open_sinks()
         # In a narrow terminal the bar gives way, then the text wraps.
         columns = (
@@ -77,7 +77,7 @@ class TrainingLog:
     def event(self, event: str, step: int, **numbers: Any) -> None:
         """Record one event; its numbers are finite or None."""
         line = {"event": event, "step": step, **numbers}
-        with disk_errors(self.folder / "metrics.jsonl"):
+        with write_errors(self.folder / "metrics.jsonl"):
             self.metrics.write(json.dumps(line, allow_nan=False) + "\n")
         scalars = {f"{event}/{name}": number for name, number in numbers.items() if isinstance(number, int | float)}
         for sink in self.sinks:
@@ -87,12 +87,12 @@ class TrainingLog:
 
     def sync(self) -> None:
         """Make the events so far survive a power cut: a checkpoint that follows builds on them."""
-        with disk_errors(self.folder / "metrics.jsonl"):
+        with write_errors(self.folder / "metrics.jsonl"):
             os.fsync(self.metrics.fileno())
 
     def say(self, text: str, *, on_screen: bool = True) -> None:
         """One line for people: to train.log, and to standard error unless quiet."""
-        with disk_errors(self.folder / "train.log"):
+        with write_errors(self.folder / "train.log"):
             self.text.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {printable(text)}\n")
         if on_screen and not self.quiet:
             self.console.print(printable(text))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pkmlm.distributed import World
 from pkmlm.errors import UserError
-from pkmlm.runs.files import disk_errors, sync_file
+from pkmlm.runs.files import sync_file, write_errors
 from pkmlm.train.shard import fill
 
 DTYPES = {torch.float32: "F32", torch.int64: "I64"}  # what a checkpoint holds, as its files say it
@@ -37,7 +37,7 @@ def parts_of(path: Path) -> list[Path]:
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write tensors as safetensors, and sync the file."""
-    with disk_errors(path):
+    with write_errors(path):
         try:
             save_file(tensors, path, metadata)
         except SafetensorError as error:

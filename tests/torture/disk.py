@@ -1,11 +1,10 @@
 """A disk that crashes or fails before the n-th operation, and one that remembers their order.
 
-Operations are what the project does to files through Python: open for writing, write, fsync, rename, exchange, mkdir,
+Operations are what the project does to files through Python: open for writing, write, fsync, rename, mkdir,
 unlink, rmdir, and the library call that writes tensors. To be used in a process of its own: nothing is put back.
 """
 
 import builtins
-import ctypes
 import errno
 import os
 import pathlib
@@ -32,7 +31,6 @@ class Disk:
 
     def install(self) -> None:
         """Put every operation of this process under watch."""
-        import pkmlm.runs.files as files
         import pkmlm.train.tensor_files as tensor_files
 
         paths = getattr(pathlib, "_normal_accessor", None)  # Python 3.10's Path has references of its own
@@ -40,7 +38,6 @@ class Disk:
             setattr(os, name, self._watched(name, getattr(os, name)))
             if hasattr(paths, name):
                 setattr(paths, name, getattr(os, name))
-        files.exchange = self._watched("exchange", files.exchange)  # type: ignore[assignment]
         tensor_files.save_file = self._tensors(tensor_files.save_file)  # type: ignore[assignment]
         real = builtins.open
 
@@ -68,7 +65,7 @@ class Disk:
     def _watched(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def watched(path: Any, *rest: Any, **named: Any) -> Any:
             shown = os.readlink(f"/proc/self/fd/{path}") if name == "fsync" else path
-            self.step(name, shown, other=rest[0] if rest and name in ("replace", "rename", "exchange") else "")
+            self.step(name, shown, other=rest[0] if rest and name in ("replace", "rename") else "")
             return real(path, *rest, **named)
 
         return watched
@@ -112,13 +109,3 @@ class WatchedFile:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.file, name)
-
-
-def two_renames() -> None:
-    """Let the system seem to be one that cannot exchange two names at once."""
-
-    class Library:
-        def __init__(self, *_: object, **__: object):
-            pass
-
-    ctypes.CDLL = Library  # type: ignore[assignment,misc]

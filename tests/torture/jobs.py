@@ -5,7 +5,7 @@ import resource
 import sys
 from pathlib import Path
 
-from tests.torture.disk import Disk, two_renames
+from tests.torture.disk import Disk
 from tests.torture.phases import TOKENIZING, TRAINING, Phases, phases_of
 
 
@@ -13,7 +13,6 @@ def command(
     words: list[str],
     disk: dict[str, object] | None = None,
     phases: str = "",
-    exchange: bool = True,
     memory: int = 0,
     file_size: int = 0,
     init_scale: float = 0.0,
@@ -25,7 +24,6 @@ def command(
     Args:
         disk: of `Disk`.
         phases: a file to mark phases in.
-        exchange: whether the system can exchange two names at once.
         memory, file_size: limits in bytes (memory: beyond what the process has when it begins).
         init_scale: the loss scale that fp16 begins with; large ones make the first steps overflow.
         drop: what a resume forgets, see `tests.torture.oracle`.
@@ -34,8 +32,6 @@ def command(
 
     if cwd:
         os.chdir(cwd)
-    if not exchange:
-        two_renames()
     if phases:
         places = TOKENIZING if words[0] == "tokenize" else TRAINING
         Phases(Path(phases), phases_of(places)).watch(places)

@@ -26,7 +26,6 @@ TOKENIZING = (
     ("pkmlm.data.shards", "write_split", "split"),
     ("pkmlm.data.shards", "write_shards", "shards"),
     ("pkmlm.data.index.Index", "write", "index"),
-    ("pkmlm.runs.files", "exchange", "exchange"),
     ("pkmlm.cli.tokenize", "print_result", "result"),
 )
 

@@ -96,7 +96,7 @@ METHODS = {"mkdir", "unlink", "rmdir", "touch", "write_text", "write_bytes", "sy
 WRITES = {
     ("cli/streams.py", "open(1, 'w', closefd=False)"),  # the standard streams
     ("cli/streams.py", "open(2, 'w', closefd=False)"),
-    ("runs/lock.py", "open(path, 'a+b', buffering=0, opener=own_file)"),  # it holds nothing but a number
+    ("runs/lock.py", "open(path, 'a+b', buffering=0, opener=no_link)"),  # it holds nothing but a number
     ("train/tensor_files.py", "save_file(tensors, path, metadata)"),  # into a folder that is not there yet
 }
 

@@ -15,12 +15,10 @@ from threading import Timer
 import pytest
 
 from pkmlm.errors import UserError
-from pkmlm.runs import files
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import (
-    appending,
-    exchange,
     make_folder,
+    open_log,
     read_json,
     remove_leftovers,
     sha256_of,
@@ -54,22 +52,6 @@ def not_as_root():
         os.seteuid(user)
 
 
-def test_of_two_writers_of_a_folder_each_writes_a_whole_one(tmp_path):
-    out = tmp_path / "out"
-    with writing_folder(out) as first:
-        fill(first, "1", "ab")
-        with writing_folder(out) as second:
-            assert second != first
-            fill(second, "2", "ab")
-        assert [(out / name).read_text() for name in "ab"] == ["2", "2"]
-        assert (first / "a").read_text() == "1"  # not taken away
-        (out / "a").unlink()
-        (out / "b").unlink()
-        out.rmdir()
-    assert [(out / name).read_text() for name in "ab"] == ["1", "1"]
-    assert not leftovers(tmp_path)
-
-
 def test_names_may_be_as_long_as_the_system_lets_them(tmp_path):
     for size in (240, 241, 242, 255):
         out = tmp_path / ("o" * size)
@@ -78,27 +60,50 @@ def test_names_may_be_as_long_as_the_system_lets_them(tmp_path):
                 fill(folder, text, "a")
             assert (out / "a").read_text() == text
         write_text(tmp_path / ("f" * size), "1")
-        left = files.own_name(out)
-        left.mkdir()
-        with writing_folder(out, replace=True):
-            assert not left.exists()
     with pytest.raises(UserError, match="File name too long"):
         write_text(tmp_path / ("f" * 256), "1")
     assert not leftovers(tmp_path)
 
 
-def test_two_who_replace_a_folder_leave_the_last_one_whole(tmp_path):
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_kill_while_a_folder_is_replaced_loses_neither(tmp_path, at):
     out = tmp_path / "out"
     with writing_folder(out) as folder:
-        fill(folder, "old")
-    with writing_folder(out, replace=True) as first:
-        fill(first, "1", "abcd")
-        with writing_folder(out, replace=True) as second:
-            fill(second, "2")
-        fill(first, "1", "efgh")
-    assert {path.read_text() for path in out.iterdir()} == {"1"}
-    assert len(list(out.iterdir())) == 8
+        fill(folder, "old", "ab")
+    program = (
+        "import os; from pathlib import Path; from pkmlm.runs.files import writing_folder, write_text\n"
+        f"left, rename = [{at}], os.rename\n"
+        "def killed(*names):\n"
+        "    left[0] -= 1\n"
+        "    rename(*names) if left[0] else os._exit(137)\n"
+        "with writing_folder(Path('out'), replace=True) as folder:\n"
+        "    write_text(folder / 'a', 'new')\n"
+        "    os.rename = killed\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, timeout=60)
+    assert done.returncode == 137
+    assert out.exists() == (at == 1)
+    with pytest.raises(UserError), writing_folder(out, replace=True):
+        (out / "c").read_text()
+    assert [(out / name).read_text() for name in "ab"] == ["old", "old"]
+    with writing_folder(out, replace=True) as folder:
+        fill(folder, "new", "a")
+    assert [path.name for path in out.iterdir()] == ["a"]
     assert not leftovers(tmp_path)
+
+
+def test_a_killed_process_s_leftovers_are_deleted_and_no_others(tmp_path):
+    program = (
+        "import os; from pathlib import Path; from pkmlm.runs.files import writing, writing_folder\n"
+        "with writing(Path('f')) as file, writing_folder(Path('d')) as folder:\n"
+        "    (folder / 'x').touch(); os._exit(137)"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, timeout=60)
+    assert len(leftovers(tmp_path)) == 2
+    (tmp_path / ".tmp-mine").touch()
+    (tmp_path / ".tmp-0a1b2c3e-f").symlink_to(tmp_path / "victim")
+    remove_leftovers(tmp_path)
+    assert leftovers(tmp_path) == [".tmp-0a1b2c3e-f", ".tmp-mine"]
 
 
 def test_a_folder_that_appeared_meanwhile_is_not_replaced_unasked(tmp_path):
@@ -124,70 +129,6 @@ def test_processes_that_write_one_file_do_not_disturb_each_other(tmp_path):
     assert [one.communicate(timeout=60)[1] for one in running] == [b"", b""]
     assert (tmp_path / "f").read_text() in ("a" * 100_000, "b" * 100_000)
     assert leftovers(tmp_path) == []
-
-
-def test_only_leftovers_of_the_dead_are_deleted(tmp_path):
-    program = (
-        "import os; from pathlib import Path; from pkmlm.runs.files import writing, writing_folder\n"
-        "with writing(Path('f')) as file, writing_folder(Path('d')) as folder:\n"
-        "    (folder / 'x').touch(); print(flush=True); input()"
-    )
-    child = subprocess.Popen(
-        [sys.executable, "-c", program], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    child.stdout.readline()
-    before = leftovers(tmp_path)
-    assert len(before) == 2
-    for name in (".tmp-mine", ".tmp-0a1b2c3d-other", ".tmp-0a1b2c3d-ff"):
-        (tmp_path / name).touch()
-    (tmp_path / ".tmp-0a1b2c3e-f").symlink_to(tmp_path / "victim")
-    write_text(tmp_path / "f", "mine")
-    with writing_folder(tmp_path / "d"):
-        pass
-    assert set(before) <= set(leftovers(tmp_path))
-    child.kill()
-    child.wait(10)
-    child.stdin.close()
-    child.stdout.close()
-    write_text(tmp_path / "f", "mine")
-    remove_leftovers(tmp_path, "d")
-    assert not set(before) & set(leftovers(tmp_path))
-    assert len(leftovers(tmp_path)) == 4  # other names, and a link, are nobody's to delete
-    remove_leftovers(tmp_path)
-    assert leftovers(tmp_path) == [".tmp-0a1b2c3e-f", ".tmp-mine"]
-
-
-def test_what_was_taken_for_a_leftover_before_it_was_held_is_made_again(tmp_path, monkeypatch):
-    hold, swept = files.hold, []
-
-    def late(descriptor):
-        if not swept or (len(swept) == 1 and (tmp_path / "f").exists()):
-            swept.append(leftovers(tmp_path))
-            remove_leftovers(tmp_path)
-        hold(descriptor)
-
-    monkeypatch.setattr(files, "hold", late)
-    write_text(tmp_path / "f", "whole")
-    with writing_folder(tmp_path / "d") as folder:
-        fill(folder, "whole", "a")
-    assert [len(names) for names in swept] == [1, 1]
-    assert [(tmp_path / name).read_text() for name in ("f", "d/a")] == ["whole", "whole"]
-
-
-def test_a_folder_that_was_taken_for_a_leftover_before_it_was_open_is_made_again(tmp_path, monkeypatch):
-    make, swept = files.make_folder, []
-
-    def swept_at_once(path):
-        make(path)
-        if not swept:
-            swept.append(leftovers(tmp_path))
-            remove_leftovers(tmp_path)
-
-    monkeypatch.setattr(files, "make_folder", swept_at_once)
-    with writing_folder(tmp_path / "d") as folder:
-        fill(folder, "whole", "a")
-    assert len(swept[0]) == 1
-    assert (tmp_path / "d/a").read_text() == "whole"
 
 
 def test_no_folder_is_made_where_a_link_leads_nowhere(tmp_path):
@@ -217,7 +158,7 @@ def test_links_in_the_way_are_not_followed(tmp_path, monkeypatch):
         pass
     (run / "metrics.jsonl").symlink_to(victim)
     with pytest.raises(UserError, match=r"cannot write \S+metrics.jsonl: "):
-        appending(run / "metrics.jsonl")
+        open_log(run / "metrics.jsonl")
     assert victim.read_text() == "kept"
     write_text(run / "metrics.jsonl", "new")  # a link is replaced, what it names is not touched
     assert (victim.read_text(), (run / "metrics.jsonl").read_text()) == ("kept", "new")
@@ -237,7 +178,7 @@ def test_a_folder_behind_a_link_is_replaced_where_it_is(tmp_path):
 def test_pipes_and_devices_are_neither_replaced_nor_waited_for(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    for write in (lambda: write_text(pipe, "x"), lambda: appending(pipe)):
+    for write in (lambda: write_text(pipe, "x"), lambda: open_log(pipe)):
         with pytest.raises(UserError, match=r"cannot write \S+pipe: ") as told:
             write()
         assert told.value.exit_code == 1
@@ -341,13 +282,3 @@ def test_a_full_disk_under_the_lock_is_told_as_such(tmp_path):
             pass
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_exchange_by_way_of_a_third_name(tmp_path, monkeypatch):
-    monkeypatch.setattr("ctypes.CDLL", lambda *_, **__: object())
-    for name in ("new", "old", "aside"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "is").write_text(name)
-    exchange(tmp_path / "new", tmp_path / "old", tmp_path / "aside")
-    assert (tmp_path / "old/is").read_text() == "new"
-    assert (tmp_path / "aside/is").read_text() == "old"
