@@ -21,7 +21,7 @@ CPU_INSTRUCTIONS = {
 }
 
 
-def choose_device() -> torch.device:
+def default_device() -> torch.device:
     """The current CUDA device where there is one, otherwise the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
@@ -36,7 +36,7 @@ def name_of(device: torch.device) -> str:
 
 def machine() -> dict[str, str]:
     """What a timing is taken on: the device with its threads, and the version of torch."""
-    return {"device": name_of(choose_device()), "torch": torch.__version__}
+    return {"device": name_of(default_device()), "torch": torch.__version__}
 
 
 def free_bytes(device: torch.device) -> int:
@@ -64,7 +64,7 @@ def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Arithmetic:
+class DeviceSettings:
     """Where a command computes, in which precision, and why in this one."""
 
     device: torch.device
@@ -72,13 +72,13 @@ class Arithmetic:
     reason: str
 
 
-def choose_arithmetic(requested: str) -> Arithmetic:
-    """`choose_device`, and `choose_precision` for it."""
-    device = choose_device()
-    return Arithmetic(device, *choose_precision(requested, device))
+def select_device(requested: str) -> DeviceSettings:
+    """`default_device`, and `resolve_precision` for it."""
+    device = default_device()
+    return DeviceSettings(device, *resolve_precision(requested, device))
 
 
-def choose_precision(requested: str, device: torch.device) -> tuple[Precision, str]:
+def resolve_precision(requested: str, device: torch.device) -> tuple[Precision, str]:
     """Resolve `train.precision` for a device.
 
     Returns:
@@ -88,7 +88,7 @@ def choose_precision(requested: str, device: torch.device) -> tuple[Precision, s
         UserError: bf16 was asked for on a GPU that has none.
     """
     if device.type == "cpu":
-        return precision_on_cpu(requested, torch.cpu.get_capabilities())
+        return resolve_precision_on_cpu(requested, torch.cpu.get_capabilities())
     name = torch.cuda.get_device_name(device)
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     if requested == "auto":
@@ -98,8 +98,8 @@ def choose_precision(requested: str, device: torch.device) -> tuple[Precision, s
     return requested, "as the recipe asks"  # type: ignore[return-value]
 
 
-def precision_on_cpu(requested: str, capabilities: Mapping[str, Any]) -> tuple[Precision, str]:
-    """`choose_precision` for a CPU with these capabilities (of `torch.cpu.get_capabilities`).
+def resolve_precision_on_cpu(requested: str, capabilities: Mapping[str, Any]) -> tuple[Precision, str]:
+    """`resolve_precision` for a CPU with these capabilities (of `torch.cpu.get_capabilities`).
 
     "auto" is fp32 also where bf16 is fast: on a CPU with AVX512-BF16, steps of models of width 128 ran 0.95 times as
     fast in bf16, and of width 512 1.4 to 1.5 times; there it is worth asking for, at losses that another CPU would not
@@ -113,7 +113,7 @@ def precision_on_cpu(requested: str, capabilities: Mapping[str, Any]) -> tuple[P
     return requested, "as the recipe asks"  # type: ignore[return-value]
 
 
-def is_shortage(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory has run out, in the words of Python, numpy, torch, Triton or CUDA."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pkmlm.environment import TIMEOUT, collective_timeout, launched_processes
 from pkmlm.errors import UserError
-from pkmlm.launcher import TIMEOUT, patience, started
 
 # torch 2.13 has new names for these, and warns of the old ones.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -25,7 +25,7 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 @dataclass
-class Tally:
+class CommStats:
     """What this process has sent to others, and where it is.
 
     Attributes:
@@ -51,7 +51,7 @@ class World:
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
-    tally: Tally = field(default_factory=Tally, compare=False, repr=False)
+    comm_stats: CommStats = field(default_factory=CommStats, compare=False, repr=False)
 
     def all_sum(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, in the tensor's dtype: put into the tensor itself, and returned."""
@@ -119,7 +119,7 @@ class World:
         return self.gather_objects(value if self.rank == 0 else None)[0]
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def collective_errors(self) -> Iterator[None]:
         """A block that ends well on all ranks or on none; where one rank alone can fail, others must not wait for it
         in a collective of the block.
 
@@ -136,7 +136,7 @@ class World:
             failure = error
         codes = self.gather_objects(failure.exit_code if failure else 0) if self.size > 1 else []
         first = next((rank for rank, code in enumerate(codes) if code), None)
-        self.tally.failed = first
+        self.comm_stats.failed = first
         if first is None:
             return
         if first != self.rank or failure is None:
@@ -144,19 +144,19 @@ class World:
         where = f"rank {first}: " if first else ""
         raise UserError(where + failure.message, failure.hint, failure.exit_code) from failure
 
-    def same(self, error: UserError) -> UserError | SystemExit:
+    def on_rank_zero(self, error: UserError) -> UserError | SystemExit:
         """What to raise for an error that all ranks meet alike: rank 0 tells it, the others end with its exit code."""
         return error if self.rank == 0 else SystemExit(error.exit_code)
 
     @contextmanager
-    def told_once(self) -> Iterator[None]:
+    def errors_on_rank_zero(self) -> Iterator[None]:
         """Let a mistake of the user's, which all ranks meet alike, be told by rank 0 alone; a rank's failure is its
         own.
         """
         try:
             yield
         except UserError as error:
-            raise (error if error.exit_code == 1 else self.same(error)) from None
+            raise (error if error.exit_code == 1 else self.on_rank_zero(error)) from None
 
     @contextmanager
     def _sending(self, size: float) -> Iterator[None]:
@@ -164,17 +164,17 @@ class World:
             with torch.no_grad():
                 yield
         except RuntimeError as error:  # may also be the delayed error of an earlier kernel
-            if is_network(error):
-                raise self.lost(error) from error
+            if is_network_error(error):
+                raise self.network_error(error) from error
             raise
-        self.tally.sent += size
+        self.comm_stats.sent += size
 
-    def lost(self, error: BaseException) -> UserError:
+    def network_error(self, error: BaseException) -> UserError:
         """What to say of an error of the network: it never knows which rank has brought it about."""
-        at = f", step {self.tally.step}" if self.tally.step else ""
+        at = f", step {self.comm_stats.step}" if self.comm_stats.step else ""
         what, hint = "the connection to another rank is lost", "the first rank to end says why"
         if re.search("timed? ?out", str(error), re.IGNORECASE):
-            what = f"no answer from another rank for {patience():g} s"
+            what = f"no answer from another rank for {collective_timeout():g} s"
             hint = f"{TIMEOUT}=SECONDS in the environment sets how long to wait"
         if reason := re.search(r"Last error:[ \t]*\n?(.+)", str(error)):  # as torch quotes NCCL
             what, hint = f"NCCL: {reason[1]}", "NCCL_DEBUG=WARN in the environment says more, or the first rank to end"
@@ -182,7 +182,7 @@ class World:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class ProcessGroups:
     """How the processes of a training run share its work; alone, each is a world of one.
 
     Attributes:
@@ -196,13 +196,13 @@ class Ranks:
     data: World = field(default_factory=World)
 
 
-def ranks_of(world: World, memory: int = 1) -> Ranks:
+def build_process_groups(world: World, memory: int = 1) -> ProcessGroups:
     """The ranks of a run whose tables are divided among `memory` ranks (a divisor of the world's size)."""
     if world.size == 1:
-        return Ranks(world)
+        return ProcessGroups(world)
     neighbours = [list(range(first, first + memory)) for first in range(0, world.size, memory)]
     same_columns = [list(range(first, world.size, memory)) for first in range(memory)]
-    return Ranks(world, _part(world, neighbours), _part(world, same_columns))
+    return ProcessGroups(world, _part(world, neighbours), _part(world, same_columns))
 
 
 def _part(world: World, parts: list[list[int]]) -> World:
@@ -210,23 +210,23 @@ def _part(world: World, parts: list[list[int]]) -> World:
     if len(parts) == 1:
         return world
     if len(parts) == world.size:
-        return World(tally=world.tally)
-    group, _ = dist.new_subgroups_by_enumeration(parts, timeout=timedelta(seconds=patience()))
-    return World(dist.get_rank(group), dist.get_world_size(group), group, world.tally)
+        return World(comm_stats=world.comm_stats)
+    group, _ = dist.new_subgroups_by_enumeration(parts, timeout=timedelta(seconds=collective_timeout()))
+    return World(dist.get_rank(group), dist.get_world_size(group), group, world.comm_stats)
 
 
-def is_network(error: BaseException) -> bool:
+def is_network_error(error: BaseException) -> bool:
     """Whether torch reports a network failure, which may come from outside `World` (FSDP sends by itself)."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
-def world() -> World:
+def current_world() -> World:
     """The processes that have joined; this one alone, where none have."""
     return World(dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else World()
 
 
 @contextmanager
-def process_group() -> Iterator[World]:
+def init_distributed() -> Iterator[World]:
     """Join the processes of the launcher and leave them at the end; on GPUs, take this rank's.
 
     Tensors on GPUs go over NCCL, those in main memory over gloo. An error of another rank than the first names it.
@@ -234,10 +234,10 @@ def process_group() -> Iterator[World]:
     Raises:
         UserError: the launcher's environment is not whole (exit code 2), or the others could not be met (1).
     """
-    if started() == 1:
+    if launched_processes() == 1:
         yield World()
         return
-    wait = timedelta(seconds=patience())
+    wait = timedelta(seconds=collective_timeout())
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     try:
         if torch.cuda.is_available():  # a launcher may show each rank one GPU alone; NCCL refuses two ranks on one
@@ -251,7 +251,7 @@ def process_group() -> Iterator[World]:
         message = f"rank {os.environ['RANK']} has not met the others at {place}"
         raise UserError(message, "have all been started, and can they reach that place?", exit_code=1) from None
     try:
-        yield world()
+        yield current_world()
     except BaseException as error:
         own = f"rank {dist.get_rank()}"
         if isinstance(error, UserError) and dist.get_rank() > 0 and not error.message.startswith(own):

@@ -11,7 +11,7 @@ from torch import Tensor
 from pkmlm.bench.bandwidth import bandwidth, beside_a_copy
 from pkmlm.bench.models import Variant, check_room, decode, prefilled, random_tokens
 from pkmlm.bench.rounds import Timing
-from pkmlm.device import choose_device
+from pkmlm.device import default_device
 from pkmlm.model.transformer import Transformer, build_model
 
 
@@ -64,7 +64,7 @@ def time_inference(
         tokens: to decode in a sequence; more than half the context are cut to it.
     """
     check_room(chosen, training=False)
-    device, context = choose_device(), chosen[0].recipe.model.context
+    device, context = default_device(), chosen[0].recipe.model.context
     tokens = min(tokens, max(1, context // 2))
     actions: dict[tuple[str, int, int], Callable[[], object]] = {}
     for index, one in enumerate(chosen):

@@ -11,7 +11,7 @@ import torch
 
 from pkmlm.bench.rounds import Overhead, in_rounds, synchronize
 from pkmlm.data.batches import Batches
-from pkmlm.device import Arithmetic, autocast
+from pkmlm.device import DeviceSettings, autocast
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Log, Recipe
 from pkmlm.runs.directory import RunDirectory
@@ -23,7 +23,7 @@ from pkmlm.train.optim import parameter_groups
 from pkmlm.train.state import TrainState
 
 
-def loop_cost(job: Job, arithmetic: Arithmetic, rounds: int, steps: int, say: Callable[[str], None]) -> Overhead:
+def loop_cost(job: Job, settings: DeviceSettings, rounds: int, steps: int, say: Callable[[str], None]) -> Overhead:
     """Time a step of the loop of `pkmlm train` and of a bare one over the same batches; each round of each starts from
     a new model.
 
@@ -43,9 +43,9 @@ def loop_cost(job: Job, arithmetic: Arithmetic, rounds: int, steps: int, say: Ca
     first, last = recipe.micro_batches(), -recipe.micro_batches()
 
     def seconds_a_step(loop: Callable[[Transformer, Batches, Recipe, str], None]) -> float:
-        model = build_model(recipe, job.vocab_size, arithmetic.device)
-        begun = note_forwards(model, arithmetic.device)
-        loop(model, batches, recipe, arithmetic.precision)
+        model = build_model(recipe, job.vocab_size, settings.device)
+        begun = note_forwards(model, settings.device)
+        loop(model, batches, recipe, settings.precision)
         return (begun[last] - begun[first]) / steps
 
     times = in_rounds({loop: partial(seconds_a_step, loop) for loop in (full_loop, bare_loop)}, rounds, say)

@@ -15,7 +15,7 @@ from pkmlm.bench.contenders import actions, beside_one_another, inputs, product_
 from pkmlm.bench.peak import peak_of_step
 from pkmlm.bench.rounds import Timing
 from pkmlm.bench.shape import WIDTH, Shape
-from pkmlm.device import choose_device, free_bytes
+from pkmlm.device import default_device, free_bytes
 from pkmlm.errors import UserError
 from pkmlm.model.memory.product_key import ProductKeyMemory
 
@@ -82,7 +82,7 @@ def time_memory(
     All memories of a round read and update one value table with one pair of moments: the same rows, without holding
     them four times. Nothing is clipped and no norm is computed, in none of the layers.
     """
-    device = choose_device()
+    device = default_device()
     check_room(shape, names, device)
     peaks = {name: peak_of_step(shape, name, say) for name in names if name != "ffn"} if peak else {}
     say("filling the table")

@@ -10,7 +10,7 @@ from torch import Tensor
 from pkmlm.bench import short
 from pkmlm.bench.shape import WIDTH
 from pkmlm.data.batches import Batch, Batches
-from pkmlm.device import choose_device, free_bytes
+from pkmlm.device import default_device, free_bytes
 from pkmlm.errors import UserError
 from pkmlm.model.attention import Cache
 from pkmlm.model.cost import cost_of
@@ -107,7 +107,7 @@ def variant(kind: str, name: str, recipe: Recipe) -> Variant:
 def check_room(chosen: Iterable[Variant], *, training: bool) -> None:
     """Refuse models that do not fit into memory together: they are timed in turn."""
     needed = sum(one.training if training else (one.dense + one.memory) * WIDTH for one in chosen)
-    free = free_bytes(choose_device())
+    free = free_bytes(default_device())
     if needed > free:
         raise UserError(
             f"these models need {needed / 1e9:.1f} GB together, {free / 1e9:.1f} GB are free",

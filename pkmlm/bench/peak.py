@@ -13,7 +13,7 @@ import torch
 
 from pkmlm.bench.contenders import CONTENDERS, backward, inputs, product_key_layer
 from pkmlm.bench.shape import Shape
-from pkmlm.device import choose_device
+from pkmlm.device import default_device
 from pkmlm.errors import UserError
 
 
@@ -37,7 +37,7 @@ def own_peak(shape: Shape, name: str) -> int:
 
     A step on a small table comes first, so that compilers and buffers of the libraries do not count.
     """
-    device = choose_device()
+    device = default_device()
     two_steps(replace(shape, num_keys=max(16, shape.topk)), name, device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -12,7 +12,7 @@ from pkmlm.bench import MODEL_PHASES
 from pkmlm.bench.bandwidth import bandwidth, beside_a_copy
 from pkmlm.bench.models import RandomBatches, Variant, check_room, decode, prefilled, random_tokens
 from pkmlm.bench.rounds import Timing
-from pkmlm.device import autocast, choose_device
+from pkmlm.device import autocast, default_device
 from pkmlm.model.attention import Cache
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.train.state import TrainState
@@ -52,7 +52,7 @@ class TrainingTimes:
 def time_training(chosen: list[Variant], precision: str, rounds: int, say: Callable[[str], None]) -> TrainingTimes:
     """Time the forward, the whole step as `pkmlm train` takes it, and one token at batch 1 after half a context."""
     check_room(chosen, training=True)
-    device = choose_device()
+    device = default_device()
     actions: dict[tuple[int, str], Callable[[], object]] = {}
     for index, one in enumerate(chosen):
         say(f"building {one.name}")

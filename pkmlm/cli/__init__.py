@@ -179,9 +179,9 @@ def help_of(error: click.ClickException) -> str:
 
 def torch_is_short(error: RuntimeError) -> bool:
     """Whether torch says that memory has run out."""
-    from pkmlm.device import is_shortage
+    from pkmlm.device import is_out_of_memory
 
-    return is_shortage(error)
+    return is_out_of_memory(error)
 
 
 def system_refused(error: OSError) -> int:

@@ -71,7 +71,7 @@ def versions() -> dict[str, str | None]:
 
 def machine() -> dict[str, Any]:
     """System, usable cores, and memory in bytes (None without psutil)."""
-    from pkmlm.cores import usable_cores
+    from pkmlm.environment import usable_cores
 
     try:
         import psutil
@@ -112,7 +112,7 @@ def seen_by_torch() -> dict[str, Any]:
     """Threads, instruction set, whose fp32 products, CUDA devices and what their kernels lack, device and precision."""
     import torch
 
-    from pkmlm.device import choose_arithmetic
+    from pkmlm.device import select_device
     from pkmlm.kernels.backend import lacking_for_triton
     from pkmlm.kernels.products import BY_ONEDNN
 
@@ -121,16 +121,16 @@ def seen_by_torch() -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(index)
         capability = f"{properties.major}.{properties.minor}"
         devices.append({"name": properties.name, "memory_bytes": properties.total_memory, "capability": capability})
-    arithmetic = choose_arithmetic("auto")
+    settings = select_device("auto")
     return {
         "threads": torch.get_num_threads(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "fp32_by_onednn": BY_ONEDNN,
         "cuda": devices,
         "kernels_lack": lacking_for_triton() if devices else [],
-        "device": str(arithmetic.device),
-        "precision": arithmetic.precision,
-        "precision_reason": arithmetic.reason,
+        "device": str(settings.device),
+        "precision": settings.precision,
+        "precision_reason": settings.reason,
     }
 
 

@@ -90,7 +90,7 @@ def command(
       pkmlm eval runs/demo --tasks memoryformer --log-samples samples.jsonl
       torchrun --nproc-per-node 4 -m pkmlm eval runs/demo
     """
-    from pkmlm.distributed import process_group
+    from pkmlm.distributed import init_distributed
     from pkmlm.evaluate.load import load_same
 
     asked = Asked(**options)
@@ -98,7 +98,7 @@ def command(
     measured = asked.tasks is None or choice.made
     if stride is not None and not measured:
         raise UserError("--stride goes with a perplexity", "with --tasks, also give --split or --text")
-    with process_group() as world, world.told_once():
+    with init_distributed() as world, world.errors_on_rank_zero():
         prepared = None if asked.tasks is None else prepare(asked.tasks, asked.task_data, asked.num_fewshot)
         if world.size > 1:
             choice.refuse_standard_input("several processes cannot read one standard input")

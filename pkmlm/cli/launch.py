@@ -10,9 +10,8 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from pkmlm.cores import usable_cores
+from pkmlm.environment import TIMEOUT, collective_timeout, launched_processes, usable_cores
 from pkmlm.errors import UserError
-from pkmlm.launcher import TIMEOUT, patience, started
 from pkmlm.signals import EXIT_CODES, Handler, handled
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ def launches(processes: int | None) -> bool:
     Raises:
         UserError: another launcher has started another number of processes, or the environment is not in order.
     """
-    before = started()
+    before = launched_processes()
     if processes is None or processes == before:
         return False
     if before > 1:
@@ -33,7 +32,7 @@ def launches(processes: int | None) -> bool:
             f"--nproc {processes} within a launcher that has started {before} processes",
             "leave --nproc out under torchrun",
         )
-    patience()  # an error in its setting is told here once, not by each process
+    collective_timeout()  # an error in its setting is told here once, not by each process
     return True
 
 

@@ -22,12 +22,12 @@ def main() -> None:
     from lm_eval.__main__ import cli_evaluate
 
     from pkmlm.cli import print_error
-    from pkmlm.distributed import process_group
+    from pkmlm.distributed import init_distributed
     from pkmlm.errors import UserError
 
     register()
     try:
-        with process_group():
+        with init_distributed():
             cli_evaluate()
     except UserError as error:
         sys.exit(print_error(error))

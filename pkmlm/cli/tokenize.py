@@ -12,7 +12,7 @@ from pkmlm.cli.outputs import free_tokens
 from pkmlm.cli.progress import Stopwatch, stopwatch
 from pkmlm.cli.tokenize_doubts import doubt_repeats, doubt_sources, doubt_tokens
 from pkmlm.cli.tokenize_result import LEARNING, print_result
-from pkmlm.cores import usable_cores
+from pkmlm.environment import usable_cores
 from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ import click
 
 from pkmlm.cli.launch import launch, launches
 from pkmlm.cli.options import PATH, quiet_option, set_option
+from pkmlm.environment import launched_processes
 from pkmlm.errors import UserError, printable
-from pkmlm.launcher import started
 
 if TYPE_CHECKING:
-    from pkmlm.device import Arithmetic
+    from pkmlm.device import DeviceSettings
     from pkmlm.distributed import World
     from pkmlm.recipe.schema import Recipe
     from pkmlm.runs.directory import RunDirectory
@@ -67,22 +67,22 @@ def command(
       pkmlm train my.yaml -o runs/b --nproc 4 -s parallel.memory=2
       torchrun --nproc-per-node 4 -m pkmlm train my.yaml -o runs/b
     """
-    alone, several, processes = started() == 1, launches(nproc), nproc or 1
+    alone, several, processes = launched_processes() == 1, launches(nproc), nproc or 1
     # What is wrong shows before torch comes, and before other processes are started.
     job = open_job(recipe_file, overrides, processes, verify and not several) if alone else None
     if not output and not dry_run:
         raise UserError("Missing option '-o': the run directory to write", "add -o RUN, or --dry-run")
     if several:
         return launch(processes, output)
-    from pkmlm.distributed import process_group
+    from pkmlm.distributed import init_distributed
 
-    with process_group() as world:
-        with world.together():
+    with init_distributed() as world:
+        with world.collective_errors():
             job = job or open_job(recipe_file, overrides, world.size, verify and world.rank == 0)
         if dry_run:
             from pkmlm.cli.dry_run import refuse_output, report
 
-            with world.together():
+            with world.collective_errors():
                 if output and world.rank == 0:
                     refuse_output(output, job, resume)
             return report(job, world)
@@ -128,8 +128,8 @@ def train_in(output: str, job: "Job", resume: str, quiet: bool, world: "World") 
     run, lead, warnings, complete = RunDirectory(output), world.rank == 0, [], False
     answer = "stopping after this step (again: at once)" if lead and not quiet else ""
     with ExitStack() as held, stop_on_signals(world.all_max, answer) as stop:
-        with world.together():
-            arithmetic = arithmetic_of(job.recipe)
+        with world.collective_errors():
+            settings = device_settings_of(job.recipe)
             if lead:
                 warnings = refuse(run, job, resume)
                 held.enter_context(run.locked())
@@ -139,30 +139,30 @@ def train_in(output: str, job: "Job", resume: str, quiet: bool, world: "World") 
             if lead:
                 click.echo(already_complete(run))
             return 0
-        with world.together():
+        with world.collective_errors():
             if lead:
-                warnings += begin(run, job, arithmetic, world.size) + too_large(job, arithmetic, world.size)
-        with noting_failure(run, world), explained(job, arithmetic, world):
-            outcome = run_loop(run, job, arithmetic, warnings, stop, quiet, world)
-        with world.together():
+                warnings += begin(run, job, settings, world.size) + too_large(job, settings, world.size)
+        with noting_failure(run, world), explained(job, settings, world):
+            outcome = run_loop(run, job, settings, warnings, stop, quiet, world)
+        with world.collective_errors():
             if lead:
                 end(run, outcome)
     return outcome.exit_code
 
 
-def arithmetic_of(recipe: "Recipe") -> "Arithmetic":
+def device_settings_of(recipe: "Recipe") -> "DeviceSettings":
     """The device to train on and the precision there.
 
     Raises:
         UserError: the device has not what the recipe asks for, or `parallel.shard` cannot be had in that precision.
     """
-    from pkmlm.device import choose_arithmetic
+    from pkmlm.device import select_device
 
-    arithmetic = choose_arithmetic(recipe.train.precision)
-    if arithmetic.precision == "fp16" and recipe.parallel.shard:
-        message = f"parallel.shard: found true, with fp16 as the precision ({arithmetic.reason})"
+    settings = select_device(recipe.train.precision)
+    if settings.precision == "fp16" and recipe.parallel.shard:
+        message = f"parallel.shard: found true, with fp16 as the precision ({settings.reason})"
         raise UserError(f"{message} (expected bf16 or fp32)", "add -s train.precision=fp32")
-    return arithmetic
+    return settings
 
 
 def refuse(run: "RunDirectory", job: "Job", resume: str) -> list[str]:
@@ -196,7 +196,7 @@ def already_complete(run: "RunDirectory") -> str:
     return f"run {printable(str(run.path))} is complete already at step {step}; more {more} would train it longer"
 
 
-def begin(run: "RunDirectory", job: "Job", arithmetic: "Arithmetic", ranks: int) -> list[str]:
+def begin(run: "RunDirectory", job: "Job", settings: "DeviceSettings", ranks: int) -> list[str]:
     """Make the run's folder, clear what an earlier process left of work that is to be done again, and note in run.json
     that this one trains; what to warn of."""
     from pkmlm.runs.files import remove_file, writing
@@ -205,7 +205,7 @@ def begin(run: "RunDirectory", job: "Job", arithmetic: "Arithmetic", ranks: int)
     from pkmlm.train.resume import with_own_start
 
     recipe, step = job.recipe, max(run.steps(), default=0)
-    facts, before = circumstances(job, arithmetic, ranks), run.facts()
+    facts, before = circumstances(job, settings, ranks), run.facts()
     warnings = changes(before, facts, run.recipe(), recipe) if step else list(job.doubts)
     remove_file(run.path / "done")  # before the recipe changes, by which `ended_already` knows whether all is done
     run.create(with_own_start(run, recipe) if step else recipe)
@@ -232,19 +232,19 @@ def end(run: "RunDirectory", outcome: "Outcome") -> None:
 
 
 @contextmanager
-def explained(job: "Job", arithmetic: "Arithmetic", world: "World") -> Iterator[None]:
+def explained(job: "Job", settings: "DeviceSettings", world: "World") -> Iterator[None]:
     """Where memory runs out, say what to lower; where the network fails, which rank noticed."""
-    from pkmlm.device import is_shortage
-    from pkmlm.distributed import is_network
+    from pkmlm.device import is_out_of_memory
+    from pkmlm.distributed import is_network_error
     from pkmlm.train.out_of_memory import out_of_memory
 
     try:
         yield
     except Exception as error:
-        if is_shortage(error):
-            raise out_of_memory(job, arithmetic.precision, world.size) from None
-        if is_network(error):
-            raise world.lost(error) from None
+        if is_out_of_memory(error):
+            raise out_of_memory(job, settings.precision, world.size) from None
+        if is_network_error(error):
+            raise world.network_error(error) from None
         raise
 
 
@@ -256,7 +256,7 @@ def noting_failure(run: "RunDirectory", world: "World") -> Iterator[None]:
     def note(status: str, exit_code: int, message: str | None = None) -> None:
         if world.rank > 0:
             return
-        facts = {"status": status, "exit_code": exit_code, "rank": world.tally.failed, "message": message}
+        facts = {"status": status, "exit_code": exit_code, "rank": world.comm_stats.failed, "message": message}
         with suppress(UserError):  # no room for that either: the failure itself is what must be told
             run.note(**facts, step=max(run.steps(), default=0))
 
@@ -279,7 +279,7 @@ def noting_failure(run: "RunDirectory", world: "World") -> Iterator[None]:
 def run_loop(
     run: "RunDirectory",
     job: "Job",
-    arithmetic: "Arithmetic",
+    settings: "DeviceSettings",
     warnings: list[str],
     stop: "StopRequest",
     quiet: bool,
@@ -287,7 +287,7 @@ def run_loop(
 ) -> "Outcome":
     """Build the model and train it; the log begins with `warnings` and the arithmetic."""
     from pkmlm.data.batches import Batches
-    from pkmlm.distributed import ranks_of
+    from pkmlm.distributed import build_process_groups
     from pkmlm.evaluate.validation import validation
     from pkmlm.train.init_from import check_shapes, starting_model
     from pkmlm.train.log import SilentLog, TrainingLog
@@ -295,11 +295,11 @@ def run_loop(
     from pkmlm.train.monitor import TrainingMonitor
     from pkmlm.train.state import TrainState
 
-    recipe, device, precision = job.recipe, arithmetic.device, arithmetic.precision
-    ranks = ranks_of(world, recipe.parallel.memory)
+    recipe, device, precision = job.recipe, settings.device, settings.precision
+    ranks = build_process_groups(world, recipe.parallel.memory)
     log: RunLog = SilentLog()
     with ExitStack() as opened:
-        with world.together():
+        with world.collective_errors():
             if world.rank == 0:
                 judge = TrainingMonitor.of(run.metrics()).warnings
                 heard = TrainingLog(run.path, recipe.name, recipe.train.steps, recipe.log, quiet=quiet, judge=judge)
@@ -309,8 +309,8 @@ def run_loop(
             log.warn(steps[-1] if steps else 0, text)
         doing = f"resuming at step {steps[-1]}" if steps else "training"
         several = f" with {world.size} processes" if world.size > 1 else ""
-        log.say(f"{doing} in {run.path} on {device}{several}, {precision}: {arithmetic.reason}")
-        with world.together():
+        log.say(f"{doing} in {run.path} on {device}{several}, {precision}: {settings.reason}")
+        with world.collective_errors():
             if steps:
                 check_shapes(run.checkpoint(steps[-1]), job)
             model = starting_model(job, device, ranks, fresh=not steps)

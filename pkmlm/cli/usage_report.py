@@ -12,8 +12,8 @@ from pkmlm.cli.options import PATH, force_option, format_option, quiet_option
 from pkmlm.cli.outputs import free_file, free_folder
 from pkmlm.cli.texts import TextChoice, text_options, warn_of
 from pkmlm.cli.usage_subject import Report, Subject, run_or_export, subject_of
+from pkmlm.environment import launched_processes
 from pkmlm.errors import UserError, printable
-from pkmlm.launcher import started
 
 if TYPE_CHECKING:
     from pkmlm.console import Format
@@ -114,12 +114,12 @@ def print_report(entries: list[dict[str, Any]], format: "Format") -> None:
 @contextmanager
 def launched() -> "Iterator[World | None]":
     """The processes of a launcher; None without one: a report that is kept needs no torch."""
-    if started() == 1:
+    if launched_processes() == 1:
         yield None
         return
-    from pkmlm.distributed import process_group
+    from pkmlm.distributed import init_distributed
 
-    with process_group() as world, world.told_once():
+    with init_distributed() as world, world.errors_on_rank_zero():
         yield world
 
 

@@ -11,8 +11,8 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 
-from pkmlm.device import is_shortage
-from pkmlm.distributed import world
+from pkmlm.device import is_out_of_memory
+from pkmlm.distributed import current_world
 from pkmlm.errors import UserError
 from pkmlm.evaluate.generate import Sampling, generate, stream_text
 from pkmlm.evaluate.likelihood import Window, continuation_windows, plant, score_trees
@@ -155,7 +155,7 @@ class PkmLM(TemplateLM):
 
     def _from_all(self, scores: torch.Tensor) -> torch.Tensor:
         """The scores of all ranks, each of which has its own in place and zeros elsewhere."""
-        scores = world().all_sum(scores)
+        scores = current_world().all_sum(scores)
         if not bool(scores.isfinite().all()):
             raise UserError(f"the scores of {self.run.name} at step {self.run.step} are not finite", exit_code=1)
         return scores
@@ -164,7 +164,7 @@ class PkmLM(TemplateLM):
         self, plan: list[list[Row]], score: Callable[[list[Row]], Iterable[Result]], tokens: Callable[[Row], int]
     ) -> Iterator[Result]:
         """The results of this rank's share of the batches."""
-        own = plan[world().rank :: world().size]
+        own = plan[current_world().rank :: current_world().size]
         total, done = sum(tokens(row) for batch in own for row in batch), 0
         for batch in own:
             with torch.no_grad():
@@ -182,7 +182,7 @@ class PkmLM(TemplateLM):
             try:
                 return list(score(batch))
             except (MemoryError, RuntimeError) as error:
-                if not is_shortage(error):
+                if not is_out_of_memory(error):
                     raise
                 if len(batch) == 1:
                     message = f"memory does not suffice to score {longest:,} tokens at a time"

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from pkmlm.data.tokenizer import Tokenizer
-from pkmlm.device import choose_device, is_finite
+from pkmlm.device import default_device, is_finite
 from pkmlm.distributed import World
 from pkmlm.errors import UserError
 from pkmlm.export.config import is_export
@@ -54,7 +54,7 @@ def load_run(path: str | Path, step: str = "latest", device: torch.device | None
     Raises:
         UserError: no such run or checkpoint, or it is damaged.
     """
-    device = device or choose_device()
+    device = device or default_device()
     if is_export(Path(path)):
         return load_export(Path(path), step, device)
     run = RunDirectory.existing(path)
@@ -87,7 +87,7 @@ def load_same(path: str | Path, step: str, world: World | None) -> LoadedRun:
     """Load a run in all processes, from the same checkpoint, also where one appears meanwhile; damage is told once."""
     if world is None:
         return load_run(path, step)
-    with world.together():
+    with world.collective_errors():
         run = load_run(path, step)
     newest = max(world.gather_objects(run.step))
     return run if run.step == newest else load_run(path, str(newest))

@@ -7,7 +7,7 @@ import torch
 
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.device import autocast
-from pkmlm.distributed import Ranks
+from pkmlm.distributed import ProcessGroups
 from pkmlm.evaluate.generate import Sampling, generate, stream_text
 from pkmlm.evaluate.perplexity import documents_of_split, open_split, score
 from pkmlm.evaluate.usage import UsageCounters
@@ -24,7 +24,7 @@ def validation(
     tokenizer: Tokenizer,
     precision: str,
     say: Callable[[str], None],
-    ranks: Ranks | None = None,
+    ranks: ProcessGroups | None = None,
 ) -> Callable[[StopRequest], dict[str, Any] | None]:
     """The function that measures `model` on the valid split, as `pkmlm eval --split valid` would (but in the precision
     of training). It returns the numbers of a "valid" event, or None where a stop request cut it short.
@@ -35,7 +35,7 @@ def validation(
     Raises:
         UserError: there is no valid split, it is damaged, or it was made with another tokenizer.
     """
-    ranks = ranks or Ranks()
+    ranks = ranks or ProcessGroups()
     world, alone = ranks.data, ranks.world.size == 1
     device = next(model.parameters()).device
     corpus = open_split(recipe.data.dir or "", "valid", tokenizer)

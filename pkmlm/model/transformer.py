@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, relu
 
-from pkmlm.device import is_shortage
-from pkmlm.distributed import Ranks
+from pkmlm.device import is_out_of_memory
+from pkmlm.distributed import ProcessGroups
 from pkmlm.errors import UserError
 from pkmlm.kernels.products import linear
 from pkmlm.model.attention import Attention, Cache, Layout, rotation
@@ -155,7 +155,7 @@ def build_model(
     recipe: Recipe,
     vocab_size: int,
     device: str | torch.device = "cpu",
-    ranks: Ranks | None = None,
+    ranks: ProcessGroups | None = None,
     *,
     draw: bool = True,
 ) -> Transformer:
@@ -172,12 +172,12 @@ def build_model(
         blocks = [_block(recipe, index, forwards) for index in range(recipe.model.layers)]
         model = Transformer(recipe.model, vocab_size, blocks)
         if ranks is not None:
-            work_together(model, ranks)
+            attach_process_groups(model, ranks)
     if torch.device(device).type != "meta":
         try:
             model.to_empty(device=device)
         except RuntimeError as error:
-            if not is_shortage(error):
+            if not is_out_of_memory(error):
                 raise
             size = sum(parameter.numel() for parameter in model.parameters())
             message = f"the model does not fit into memory: {size:,} parameters, {4 * size / 1e9:,.1f} GB in fp32"
@@ -187,7 +187,7 @@ def build_model(
     return model
 
 
-def work_together(model: Transformer, ranks: Ranks) -> None:
+def attach_process_groups(model: Transformer, ranks: ProcessGroups) -> None:
     """Divide the tables of a model without storage, and let its batch norms see the tokens of all ranks."""
     for module in model.modules():
         if isinstance(module, Values):

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pkmlm.analysis.compare import Facts, facts_of
-from pkmlm.cores import usable_cores
 from pkmlm.data.index import read_index
+from pkmlm.environment import usable_cores
 from pkmlm.errors import UserError
 from pkmlm.recipe.dump import dump_recipe, flatten, scalar_text
 from pkmlm.recipe.schema import Recipe

@@ -7,7 +7,7 @@ from pathlib import Path
 from pkmlm.bench.generate import score
 from pkmlm.bench.rounds import in_turn
 from pkmlm.data.batches import Batches
-from pkmlm.device import choose_device, is_shortage
+from pkmlm.device import default_device, is_out_of_memory
 from pkmlm.errors import UserError
 from pkmlm.evaluate.load import load_run
 from pkmlm.evaluate.perplexity import open_split
@@ -37,9 +37,9 @@ def time_scoring(runs: Mapping[Point, tuple[Path, str]], say: Callable[[str], No
             tokens_BT = Batches(corpus, context, sequences, 1).micro_batch(1, 0, sequences)[0].to(run.device)
             counted[point] = tokens_BT.numel()
             actions[point] = partial(score, run.model, tokens_BT)
-        times = in_turn(actions, ROUNDS, choose_device(), say)
+        times = in_turn(actions, ROUNDS, default_device(), say)
     except (RuntimeError, MemoryError) as error:
-        if is_shortage(error):
+        if is_out_of_memory(error):
             raise UserError("memory does not hold all models together", exit_code=1) from None
         raise
     return {point: [counted[point] / seconds for seconds in timing.seconds] for point, timing in times.items()}

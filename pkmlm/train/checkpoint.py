@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pkmlm.device import is_finite
-from pkmlm.distributed import Ranks
+from pkmlm.distributed import ProcessGroups
 from pkmlm.errors import UserError
 from pkmlm.model.memory.values import tables_of
 from pkmlm.runs.directory import RunDirectory
@@ -60,36 +60,40 @@ class Progress:
 
 
 def save(
-    run: RunDirectory, model: nn.Module, groups: list[ParameterGroup], progress: Progress, ranks: Ranks | None = None
+    run: RunDirectory,
+    model: nn.Module,
+    groups: list[ParameterGroup],
+    progress: Progress,
+    ranks: ProcessGroups | None = None,
 ) -> None:
     """Write the checkpoint of `progress.step`, read it back, and point `latest` at it; all ranks together.
 
     Raises:
         UserError: a weight is not finite (exit code 3), or the disk refused (1); earlier checkpoints are untouched.
     """
-    path, ranks = run.checkpoint(progress.step), ranks or Ranks()
+    path, ranks = run.checkpoint(progress.step), ranks or ProcessGroups()
     world, lead = ranks.world, ranks.world.rank == 0
     weights = {name: full_tensor(tensor, lead).contiguous() for name, tensor in model.state_dict().items()}
-    with world.together():
+    with world.collective_errors():
         bad = [name for name, tensor in weights.items() if not is_finite(tensor)]
         if bad:
             what = f"training diverged: {bad[0]} is not finite at step {progress.step}, which is not saved"
             raise UserError(what, exit_code=3)
     with ExitStack() as stack:
-        with world.together():
+        with world.collective_errors():
             if lead:
                 run.refuse_replaced()
                 folder = stack.enter_context(writing_folder(path))
         folder = path.with_name(world.broadcast(folder.name if lead else None))
         state = optimizer_state(groups, lead)
         contents = {FILES[0]: (weights, weight_tables(model)), FILES[1]: (state, state_tables(model))}
-        with world.together():
+        with world.collective_errors():
             own = write_share(folder, contents, ranks)
             if lead:
                 write_json(folder / FILES[2], asdict(progress))
                 own[FILES[2]] = entry_of(folder / FILES[2])
         files = {name: entry for share in world.gather_objects(own) for name, entry in share.items()}
-        with world.together():
+        with world.collective_errors():
             if lead:
                 files = {name: files[name] for name in file_names(ranks.memory.size)}
                 write_json(folder / MANIFEST, {"version": VERSION, "step": progress.step, "files": files})
@@ -99,7 +103,9 @@ def save(
                 run.point("latest", progress.step)
 
 
-def write_share(folder: Path, contents: dict[str, tuple[dict[str, Tensor], Tables]], ranks: Ranks) -> dict[str, Any]:
+def write_share(
+    folder: Path, contents: dict[str, tuple[dict[str, Tensor], Tables]], ranks: ProcessGroups
+) -> dict[str, Any]:
     """Write what this rank has to write, and return the manifest's entries for it: the first rank what all hold, the
     first ranks that hold different columns these."""
     parts, shares = ranks.memory.size, {}

@@ -100,7 +100,7 @@ class Drift:
             for number, (memory, own) in enumerate(zip(self.memories, more, strict=True))
             for name, tensor in ({name: getattr(memory, name) for name in READ} | own).items()
         }
-        with self.world.together():
+        with self.world.collective_errors():
             if self.world.rank == 0:
                 self.allowed()
                 make_folder(self.folder)

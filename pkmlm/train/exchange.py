@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from pkmlm.distributed import Ranks, World
+from pkmlm.distributed import ProcessGroups, World
 from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.model.ranks_cost import exchange_bytes
 from pkmlm.train.optim import ParameterGroup
@@ -17,7 +17,7 @@ from pkmlm.train.shard import is_shard
 BUCKET = 1 << 23  # numbers that are summed in one call
 
 
-def exchange_gradients(groups: list[ParameterGroup], ranks: Ranks) -> None:
+def exchange_gradients(groups: list[ParameterGroup], ranks: ProcessGroups) -> None:
     """Make every rank's gradients those of the global batch (or this rank's columns of them).
 
     After the last micro-batch, in buckets that never change. DistributedDataParallel would overlap this with the

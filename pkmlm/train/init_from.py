@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from pkmlm.distributed import Ranks
+from pkmlm.distributed import ProcessGroups
 from pkmlm.errors import UserError
 from pkmlm.model.initial import initialise
 from pkmlm.model.transformer import Transformer, build_model
@@ -29,7 +29,7 @@ SHAPELESS = (
 LAYER = re.compile(r"blocks\.(\d+)(?:\.(?:parts\.)?(.+))?")  # a path in the model: layer (from 0), and path in it
 
 
-def starting_model(job: Job, device: torch.device, ranks: Ranks, *, fresh: bool) -> Transformer:
+def starting_model(job: Job, device: torch.device, ranks: ProcessGroups, *, fresh: bool) -> Transformer:
     """The model with its initial weights: drawn from the seed, or those of `train.init_from`. If not `fresh`, without
     any: they are to be read from the run's checkpoint.
     """

@@ -140,7 +140,7 @@ class Training:
                 self._recalibrate()
                 numbers = self.world.broadcast(self.validate(self.stop))
         except NotFinite as error:
-            raise self.world.same(diverged(step, error.message)) from None
+            raise self.world.on_rank_zero(diverged(step, error.message)) from None
         if numbers is None:
             return
         self.log.event("valid", step, **numbers)
@@ -150,7 +150,7 @@ class Training:
         self.log.say(f"step {step}  validation {numbers['loss']:.4f} nats/token  ({mark})")
         if is_best:
             self._save()
-            with self.world.together():
+            with self.world.collective_errors():
                 if self.world.rank == 0:
                     self.run.point("best", step)
             self._prune()  # the one that was best
@@ -158,13 +158,13 @@ class Training:
     def _save(self) -> None:
         """Save a checkpoint of this step, unless there is one: a step has one state."""
         run, state, progress = self.run, self.state, self.state.progress
-        with self.world.together():
+        with self.world.collective_errors():
             run.refuse_replaced()
         if self.world.broadcast(run.checkpoint(progress.step).exists()):
             return
         self.drift.keep(progress.step)
         progress.scaler = state.scaler.state_dict()
-        with self.world.together():
+        with self.world.collective_errors():
             self.log.sync()  # events before the checkpoint that builds on them
         with self.log.doing("saving a checkpoint"):
             self._recalibrate()
@@ -179,7 +179,7 @@ class Training:
         if not steps:
             return
         path = run.checkpoint(steps[-1])
-        with self.world.together():
+        with self.world.collective_errors():
             state.progress = checkpoint.load(path, state.model, state.param_groups)
             if self.world.rank == 0:
                 run.point("latest", steps[-1])  # a kill may have come between the checkpoint and its pointer
@@ -201,7 +201,7 @@ class Training:
 
     def _prune(self) -> None:
         """Delete checkpoints that need not be kept, and what was kept beside them."""
-        with self.world.together():
+        with self.world.collective_errors():
             if self.world.rank == 0:
                 checkpoint.prune(self.run, self.recipe.checkpoint.keep)
                 self.drift.forget(self.run.steps())

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pkmlm.distributed import Ranks
+from pkmlm.distributed import ProcessGroups
 from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.model.memory.key_memory import KeyMemory
 from pkmlm.model.memory.values import Values, tables_of
@@ -33,7 +33,7 @@ class ParameterGroup:
     schedule: LrSchedule
     clip: float
 
-    def own_square(self, process_groups: Ranks) -> Tensor:
+    def own_square(self, process_groups: ProcessGroups) -> Tensor:
         """This rank's share of the squared 2-norm of the group's gradient, 0-d, float64: what all ranks hold counts on
         the first, a rank's shards and columns of tables on that rank (of the first of the groups that hold the same).
         """

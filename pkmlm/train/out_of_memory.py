@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
 
-from pkmlm.device import Arithmetic, Precision, free_bytes
+from pkmlm.device import DeviceSettings, Precision, free_bytes
 from pkmlm.errors import UserError
 from pkmlm.model.cost import cost_of
 from pkmlm.model.ranks_cost import bytes_held
@@ -31,10 +31,10 @@ def out_of_memory(job: Job, precision: Precision, ranks: int) -> UserError:
     )
 
 
-def too_large(job: Job, arithmetic: Arithmetic, ranks: int) -> list[str]:
+def too_large(job: Job, settings: DeviceSettings, ranks: int) -> list[str]:
     """What to warn of before memory runs out: on Linux that may end a process without a word."""
-    training, free = held_in_training(job, arithmetic.precision, ranks), free_bytes(arithmetic.device)
-    beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if arithmetic.device.type == "cpu" else 1
+    training, free = held_in_training(job, settings.precision, ranks), free_bytes(settings.device)
+    beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if settings.device.type == "cpu" else 1
     if beside * sum(training.values()) <= free:
         return []
     key, value, lower = what_to_lower(job.recipe, training, ranks)

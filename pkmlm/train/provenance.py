@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pkmlm.device import Arithmetic
+    from pkmlm.device import DeviceSettings
     from pkmlm.recipe.schema import Recipe
     from pkmlm.runs.directory import RunDirectory
     from pkmlm.train.job import Job
@@ -16,7 +16,7 @@ MEASURES = ("eval.tokens", "eval.recalibrate")
 KEPT = ("versions", "commit", "device", "precision", "precision_reason", "ranks")
 
 
-def circumstances(job: "Job", arithmetic: "Arithmetic", ranks: int) -> dict[str, Any]:
+def circumstances(job: "Job", settings: "DeviceSettings", ranks: int) -> dict[str, Any]:
     """What run.json says of how this process was started."""
     import numpy as np
     import torch
@@ -36,9 +36,9 @@ def circumstances(job: "Job", arithmetic: "Arithmetic", ranks: int) -> dict[str,
             "python": platform.python_version(),
         },
         "commit": source_commit(),
-        "device": name_of(arithmetic.device),
-        "precision": arithmetic.precision,
-        "precision_reason": arithmetic.reason,
+        "device": name_of(settings.device),
+        "precision": settings.precision,
+        "precision_reason": settings.reason,
         "ranks": ranks,
         "parameters": cost.as_json()["parameters"],
     }

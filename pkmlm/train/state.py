@@ -3,7 +3,7 @@
 import torch
 
 from pkmlm.data.batches import Batches
-from pkmlm.distributed import Ranks
+from pkmlm.distributed import ProcessGroups
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.schema import Recipe
 from pkmlm.train.activation_checkpointing import checkpoint_activations
@@ -38,10 +38,10 @@ class TrainState:
         model: Transformer,
         batches: Batches,
         precision: str,
-        process_groups: Ranks | None = None,
+        process_groups: ProcessGroups | None = None,
     ):
         self.recipe, self.model, self.batches, self.precision = recipe, model, batches, precision
-        self.process_groups = process_groups or Ranks()
+        self.process_groups = process_groups or ProcessGroups()
         self.device = next(model.parameters()).device
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
         self.progress = Progress()

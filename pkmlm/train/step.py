@@ -45,7 +45,7 @@ def train_step(state: TrainState, step: int) -> StepResult:
             parameters are those of the step before.
     """
     world, scaler = state.process_groups.world, state.scaler
-    world.tally.step = step
+    world.comm_stats.step = step
     place = (step, world.rank) if world.rank else (step,)
     torch.manual_seed(derived_seed(state.recipe.train.seed, "dropout", *place))
     state.model.train()
@@ -69,7 +69,7 @@ def train_step(state: TrainState, step: int) -> StepResult:
         for buffer, value in zip(state.model.buffers(), buffers_before, strict=True):
             buffer.copy_(value)
     else:
-        raise world.same(diverged(step, _what_is_not_finite(loss, norms)))
+        raise world.on_rank_zero(diverged(step, _what_is_not_finite(loss, norms)))
     if fp16:
         _adapt_loss_scale(state, step, finite, loss, norms)
     for group in state.param_groups:
@@ -115,7 +115,7 @@ def _adapt_loss_scale(state: TrainState, step: int, finite: bool, loss: float, n
     scale = scaler.get_scale()
     if scale <= SCALE_FLOOR or progress.skips >= MOST_SKIPS:
         after = f" after {progress.skips} skipped steps in a row, at a loss scale of {scale:g}"
-        raise state.process_groups.world.same(diverged(step, _what_is_not_finite(loss, norms, after)))
+        raise state.process_groups.world.on_rank_zero(diverged(step, _what_is_not_finite(loss, norms, after)))
     scaler.update(new_scale=max(SCALE_FLOOR, scale * scaler.get_backoff_factor()))
     scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": 0})
 

@@ -91,7 +91,7 @@ def test_what_is_wrong_is_named(section: str, key: str, value: object, what: str
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="a process cannot be held to a core here")
 def test_usable_cores_are_those_that_the_process_is_held_to() -> None:
     program = (
-        "import os; from pkmlm.cores import usable_cores; every = os.sched_getaffinity(0);"
+        "import os; from pkmlm.environment import usable_cores; every = os.sched_getaffinity(0);"
         "assert usable_cores() == len(every); os.sched_setaffinity(0, {min(every)}); assert usable_cores() == 1"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)

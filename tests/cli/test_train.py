@@ -415,7 +415,7 @@ def test_tokens_without_a_valid_split_are_warned_of(tmp_path, novels, write_reci
 
 def test_a_dry_run_refuses_what_the_run_would(tmp_path, write_recipe, monkeypatch):
     """Precision auto is fp16 on old GPUs alone."""
-    monkeypatch.setattr("pkmlm.device.choose_precision", lambda *_: ("fp16", "auto"))
+    monkeypatch.setattr("pkmlm.device.resolve_precision", lambda *_: ("fp16", "auto"))
     job = open_job(str(write_recipe(tmp_path, "dense")), ("parallel.shard=true",), 1, False)
     assert job.doubts[-1] == "parallel.shard: without effect in one process"
     with pytest.raises(UserError, match=r"^parallel.shard: found true, with fp16 as the precision \(auto\)"):
@@ -426,7 +426,7 @@ def test_a_dry_run_counts_memory_in_the_precision_that_auto_is(tmp_path, write_r
     job = open_job(str(write_recipe(tmp_path, "dense")), (), 1, False)
     said = []
     for precision in ("fp32", "bf16"):
-        monkeypatch.setattr("pkmlm.device.choose_precision", lambda *_, chosen=precision: (chosen, "auto"))
+        monkeypatch.setattr("pkmlm.device.resolve_precision", lambda *_, chosen=precision: (chosen, "auto"))
         report(job, World())
         said.append(re.search(r"memory .*", capsys.readouterr().out)[0])
     assert said[0] != said[1]

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from pkmlm.cli import main
 from pkmlm.data.batches import Batches
-from pkmlm.distributed import Ranks, World, process_group, ranks_of
+from pkmlm.distributed import ProcessGroups, World, build_process_groups, init_distributed
+from pkmlm.environment import TIMEOUT
 from pkmlm.errors import UserError
 from pkmlm.evaluate import validation  # noqa: F401 (loaded once, for all children)
 from pkmlm.kernels.row_gradient import RowGradient
-from pkmlm.launcher import TIMEOUT
 from pkmlm.model.cost import cost_of
 from pkmlm.model.initial import initialise
 from pkmlm.model.memory.query_norm import QueryBatchNorm
@@ -88,18 +88,18 @@ def command_dividing(words: list[str]) -> None:
     command(words)
 
 
-def ranks_among(world: World, size: int, memory: int) -> Ranks:
-    """As `ranks_of` for a run of `size` ranks: the world is several such runs side by side."""
+def ranks_among(world: World, size: int, memory: int) -> ProcessGroups:
+    """As `build_process_groups` for a run of `size` ranks: the world is several such runs side by side."""
 
     def part(chosen: list[list[int]]) -> World:
         groups = [dist.new_group(members) for members in chosen]
         ((members, group),) = [(m, g) for m, g in zip(chosen, groups, strict=True) if world.rank in m]
-        return World(members.index(world.rank), len(members), group, world.tally)
+        return World(members.index(world.rank), len(members), group, world.comm_stats)
 
     starts = range(0, world.size, size)
     columns = [list(range(first, first + memory)) for first in range(0, world.size, memory)]
     same = [list(range(first + m, first + size, memory)) for first in starts for m in range(memory)]
-    return Ranks(part([list(range(first, first + size)) for first in starts]), part(columns), part(same))
+    return ProcessGroups(part([list(range(first, first + size)) for first in starts]), part(columns), part(same))
 
 
 def recipe_of(kind: str, memory: int = 1, micro_batch: int = 1, **train: Any) -> Recipe:
@@ -112,7 +112,7 @@ def recipe_of(kind: str, memory: int = 1, micro_batch: int = 1, **train: Any) ->
     )
 
 
-def state_of(recipe: Recipe, ranks: Ranks | None, precision: str = "fp32") -> TrainState:
+def state_of(recipe: Recipe, ranks: ProcessGroups | None, precision: str = "fp32") -> TrainState:
     model = build_model(recipe, 40, ranks=ranks)
     return TrainState(recipe, model, Batches.of(Stream(), recipe), precision, ranks)
 
@@ -132,7 +132,7 @@ def whole_weights(model: Transformer) -> dict[str, np.ndarray]:
 
 def curves(folder: str, cases: list[list[Any]], steps: dict[str, int]) -> None:
     """Train each case (kind, ranks, memory, micro_batch) and write losses, norms and weights into folder/NAME.npz."""
-    with process_group() as world:
+    with init_distributed() as world:
         alone = [case for case in cases if case[1] == 1]
         for case in alone[world.rank :: world.size]:
             curve(Path(folder), *case, steps[case[0]], None)
@@ -141,10 +141,12 @@ def curves(folder: str, cases: list[list[Any]], steps: dict[str, int]) -> None:
             curve(Path(folder), kind, size, memory, micro_batch, steps[kind], ranks)
 
 
-def curve(folder: Path, kind: str, size: int, memory: int, micro_batch: int, steps: int, several: Ranks | None) -> None:
+def curve(
+    folder: Path, kind: str, size: int, memory: int, micro_batch: int, steps: int, several: ProcessGroups | None
+) -> None:
     """Train one case; the first of `several` ranks writes what was found."""
     state = state_of(recipe_of(kind, memory, micro_batch), several)
-    ranks = several or Ranks()
+    ranks = several or ProcessGroups()
     seen: list[Tensor] = []
     state.model.embedding.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     taken = [train_step(state, step) for step in range(1, steps + 1)]
@@ -180,7 +182,7 @@ def table_of(rows: int, dtype: torch.dtype, ranks: World | None = None) -> Value
 def divided_tables(rows: int, reads_travel: bool, double: bool) -> None:
     """Two groups of two ranks: forward and gradients are those of one table that all four ranks' tokens read."""
     dtype = torch.float64 if double else torch.float32
-    with process_group() as world:
+    with init_distributed() as world:
         ranks = ranks_among(world, 4, 2)
         table, whole = table_of(rows, dtype, ranks.memory), table_of(rows, dtype)
         own = slice(ranks.memory.rank * 6, ranks.memory.rank * 6 + 6)
@@ -212,7 +214,7 @@ def batch_norm_over_ranks() -> None:
     random = torch.Generator().manual_seed(1)
     x_WNF, grad_WNF = (torch.randn(4, 6, 7, generator=random) for _ in range(2))
     x_WNF = x_WNF * torch.tensor([1, 2, 3, 4.0])[:, None, None] + 100  # a difference of squares would lose four digits
-    with process_group() as world:
+    with init_distributed() as world:
         ours, torchs = QueryBatchNorm(7, momentum=0.1), nn.BatchNorm1d(7).double()
         initialise(ours, 1)
         ours.ranks = world
@@ -238,7 +240,7 @@ def batch_norm_over_ranks() -> None:
 
 def recalibrated_and_recomputed() -> None:
     """On two groups of two ranks that keep no activations: losses and renewed statistics are those of one process."""
-    with process_group() as world:
+    with init_distributed() as world:
         several, one = recipe_of("batch", 2, recompute=True), recipe_of("batch", 1, 4)
         states = [
             state_of(replace(recipe, eval=replace(recipe.eval, recalibrate=3)), ranks)
@@ -259,7 +261,7 @@ def recalibrated_and_recomputed() -> None:
 
 def bytes_sent(memory: int) -> None:
     """8,192 tokens of 128 reads from 2^20 slots of 512, by two ranks; then what a rank has sent, on standard output."""
-    with process_group() as world:
+    with init_distributed() as world:
         ranks = ranks_among(world, 2, memory)
         with torch.device("meta"):
             table = Values(1 << 20, 512, std=1.0, group="values")
@@ -272,25 +274,25 @@ def bytes_sent(memory: int) -> None:
         table(slots, torch.ones(4096, 128, requires_grad=True)).sum().backward()
         exchange_reads(table.gradient, ranks.data)
         assert len(table.gradient.joined()[0]) == 8192
-        print(world.tally.sent)
+        print(world.comm_stats.sent)
 
 
 def beside_the_cost(cases: list[list[Any]]) -> None:
     """For each case (kind, ranks, memory, micro_batch, recompute): what a rank sends in a step, and what `pkmlm cost`
     says it does."""
-    with process_group() as world:
+    with init_distributed() as world:
         for kind, size, memory, micro_batch, recompute in cases:
             recipe = recipe_of(kind, memory, micro_batch, recompute=recompute)
             state = state_of(recipe, ranks_among(world, size, memory))
-            before = world.tally.sent
+            before = world.comm_stats.sent
             train_step(state, 1)
             said = bytes_sent_by_cost(recipe, cost_of(recipe, 40), size, memory)
-            print(world.tally.sent - before, sum(said.values()))
+            print(world.comm_stats.sent - before, sum(said.values()))
 
 
 def overflow_on_one_rank() -> None:
     """fp16, two groups of two ranks: rank 1 overflows in the second step, and nobody moves."""
-    with process_group() as world:
+    with init_distributed() as world:
         state = state_of(recipe_of("batch", 2), ranks_among(world, 4, 2), "fp16")
         assert not train_step(state, 1).skipped
         seeds = world.all_gather(torch.tensor([torch.initial_seed()]))
@@ -316,7 +318,7 @@ def overflow_on_one_rank() -> None:
 
 def divergence_on_one_rank() -> None:
     """fp32: rank 1's gradient is not a number, and all end before the update."""
-    with process_group() as world:
+    with init_distributed() as world:
         state = state_of(recipe_of("layer", 2), ranks_among(world, 2, 2))
         before = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
         if world.rank == 1:
@@ -333,8 +335,8 @@ def divergence_on_one_rank() -> None:
 def silent_neighbour(seconds: str) -> None:
     """Four ranks, two by two: say who is with whom; then rank 3 leaves rank 2 waiting for longer than it may."""
     os.environ[TIMEOUT] = seconds
-    with process_group() as world:
-        ranks = ranks_of(world, 2)
+    with init_distributed() as world:
+        ranks = build_process_groups(world, 2)
         print(ranks.memory.gather_objects(world.rank), ranks.data.gather_objects(world.rank))
         if world.rank == 3:
             time.sleep(float(seconds) + 2)

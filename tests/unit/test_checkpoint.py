@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from pkmlm.data.corpus import Corpus
 from pkmlm.data.tokenizer import Tokenizer
-from pkmlm.distributed import Ranks
+from pkmlm.distributed import ProcessGroups
 from pkmlm.errors import UserError
 from pkmlm.evaluate.load import load_run
 from pkmlm.model.transformer import build_model
@@ -62,7 +62,7 @@ def test_a_model_that_is_resumed_is_not_drawn_and_every_number_of_it_is_read(tra
     job = Job(recipe, Corpus(recipe.data.dir, "train"), Tokenizer.load(run.tokenizer_file))
     torch.use_deterministic_algorithms(True)  # what has storage, and nothing more, is NaN
     try:
-        model = starting_model(job, torch.device("cpu"), Ranks(), fresh=False)
+        model = starting_model(job, torch.device("cpu"), ProcessGroups(), fresh=False)
     finally:
         torch.use_deterministic_algorithms(False)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pkmlm.bench.models import RandomBatches
-from pkmlm.device import autocast, choose_precision, is_finite, is_shortage, name_of, precision_on_cpu
+from pkmlm.device import autocast, is_finite, is_out_of_memory, name_of, resolve_precision, resolve_precision_on_cpu
 from pkmlm.errors import UserError
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Memory, Model, Optim, Recipe, Train
@@ -27,11 +27,11 @@ OLD, ZEN4, ARM = {"avx2": True, "avx512_bf16": False}, {"avx2": True, "avx512_bf
     ],
 )
 def test_a_cpu_gets_the_precision_with_a_reason(requested, capabilities, precision, reason):
-    assert precision_on_cpu(requested, capabilities) == (precision, reason)
+    assert resolve_precision_on_cpu(requested, capabilities) == (precision, reason)
 
 
 def test_the_capabilities_are_those_that_torch_reports():
-    assert choose_precision("auto", torch.device("cpu"))[0] == "fp32"
+    assert resolve_precision("auto", torch.device("cpu"))[0] == "fp32"
     assert set(torch.cpu.get_capabilities()) & {"avx2", "neon"}
 
 
@@ -63,13 +63,13 @@ def test_autocast_runs_maps_in_bf16():
 def test_what_is_a_shortage_of_memory():
     with pytest.raises(RuntimeError) as found:
         torch.empty(10**14)
-    assert is_shortage(found.value)
-    assert is_shortage(MemoryError())
-    assert is_shortage(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
-    assert is_shortage(torch.OutOfMemoryError("CUDA out of memory"))
-    assert is_shortage(RuntimeError("Triton Error [CUDA]: out of memory"))
-    assert not is_shortage(RuntimeError("shapes do not match"))
-    assert not is_shortage(ValueError("cannot allocate memory"))
+    assert is_out_of_memory(found.value)
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert is_out_of_memory(RuntimeError("Triton Error [CUDA]: out of memory"))
+    assert not is_out_of_memory(RuntimeError("shapes do not match"))
+    assert not is_out_of_memory(ValueError("cannot allocate memory"))
 
 
 def test_only_a_shortage_is_told_as_a_model_that_does_not_fit():

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from pkmlm.data.corpus import Corpus
 from pkmlm.data.tokenizer import Tokenizer
-from pkmlm.distributed import Ranks
+from pkmlm.distributed import ProcessGroups
 from pkmlm.errors import UserError
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.load import load_recipe
@@ -34,7 +34,7 @@ def job_from(source: Path, *changes: str) -> Job:
 
 
 def started(job: Job) -> Transformer:
-    return starting_model(job, torch.device("cpu"), Ranks(), fresh=True)
+    return starting_model(job, torch.device("cpu"), ProcessGroups(), fresh=True)
 
 
 def test_the_same_text_in_the_same_order_is_told(trained):

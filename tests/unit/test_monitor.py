@@ -5,7 +5,7 @@ import math
 import random
 
 from pkmlm.data.corpus import Corpus, open_tokenizer
-from pkmlm.device import choose_arithmetic
+from pkmlm.device import select_device
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Log
 from pkmlm.train.job import Job
@@ -129,7 +129,7 @@ def test_what_is_to_be_lowered_is_lowered_to_what_a_recipe_may_hold(write_recipe
 
 def test_ranks_of_one_machine_share_its_memory(write_recipe, tmp_path, tokens, monkeypatch):
     recipe = load_recipe(write_recipe(tmp_path, "dense"))
-    job, cpu = Job(recipe, Corpus(tokens, "train"), open_tokenizer(tokens)), choose_arithmetic("fp32")
+    job, cpu = Job(recipe, Corpus(tokens, "train"), open_tokenizer(tokens)), select_device("fp32")
     assert too_large(job, cpu, 2) == []
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "9999999")
     (told,) = too_large(job, cpu, 2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pkmlm.device import autocast
-from pkmlm.distributed import Ranks
+from pkmlm.distributed import ProcessGroups
 from pkmlm.model.memory import values as values_module
 from pkmlm.model.memory.values import Values
 from pkmlm.model.transformer import build_model
@@ -311,6 +311,6 @@ def test_gradient_norms_and_clipping(optimizer):
     for group in groups.values():
         dense = [gradient.dense() for gradient in group.row_gradients] or [p.grad for p in group.parameters.values()]
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in dense))
-        assert group.own_square(Ranks()).sqrt().item() == pytest.approx(norm, rel=1e-4)
+        assert group.own_square(ProcessGroups()).sqrt().item() == pytest.approx(norm, rel=1e-4)
         group.scale_gradient(0.25)
-        assert group.own_square(Ranks()).sqrt().item() == pytest.approx(norm / 4, rel=1e-4)
+        assert group.own_square(ProcessGroups()).sqrt().item() == pytest.approx(norm / 4, rel=1e-4)

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from pkmlm import distributed
-from pkmlm.distributed import World, process_group
+from pkmlm.distributed import World, init_distributed
+from pkmlm.environment import SIZE, TIMEOUT, collective_timeout, launched_processes
 from pkmlm.errors import UserError
-from pkmlm.launcher import SIZE, TIMEOUT, patience, started
 from pkmlm.model import initial
 from pkmlm.model.memory.columns import gathered_reads, returned
 from pkmlm.model.ranks_cost import exchange_bytes
@@ -131,41 +131,41 @@ def test_a_gradient_that_goes_by_other_ranks_is_not_differentiated_again():
 
 def test_one_process_needs_nobody(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with process_group() as world, world.together():
+    with init_distributed() as world, world.collective_errors():
         x = torch.arange(3.0)
         assert world == World()
         for same in (world.all_sum(x), world.all_gather(x), world.reduce_scatter(x), world.all_to_all(x)):
             assert same is x
         assert (world.all_max(7), world.broadcast({"a": 1}), world.gather_objects(2)) == (7, {"a": 1}, [2])
-    assert world.tally.sent == 0
+    assert world.comm_stats.sent == 0
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "soon", "nan", "1e300"])
 def test_a_time_to_wait_is_a_number_of_seconds(monkeypatch, text):
     monkeypatch.setenv(TIMEOUT, text)
     with pytest.raises(UserError, match="expected seconds, more than 0"):
-        patience()
+        collective_timeout()
 
 
 @pytest.mark.parametrize("text", ["", "two", "0", "-1", "1.5", "9" * 5000])
 def test_a_launcher_has_started_a_whole_number_of_processes(monkeypatch, text):
     monkeypatch.setenv(SIZE, text)
     with pytest.raises(UserError, match=r"WORLD_SIZE: found '.*expected how many processes"):
-        started()
+        launched_processes()
 
 
 def test_without_a_launcher_one_process_is_alone(monkeypatch):
     monkeypatch.delenv(SIZE, raising=False)
-    assert started() == 1
+    assert launched_processes() == 1
     monkeypatch.setenv(SIZE, "12")
-    assert started() == 12
+    assert launched_processes() == 12
 
 
 def test_half_of_a_launchers_environment_is_an_error(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(UserError, match="WORLD_SIZE is set, but not all that goes with it"), process_group():
+    with pytest.raises(UserError, match="WORLD_SIZE is set, but not all that goes with it"), init_distributed():
         pass
 
 
@@ -174,7 +174,7 @@ def test_half_of_a_launchers_environment_is_an_error(monkeypatch):
 def test_a_rank_that_fails_does_not_wait_for_the_others_on_gpus(monkeypatch, gpus, kind):
     """NCCL's groups end when all ranks end them; where one has failed, the others may wait for its share of a sum."""
     called, chosen = [], []
-    monkeypatch.setattr(distributed, "started", lambda: 8)
+    monkeypatch.setattr(distributed, "launched_processes", lambda: 8)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
@@ -182,7 +182,7 @@ def test_a_rank_that_fails_does_not_wait_for_the_others_on_gpus(monkeypatch, gpu
     for name in ("init_process_group", "all_reduce", "destroy_process_group"):
         monkeypatch.setattr(dist, name, lambda *_, name=name, **__: called.append(name))
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
-    with pytest.raises(kind) if kind else nullcontext() as caught, process_group():
+    with pytest.raises(kind) if kind else nullcontext() as caught, init_distributed():
         assert chosen == ([3] if gpus else [])
         if kind:
             raise kind("no room")
@@ -207,6 +207,6 @@ def test_a_rank_that_fails_does_not_wait_for_the_others_on_gpus(monkeypatch, gpu
 )
 def test_the_error_of_a_network_is_told_as_far_as_the_library_knows_it(monkeypatch, said, told):
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    error = World(1, 2).lost(RuntimeError(said))
+    error = World(1, 2).network_error(RuntimeError(said))
     assert error.message.startswith(f"rank 1: {told}")
     assert "\n" not in error.message

@@ -9,7 +9,7 @@ import torch
 
 from pkmlm.data.batches import Batches
 from pkmlm.data.corpus import Corpus
-from pkmlm.distributed import Ranks
+from pkmlm.distributed import ProcessGroups
 from pkmlm.errors import UserError
 from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.model.transformer import build_model
@@ -142,7 +142,7 @@ def test_gradients_are_clipped_group_by_group(recipe):
     seen = {}
     for group in state.param_groups:
         group.optimizer.register_step_pre_hook(
-            lambda *_, group=group: seen.__setitem__(group.name, float(group.own_square(Ranks()).sqrt()))
+            lambda *_, group=group: seen.__setitem__(group.name, float(group.own_square(ProcessGroups()).sqrt()))
         )
     norms = train_step(state, 1).norms
     assert norms["dense"] > 1e-4

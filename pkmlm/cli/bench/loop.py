@@ -33,11 +33,11 @@ def command(recipe_file: str, overrides: tuple[str, ...], rounds: int, steps: in
     from pkmlm.bench.loop import loop_cost
     from pkmlm.cli.train import open_job
     from pkmlm.console import Column, Table, number
-    from pkmlm.device import choose_arithmetic
+    from pkmlm.device import select_device
 
     job = open_job(recipe_file, overrides, ranks=1, verify=False)
     with waiting(quiet) as say:
-        cost = loop_cost(job, choose_arithmetic(job.recipe.train.precision), rounds, steps, say)
+        cost = loop_cost(job, select_device(job.recipe.train.precision), rounds, steps, say)
     if as_json:
         seconds = {"loop": cost.whole.seconds, "bare": cost.bare.seconds}
         click.echo(json.dumps({**seconds, "tokens": cost.amount, "ratio": cost.ratio}))

@@ -49,11 +49,11 @@ def command(
     """
     from pkmlm.bench.bandwidth import bandwidth
     from pkmlm.bench.train import time_training
-    from pkmlm.device import choose_arithmetic, machine
+    from pkmlm.device import machine, select_device
     from pkmlm.recipe.load import load_recipe
 
     recipe = load_recipe(recipe_file, overrides)
-    precision = choose_arithmetic(recipe.train.precision).precision
+    precision = select_device(recipe.train.precision).precision
     chosen = chosen_models(recipe, num_keys, kinds)
     with waiting(quiet) as say:
         times = time_training(chosen, precision, rounds, say)

@@ -1,4 +1,4 @@
-"""What the environment says of the processes that work together; free of torch."""
+"""What this process finds around it: the processes that a launcher has started, and usable cores; free of torch."""
 
 import os
 import re
@@ -11,7 +11,7 @@ TIMEOUT = "PKMLM_TIMEOUT"  # seconds that a rank waits for another; the environm
 PATIENCE = 1800.0
 
 
-def started() -> int:
+def launched_processes() -> int:
     """How many processes a launcher has started, this one among them; 1 without a launcher.
 
     Raises:
@@ -25,7 +25,7 @@ def started() -> int:
     return int(text)
 
 
-def patience() -> float:
+def collective_timeout() -> float:
     """Seconds that a rank waits for the others.
 
     Raises:
@@ -40,3 +40,8 @@ def patience() -> float:
     if not seconds > 0:
         raise UserError(f"{TIMEOUT}: found {text[:40]!r} (expected seconds, more than 0)")
     return seconds
+
+
+def usable_cores() -> int:
+    """The cores that this process may use: those of the machine, or fewer where it is held to some of them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
