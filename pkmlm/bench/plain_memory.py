@@ -7,7 +7,7 @@ k: slots a head reads; r: reads of a token (H * k); c: k^2 candidates; F: entrie
 import torch
 from torch import Tensor, nn
 
-from pkmlm.model.linear import Linear
+from pkmlm.kernels.matmul import Linear
 from pkmlm.model.memory.product_key import ProductKeyMemory
 from pkmlm.recipe.schema import Memory
 

@@ -114,7 +114,7 @@ def seen_by_torch() -> dict[str, Any]:
 
     from pkmlm.device import select_device
     from pkmlm.kernels.backend import lacking_for_triton
-    from pkmlm.kernels.products import BY_ONEDNN
+    from pkmlm.kernels.matmul import PREFER_ONEDNN
 
     devices = []
     for index in range(torch.cuda.device_count()):
@@ -125,7 +125,7 @@ def seen_by_torch() -> dict[str, Any]:
     return {
         "threads": torch.get_num_threads(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
-        "fp32_by_onednn": BY_ONEDNN,
+        "fp32_by_onednn": PREFER_ONEDNN,
         "cuda": devices,
         "kernels_lack": lacking_for_triton() if devices else [],
         "device": str(settings.device),

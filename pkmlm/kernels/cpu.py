@@ -1,34 +1,136 @@
-"""Rows of tables on the CPU: read, compared, summed by row, and updated. fp32.
+"""The memory's kernels for the CPU, compiled by numba: fp32.
 
-Floors are bytes over the memory's bandwidth: `weighted_row_sum` and `row_products` read M rows, `segment_row_adam_`
-reads and writes three rows of each touched slot. Rows lie at random: eight are in flight at a time, which is twice as
-fast as one after the other.
+Rows of tables are read, compared, summed by row, and updated. Floors are bytes over the memory's bandwidth:
+`weighted_row_sum` and `row_products` read M rows, `segment_row_adam_` reads and writes three rows of each touched slot.
+Rows lie at random: eight are in flight at a time, which is twice as fast as one after the other.
 
-N: tokens; r: reads of a token; M: N * r; K: rows of the table; D: width; U: distinct rows read; S: U + 1.
+`top_k` and `product_top_k` are exact. A row is searched in three passes that a compiler turns into vector
+instructions: the maxima of strided lanes; the k-th largest of these, a bound that at least k scores reach; and the rank
+of each of the few scores that reach it, by counting those above it. Scores are compared as integers in the order of the
+floats, with NaN above all.
+
+N: tokens; r: reads of a token; M: N * r; K: rows of the table; D: width; U: distinct rows read; S: U + 1; R: rows of
+scores (queries); n: scores of a row; k: columns to select; l: lanes; m: reads, or scores that reach the bound; c: pairs
+of ranks.
 """
 
+import hashlib
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
+from numba import njit
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 from torch import Tensor
 
-from pkmlm.kernels.compiled import compiled, even_bounds, over_threads
-from pkmlm.kernels.cpu_top_k import product_top_k, top_k
-from pkmlm.kernels.segments import Segments
+from pkmlm.kernels.reference import Segments, candidate_pairs
 
-__all__ = [
-    "product_top_k",
-    "row_products",
-    "segment_row_adam_",
-    "segment_sum",
-    "sort_reads",
-    "squared_norm",
-    "top_k",
-    "weighted_row_sum",
-]
+RADIX = 11  # bits that a pass of `_sort` sorts by
+LOWEST, HIGHEST = np.int32(-(1 << 31)), np.int32((1 << 31) - 1)
+INFINITY = np.int32(0x7F800000)  # its bits; those of NaN are above
+VECTOR = 16  # loops over scratch are padded to whole vectors
 
-RADIX = 11  # bits sorted by a pass
+
+# Sums may be reordered and multiply-adds fused, so that loops become vector instructions; the order is the same on
+# every run and for any number of threads. Infinities and NaN keep their meaning: a step must see them.
+ARITHMETIC = ("reassoc", "contract", "nsz")
+# The "numpy" model divides by zero as the hardware does; Python's would test each divisor, in scalar code.
+OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": {*ARITHMETIC}, "error_model": "numpy"}
+LEAST_WORK = 1 << 17  # numbers a thread, under which starting it costs more than it does
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    """Compile for the types of the first call, without the interpreter's lock, and keep the result on disk.
+
+    The cache lies beside the source or in the user's cache folder; where neither can be written, or numba's cache is
+    another than is known here, each process compiles for itself.
+    """
+    dispatcher: Any = njit(function, **OPTIONS)
+    with suppress(RuntimeError, AttributeError, TypeError):  # no folder to cache in, or another cache
+        dispatcher._cache = KernelCache(function)
+    return dispatcher
+
+
+class KernelCache(FunctionCache):
+    """numba's cache of one function, in which the name of a file says for which source, options, types and processor
+    its code is. Where reading or writing fails (a full disk, a file cut short), the function is compiled anew.
+
+    numba's own files are numbered, and an index says which is which. Processes that save code for different types at
+    the same time can leave one's code under the other's types (sums of float64 were taken by the code for int64), and
+    one that is killed between its two writes leaves the code of an older source. A lock would prevent only the former.
+    """
+
+    def __init__(self, function: Callable[..., Any]):
+        super().__init__(function)
+        self._stamp = self._impl.locator.get_source_stamp()
+        self._files: Any = IndexDataCacheFile(self.cache_path, self._impl.filename_base, self._stamp)
+        self._cache_file: Any = self  # of which numba's cache calls `load` and `save`
+
+    def load_overload(self, *arguments: Any) -> Any:
+        """The code for these types, or None."""
+        with suppress(Exception):
+            return super().load_overload(*arguments)
+        return None
+
+    def save_overload(self, *arguments: Any) -> None:
+        """Save the code for these types, if that is possible."""
+        with suppress(Exception):
+            super().save_overload(*arguments)
+
+    def load(self, key: Any) -> Any:
+        """What the file of a key holds, or None."""
+        with suppress(FileNotFoundError):
+            return self._files._load_data(self._file_name(key))
+        return None
+
+    def save(self, key: Any, data: Any) -> None:
+        """Write the file of a key."""
+        self._files._save_data(self._file_name(key), data)
+
+    def _file_name(self, key: Any) -> str:
+        whose = repr((self._files._version, ARITHMETIC, OPTIONS["error_model"], self._stamp, key))
+        return f"{self._impl.filename_base}.{hashlib.sha256(whose.encode()).hexdigest()[:32]}.nbc"
+
+
+def over_threads(kernel: Callable[..., None], bounds: Sequence[int], *arguments: Any) -> None:
+    """Run kernel(first, stop, *arguments) for each pair of neighbours in `bounds`, each on a thread.
+
+    The threads live for one call (some 50 us each): no pool that a fork could tear, none that spins beside torch's.
+
+    Raises:
+        Exception: what a part raised, once all have ended.
+    """
+    errors: list[BaseException] = []
+
+    def run(first: int, stop: int) -> None:
+        try:
+            kernel(first, stop, *arguments)
+        except BaseException as error:
+            errors.append(error)
+
+    parts = list(itertools.pairwise(bounds))
+    threads = [threading.Thread(target=run, args=part) for part in parts[1:]]
+    for thread in threads:
+        thread.start()
+    run(*parts[0])
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def even_bounds(items: int, work: int) -> list[int]:
+    """Split `items` evenly over torch's threads; on one thread where all of them together are little `work`.
+
+    Args:
+        work: numbers that an item handles.
+    """
+    threads = max(1, min(torch.get_num_threads(), items, items * work // LEAST_WORK))
+    return [items * part // threads for part in range(threads + 1)]
 
 
 def weighted_row_sum(values_KD: Tensor, slots_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
@@ -265,3 +367,140 @@ def _segment_row_adam(
             square = beta2 * square_D[d] + follow2 * (grad * grad)
             mean_D[d], square_D[d] = mean, square
             value_D[d] = keep * value_D[d] - rate * mean / (np.sqrt(correction2 * square) + eps)
+
+
+def top_k(scores_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`reference.top_k`."""
+    rows, n = scores_Rn.shape
+    column_Rk = torch.empty(rows, k, dtype=torch.int64)
+    over_threads(_top_k_rows, even_bounds(rows, n), _bits(scores_Rn), k, column_Rk.numpy())
+    return scores_Rn.gather(-1, column_Rk), column_Rk
+
+
+def product_top_k(scores1_Rn: Tensor, scores2_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`reference.product_top_k`."""
+    rows, n = scores1_Rn.shape
+    i_Rk, j_Rk = (torch.empty(rows, k, dtype=torch.int64) for _ in range(2))
+    pairs_2c = np.array(candidate_pairs(n, k))
+    halves = (_bits(scores1_Rn), _bits(scores2_Rn))
+    over_threads(_product_rows, even_bounds(rows, 2 * n), *halves, pairs_2c, k, i_Rk.numpy(), j_Rk.numpy())
+    return i_Rk, j_Rk
+
+
+def _bits(scores_Rn: Tensor) -> Any:
+    return scores_Rn.detach().contiguous().numpy().view(np.int32)
+
+
+@compiled
+def _ordered(bits: Any) -> Any:
+    """An integer in the order of the float that has these bits; -0 and 0 are equal, NaN is above all."""
+    if bits == LOWEST:
+        bits = np.int32(0)
+    if bits & HIGHEST > INFINITY:
+        bits = HIGHEST
+    return bits ^ ((bits >> np.int32(31)) & HIGHEST)
+
+
+@compiled
+def _scratch(n: int, k: int) -> Any:
+    """Room for `_best` on rows of up to n scores."""
+    lanes = max(64, (2 * k + VECTOR - 1) // VECTOR * VECTOR)
+    room = max(n, lanes) + VECTOR
+    found_m, column_m, above_m = np.empty(room, np.int32), np.empty(room, np.int32), np.empty(room, np.int32)
+    return np.empty(room, np.int32), np.empty(lanes, np.int32), found_m, column_m, above_m, np.empty(k, np.int32)
+
+
+@compiled
+def _count_above(x_m: Any, size: int, above_m: Any) -> None:
+    """above[i] = how many of x[:size] are greater than x[i]."""
+    for i in range(size):
+        above_m[i] = 0
+    for j in range(size):
+        x = x_m[j]
+        for i in range(size):
+            above_m[i] = np.int32(above_m[i] + np.int32(x > x_m[i]))
+
+
+@compiled
+def _bound(x_n: Any, n: int, k: int, lane_l: Any, above_m: Any) -> Any:
+    """A number that at least k of x[:n] reach: the k-th largest of the maxima of strided lanes."""
+    lanes = len(lane_l)
+    if n <= lanes:
+        return LOWEST
+    for i in range(lanes):
+        lane_l[i] = x_n[i]
+    whole = n // lanes * lanes
+    for start in range(lanes, whole, lanes):
+        for i in range(lanes):
+            lane_l[i] = max(lane_l[i], x_n[start + i])
+    for i in range(n - whole):
+        lane_l[i] = max(lane_l[i], x_n[whole + i])
+    _count_above(lane_l, lanes, above_m)
+    bound = HIGHEST
+    for i in range(lanes):
+        if above_m[i] < k:
+            bound = min(bound, lane_l[i])
+    return bound
+
+
+@compiled
+def _best(n: int, k: int, scratch: Any, column_k: Any) -> None:
+    """The columns of the k highest of the n integers in scratch, highest first, equal ones by column."""
+    x_n, lane_l, found_m, column_m, above_m, equal_k = scratch
+    bound = _bound(x_n, n, k, lane_l, above_m)
+    found = equal = 0
+    for column in range(n):
+        # Branch-free: always write; advance only if it is above the bound or among the first k equal to it.
+        x = x_n[column]
+        found_m[found], column_m[found] = x, column
+        found += np.int64((x > bound) | ((x == bound) & (equal < k)))
+        equal += np.int64(x == bound)
+    padded = (found + VECTOR - 1) // VECTOR * VECTOR
+    found_m[found:padded] = LOWEST
+    _count_above(found_m, padded, above_m)
+    equal_k[:] = 0
+    for m in range(found):
+        rank = above_m[m]
+        if rank < k:
+            place = rank + equal_k[rank]
+            equal_k[rank] += 1
+            if place < k:
+                column_k[place] = column_m[m]
+
+
+@compiled
+def _top_k_rows(first: int, stop: int, bits_Rn: Any, k: int, column_Rk: Any) -> None:
+    n = bits_Rn.shape[1]
+    scratch = _scratch(n, k)
+    for row in range(first, stop):
+        for column in range(n):
+            scratch[0][column] = _ordered(bits_Rn[row, column])
+        _best(n, k, scratch, column_Rk[row])
+
+
+@compiled
+def _product_rows(
+    first: int, stop: int, bits1_Rn: Any, bits2_Rn: Any, pairs_2c: Any, k: int, i_Rk: Any, j_Rk: Any
+) -> None:
+    n, pairs = bits1_Rn.shape[1], pairs_2c.shape[1]
+    most = min(n, k)
+    half, whole = _scratch(n, most), _scratch(pairs, k)
+    best1_k, best2_k, chosen_k = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(k, np.int64)
+    sum_c = np.empty(pairs, np.float32)
+    sum_bits_c = sum_c.view(np.int32)
+    for row in range(first, stop):
+        for column in range(n):
+            half[0][column] = _ordered(bits1_Rn[row, column])
+        _best(n, most, half, best1_k)
+        for column in range(n):
+            half[0][column] = _ordered(bits2_Rn[row, column])
+        _best(n, most, half, best2_k)
+        score1_n, score2_n = bits1_Rn[row].view(np.float32), bits2_Rn[row].view(np.float32)
+        for c in range(pairs):
+            sum_c[c] = score1_n[best1_k[pairs_2c[0, c]]] + score2_n[best2_k[pairs_2c[1, c]]]
+        for c in range(pairs):
+            whole[0][c] = _ordered(sum_bits_c[c])
+        _best(pairs, k, whole, chosen_k)
+        for place in range(k):
+            i_Rk[row, place] = best1_k[pairs_2c[0, chosen_k[place]]]
+            j_Rk[row, place] = best2_k[pairs_2c[1, chosen_k[place]]]

@@ -18,10 +18,22 @@ to a single row are summed first, each by a program of its own, and the row adds
 order, set by the input alone: no atomics, the same bits always. Sums are fp32, offsets 64-bit. Tables are contiguous;
 tables, gradients and weights may be fp16, bf16 or fp32, each its own; slots and segments are int64.
 
+Top-k and product-key top-k are exact; a warp searches a row, in registers. Score and column are packed into one int64,
+the score's bits in the order of the floats above the column's distance from the end: all keys of a row differ, so their
+order is total, and of equal scores the lowest column is the highest key. `tl.topk` sorts no more of them than it must
+(Shanbhag, Pirk and Madden 2018, bitonic top-k).
+
+Unmeasured on a GPU. From the machine code for an H100 by Triton 3.9, at n = 1,024 and k = 32: 19 thousand instructions
+a query for its warp, 3 thousand of them shuffles, 72 registers a thread; 0.7 ms for 8,192 tokens of 4 heads, were one
+issued in every cycle. (Triton 3.7, which comes with torch 2.13: 90 registers, and code 18 % longer.) torch's own top-k
+selects from int64 in 32 passes over each row, between a dozen elementwise operations.
+
 N: tokens; r: reads of a token; M: N * r; K: slots; D: width; U: rows read; S: U + 1; B: chunks; R: reads of a tile;
-C: columns of a program.
+C: columns of a program. In searches, R: rows (queries); n: scores of a row; k: columns to select; c: pairs of ranks; W,
+P: columns and pairs at a time; K, H: k, and the smaller one of k and n, up to a power of two.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,22 +41,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
+from triton import next_power_of_2
 from triton.language import constexpr
 
 from pkmlm.kernels import reference
-from pkmlm.kernels.cuda_top_k import product_top_k, top_k
-from pkmlm.kernels.segments import Segments
-
-__all__ = [
-    "product_top_k",
-    "row_products",
-    "segment_row_adam_",
-    "segment_sum",
-    "sort_reads",
-    "squared_norm",
-    "top_k",
-    "weighted_row_sum",
-]
+from pkmlm.kernels.reference import Segments, candidate_pairs
 
 READS = constexpr(8)  # 128 bytes in flight a thread: with 8 programs on an SM several times latency x bandwidth
 COLUMNS = 1024  # of a program at most
@@ -52,6 +53,13 @@ CHUNK = 128  # sorted reads: 16 tiles for its program; a slot read by 8,192 toke
 # Few bags leave the GPU idle: the 16 tiles of 128 reads run one after the other, at about 1.3 us each. Torch reads them
 # all at once, in three launches. Estimated from latencies, not measured on a GPU.
 SMALL_BYTES = 1 << 20
+
+SEARCH_COLUMNS = 256  # scores at a time: 8 a thread, in code that an SM's instruction cache holds (85 KB)
+SEARCH_PART = 4096  # columns of a row that one program searches: flat keys come in rows of up to millions
+MOST_WARPS = 32  # that a GPU gives a program
+NONE = constexpr(-(1 << 63))  # below all scores
+NAN = constexpr(0x7FFFFFFF)  # above all
+PLACE = constexpr(0xFFFFFFFF)
 
 
 @triton.jit
@@ -191,7 +199,7 @@ def _row_adam(
 def _launch(kernel: Any, rows: int, table: Tensor, *arguments: Any, **constants: int) -> None:
     """Run a program for each row and block of columns; `table` is what it mostly reads: 16 bytes of a row a thread."""
     width = table.shape[1]
-    columns = min(COLUMNS, triton.next_power_of_2(width))
+    columns = min(COLUMNS, next_power_of_2(width))
     warps = max(1, columns * table.element_size() // 512)
     with torch.cuda.device_of(table):
         kernel[rows, triton.cdiv(width, columns)](
@@ -230,7 +238,7 @@ def row_products(values_KD: Tensor, x_ND: Tensor, slots_Nr: Tensor) -> Tensor:
     products_Nr = x_ND.new_empty(tokens, r)
     arguments = values_KD, x_ND.contiguous(), slots_Nr.contiguous(), products_Nr
     # One warp, 16 bytes a thread: sums over columns need no barrier.
-    columns = min(512 // values_KD.element_size(), triton.next_power_of_2(width))
+    columns = min(512 // values_KD.element_size(), next_power_of_2(width))
     with torch.cuda.device_of(values_KD):
         _row_products[tokens, triton.cdiv(r, READS.value)](
             *arguments, r=r, D=width, C=columns, num_warps=1, enable_fp_fusion=True
@@ -316,3 +324,130 @@ def segment_row_adam_(
     _check(*table)
     reads, rates = _sum_of_chunks(x_ND, segments), _rates(scale, step, lr, betas, eps, weight_decay)
     _launch(_row_adam, len(segments.rows_U), x_ND, table, segments.rows_U, reads, rates, chunk_size=CHUNK)
+
+
+@triton.jit
+def _packed(scores_W: tl.tensor, behind_W: tl.tensor, some_W: tl.tensor) -> tl.tensor:
+    """Integers in the order of the scores, equal ones by how many places lie behind theirs; NaN is above all."""
+    scores_W = scores_W.to(tl.float32) + 0.0  # -0 and 0 are equal scores
+    bits_W = tl.where(scores_W != scores_W, NAN, scores_W.to(tl.int32, bitcast=True))
+    ordered_W = bits_W ^ ((bits_W >> 31) & NAN)
+    return tl.where(some_W, (ordered_W.to(tl.int64) << 32) | behind_W, NONE)
+
+
+@triton.jit
+def _score(packed_K: tl.tensor) -> tl.tensor:
+    ordered_K = (packed_K >> 32).to(tl.int32)
+    return (ordered_K ^ ((ordered_K >> 31) & NAN)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _with(best_K: tl.tensor, packed_W: tl.tensor, K: constexpr) -> tl.tensor:
+    """The K highest of the highest so far and of these, highest first."""
+    return tl.topk(tl.join(best_K, tl.topk(packed_W, K)).reshape(2 * K), K)
+
+
+@triton.jit
+def _best(scores: tl.tensor, n: constexpr, W: constexpr, K: constexpr) -> tl.tensor:
+    """The K highest of a row, packed."""
+    best_K = tl.full((K,), NONE, tl.int64)
+    for first in range(0, n, W):
+        column_W = first + tl.arange(0, W)
+        scores_W = tl.load(scores + column_W, mask=column_W < n, other=0)
+        best_K = _with(best_K, _packed(scores_W, n - 1 - column_W, column_W < n), K)
+    return best_K
+
+
+@triton.jit
+def _top_k_rows(scores: tl.tensor, columns: tl.tensor, n: constexpr, k: constexpr, W: constexpr, K: constexpr) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    best_K = _best(scores + row * n, n, W, K)
+    place_K = tl.arange(0, K)
+    tl.store(columns + row * k + place_K, n - 1 - (best_K & PLACE), mask=place_K < k)
+
+
+@triton.jit
+def _product_rows(
+    scores1: tl.tensor,
+    scores2: tl.tensor,
+    pairs: tl.tensor,
+    i: tl.tensor,
+    j: tl.tensor,
+    n: constexpr,
+    k: constexpr,
+    c: constexpr,
+    W: constexpr,
+    H: constexpr,
+    P: constexpr,
+    K: constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    best1_H, best2_H = _best(scores1 + row * n, n, W, H), _best(scores2 + row * n, n, W, H)
+    score1_H, score2_H = _score(best1_H), _score(best2_H)
+    best_K = tl.full((K,), NONE, tl.int64)
+    for first in range(0, c, P):
+        pair_P = first + tl.arange(0, P)
+        a_P = tl.load(pairs + pair_P, mask=pair_P < c, other=0)
+        b_P = tl.load(pairs + c + pair_P, mask=pair_P < c, other=0)
+        sums_P = tl.gather(score1_H, a_P, 0) + tl.gather(score2_H, b_P, 0)
+        best_K = _with(best_K, _packed(sums_P, c - 1 - pair_P, pair_P < c), K)
+    place_K = tl.arange(0, K)
+    pair_K = tl.where(place_K < k, c - 1 - (best_K & PLACE), 0)
+    i_K = tl.gather(best1_H, tl.load(pairs + pair_K), 0)
+    j_K = tl.gather(best2_H, tl.load(pairs + c + pair_K), 0)
+    tl.store(i + row * k + place_K, n - 1 - (i_K & PLACE), mask=place_K < k)
+    tl.store(j + row * k + place_K, n - 1 - (j_K & PLACE), mask=place_K < k)
+
+
+def top_k(scores_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`reference.top_k`, for floats of up to 32 bits.
+
+    Of few long rows each part is searched by a program of its own, and then the best of all parts, which stand in the
+    order of their columns where they are equal.
+    """
+    rows, n = scores_Rn.shape
+    if n > SEARCH_PART > k and n % SEARCH_PART == 0:
+        parts = n // SEARCH_PART
+        best, columns = top_k(scores_Rn.reshape(rows * parts, SEARCH_PART), k)
+        columns = columns.view(rows, parts, k) + torch.arange(0, n, SEARCH_PART, device=columns.device)[:, None]
+        best_Rk, chosen_Rk = top_k(best.view(rows, parts * k), k)
+        return best_Rk, columns.flatten(1).gather(1, chosen_Rk)
+    columns_Rk = torch.empty(rows, k, dtype=torch.int64, device=scores_Rn.device)
+    _launch_search(_top_k_rows, scores_Rn.contiguous(), columns_Rk, n=n, k=k, W=_wide(n, k))
+    return scores_Rn.gather(-1, columns_Rk), columns_Rk
+
+
+def product_top_k(scores1_Rn: Tensor, scores2_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`reference.product_top_k`, for floats of up to 32 bits."""
+    rows, n = scores1_Rn.shape
+    i_Rk, j_Rk = (torch.empty(rows, k, dtype=torch.int64, device=scores1_Rn.device) for _ in range(2))
+    pairs_2c = _pairs(n, k, scores1_Rn.device)
+    c, most = pairs_2c.shape[1], min(n, k)
+    arguments = scores1_Rn.contiguous(), scores2_Rn.contiguous(), pairs_2c, i_Rk, j_Rk
+    _launch_search(_product_rows, *arguments, n=n, k=k, c=c, W=_wide(n, most), H=_power(most), P=_wide(c, k))
+    return i_Rk, j_Rk
+
+
+def _power(k: int) -> int:
+    """The next power of two, but 2 for 1, which `tl.topk` took first in Triton 3.9."""
+    return max(2, next_power_of_2(k))
+
+
+def _wide(n: int, k: int) -> int:
+    """How many of n numbers to take at a time, of which k are wanted."""
+    return max(_power(k), min(SEARCH_COLUMNS, _power(n)))
+
+
+def _launch_search(kernel: Any, scores_Rn: Tensor, *arguments: Tensor, k: int, **sizes: int) -> None:
+    """Run a program for each row."""
+    power = _power(k)
+    warps = min(MOST_WARPS, max(1, power // SEARCH_COLUMNS))
+    with torch.cuda.device_of(scores_Rn):
+        kernel[(len(scores_Rn),)](scores_Rn, *arguments, k=k, K=power, **sizes, num_warps=warps, enable_fp_fusion=True)
+
+
+@cache
+def _pairs(n: int, k: int, device: torch.device) -> Tensor:
+    """`candidate_pairs` (2, c), int32; from pinned memory, so that the host does not wait for the copy."""
+    pairs_2c = torch.tensor(candidate_pairs(n, k), dtype=torch.int32, pin_memory=device.type == "cuda")
+    return pairs_2c.to(device, non_blocking=True)

@@ -15,9 +15,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import softplus
 
-from pkmlm.kernels import HEADS, SCORES, backend, reference
-from pkmlm.kernels.products import in_pieces, row_by_row, together
+from pkmlm.kernels import backend, reference
+from pkmlm.kernels.matmul import cat, matmul_nt, row_chunks
 from pkmlm.kernels.row_gradient import RowGradient
+
+# Heads and scores of a search at a time, by device. On a CPU 16 MB of scores may stay in the cache between product and
+# search. A GPU wants few large calls (not measured): with 262,144 flat keys, 128 MB are the scores of 128 queries, and
+# 16 MB would take eight times the launches.
+HEADS = {"cpu": 1, "cuda": 1 << 30}
+SCORES = {"cpu": 1 << 22, "cuda": 1 << 25}
 
 
 class _ProductKeys(torch.autograd.Function):
@@ -53,20 +59,20 @@ def _search(q_NG2f: Tensor, subkeys_G2nf: Tensor, k: int) -> tuple[Tensor, Tenso
     (N, G, 2, k)."""
     scores, chosen = [], []
     group, _, n, _ = subkeys_G2nf.shape
-    at_a_time = max(1, SCORES[q_NG2f.device.type] // (2 * group * n))
-    for q_CG2f in in_pieces(q_NG2f, subkeys_G2nf[0, 0], at_a_time):
+    chunk_size = max(1, SCORES[q_NG2f.device.type] // (2 * group * n))
+    for q_CG2f in row_chunks(q_NG2f, subkeys_G2nf[0, 0], chunk_size):
         score1_Rn, score2_Rn = (_by_head(q_CG2f[:, :, half], subkeys_G2nf[:, half]) for half in (0, 1))
         i_Rk, j_Rk = backend.of(score1_Rn).product_top_k(score1_Rn, score2_Rn, k)
         scores_Rk = score1_Rn.gather(1, i_Rk) + score2_Rn.gather(1, j_Rk)
         scores.append(scores_Rk.view(group, -1, k).transpose(0, 1))
         chosen.append(torch.stack([i_Rk, j_Rk], 1).view(group, -1, 2, k).transpose(0, 1))
-    return together(scores), together(chosen)
+    return cat(scores), cat(chosen)
 
 
 def _by_head(q_CGf: Tensor, keys_Gnf: Tensor) -> Tensor:
     """The products of each head's queries with its keys, one head after the other: (G * C, n)."""
     if len(keys_Gnf) == 1:
-        return row_by_row(q_CGf[:, 0], keys_Gnf[0])
+        return matmul_nt(q_CGf[:, 0], keys_Gnf[0])
     return torch.bmm(q_CGf.transpose(0, 1), keys_Gnf.transpose(1, 2)).flatten(0, 1)
 
 
@@ -127,13 +133,13 @@ def flat_key_select(q_NHd: Tensor, keys_HKd: Tensor, k: int) -> tuple[Tensor, Te
     """
     if not 1 <= k <= keys_HKd.shape[1]:
         raise ValueError(f"cannot select {k} of {keys_HKd.shape[1]} keys")
-    step = max(1, SCORES[q_NHd.device.type] // keys_HKd.shape[1])
+    chunk_size = max(1, SCORES[q_NHd.device.type] // keys_HKd.shape[1])
     scores, slots = [], []
     for q_Nd, keys_Kd in zip(q_NHd.unbind(1), keys_HKd.unbind(0), strict=True):  # one gradient of all heads' keys
         q_Nd = q_Nd.contiguous()
         with torch.no_grad():
-            pieces = in_pieces(q_Nd, keys_Kd, step)
-            slots_Nk = together([backend.of(q_Nd).top_k(row_by_row(q_Cd, keys_Kd), k)[1] for q_Cd in pieces])
+            chunks = row_chunks(q_Nd, keys_Kd, chunk_size)
+            slots_Nk = cat([backend.of(q_Nd).top_k(matmul_nt(q_Cd, keys_Kd), k)[1] for q_Cd in chunks])
         scores.append(_RowScores.apply(q_Nd, keys_Kd, slots_Nk))
         slots.append(slots_Nk)
     return torch.stack(scores, 1), torch.stack(slots, 1)

@@ -3,13 +3,13 @@
 A fast kernel is right when it equals the function of the same name here, over random shapes, dtypes and ties.
 
 R: rows (queries); n: sub-keys of a half; k: slots to select; N: tokens; r: reads of a token; K: slots; D: width of a
-value; c: pairs of ranks; T: hash tables; b: bits of a code; M, U, S: see `Segments`.
+value; c: pairs of ranks; T: hash tables; b: bits of a code; M: all reads (N * r); U: distinct rows read; S: U + 1.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from pkmlm.kernels.segments import Segments
 
 
 def top_k(scores_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -40,6 +40,29 @@ def product_top_k(scores1_Rn: Tensor, scores2_Rn: Tensor, k: int) -> tuple[Tenso
     a_c, b_c = torch.tensor(candidate_pairs(n, k), device=scores1_Rn.device)
     _, chosen_Rk = top_k(best1_Rk[:, a_c] + best2_Rk[:, b_c], k)
     return i_Rk.gather(1, a_c[chosen_Rk]), j_Rk.gather(1, b_c[chosen_Rk])
+
+
+class Segments(NamedTuple):
+    """The reads of a table, sorted by row (stably: reads of one row stay in the order of their tokens).
+
+    Attributes:
+        rows_U: int64, the rows that are read, ascending.
+        start_S: int64 (U + 1): the reads of rows_U[u] are start_S[u] ... start_S[u + 1] - 1.
+        token_M: int64, the token of each read.
+        weight_M: its weight.
+    """
+
+    rows_U: Tensor
+    start_S: Tensor
+    token_M: Tensor
+    weight_M: Tensor
+
+    def every_row(self, rows: int) -> "Segments":
+        """The same reads with a segment, perhaps empty, for each row of the table."""
+        count_K = self.start_S.new_zeros(rows)
+        count_K[self.rows_U] = self.start_S.diff()
+        start_S = torch.cat([count_K.new_zeros(1), count_K.cumsum(0)])
+        return self._replace(rows_U=torch.arange(rows, device=start_S.device), start_S=start_S)
 
 
 def weighted_row_sum(values_KD: Tensor, slots_Nr: Tensor, weights_Nr: Tensor) -> Tensor:

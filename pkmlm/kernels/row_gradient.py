@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from pkmlm.kernels import backend
-from pkmlm.kernels.products import together
-from pkmlm.kernels.segments import Segments
+from pkmlm.kernels.matmul import cat
+from pkmlm.kernels.reference import Segments
 
 Reads = tuple[Tensor, Tensor, Tensor]  # of a backward pass: output gradients (N, D), slots (N, r), weights (N, r)
 
@@ -96,7 +96,7 @@ class RowGradient:
             segments = Segments(rows_U, start_S, rows_U, sums_KD.new_ones(len(rows_U)))
             self._joined = sums_KD, segments.every_row(self.rows) if self.every_row else segments
         elif self._joined is None:
-            x_ND, slots_Nr, weights_Nr = (together(parts) for parts in zip(*self.reads, strict=True))
+            x_ND, slots_Nr, weights_Nr = (cat(parts) for parts in zip(*self.reads, strict=True))
             self.replace([(x_ND, slots_Nr, weights_Nr)])
             kernels = backend.of(x_ND)
             self._joined = x_ND, kernels.sort_reads(slots_Nr, weights_Nr, self.rows, every_row=self.every_row)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, relu
 
 from pkmlm.device import at_least_fp32
-from pkmlm.kernels.products import linear
+from pkmlm.kernels.matmul import linear
 from pkmlm.model.attention_cost import CHUNK
 from pkmlm.model.initial import Initial, OrthogonalRows
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pkmlm.device import at_least_fp32
-from pkmlm.kernels.products import column_by_column, row_by_row
+from pkmlm.kernels.matmul import matmul_nt, matmul_tn
 from pkmlm.model.training_memory import tokens_at_a_time
 
 
@@ -29,13 +29,13 @@ class _SummedLoss(torch.autograd.Function):
         for start in range(0, len(h_ND), step):
             piece = slice(start, start + step)
             h_CD = h_ND[piece].to(dtype)
-            loss, slope_CV = loss_and_slope(row_by_row(h_CD, read_VD), targets_N[piece], scale)
+            loss, slope_CV = loss_and_slope(matmul_nt(h_CD, read_VD), targets_N[piece], scale)
             total = total + loss
             slope_CV = slope_CV.to(dtype)
             if h_grad is not None:
-                h_grad[piece] = row_by_row(slope_CV, read_VD.t())
+                h_grad[piece] = matmul_nt(slope_CV, read_VD.t())
             if weight_grad is not None:
-                weight_grad += column_by_column(slope_CV, h_CD)
+                weight_grad += matmul_tn(slope_CV, h_CD)
         ctx.save_for_backward(h_grad, weight_grad)
         return total
 

@@ -1,6 +1,6 @@
 """What training a recipe holds in memory, by arithmetic (no torch): an estimate."""
 
-from pkmlm.kernels import HEADS, SCORES
+from pkmlm.kernels.ops import HEADS, SCORES
 from pkmlm.model.block_cost import Block, Part
 from pkmlm.recipe.schema import Recipe
 

@@ -12,10 +12,9 @@ from torch.nn.functional import gelu, relu
 from pkmlm.device import is_out_of_memory
 from pkmlm.distributed import ProcessGroups
 from pkmlm.errors import UserError
-from pkmlm.kernels.products import linear
+from pkmlm.kernels.matmul import Linear, linear
 from pkmlm.model.attention import Attention, Cache, Layout, rotation
 from pkmlm.model.initial import Constant, Initial, Normal, initialise, linear_std
-from pkmlm.model.linear import Linear
 from pkmlm.model.loss import summed_loss
 from pkmlm.model.memory.flat_key import FlatKeyMemory
 from pkmlm.model.memory.hash_table import HashLayer, MemoryBlock

@@ -13,7 +13,7 @@ import torch
 
 from pkmlm.bench.models import RandomBatches, random_tokens
 from pkmlm.errors import UserError
-from pkmlm.kernels import products
+from pkmlm.kernels import matmul
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.check import check_recipe
 from pkmlm.recipe.schema import Memory, Model, Recipe, Train
@@ -42,8 +42,8 @@ def graphs() -> int:
 @compiles
 def test_compiling_changes_no_loss_beyond_rounding(monkeypatch):
     if torch.backends.mkldnn.is_available():  # products as on a CPU that leaves them to oneDNN
-        monkeypatch.setattr(products, "BY_ONEDNN", True)
-        monkeypatch.setattr(products, "LEAST_WORK", 1)
+        monkeypatch.setattr(matmul, "PREFER_ONEDNN", True)
+        monkeypatch.setattr(matmul, "LEAST_WORK", 1)
     plain, compiled = (state_of(recipe_of(1, Memory(), compiled=choice)) for choice in (False, True))
     before, counted = [train_step(plain, step).loss for step in (1, 2, 3)], graphs()
     assert [train_step(compiled, step).loss for step in (1, 2, 3)] == pytest.approx(before, abs=1e-5)

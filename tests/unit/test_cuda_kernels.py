@@ -22,7 +22,7 @@ from pkmlm.kernels.row_gradient import RowGradient
 triton = pytest.importorskip("triton", reason="triton is not installed (the CUDA kernels need it)")
 from triton.runtime.interpreter import GridExecutor  # noqa: E402
 
-from pkmlm.kernels import cuda, cuda_top_k  # noqa: E402
+from pkmlm.kernels import cuda  # noqa: E402
 
 INTERPRETED = triton.knobs.runtime.interpret
 HALF = [torch.float16, torch.bfloat16]
@@ -55,8 +55,8 @@ def kernels(monkeypatch):
     monkeypatch.setattr(cuda, "COLUMNS", 64)  # several blocks and many chunks at tiny shapes
     monkeypatch.setattr(cuda, "CHUNK", 4)
     monkeypatch.setattr(cuda, "SMALL_BYTES", 0)
-    monkeypatch.setattr(cuda_top_k, "COLUMNS", 16)
-    monkeypatch.setattr(cuda_top_k, "PART", 20)
+    monkeypatch.setattr(cuda, "SEARCH_COLUMNS", 16)
+    monkeypatch.setattr(cuda, "SEARCH_PART", 20)
     monkeypatch.setattr(ops, "HEADS", {"cpu": 2, "cuda": 2})
     return cuda
 

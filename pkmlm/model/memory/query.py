@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from pkmlm.device import at_least_fp32
+from pkmlm.kernels.matmul import Linear
 from pkmlm.model.initial import Constant, Initial, Normal
-from pkmlm.model.linear import Linear
 from pkmlm.model.memory.query_norm import QueryBatchNorm
 from pkmlm.recipe.schema import Memory
 

@@ -6,7 +6,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pkmlm.data.batches import Batches
-from pkmlm.kernels import ops, products
+from pkmlm.kernels import matmul, ops
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Memory, Model, Optim, Recipe, Train
 from pkmlm.train.state import TrainState
@@ -37,7 +37,7 @@ class Calls(TorchDispatchMode):
 
 @pytest.fixture
 def narrow(monkeypatch):
-    monkeypatch.setattr(products, "BY_ONEDNN", True)
+    monkeypatch.setattr(matmul, "PREFER_ONEDNN", True)
 
 
 def drawn(*shape):
@@ -66,10 +66,10 @@ def test_linear_and_its_gradients(narrow, shape, bias, strided):
             out.backward(grad.to(dtype))
         return calls.work, [out, x.grad, *(each.grad for each in rest)]
 
-    work, found = results(torch.float32, products.linear)
+    work, found = results(torch.float32, matmul.linear)
     _, expected = results(torch.float64, functional.linear)
     work_of_each = rows * inner * outer
-    large = 2 + (rows >= products.LEAST_WIDTH) if work_of_each >= products.LEAST_WORK else 0
+    large = 2 + (rows >= matmul.LEAST_WIDTH) if work_of_each >= matmul.LEAST_WORK else 0
     assert work[ONEDNN] == large * [work_of_each]
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == torch.float32
@@ -81,16 +81,16 @@ def test_linear_and_its_gradients(narrow, shape, bias, strided):
 def test_the_same_bits_wherever_the_numbers_lie_in_memory(narrow):
     torch.manual_seed(1)
     x, y = torch.randn(200, 96), torch.randn(300, 96)
-    first = products.row_by_row(x, y)
+    first = matmul.matmul_nt(x, y)
     for offset in (1, 3, 16, 33):
         moved = [torch.empty(each.numel() + offset)[offset:].view_as(each).copy_(each) for each in (x, y)]
-        assert torch.equal(products.row_by_row(*moved), first)
+        assert torch.equal(matmul.matmul_nt(*moved), first)
 
 
 @needs_onednn
 def test_a_bias_with_a_stride_and_a_vector(narrow):
     x, weight, bias = torch.randn(2048), torch.randn(1024, 2048), torch.randn(1024, 2)[:, 1]
-    torch.testing.assert_close(products.linear(x, weight, bias), functional.linear(x, weight, bias), atol=1e-4, rtol=0)
+    torch.testing.assert_close(matmul.linear(x, weight, bias), functional.linear(x, weight, bias), atol=1e-4, rtol=0)
 
 
 @needs_onednn
@@ -98,7 +98,7 @@ def test_a_bias_with_a_stride_and_a_vector(narrow):
 def test_narrow_maps_are_left_to_torch(narrow, shape):
     rows, inner, outer = shape
     with Calls() as calls:
-        products.row_by_row(torch.randn(rows, inner), torch.randn(outer, inner))
+        matmul.matmul_nt(torch.randn(rows, inner), torch.randn(outer, inner))
     assert not calls.work[ONEDNN]
 
 
@@ -110,10 +110,10 @@ def test_batches_of_ever_new_sizes_take_few_shapes(narrow):
         for rows in (*range(1, 400, 7), 5000):
             x = torch.randn(rows, 64)
             with Calls() as calls:
-                out = products.linear(x, weight, bias)
+                out = matmul.linear(x, weight, bias)
             torch.testing.assert_close(out, functional.linear(x, weight, bias), atol=1e-4, rtol=0)
             shapes |= {work // (64 * 256) for work in calls.work[ONEDNN]}
-            assert sum(calls.work[ONEDNN]) > rows * 64 * 256 - products.LEAST_WORK
+            assert sum(calls.work[ONEDNN]) > rows * 64 * 256 - matmul.LEAST_WORK
     assert shapes == {64, 128, 256, 512, 4096}
 
 
@@ -134,7 +134,7 @@ def test_so_do_searches(narrow, select, keys):
 def test_only_what_needs_a_gradient_is_computed(narrow):
     x, weight = torch.randn(64, 128), torch.randn(256, 128, requires_grad=True)
     with Calls() as calls:
-        products.linear(x, weight).sum().backward()
+        matmul.linear(x, weight).sum().backward()
     assert x.grad is None
     assert weight.grad is not None
     assert calls.work[ONEDNN] == 2 * [64 * 128 * 256]
@@ -147,7 +147,7 @@ def test_only_what_needs_a_gradient_is_computed(narrow):
 def test_other_precisions_are_left_to_torch(narrow, dtype, autocast):
     x, weight = torch.randn(64, 128, dtype=dtype), torch.randn(256, 128, dtype=dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast), Calls() as calls:
-        out = products.linear(x, weight)
+        out = matmul.linear(x, weight)
         assert torch.equal(out, functional.linear(x, weight))
     assert not calls.work[ONEDNN]
     assert out.dtype == (torch.bfloat16 if autocast else dtype)
@@ -166,7 +166,7 @@ def test_other_precisions_are_left_to_torch(narrow, dtype, autocast):
 @needs_onednn
 def test_which_cpus_are_meant(monkeypatch, cpu, narrow):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: cpu)
-    assert products.mkl_is_narrow() is narrow
+    assert matmul.prefers_onednn() is narrow
 
 
 @needs_onednn
@@ -180,4 +180,4 @@ def test_every_large_product_of_a_training_step(narrow, memory):
     with Calls() as calls:
         train_step(state, 1)
     assert 512 * 64 * 400 in calls.work[ONEDNN]
-    assert max(work for name in MATRIX_PRODUCTS for work in [0, *calls.work[name]]) < products.LEAST_WORK
+    assert max(work for name in MATRIX_PRODUCTS for work in [0, *calls.work[name]]) < matmul.LEAST_WORK

@@ -1,4 +1,4 @@
-"""Products of matrices in fp32 on a CPU, by the faster one of the two libraries that torch carries.
+"""Matrix products and the linear layer, in fp32 on a CPU by the faster one of the two libraries that torch carries.
 
 torch takes MKL's, which on an AMD CPU leaves half the width of AVX-512 unused. oneDNN, torch's choice for half
 precision, uses all of it: 1.7 to 2.3 times as fast (recipes/README.md, "Products and the loss, on CPUs"). Anywhere else
@@ -10,7 +10,7 @@ N: rows; I, O: widths of the input and of the output.
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
@@ -18,79 +18,80 @@ LEAST_WORK = 1 << 20  # multiplications; with fewer, oneDNN's 15 us a call are m
 LEAST_WIDTH = 32  # of the narrower side of a map; below it, oneDNN's copies of the matrices are more than it gains
 
 
-def mkl_is_narrow() -> bool:
+def prefers_onednn() -> bool:
     """Whether this is an AMD CPU with AVX-512, and torch can be asked for oneDNN."""
     cpu = torch.cpu.get_capabilities()
     wide = bool(cpu.get("avx512_f")) and str(cpu.get("cpu_name")).startswith("AMD")
     return wide and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-BY_ONEDNN = mkl_is_narrow()
+PREFER_ONEDNN = prefers_onednn()
 
 
-def by_onednn(x: Tensor, y: Tensor) -> bool:
+def uses_onednn(x: Tensor, y: Tensor) -> bool:
     """Whether the product of x (..., I) with each row of y (O, I) is oneDNN's."""
     plain = x.dtype == y.dtype == torch.float32 and x.device.type == y.device.type == "cpu"
     large = x.numel() * len(y) >= LEAST_WORK and min(y.shape) >= LEAST_WIDTH
-    return BY_ONEDNN and plain and large and not torch.is_autocast_enabled("cpu")
+    return PREFER_ONEDNN and plain and large and not torch.is_autocast_enabled("cpu")
 
 
-def in_pieces(x: Tensor, y_OI: Tensor, most: int) -> list[Tensor]:
-    """The rows of x (N, ...), at most so many at a time, for their products with y.
+def row_chunks(x: Tensor, y_OI: Tensor, most: int) -> list[Tensor]:
+    """Chunks of the rows of x (N, ...) for their products with y.
 
-    For each new shape oneDNN keeps a megabyte or more, and batches of evaluation have ever new ones. What it takes is
-    therefore as many rows as a power of two says, and the few that are left over are torch's.
+    oneDNN keeps a megabyte or more for each new shape, and evaluation has ever new batch sizes. Chunks for oneDNN
+    therefore have a power of two of rows, and the last chunk, too small for it, is left to torch.
+
+    Args:
+        x: the rows; y_OI: the matrix that each is multiplied with.
+        most: rows of a chunk at most.
     """
-    return [piece for part in x.split(most) for piece in part.split(_sizes(part, y_OI))]
+    return [chunk for part in x.split(most) for chunk in part.split(_chunk_sizes(part, y_OI))]
 
 
-def together(parts: list[Tensor] | tuple[Tensor, ...], dim: int = 0) -> Tensor:
+def cat(parts: list[Tensor] | tuple[Tensor, ...], dim: int = 0) -> Tensor:
     """`torch.cat`, which copies a single part too."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def _sizes(x: Tensor, y_OI: Tensor) -> list[int]:
+def _chunk_sizes(x: Tensor, y_OI: Tensor) -> list[int]:
     rows, sizes = len(x), []
-    while by_onednn(x[:rows], y_OI):
+    while uses_onednn(x[:rows], y_OI):
         sizes.append(1 << (rows.bit_length() - 1))
         rows -= sizes[-1]
     return [*sizes, rows] if rows or not sizes else sizes
 
 
-def row_by_row(x_NI: Tensor, y_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """x y^T, plus a bias: the product of each row of x with each of y (N, O), without a gradient."""
-    if not by_onednn(x_NI, y_OI):
+def matmul_nt(x_NI: Tensor, y_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """x y^T + bias (N, O), without a gradient."""
+    if not uses_onednn(x_NI, y_OI):
         return functional.linear(x_NI, y_OI, bias_O)
-    out_NO: Tensor = (_as_a_whole if torch.compiler.is_compiling() else _onednn)(x_NI, y_OI, bias_O)
+    out_NO: Tensor = (_onednn_op if torch.compiler.is_compiling() else _onednn)(x_NI, y_OI, bias_O)
     return out_NO
 
 
 def _onednn(x_NI: Tensor, y_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    bias_O = None if bias_O is None else bias_O.contiguous()  # its stride would not be looked at
+    bias_O = None if bias_O is None else bias_O.contiguous()  # oneDNN ignores its stride
     out_NO: Tensor = torch.ops.mkldnn._linear_pointwise(x_NI, y_OI, bias_O, "none", [], "")
     return out_NO
 
 
-# torch.compile has rules of its own for oneDNN's operation, which fail on ours: to it the product is one unknown step.
-_as_a_whole = torch.library.custom_op("pkmlm::row_by_row", _onednn, mutates_args=())
-_as_a_whole.register_fake(lambda x_NI, y_OI, bias_O: x_NI.new_empty(len(x_NI), len(y_OI)))
+# torch.compile's own rules for oneDNN's operation fail here, so that it gets an operation that it does not know.
+_onednn_op = torch.library.custom_op("pkmlm::matmul_nt", _onednn, mutates_args=())
+_onednn_op.register_fake(lambda x_NI, y_OI, bias_O: x_NI.new_empty(len(x_NI), len(y_OI)))
 
 
-def column_by_column(y_NO: Tensor, x_NI: Tensor) -> Tensor:
-    """y^T x: the product of each column of y with each of x (O, I), without a gradient.
-
-    oneDNN copies the first matrix of a product where it lies across: let it be the smaller one.
-    """
+def matmul_tn(y_NO: Tensor, x_NI: Tensor) -> Tensor:
+    """y^T x (O, I), without a gradient. oneDNN copies the first of two transposed matrices: that is the smaller one."""
     if y_NO.shape[1] <= x_NI.shape[1]:
-        return row_by_row(y_NO.t(), x_NI.t())
-    return row_by_row(x_NI.t(), y_NO.t()).t()
+        return matmul_nt(y_NO.t(), x_NI.t())
+    return matmul_nt(x_NI.t(), y_NO.t()).t()
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         ctx.save_for_backward(x_NI, weight_OI)
-        return row_by_row(x_NI, weight_OI, bias_O)
+        return matmul_nt(x_NI, weight_OI, bias_O)
 
     @staticmethod
     @once_differentiable
@@ -98,19 +99,27 @@ class _Linear(torch.autograd.Function):
         x_NI, weight_OI = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         return (
-            row_by_row(grad_NO, weight_OI.t()) if needs_x else None,
-            column_by_column(grad_NO, x_NI) if needs_weight else None,
+            matmul_nt(grad_NO, weight_OI.t()) if needs_x else None,
+            matmul_tn(grad_NO, x_NI) if needs_weight else None,
             grad_NO.sum(0) if needs_bias else None,
         )
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """torch's `linear` of x (..., I), with its gradients."""
-    if not by_onednn(x, weight_OI):
+    """`torch.nn.functional.linear` of x (..., I), with its gradients."""
+    if not uses_onednn(x, weight_OI):
         return functional.linear(x, weight_OI, bias_O)
     x_NI = x.reshape(-1, x.shape[-1])
     if torch.is_grad_enabled():  # training, whose batches are all of one shape
         out_NO: Tensor = _Linear.apply(x_NI, weight_OI, bias_O)
     else:
-        out_NO = together([row_by_row(x_CI, weight_OI, bias_O) for x_CI in in_pieces(x_NI, weight_OI, len(x_NI))])
+        out_NO = cat([matmul_nt(x_CI, weight_OI, bias_O) for x_CI in row_chunks(x_NI, weight_OI, len(x_NI))])
     return out_NO.view(*x.shape[:-1], len(weight_OI))
+
+
+class Linear(nn.Linear):
+    """`torch.nn.Linear` whose products are those of `linear`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., I) to (..., O)."""
+        return linear(x, self.weight, self.bias)
