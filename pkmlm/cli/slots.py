@@ -66,8 +66,8 @@ def command(
       pkmlm slots runs/hash --layer 2:ffn2 --slot 3:40
       pkmlm slots runs/demo --text my.txt --top 200 --json
     """
+    from pkmlm.analysis.slot_details import find_memory
     from pkmlm.evaluate.load import load_run
-    from pkmlm.evaluate.slots import find_memory
 
     if prompt is not None and (slot is not None or choice.made):
         raise UserError("PROMPT excludes --slot, --split, --text and --data", "leave one of them out")
@@ -112,8 +112,8 @@ def indexed(
     run: "LoadedRun", memory: int, documents: "Documents", contexts: int, quiet: bool
 ) -> "tuple[MemoryUsage, Any]":
     """The pass over a text."""
+    from pkmlm.analysis.slot_details import index_slots
     from pkmlm.cli.progress import token_progress
-    from pkmlm.evaluate.slots import index_slots
 
     with token_progress(f"reading {printable(run.name)}", documents.tokens, quiet) as advance:
         (usage,), (strongest,) = index_slots(run, documents, advance, contexts, memory)
@@ -124,9 +124,9 @@ def of_memory(
     run: "LoadedRun", memory: int, documents: "list[Documents]", top: int, quiet: bool
 ) -> "tuple[dict[str, Any], list[Table]]":
     """The slots with most mass."""
+    from pkmlm.analysis.slot_contexts import CONTEXTS
+    from pkmlm.analysis.slot_details import Wanted, describe
     from pkmlm.analysis.slots import most_read, patterned, slots_table
-    from pkmlm.evaluate.readers import CONTEXTS
-    from pkmlm.evaluate.slots import Wanted, describe
 
     if top > MOST_DESCRIBED:
         message = f"--top: found {top} (expected at most {MOST_DESCRIBED} slots)"
@@ -143,9 +143,9 @@ def of_slot(
     run: "LoadedRun", memory: int, documents: "list[Documents]", name: str, top: int, quiet: bool
 ) -> "tuple[dict[str, Any], list[Table]]":
     """One slot in full."""
+    from pkmlm.analysis.slot_contexts import CONTEXTS
+    from pkmlm.analysis.slot_details import Wanted, describe
     from pkmlm.analysis.slots import slot_number, slot_tables
-    from pkmlm.evaluate.readers import CONTEXTS
-    from pkmlm.evaluate.slots import Wanted, describe
     from pkmlm.model.memory.memories import memories
 
     tap = memories(run.model)[memory].tap
@@ -166,9 +166,9 @@ def of_slot(
 
 def of_prompt(run: "LoadedRun", memory: int, prompt: str, top: int) -> "tuple[dict[str, Any], list[Table]]":
     """Each token's strongest slots."""
+    from pkmlm.analysis.lens import Lens
+    from pkmlm.analysis.slot_details import read_text
     from pkmlm.analysis.slots import reading_table, slot_name
-    from pkmlm.evaluate.lens import Lens
-    from pkmlm.evaluate.slots import read_text
     from pkmlm.model.memory.memories import memories
 
     tap = memories(run.model)[memory].tap

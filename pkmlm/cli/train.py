@@ -286,9 +286,9 @@ def run_loop(
     world: "World",
 ) -> "Outcome":
     """Build the model and train it; the log begins with `warnings` and the arithmetic."""
+    from pkmlm.analysis.validation import validation
     from pkmlm.data.batches import Batches
     from pkmlm.distributed import build_process_groups
-    from pkmlm.evaluate.validation import validation
     from pkmlm.train.init_from import check_shapes, starting_model
     from pkmlm.train.log import SilentLog, TrainingLog
     from pkmlm.train.loop import Training

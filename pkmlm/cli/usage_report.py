@@ -102,7 +102,7 @@ def command(
 
 def print_report(entries: list[dict[str, Any]], format: "Format") -> None:
     """Print what was found of each run, in one of the formats of a table."""
-    from pkmlm.analysis.usage_tables import flat_table, usage_tables
+    from pkmlm.analysis.tables import flat_table, usage_tables
 
     if format == "json":
         click.echo(json.dumps({"runs": entries}, indent=2, allow_nan=False))
@@ -170,10 +170,10 @@ def measured(
     subject: Subject, choice: TextChoice, quiet: bool, world: "World | None", *, look_into: bool = False
 ) -> Report:
     """Pass over the text and count; to look into slots, note who reads them as well, and what."""
+    from pkmlm.analysis.counters import measure_usage
+    from pkmlm.analysis.slot_details import hold, index_slots
     from pkmlm.cli.progress import token_progress
     from pkmlm.evaluate.load import load_same
-    from pkmlm.evaluate.slots import hold, index_slots
-    from pkmlm.evaluate.usage import measure_usage
 
     loaded = load_same(subject.run.path, subject.step, world)
     documents = choice.documents(loaded)

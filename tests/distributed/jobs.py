@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pkmlm.analysis import validation  # noqa: F401 (loaded once, for all children)
 from pkmlm.cli import main
 from pkmlm.data.batches import Batches
 from pkmlm.distributed import ProcessGroups, World, build_process_groups, init_distributed
 from pkmlm.environment import TIMEOUT
 from pkmlm.errors import UserError
-from pkmlm.evaluate import validation  # noqa: F401 (loaded once, for all children)
 from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.model.cost import cost_of
 from pkmlm.model.initial import initialise

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pkmlm.evaluate.usage import UsageCounters
+from pkmlm.analysis.counters import UsageCounters
 from pkmlm.model.initial import initialise
 from pkmlm.model.memory.flat_key import FlatKeyMemory
 from pkmlm.model.memory.hash_table import HashLayer, MemoryBlock, score_rms

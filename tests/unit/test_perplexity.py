@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from pkmlm.analysis.validation import validation
 from pkmlm.data.corpus import Corpus, open_tokenizer
 from pkmlm.errors import UserError
 from pkmlm.evaluate.load import load_run
 from pkmlm.evaluate.perplexity import Documents, documents_of_split, documents_of_text, open_split, score, windows
-from pkmlm.evaluate.validation import validation
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Model, Recipe, Train
 from pkmlm.signals import StopRequest

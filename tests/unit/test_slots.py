@@ -9,14 +9,24 @@ import pytest
 import torch
 from torch import nn
 
+from pkmlm.analysis.counters import WatchedReads
+from pkmlm.analysis.lens import Lens
+from pkmlm.analysis.slot_contexts import _Readers, summed_reads
+from pkmlm.analysis.slot_details import (
+    AFTER,
+    BEFORE,
+    Wanted,
+    contexts_at,
+    describe,
+    find_memory,
+    hold,
+    index_slots,
+    read_text,
+)
 from pkmlm.analysis.slots import Context, Slot, pattern_of, patterned, slot_name, slot_number
 from pkmlm.errors import UserError
-from pkmlm.evaluate.lens import Lens
 from pkmlm.evaluate.load import LoadedRun, load_run
 from pkmlm.evaluate.perplexity import documents_of_texts, score, windows
-from pkmlm.evaluate.readers import _Readers, summed_reads
-from pkmlm.evaluate.slots import AFTER, BEFORE, Wanted, contexts_at, describe, find_memory, hold, index_slots, read_text
-from pkmlm.evaluate.usage import WatchedReads
 from pkmlm.model.memory.memories import memories
 from pkmlm.model.memory.usage_tap import UsageTap
 

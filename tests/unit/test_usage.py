@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from pkmlm.analysis import counters as counting
 from pkmlm.analysis import usage as numbers
+from pkmlm.analysis.counters import UsageCounters
+from pkmlm.analysis.tables import usage_tables
 from pkmlm.analysis.usage import MemoryUsage, measures, reads_of_a_slot, uniform_reading
 from pkmlm.analysis.usage_files import load_usage, save_usage
-from pkmlm.analysis.usage_tables import usage_tables
 from pkmlm.errors import UserError
-from pkmlm.evaluate import usage as counting
-from pkmlm.evaluate.usage import UsageCounters
 from pkmlm.model.memory.usage_tap import UsageTap
 
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
+from pkmlm.analysis.counters import UsageCounters
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.device import autocast
 from pkmlm.distributed import ProcessGroups
 from pkmlm.evaluate.generate import Sampling, generate, stream_text
 from pkmlm.evaluate.perplexity import documents_of_split, open_split, score
-from pkmlm.evaluate.usage import UsageCounters
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.schema import Recipe
 from pkmlm.signals import StopRequest

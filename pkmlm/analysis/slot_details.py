@@ -11,15 +11,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pkmlm.analysis.counters import UsageCounters, WatchedReads
+from pkmlm.analysis.lens import Lens
+from pkmlm.analysis.slot_contexts import CONTEXTS, SlotReaders, Strongest, summed_reads
 from pkmlm.analysis.slots import Context, Holding, Slot, most_read
 from pkmlm.analysis.usage import MemoryUsage
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
-from pkmlm.evaluate.lens import Lens
 from pkmlm.evaluate.load import LoadedRun
 from pkmlm.evaluate.perplexity import Documents, score
-from pkmlm.evaluate.readers import CONTEXTS, SlotReaders, Strongest, summed_reads
-from pkmlm.evaluate.usage import UsageCounters, WatchedReads
 from pkmlm.model.memory.memories import memories
 from pkmlm.model.transformer import Transformer
 

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from pkmlm.analysis.counters import WatchedReads
 from pkmlm.analysis.slots import JUDGED
-from pkmlm.evaluate.usage import WatchedReads
 from pkmlm.model.memory.memories import memories
 from pkmlm.model.memory.usage_tap import UsageTap
 
