@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from pkmlm.analysis.usage import MemoryUsage
 from pkmlm.distributed import World
 from pkmlm.errors import UserError
+from pkmlm.evaluate.documents import Documents
 from pkmlm.evaluate.load import LoadedRun
-from pkmlm.evaluate.perplexity import Documents, score
+from pkmlm.evaluate.perplexity import score
 from pkmlm.model.memory.usage_tap import UsageTap, usage_taps
 
 # Of slots, held at a time when two heads are compared: as many as a core's cache holds; a GPU wants few large calls.

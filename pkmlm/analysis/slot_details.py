@@ -18,8 +18,9 @@ from pkmlm.analysis.slots import Context, Holding, Slot, most_read
 from pkmlm.analysis.usage import MemoryUsage
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
+from pkmlm.evaluate.documents import Documents
 from pkmlm.evaluate.load import LoadedRun
-from pkmlm.evaluate.perplexity import Documents, score
+from pkmlm.evaluate.perplexity import score
 from pkmlm.model.memory.memories import memories
 from pkmlm.model.transformer import Transformer
 

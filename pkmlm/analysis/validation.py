@@ -9,8 +9,9 @@ from pkmlm.analysis.counters import UsageCounters
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.device import autocast
 from pkmlm.distributed import ProcessGroups
+from pkmlm.evaluate.documents import documents_of_split, open_split
 from pkmlm.evaluate.generate import Sampling, generate, stream_text
-from pkmlm.evaluate.perplexity import documents_of_split, open_split, score
+from pkmlm.evaluate.perplexity import score
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.schema import Recipe
 from pkmlm.signals import StopRequest

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pkmlm.cli.options import PATH, force_option, json_option, quiet_option, step_option
-from pkmlm.cli.streams import warn
-from pkmlm.cli.texts import TextChoice, kept_name, kept_split, text_options, warn_of
-from pkmlm.cli.zero_shot import Asked, prepare, score_tasks, tasks_file, warn_of_cuts, write_samples
+from pkmlm.cli.options import PATH, force_option, json_option, quiet_option, step_option, text_options
+from pkmlm.cli.streams import warn, warn_each
+from pkmlm.cli.zero_shot import Asked, prepare, score_tasks, warn_of_cuts, write_samples
 from pkmlm.errors import UserError
 
 if TYPE_CHECKING:
     from pkmlm.distributed import World
+    from pkmlm.evaluate.documents import Documents
     from pkmlm.evaluate.load import LoadedRun
-    from pkmlm.evaluate.perplexity import Documents
+    from pkmlm.evaluate.text_choice import TextChoice
 
 NO_PERPLEXITY: dict[str, Any] = {"stride": None, "source": None, "perplexity": None}
 NO_TASKS: dict[str, Any] = {"tasks": {}, "average_acc": None}
@@ -65,7 +65,7 @@ NO_TASKS: dict[str, Any] = {"tasks": {}, "average_acc": None}
 @quiet_option
 def command(
     run_path: str,
-    choice: TextChoice,
+    choice: "TextChoice",
     stride: int | None,
     step: str,
     as_json: bool,
@@ -91,11 +91,12 @@ def command(
       torchrun --nproc-per-node 4 -m pkmlm eval runs/demo
     """
     from pkmlm.distributed import init_distributed
+    from pkmlm.evaluate.documents import chosen_documents
     from pkmlm.evaluate.load import load_same
 
     asked = Asked(**options)
     asked.refuse_contradictions()
-    measured = asked.tasks is None or choice.made
+    measured = asked.tasks is None or choice.explicit
     if stride is not None and not measured:
         raise UserError("--stride goes with a perplexity", "with --tasks, also give --split or --text")
     with init_distributed() as world, world.errors_on_rank_zero():
@@ -105,7 +106,7 @@ def command(
         run = load_same(run_path, step, world)
         record: dict[str, Any] = {"run": run.name, "step": run.step, **NO_PERPLEXITY, **NO_TASKS}
         if measured:  # first: what is wrong with its text or stride is told before the hours that tasks may take
-            documents = choice.documents(run)
+            documents = chosen_documents(choice, run)
             scores = perplexity(run, documents, stride, quiet, world)
             record |= {"stride": stride or run.model.context, "source": documents.source, "perplexity": scores}
         if prepared is not None:
@@ -120,7 +121,7 @@ def command(
     finally:  # nor with a disk that is full
         print_result(record, as_json)
         warn_of_cuts(record)
-        warn_of(documents.doubts if measured else ())
+        warn_each(documents.warnings if measured else ())
 
 
 def perplexity(
@@ -136,7 +137,7 @@ def perplexity(
     return asdict(result)
 
 
-def keep(run: "LoadedRun", record: dict[str, Any], stride: int | None, choice: TextChoice) -> None:
+def keep(run: "LoadedRun", record: dict[str, Any], stride: int | None, choice: "TextChoice") -> None:
     """Keep the results with the run, if it can be written: only another user may, say."""
     try:
         store(run, record, stride, choice)
@@ -144,30 +145,28 @@ def keep(run: "LoadedRun", record: dict[str, Any], stride: int | None, choice: T
         warn(f"not kept in the run: {error.message}")
 
 
-def store(run: "LoadedRun", record: dict[str, Any], stride: int | None, choice: TextChoice) -> None:
+def store(run: "LoadedRun", record: dict[str, Any], stride: int | None, choice: "TextChoice") -> None:
     """Keep the results with the run. An exported folder is a product: nothing is written into it."""
     if run.exported:
         return
     from pkmlm.runs.files import make_folder, refuse_link, write_json
+    from pkmlm.runs.results import perplexity_file, split_name, tasks_file, text_name
 
     folder = run.path / "eval"
     refuse_link(folder)
     make_folder(folder)
     if record["perplexity"] is not None:
         alone = {key: value for key, value in record.items() if key != "harness"}
-        write_json(folder / perplexity_file(folder, record, stride, choice), {**alone, **NO_TASKS})
+        name, source = record["perplexity"]["split"], record["source"]
+        if choice.text is not None:
+            name = text_name(name, source["sha256"], source["separator"], source["field"])
+        elif choice.data is not None:
+            name = split_name(folder, split := name, "sha256", source["sha256"])
+            if name != split:
+                warn(f"--data: the run has results of {split} on other tokens: these are kept as {name}")
+        write_json(folder / perplexity_file(name, record["step"], stride), {**alone, **NO_TASKS})
     if record["tasks"]:
         write_json(folder / tasks_file(record), {**record, **NO_PERPLEXITY})
-
-
-def perplexity_file(folder: Path, record: dict[str, Any], stride: int | None, choice: TextChoice) -> str:
-    """The name under which a run keeps a perplexity in its folder of results."""
-    name, source = record["perplexity"]["split"], record["source"]
-    if choice.text is not None:
-        name = kept_name(name, source["sha256"], source["separator"], source["field"])
-    elif choice.data is not None:
-        name = kept_split(folder, name, "sha256", source["sha256"])
-    return f"{name}-step-{record['step']}" + (f"-stride-{stride}" if stride else "") + ".json"
 
 
 def print_result(record: dict[str, Any], as_json: bool) -> None:

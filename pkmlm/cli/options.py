@@ -1,5 +1,9 @@
 """Options that several commands share."""
 
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
 import click
 
 from pkmlm.console import FORMATS
@@ -76,3 +80,41 @@ format_option = click.option(
     help="A table for the terminal, markdown, CSV or JSON with unrounded numbers.",
 )
 force_option = click.option("--force", is_flag=True, help="Overwrite what is there.")
+
+
+def only_one(context: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> str | None:
+    """The value of an option that may be given once; of two, click would silently take the last."""
+    if len(value) > 1:
+        raise click.BadParameter(f"{len(value)} files (expected one; score one after the other, or join them)")
+    return value[0] if value else None
+
+
+def text_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that choose a text. The command receives them as one argument, `choice`, a TextChoice."""
+
+    @wraps(command)
+    def choosing(**options: Any) -> Any:
+        from pkmlm.evaluate.text_choice import TextChoice
+
+        choice = TextChoice(**{name: options.pop(name) for name in TextChoice._fields})
+        choice.refuse_contradictions(given(click.get_current_context(), "field"))
+        return command(choice=choice, **options)
+
+    for option in (
+        click.option(
+            "--data", type=PATH, metavar="DIR", help="Where the run's tokens are now. Default: its recipe's data.dir."
+        ),
+        field_option,
+        separator_option,
+        click.option(
+            "--text",
+            type=PATH,
+            multiple=True,
+            callback=only_one,
+            metavar="FILE",
+            help="Any text file instead of a split (.txt, .jsonl, .parquet, .gz, .zst).",
+        ),
+        click.option("--split", metavar="NAME", help="A split of the run's tokens. Default: test."),
+    ):
+        choosing = option(choosing)
+    return choosing

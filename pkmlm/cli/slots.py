@@ -5,15 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pkmlm.cli.options import PATH, json_option, prompt_argument, quiet_option, step_option
-from pkmlm.cli.texts import TextChoice, text_options, warn_of
+from pkmlm.cli.options import PATH, json_option, prompt_argument, quiet_option, step_option, text_options
+from pkmlm.cli.streams import warn_each
 from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
     from pkmlm.analysis.usage import MemoryUsage
     from pkmlm.console import Table
+    from pkmlm.evaluate.documents import Documents
     from pkmlm.evaluate.load import LoadedRun
-    from pkmlm.evaluate.perplexity import Documents
+    from pkmlm.evaluate.text_choice import TextChoice
 
 MOST = {"slots": 20, "contexts": 10, "token": 3}  # rows of each kind of report
 ENOUGH = 10  # slots, to deal their contexts among them: of one alone they would come back
@@ -42,7 +43,7 @@ def command(
     prompt: str | None,
     layer: str | None,
     slot: str | None,
-    choice: TextChoice,
+    choice: "TextChoice",
     top: int | None,
     step: str,
     as_json: bool,
@@ -67,9 +68,10 @@ def command(
       pkmlm slots runs/demo --text my.txt --top 200 --json
     """
     from pkmlm.analysis.slot_details import find_memory
+    from pkmlm.evaluate.documents import chosen_documents
     from pkmlm.evaluate.load import load_run
 
-    if prompt is not None and (slot is not None or choice.made):
+    if prompt is not None and (slot is not None or choice.explicit):
         raise UserError("PROMPT excludes --slot, --split, --text and --data", "leave one of them out")
     choice.refuse_standard_input("a text is read twice")
     run = load_run(run_path, step)
@@ -77,7 +79,7 @@ def command(
     if prompt is not None:
         record, tables = of_prompt(run, memory, prompt, top or MOST["token"])
     else:
-        documents = [choice.documents(run) for _ in range(2)]
+        documents = [chosen_documents(choice, run) for _ in range(2)]
         if slot is None:
             record, tables = of_memory(run, memory, documents, top or MOST["slots"], quiet)
         else:
@@ -91,7 +93,7 @@ def command(
             by_chance = f"; shuffled: {found['shuffled']:.1f}" if found["slots"] >= ENOUGH else ""
             click.echo(f"\n{among}{by_chance}")
     if prompt is None:
-        warn_of(documents[0].doubts)
+        warn_each(documents[0].warnings)
 
 
 def heading(run: "LoadedRun", memory: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import errno
 import io
 import os
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import IO, Any
 
@@ -62,6 +63,12 @@ def silence_output() -> None:
 def warn(text: str) -> None:
     """A warning, on standard error."""
     print(f"warning: {printable(text)}", file=sys.stderr)
+
+
+def warn_each(warnings: Iterable[str]) -> None:
+    """Warnings, on standard error, each of them once."""
+    for warning in dict.fromkeys(warnings):
+        warn(warning)
 
 
 def read_input() -> str:

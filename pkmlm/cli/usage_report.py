@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pkmlm.cli.options import PATH, force_option, format_option, quiet_option
+from pkmlm.cli.options import PATH, force_option, format_option, quiet_option, text_options
 from pkmlm.cli.outputs import free_file, free_folder
-from pkmlm.cli.texts import TextChoice, text_options, warn_of
+from pkmlm.cli.streams import warn_each
 from pkmlm.cli.usage_subject import Report, Subject, run_or_export, subject_of
 from pkmlm.environment import launched_processes
 from pkmlm.errors import UserError, printable
@@ -18,6 +18,7 @@ from pkmlm.errors import UserError, printable
 if TYPE_CHECKING:
     from pkmlm.console import Format
     from pkmlm.distributed import World
+    from pkmlm.evaluate.text_choice import TextChoice
     from pkmlm.runs.directory import RunDirectory
 
 
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 @quiet_option
 def command(
     run_paths: tuple[str, ...],
-    choice: TextChoice,
+    choice: "TextChoice",
     step: str,
     format: "Format",
     plots: str | None,
@@ -97,7 +98,7 @@ def command(
             export(background, entries, found)
     finally:  # nor is the report with a disk that is full
         print_report(entries, format)
-        warn_of(warning for entry in entries for warning in entry.get("warnings") or [])
+        warn_each(warning for entry in entries for warning in entry.get("warnings") or [])
 
 
 def print_report(entries: list[dict[str, Any]], format: "Format") -> None:
@@ -125,7 +126,7 @@ def launched() -> "Iterator[World | None]":
 
 def reports_on(
     named: "list[tuple[str, RunDirectory, str]]",
-    choice: TextChoice,
+    choice: "TextChoice",
     quiet: bool,
     world: "World | None",
     *,
@@ -156,7 +157,7 @@ def reports_on(
     return [reported(*each) for each in named]
 
 
-def report_on(subject: Subject, choice: TextChoice, quiet: bool, world: "World | None") -> Report:
+def report_on(subject: Subject, choice: "TextChoice", quiet: bool, world: "World | None") -> Report:
     """What is kept, or measured and then kept. All processes call it; the report of all but rank 0 is of no use."""
     first = world is None or world.rank == 0
     report = subject.kept()
@@ -167,16 +168,17 @@ def report_on(subject: Subject, choice: TextChoice, quiet: bool, world: "World |
 
 
 def measured(
-    subject: Subject, choice: TextChoice, quiet: bool, world: "World | None", *, look_into: bool = False
+    subject: Subject, choice: "TextChoice", quiet: bool, world: "World | None", *, look_into: bool = False
 ) -> Report:
     """Pass over the text and count; to look into slots, note who reads them as well, and what."""
     from pkmlm.analysis.counters import measure_usage
     from pkmlm.analysis.slot_details import hold, index_slots
     from pkmlm.cli.progress import token_progress
+    from pkmlm.evaluate.documents import chosen_documents
     from pkmlm.evaluate.load import load_same
 
     loaded = load_same(subject.run.path, subject.step, world)
-    documents = choice.documents(loaded)
+    documents = chosen_documents(choice, loaded)
     strongest = None
     with token_progress(f"reading {printable(loaded.name)}", documents.tokens, quiet) as advance:
         if look_into:
@@ -185,8 +187,10 @@ def measured(
             memories = measure_usage(loaded, documents, advance, world)
     found = [memory.as_json() for memory in memories]
     entry = {"run": loaded.name, "step": loaded.step, "split": documents.name, "memories": found}
-    entry["warnings"] = list(documents.doubts)  # what is kept has them too
-    return Report(entry, memories, hold(loaded, memories, strongest, choice.documents(loaded)) if strongest else [])
+    entry["warnings"] = list(documents.warnings)  # what is kept has them too
+    return Report(
+        entry, memories, hold(loaded, memories, strongest, chosen_documents(choice, loaded)) if strongest else []
+    )
 
 
 def draw(folder: Path, found: "list[tuple[Subject, Report]]") -> None:

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pkmlm.cli.streams import warn
-from pkmlm.cli.texts import TextChoice, kept_name, kept_split
 from pkmlm.errors import UserError
 
 if TYPE_CHECKING:
     from pkmlm.analysis.slots import Holding
     from pkmlm.analysis.usage import MemoryUsage
     from pkmlm.distributed import World
+    from pkmlm.evaluate.text_choice import TextChoice
     from pkmlm.runs.directory import RunDirectory
 
 
@@ -94,7 +94,7 @@ def run_or_export(path: str) -> "RunDirectory":
     return RunDirectory(path) if is_export(Path(path)) else RunDirectory.existing(path)
 
 
-def subject_of(label: str, run: "RunDirectory", step: str, choice: TextChoice, world: "World | None") -> Subject:
+def subject_of(label: str, run: "RunDirectory", step: str, choice: "TextChoice", world: "World | None") -> Subject:
     """What is at a step of a run or in an exported folder: the same in all processes.
 
     Raises:
@@ -105,6 +105,7 @@ def subject_of(label: str, run: "RunDirectory", step: str, choice: TextChoice, w
     from pkmlm.export.config import is_export
     from pkmlm.runs.files import sha256_of
     from pkmlm.runs.manifest import MANIFEST
+    from pkmlm.runs.results import split_name, text_name
 
     texts = [] if choice.text is None else sorted(map(Path, expanded(choice.text)))
     for text in texts:
@@ -119,10 +120,12 @@ def subject_of(label: str, run: "RunDirectory", step: str, choice: TextChoice, w
     if choice.text is not None:
         whole = " ".join(map(sha256_of, texts))
         origin |= {"text": whole, "separator": choice.separator, "field": choice.field}
-        name = kept_name(Path(choice.text).name, whole, choice.separator, choice.field)
+        name = text_name(Path(choice.text).name, whole, choice.separator, choice.field)
     else:
-        name = choice.split or "test"
-        origin["tokens"] = read_index(Path(choice.tokens(run.path, run.recipe()))).sha256
+        name = split = choice.split or "test"
+        origin["tokens"] = read_index(Path(choice.tokens_folder(run.path, run.recipe()))).sha256
         if choice.data is not None and (world is None or world.rank == 0):  # the others keep nothing
-            name = kept_split(folder, name, "tokens", origin["tokens"])
+            name = split_name(folder, split, "tokens", origin["tokens"])
+            if name != split:
+                warn(f"--data: the run has results of {split} on other tokens: these are kept as {name}")
     return Subject(label, run, str(number), folder / f"{name}-step-{number}", origin)

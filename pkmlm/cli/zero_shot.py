@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pkmlm.cli.outputs import free_file
 from pkmlm.cli.streams import warn
-from pkmlm.cli.texts import mark, plain
 from pkmlm.errors import UserError
 
 if TYPE_CHECKING:
@@ -105,15 +104,3 @@ def write_samples(path: Path, samples: list[dict[str, Any]]) -> None:
     with writing(path, "w") as file:
         for sample in samples:
             file.write(json.dumps(sample, ensure_ascii=False, default=str) + "\n")
-
-
-def tasks_file(record: dict[str, Any]) -> str:
-    """The name under which a run keeps a record of tasks; `pkmlm compare` reads those without a limit."""
-    whole = "-".join(record["tasks"])
-    names = plain(whole)
-    if names != whole:
-        names += f"-{mark(whole)}"
-    shots = {facts["num_fewshot"] for facts in record["tasks"].values()} - {0}
-    few = f"-shots-{max(shots)}" if shots else ""
-    limit = record["harness"]["limit"]
-    return f"tasks-{names}{few}-step-{record['step']}" + (f"-limit-{limit}" if limit else "") + ".json"

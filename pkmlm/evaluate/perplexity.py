@@ -3,49 +3,23 @@
 B: windows of a batch; T: positions; N: both; D: model width; M: scored positions of a batch.
 """
 
-import hashlib
 import itertools
 import math
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pkmlm.data.corpus import Corpus, refuse_forged
-from pkmlm.data.sources import find_sources
-from pkmlm.data.text import FIELD, check_options, read_documents
-from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.distributed import World
 from pkmlm.errors import NotFinite, UserError
+from pkmlm.evaluate.documents import Documents
 from pkmlm.evaluate.likelihood import Window, score_targets
 from pkmlm.model.transformer import Transformer
 
 BATCH = 16  # windows a forward
-
-
-@dataclass(frozen=True)
-class Documents:
-    """Tokenized documents and what their text counts.
-
-    Attributes:
-        name: of the split or the file; of several files, how many, and of what pattern.
-        ids: the documents' token ids, without the end-of-document token; may be read once.
-        tokens: ids in all; words: as `len(re.split(r"\\s+", text))` summed over documents; bytes: of UTF-8.
-        source: what results keep of where they come from; doubts: what to warn of.
-    """
-
-    name: str
-    ids: Iterable[np.ndarray]
-    tokens: int
-    words: int
-    bytes: int
-    source: dict[str, Any] = field(default_factory=dict)
-    doubts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,97 +70,6 @@ def windows(ids: np.ndarray, prefix: int, context: int, stride: int) -> Iterator
         stop = min(len(ids), done + (context if done == 0 else stride))
         yield Window(stream[max(0, stop - context) : stop], stream[done + 1 : stop + 1])
         done = stop
-
-
-def open_split(directory: str, split: str, tokenizer: Tokenizer) -> Corpus:
-    """A tokenized split; its tokens are checked when they are first read.
-
-    Raises:
-        UserError: no such split, or it was made with another tokenizer.
-    """
-    corpus = Corpus(directory, split)
-    if corpus.tokenizer_sha256 != tokenizer.sha256:
-        raise UserError(
-            f"{directory} was tokenized with another tokenizer ({corpus.tokenizer_sha256[:12]}) than {tokenizer.name} "
-            f"({tokenizer.sha256[:12]})",
-            f"tokenize the text again with --tokenizer {tokenizer.name}",
-        )
-    refuse_forged(corpus.folder, (corpus.vocab_size, corpus.eos), tokenizer)
-    return corpus
-
-
-def documents_of_split(corpus: Corpus, tokenizer: Tokenizer, tokens: int | None = None) -> Documents:
-    """The documents of an open split, for one pass, or (with `tokens`) as many as hold its first so many tokens, the
-    last one cut, between characters.
-
-    Raises:
-        UserError: its files are damaged, which may also show when the documents are read.
-    """
-    split = corpus.split
-    whole = (corpus.document(i) for i in range(corpus.documents))
-    if tokens is None or tokens >= corpus.tokens - corpus.documents:
-        source = {"folder": str(corpus.folder), "sha256": corpus.sha256, "documents": corpus.documents}
-        return Documents(split, whole, corpus.tokens - corpus.documents, corpus.words, corpus.bytes, source)
-    first: list[np.ndarray] = []
-    while tokens > 0:
-        document = next(whole)
-        first.append(document[: whole_characters(document, tokens, tokenizer)])
-        tokens -= min(tokens, len(document))
-    return documents_of_texts(split, first, [tokenizer.decode(ids.tolist()) for ids in first])
-
-
-def whole_characters(ids: np.ndarray, tokens: int, tokenizer: Tokenizer) -> int:
-    """How many ids to keep of at most so many, at least one, so that the last is not of the first bytes of a character:
-    these would be decoded to U+FFFD each.
-    """
-    if tokens >= len(ids):
-        return len(ids)
-    following = tokenizer.decode(ids[: tokens + 3].tolist())  # a character has at most four bytes
-    fewer = range(tokens, max(0, tokens - 4), -1)
-    return next((each for each in fewer if following.startswith(tokenizer.decode(ids[:each].tolist()))), tokens)
-
-
-def documents_of_text(
-    path: str, tokenizer: Tokenizer, separator: str | None = None, field: str = FIELD, usual: str | None = None
-) -> Documents:
-    """The documents of a text file (any kind that `pkmlm tokenize` reads); "-" is standard input.
-
-    Args:
-        usual: what separates the documents of the run's tokens: a text that it would divide, and that nothing divides,
-            is doubtful.
-
-    Raises:
-        UserError: it cannot be read, holds no text, or is none that a separator could divide.
-    """
-    sources = find_sources([path])
-    plain = any(source.format == "txt" for source in sources)
-    check_options(sources, separator, field)
-    digest = hashlib.sha256()  # of the stored bytes of all files, one after another
-    texts: list[str] = []
-    for source in sources:
-        with source.open() as stream:
-            stream.digest = digest
-            texts += read_documents(stream, separator, field)
-    one = "standard input" if path == "-" else sources[0].plain_name
-    if not texts:
-        raise UserError(f"{one if path == '-' else path} holds no text")
-    name = one if len(sources) == 1 else f"{len(sources)} files of {path}"
-    doubts: tuple[str, ...] = ()
-    if usual is not None and plain and separator is None:
-        divided = sum(bool(part) for text in texts for part in text.split(usual))
-        if divided > len(texts):
-            few = f"{len(texts):,} document{'s' * (len(texts) > 1)}"
-            more = f"--separator {usual!r}, as the run's tokens had it, divides it into {divided:,}"
-            doubts = (f"{name}: read as {few}, but {more}",)
-    read = {"file": path, "sha256": digest.hexdigest(), "separator": separator, "field": field, "documents": len(texts)}
-    documents = documents_of_texts(name, [np.array(tokenizer.encode(text)) for text in texts], texts)
-    return replace(documents, source=read, doubts=doubts)
-
-
-def documents_of_texts(name: str, ids: list[np.ndarray], texts: list[str]) -> Documents:
-    """Documents of which both tokens and texts are known."""
-    words = sum(len(re.split(r"\s+", text)) for text in texts)
-    return Documents(name, ids, sum(map(len, ids)), words, sum(len(text.encode()) for text in texts))
 
 
 @torch.no_grad()

@@ -9,8 +9,8 @@ from pkmlm.bench.rounds import in_turn
 from pkmlm.data.batches import Batches
 from pkmlm.device import default_device, is_out_of_memory
 from pkmlm.errors import UserError
+from pkmlm.evaluate.documents import open_split
 from pkmlm.evaluate.load import load_run
-from pkmlm.evaluate.perplexity import open_split
 from pkmlm.sweep.grid import Point
 
 TOKENS = 4096  # scored at once

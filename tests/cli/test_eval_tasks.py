@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from pkmlm.cli.zero_shot import tasks_file
 from pkmlm.errors import UserError
 from pkmlm.evaluate.harness import build_tasks, run_tasks
 from pkmlm.evaluate.load import load_run
 from pkmlm.evaluate.tasks import find_tasks
 from pkmlm.runs.files import sha256_of
+from pkmlm.runs.results import tasks_file
 from tests.conftest import pkmlm
 from tests.task_rows import ROWS, write_rows
 from tests.torture.disks import small_disk

@@ -11,8 +11,9 @@ from torch import nn
 
 from pkmlm.errors import UserError
 from pkmlm.evaluate.adapter import PkmLM
+from pkmlm.evaluate.documents import documents_of_texts
 from pkmlm.evaluate.load import load_run
-from pkmlm.evaluate.perplexity import documents_of_texts, score
+from pkmlm.evaluate.perplexity import score
 
 
 class Bigram(nn.Module):

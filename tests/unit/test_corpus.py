@@ -18,7 +18,7 @@ from pkmlm.data.shards import Encoding, write_corpus, write_shards
 from pkmlm.data.sources import find_sources
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
-from pkmlm.evaluate.perplexity import open_split
+from pkmlm.evaluate.documents import open_split
 from pkmlm.runs.files import json_text
 
 SEPARATOR = "\n\n\n"

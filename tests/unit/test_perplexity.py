@@ -12,8 +12,9 @@ import torch
 from pkmlm.analysis.validation import validation
 from pkmlm.data.corpus import Corpus, open_tokenizer
 from pkmlm.errors import UserError
+from pkmlm.evaluate.documents import Documents, documents_of_split, documents_of_text, open_split
 from pkmlm.evaluate.load import load_run
-from pkmlm.evaluate.perplexity import Documents, documents_of_split, documents_of_text, open_split, score, windows
+from pkmlm.evaluate.perplexity import score, windows
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Model, Recipe, Train
 from pkmlm.signals import StopRequest

@@ -25,8 +25,9 @@ from pkmlm.analysis.slot_details import (
 )
 from pkmlm.analysis.slots import Context, Slot, pattern_of, patterned, slot_name, slot_number
 from pkmlm.errors import UserError
+from pkmlm.evaluate.documents import documents_of_texts
 from pkmlm.evaluate.load import LoadedRun, load_run
-from pkmlm.evaluate.perplexity import documents_of_texts, score, windows
+from pkmlm.evaluate.perplexity import score, windows
 from pkmlm.model.memory.memories import memories
 from pkmlm.model.memory.usage_tap import UsageTap
 
