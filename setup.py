@@ -35,6 +35,7 @@ setup(
         "datasets>=5.2,<6",
         "huggingface-hub>=1.31,<3",
         "jinja2>=3.1,<4",
+        "pydantic>=2.11,<3",
     ],
     extras_require={
         "hf": ["transformers>=5.1,<6"],
@@ -43,6 +44,7 @@ setup(
             "pytest>=8,<10",
             "pytest-xdist>=3.6.1,<4",
             "hypothesis>=6.100,<7",
+            "jsonschema>=4.21,<5",
             "ruff>=0.14,<1",
             "mypy>=1.15,<3",
             "types-PyYAML>=6,<7",

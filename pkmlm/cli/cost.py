@@ -81,7 +81,7 @@ def command(
       pkmlm cost recipes/pkm/16-layers.yaml --world 8 --device-memory 80GB
       pkmlm cost --hash-layer 8 64 512
     """
-    from pkmlm.recipe.doubts import idle_keys
+    from pkmlm.recipe.check import unused_key_warnings
     from pkmlm.recipe.load import load_recipe
 
     if (recipe_file is None) == (hash_layer is None):
@@ -99,8 +99,8 @@ def command(
         assert recipe_file is not None
         recipe = load_recipe(recipe_file, overrides)
         result, text = whole_model(recipe, recipe_file, width, world, device_memory)
-        for idle in idle_keys(recipe, recipe_file, overrides):
-            warn(idle)
+        for warning in unused_key_warnings(recipe, recipe_file, overrides):
+            warn(warning)
     click.echo(json.dumps(result, indent=2) if as_json else text)
 
 

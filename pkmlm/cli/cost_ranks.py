@@ -37,7 +37,7 @@ def ranks_report(
         UserError: the recipe's steps do not fall into whole micro-batches on so many ranks.
     """
     from pkmlm.model.ranks_cost import divisions, most_keys, rank_cost
-    from pkmlm.recipe.ranks import check_ranks
+    from pkmlm.recipe.check import check_ranks
     from pkmlm.recipe.schema import Parallel
 
     check_ranks(replace(recipe, parallel=Parallel()), ranks, file)

@@ -1,21 +1,17 @@
-"""`pkmlm recipe`: check recipes, show one in full, list every key."""
+"""`pkmlm recipe`: check recipes, show one in full, list every key, print the schema."""
 
+import json
 import os
 import re
 import shutil
 import traceback
-from typing import TYPE_CHECKING
 
 import click
 
 from pkmlm.cli.options import PATH, format_option, set_option
 from pkmlm.cli.streams import warn
+from pkmlm.console import Format
 from pkmlm.errors import UserError, printable
-
-if TYPE_CHECKING:
-    from pkmlm.console import Format
-    from pkmlm.recipe.dump import Key
-    from pkmlm.recipe.schema import Recipe
 
 
 @click.group(short_help="Check a recipe, show it in full, list every key.")
@@ -37,10 +33,10 @@ def command() -> None:
 @set_option
 @click.pass_obj
 def check(settings: dict[str, bool], files: tuple[str, ...], overrides: tuple[str, ...]) -> int:
-    """Check recipes: keys, types, and what must hold between them.
+    """Check recipes: their keys, types, ranges, and what must hold between keys.
 
-    Names the line of the first mistake in each, and exits with 2 if there is one. Warns of what is allowed and hardly
-    meant: keys without effect, rates that rise to the end.
+    Names the line of the first mistake in each file, and exits with 2 if there is one. Warns about what is valid but
+    hardly meant: keys without effect, warm-ups longer than training.
 
     \b
     Examples:
@@ -49,51 +45,24 @@ def check(settings: dict[str, bool], files: tuple[str, ...], overrides: tuple[st
       pkmlm recipe check mine.yaml -s model.layers=12
     """
     from pkmlm.cli import print_error
+    from pkmlm.recipe.check import summary, warnings
+    from pkmlm.recipe.load import load_recipe
 
     code = 0
     for file in files:
         try:
-            check_one(file, overrides)
+            recipe = load_recipe(file, overrides)
+            click.echo(printable(f"ok  {file}: {summary(recipe)}"))
+            for text in warnings(recipe, file, overrides):
+                warn(f"{file}: {text}")
         except UserError as error:
-            if not re.search(rf"(?<!\S){re.escape(os.path.normpath(file))}(?![^\s:])", error.message):  # but its base
+            named = re.search(rf"(?<!\S){re.escape(os.path.normpath(file))}(?![^\s:])", error.message)
+            if not named:  # the mistake is in an override or in the file's base
                 error.message = f"{file}: {error.message}"
             code = max(code, print_error(error))
             if settings["verbose"]:
                 traceback.print_exception(error)
     return code
-
-
-def check_one(file: str, overrides: tuple[str, ...]) -> None:
-    """Say that a recipe is right, and what is to be doubted in it.
-
-    Raises:
-        UserError: it is wrong.
-    """
-    from pkmlm.recipe.doubts import doubts, idle_keys
-    from pkmlm.recipe.load import load_recipe
-
-    recipe = load_recipe(file, overrides)
-    click.echo(printable(f"ok  {file}: {summary(recipe)}"))
-    for text in doubts(recipe) + idle_keys(recipe, file, overrides):
-        warn(f"{file}: {text}")
-
-
-def summary(recipe: "Recipe") -> str:
-    """A recipe in one line."""
-    from pkmlm.recipe.check import memory_layers
-
-    model, memory = recipe.model, recipe.model.memory
-    parts = [f"{recipe.name}, {model.layers} layer{'s' * (model.layers > 1)} of {model.dim}"]
-    if model.attention != "softmax":
-        parts.append(f"{model.attention} attention")
-    if model.projections == "hash":
-        parts.append(f"hash tables of {model.hash.bits} bits")
-    if memory.kind != "none":
-        layers = ", ".join(f"{layer}{'+' * beside}" for layer, beside in memory_layers(model).items())
-        parts.append(f"{memory.kind} memory of {memory.slots:,} slots at {layers}")
-    steps = recipe.train.steps
-    parts.append(f"{steps:,} step{'s' * (steps > 1)} of {recipe.train.batch_tokens:,} tokens")
-    return ", ".join(parts)
 
 
 @command.command()
@@ -115,7 +84,7 @@ def show(file: str, overrides: tuple[str, ...]) -> None:
 
 @command.command()
 @format_option
-def keys(format: "Format") -> None:
+def keys(format: Format) -> None:
     """List every key of a recipe with its type, default and meaning.
 
     \b
@@ -124,23 +93,34 @@ def keys(format: "Format") -> None:
       pkmlm recipe keys --format md > keys.md
     """
     from pkmlm.console import Column, Table
-    from pkmlm.recipe import dump
+    from pkmlm.recipe.dump import list_keys
 
-    if format == "table":
-        click.echo(by_section(dump.keys()), nl=False)
-    else:
+    if format != "table":
         columns = [Column("key"), Column("type"), Column("default"), Column("help")]
-        click.echo(Table("", columns, dump.keys()).render(format), nl=False)
-
-
-def by_section(keys: "list[Key]") -> str:
-    """The keys as a terminal shows them: by section, with default, meaning and type."""
-    formatter = click.HelpFormatter(width=min(100, shutil.get_terminal_size().columns))
+        click.echo(Table("", columns, list_keys()).render(format), nl=False)
+        return
     sections: dict[str, list[tuple[str, str]]] = {}
-    for key in keys:
+    for key in list_keys():
         section, _, leaf = key.name.rpartition(".")
         sections.setdefault(section, []).append((f"{leaf}: {key.default}", f"{key.help} [{key.type}]"))
+    formatter = click.HelpFormatter(width=min(100, shutil.get_terminal_size().columns))
     for section, rows in sections.items():
         with formatter.section(section or "(top level)"):
             formatter.write_dl(rows, col_max=32)
-    return formatter.getvalue().lstrip()
+    click.echo(formatter.getvalue().lstrip(), nl=False)
+
+
+@command.command()
+def schema() -> None:
+    """Print the JSON Schema of recipes: types, ranges, choices, defaults and help of all keys.
+
+    An editor with a YAML language server completes and checks a recipe whose first line names a file of it:
+    `# yaml-language-server: $schema=schema.json`.
+
+    \b
+    Examples:
+      pkmlm recipe schema > schema.json
+    """
+    from pkmlm.recipe.schema import json_schema
+
+    click.echo(json.dumps(json_schema(), indent=2))

@@ -92,9 +92,8 @@ def command(
 def open_job(recipe_file: str, overrides: tuple[str, ...], ranks: int, verify: bool) -> "Job":
     """The recipe, and the tokens and the tokenizer that it names; they fit together, and so many processes."""
     from pkmlm.data.corpus import Corpus, open_tokenizer
-    from pkmlm.recipe.doubts import doubts, idle_keys
+    from pkmlm.recipe.check import check_ranks, warnings
     from pkmlm.recipe.load import load_recipe
-    from pkmlm.recipe.ranks import check_ranks
     from pkmlm.train.job import Job, no_validation, rereading
 
     recipe = load_recipe(recipe_file, overrides)
@@ -112,7 +111,7 @@ def open_job(recipe_file: str, overrides: tuple[str, ...], ranks: int, verify: b
             "leave it null, or tokenize with a smaller --vocab-size",
         )
     check_ranks(recipe, ranks, recipe_file)
-    told = (*doubts(recipe), *idle_keys(recipe, recipe_file, overrides))
+    told = tuple(warnings(recipe, recipe_file, overrides))
     told += (*rereading(recipe, corpus), *no_validation(recipe, corpus))
     told += ("parallel.shard: without effect in one process",) * (recipe.parallel.shard and ranks == 1)
     return Job(recipe, corpus, tokenizer, told)

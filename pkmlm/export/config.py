@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pkmlm.errors import UserError
-from pkmlm.recipe.bind import bind
 from pkmlm.recipe.check import check_recipe, memory_layers
+from pkmlm.recipe.load import bind
 from pkmlm.recipe.nodes import Node
 from pkmlm.recipe.schema import Model, Recipe
 from pkmlm.runs.files import read_json

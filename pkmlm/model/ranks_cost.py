@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pkmlm.model.block_cost import Part
 from pkmlm.model.cost import Cost, cost_of
 from pkmlm.model.training_memory import bytes_of_weight, row_gradient_bytes
-from pkmlm.recipe.limits import MOST_PARAMETERS, MOST_SLOTS
+from pkmlm.recipe.check import MAX_PARAMETERS, MAX_SLOTS
 from pkmlm.recipe.schema import Recipe
 
 
@@ -166,7 +166,7 @@ def most_keys(recipe: Recipe, vocab_size: int, ranks: int, table_ranks: int, dev
         larger = replace(recipe, model=replace(recipe.model, memory=sized))
         return rank_cost(larger, cost_of(larger, vocab_size), ranks, table_ranks).bytes <= device_bytes
 
-    low, high = 0, math.isqrt(min(MOST_SLOTS, MOST_PARAMETERS // recipe.model.dim))
+    low, high = 0, math.isqrt(min(MAX_SLOTS, MAX_PARAMETERS // recipe.model.dim))
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)

@@ -1,17 +1,22 @@
-"""What must hold within and between a recipe's keys.
+"""What must hold between a recipe's keys and with the ranks that train it, and what deserves a warning.
 
-Each error names the key, what was found, what was expected, and the nearest values that would do.
+`schema.py` has the type and range of each key by itself. An error names the key, what was found, what was expected, and
+the nearest values that would do.
 """
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import NoReturn
 
 from pkmlm.errors import UserError
-from pkmlm.recipe.dump import flatten
-from pkmlm.recipe.limits import INTERVALS, LARGEST_SIZE, LEAST, MOST, MOST_PARAMETERS
+from pkmlm.recipe.dump import flatten, scalar_text
+from pkmlm.recipe.nodes import Node, parse, parse_override, yaml_text
 from pkmlm.recipe.schema import Model, Recipe
+
+MAX_PARAMETERS = 2**40
+MAX_SLOTS = 2**31  # with more than one rank: ranks exchange slot numbers as int32
 
 
 class Check:
@@ -21,7 +26,7 @@ class Check:
         self.places = places
 
     def fail(self, key: str, message: str, expected: str, *others: str, hint: str = "") -> NoReturn:
-        """Raise the error about `key`; where it is a default, its place is that of another key involved."""
+        """Raise an error about `key`, at its place; where it has its default, at that of one of the other keys."""
         place = next((f"{self.places[name]}: " for name in (key, *others) if name in self.places), "")
         raise UserError(f"{place}{key}: {message} (expected {expected})", hint)
 
@@ -36,7 +41,6 @@ def check_recipe(recipe: Recipe, places: Mapping[str, str] | None = None) -> Rec
         UserError: something cannot hold.
     """
     check = Check(places or {})
-    check_ranges(check, recipe)
     if not re.fullmatch(r"\w[\w.+-]{0,99}", recipe.name):
         check.fail(
             "name",
@@ -62,7 +66,7 @@ def check_recipe(recipe: Recipe, places: Mapping[str, str] | None = None) -> Rec
 
 
 def check_division(check: Check, recipe: Recipe) -> None:
-    """Every table falls into whole columns."""
+    """`parallel.memory` divides every table into whole columns."""
     parts, model = recipe.parallel.memory, recipe.model
     widths = {model.dim} if model.memory.kind != "none" else set()
     if model.projections == "hash":
@@ -81,30 +85,40 @@ def check_division(check: Check, recipe: Recipe) -> None:
         )
 
 
-def check_ranges(check: Check, recipe: Recipe) -> None:
-    """Every number by itself."""
-    for name, value in flatten(recipe).items():
-        if isinstance(value, int) and not isinstance(value, bool):
-            low, high = LEAST.get(name, 1), MOST.get(name, LARGEST_SIZE)
-            if not low <= value <= high:
-                limit = f"{low} or more" if value < low else f"at most {high}"
-                check.fail(name, f"found {value}", limit)
-        elif name in INTERVALS and value is not None:
-            for number in value if isinstance(value, tuple) else (value,):
-                check_interval(check, name, number)
+def check_ranks(recipe: Recipe, ranks: int, file: str) -> None:
+    """Check that a number of processes can train a recipe together.
 
+    Args:
+        file: the recipe's, which errors name.
 
-def check_interval(check: Check, name: str, number: float) -> None:
-    """A number lies within its key's bounds."""
-    low, with_low, high, with_high = INTERVALS[name]
-    if not ((low < number or (with_low and number == low)) and (number < high or (with_high and number == high))):
-        lower = f"{low:g} or more" if with_low else f"more than {low:g}"
-        upper = "" if high == math.inf else f" and {'at most' if with_high else 'less than'} {high:g}"
-        check.fail(name, f"found {number:g}", f"{lower}{upper}")
+    Raises:
+        UserError: a step does not divide into whole micro-batches on every rank, the ranks do not divide into groups
+            of `parallel.memory`, or a memory has more slots than ranks can exchange.
+    """
+    check = Check(dict.fromkeys(("parallel.memory", "train.micro_batch", "model.memory.num_keys"), file))
+    micro_batch, sequences, parts = recipe.train.micro_batch, recipe.sequences, recipe.parallel.memory
+    memory = recipe.model.memory
+    if ranks > 1 and memory.kind != "none" and memory.slots > MAX_SLOTS:
+        message = f"found {memory.num_keys}, {memory.slots:.2g} slots"
+        check.fail("model.memory.num_keys", message, f"at most {math.isqrt(MAX_SLOTS)} with more than one process")
+    if ranks % parts:
+        who = "1 process does" if ranks == 1 else f"{ranks} processes do"
+        check.fail("parallel.memory", f"{who} not fall into groups of {parts}", nearest_divisors(ranks, parts))
+    if sequences % (micro_batch * ranks):
+        unit = micro_batch * ranks * recipe.model.context
+        expected = f"a train.batch_tokens of {nearest_multiples(recipe.train.batch_tokens, unit)}"
+        if sequences % ranks == 0:
+            expected += f", or a micro-batch of {nearest_divisors(sequences // ranks, micro_batch)}"
+        check.fail(
+            "train.micro_batch",
+            f"the {sequences} sequences of a step (train.batch_tokens / model.context) do not fall into micro-batches "
+            f"of {micro_batch} on each of {ranks} processes",
+            expected,
+        )
 
 
 def check_sizes(check: Check, model: Model) -> None:
-    """Nothing beyond any machine: each kind of tensor holds at most 2^40 numbers over all layers."""
+    """Each kind of tensor has at most 2^40 parameters over all layers: more is beyond any machine."""
     memory = model.memory
     sizes = {
         "model.vocab_size": (model.vocab_size or 0) * model.dim,
@@ -121,18 +135,18 @@ def check_sizes(check: Check, model: Model) -> None:
         tables, rows = model.dim // model.hash.bits, 2 ** (model.hash.bits + model.hash.extra_bits)
         sizes["model.hash.bits"] = model.layers * tables * rows * model.dim
     for key, size in sizes.items():
-        if size > MOST_PARAMETERS:
+        if size > MAX_PARAMETERS:
             check.fail(
                 key,
                 f"asks for {size:.1e} parameters",
-                f"at most 2^40 = {MOST_PARAMETERS:.1e}",
+                f"at most 2^40 = {MAX_PARAMETERS:.1e}",
                 "model.dim",
                 "model.layers",
             )
 
 
 def check_attention(check: Check, recipe: Recipe) -> None:
-    """Heads, positions and kind of attention go together."""
+    """Heads divide the width, positions fit the heads, and the kind of attention can do what is asked for."""
     model = recipe.model
     if model.dim % model.heads:
         near = nearest_divisors(model.dim, model.heads)
@@ -159,7 +173,7 @@ def check_attention(check: Check, recipe: Recipe) -> None:
 
 
 def check_linformer(check: Check, model: Model) -> None:
-    """There are earlier blocks to project, and projecting makes them no larger."""
+    """The context has earlier blocks to project, and projecting makes them no larger."""
     block, rank, keys = model.attention_options.block, model.attention_options.rank, "model.attention_options"
     if block >= model.context:
         message = f"a block of {block} leaves no earlier one in a context of {model.context} (model.context)"
@@ -186,7 +200,7 @@ def rotary_width(model: Model) -> int:
 
 def check_batch(check: Check, recipe: Recipe) -> None:
     """An optimizer step is a whole number of sequences, and they fall into whole micro-batches."""
-    context, tokens, portion = recipe.model.context, recipe.train.batch_tokens, recipe.train.micro_batch
+    context, tokens, micro_batch = recipe.model.context, recipe.train.batch_tokens, recipe.train.micro_batch
     if tokens % context:
         check.fail(
             "train.batch_tokens",
@@ -195,23 +209,23 @@ def check_batch(check: Check, recipe: Recipe) -> None:
             "model.context",
         )
     memory = recipe.model.memory
-    if memory.kind != "none" and memory.query_norm == "batch" and context * portion < 2:
+    if memory.kind != "none" and memory.query_norm == "batch" and context * micro_batch < 2:
         check.fail("train.micro_batch", "a batch norm of queries sees one token", "2 or more", "model.context")
     sequences = tokens // context
-    if sequences % portion:
+    if sequences % micro_batch:
         plural = "sequence" if sequences == 1 else "sequences"
         check.fail(
             "train.micro_batch",
             f"the {sequences} {plural} of a step (train.batch_tokens / model.context) "
-            f"do not fall into micro-batches of {portion}",
-            nearest_divisors(sequences, portion),
+            f"do not fall into micro-batches of {micro_batch}",
+            nearest_divisors(sequences, micro_batch),
             "train.batch_tokens",
             "model.context",
         )
 
 
 def check_schedules(check: Check, recipe: Recipe) -> None:
-    """What a schedule needs is there."""
+    """The inverse-sqrt schedule has a warm-up."""
     optim = recipe.optim
     schedules = {
         "optim": (optim.schedule, optim.warmup_steps),
@@ -232,7 +246,7 @@ def check_schedules(check: Check, recipe: Recipe) -> None:
 
 
 def check_hash(check: Check, model: Model) -> None:
-    """Hash tables divide the width, and are no larger than a code of 16 bits."""
+    """Bits of a code divide the width, and codes have at most 16 bits."""
     bits, extra = model.hash.bits, model.hash.extra_bits
     if model.dim % bits:
         check.fail(
@@ -253,7 +267,7 @@ def check_hash(check: Check, model: Model) -> None:
 
 
 def check_memory(check: Check, model: Model) -> None:
-    """A memory's sizes go together."""
+    """A memory's sizes fit one another, and it has a layer."""
     memory = model.memory
     if memory.topk > memory.key_rows:
         what = "which is model.memory.num_keys" if memory.kind == "product-key" else "the slots"
@@ -280,9 +294,9 @@ def check_memory(check: Check, model: Model) -> None:
 
 
 def has_ffn(model: Model) -> bool:
-    """Whether a layer has an FFN or Memory Block: memories have not taken the place of all."""
+    """Whether any layer has an FFN or Memory Block, rather than a memory in its place."""
     memories = memory_layers(model)
-    return any(memories.get(layer, True) for layer in range(1, model.layers + 1))
+    return any(layer not in memories or memories[layer] for layer in range(1, model.layers + 1))
 
 
 def memory_layers(model: Model, check: Check | None = None) -> dict[int, bool]:
@@ -345,3 +359,99 @@ def nearest_multiples(number: int, unit: int) -> str:
     """The multiples of `unit` around a number, for a hint."""
     below = number // unit * unit
     return " or ".join(str(n) for n in (below, below + unit) if n)
+
+
+def warnings(recipe: Recipe, path: str | Path, overrides: Iterable[str] = ()) -> list[str]:
+    """What the recipe allows and its author hardly means, a line each: see the two functions below.
+
+    Args:
+        recipe: what `load_recipe` returns for this file and these overrides.
+    """
+    return warmup_warnings(recipe) + unused_key_warnings(recipe, path, overrides)
+
+
+def warmup_warnings(recipe: Recipe) -> list[str]:
+    """Warm-ups that are longer than training, so that the learning rate never reaches its peak."""
+    optim, steps = recipe.optim, recipe.train.steps
+    warmups: dict[str, int | None] = {"optim.warmup_steps": optim.warmup_steps}
+    if recipe.model.memory.kind != "none":
+        warmups["optim.values.warmup_steps"] = optim.values.warmup_steps
+    if recipe.model.projections == "hash":
+        warmups["optim.tables.warmup_steps"] = optim.tables.warmup_steps
+    training = "1 step" if steps == 1 else f"{steps:,} steps"
+    return [
+        f"{key}: {warmup:,} for {training} of training: the learning rate ends at {steps / warmup:.0%} of its peak"
+        for key, warmup in warmups.items()
+        if warmup is not None and warmup > steps
+    ]
+
+
+def unused_key_warnings(recipe: Recipe, path: str | Path, overrides: Iterable[str] = ()) -> list[str]:
+    """Keys that the file or the overrides set and that have no effect, because of the value of another key.
+
+    Keys that the file inherits do not count, nor does a key set together with the one that disables it, or before:
+    `model.memory.kind: none` over a memory's recipe is how its dense twin is written.
+    """
+    values = flatten(recipe)
+    layers = [parse(yaml_text(Path(path)), str(path)), *map(parse_override, overrides)]
+    set_in = {key: number for number, tree in enumerate(layers, 1) for key in leaf_keys(tree)}
+    unused: dict[str, list[str]] = {}
+    for key, switch in unused_keys(recipe).items():
+        if key != switch and set_in.get(key, 0) > set_in.get(switch, 0):
+            unused.setdefault(switch, []).append(key)
+    return [
+        f"{', '.join(keys)}: without effect, as {switch} is {scalar_text(values[switch])}"
+        for switch, keys in unused.items()
+    ]
+
+
+def leaf_keys(tree: Node, prefix: str = "") -> Iterator[str]:
+    """The dotted keys of a tree's leaves."""
+    if isinstance(tree.value, dict):
+        for key, child in tree.value.items():
+            yield from leaf_keys(child, f"{prefix}.{key}" if prefix else key)
+    else:
+        yield prefix
+
+
+def unused_keys(recipe: Recipe) -> dict[str, str]:
+    """The keys that have no effect in a recipe, and the key whose value disables them."""
+    model = recipe.model
+    disabled: dict[str, list[str]] = {}  # switch -> keys, or beginnings of keys
+    if model.memory.kind == "none":
+        disabled["model.memory.kind"] = ["model.memory.", "optim.keys.", "optim.values.", "eval.recalibrate"]
+    elif model.memory.query_norm != "batch":
+        disabled["model.memory.query_norm"] = ["eval.recalibrate"]
+    if model.projections == "hash":
+        disabled["model.projections"] = ["model.ffn_dim", "model.activation", "model.bias"]
+    else:
+        disabled["model.projections"] = ["model.hash.", "optim.tables."]
+    if not has_ffn(model):
+        ffn = ["model.ffn_dim", "model.activation", "model.hash.extra_bits", "model.hash.activation"]
+        disabled["model.memory.layers"] = ffn
+    if model.positions != "rotary":
+        disabled["model.positions"] = ["model.rotary_fraction"]
+    options = {"features": "performer", "block": "linformer", "rank": "linformer"}
+    disabled["model.attention"] = [
+        f"model.attention_options.{name}" for name, kind in options.items() if kind != model.attention
+    ]
+    if not {"cosine", "linear"} & recipe.schedules:
+        disabled["optim.schedule"] = ["optim.final_lr"]
+    if recipe.eval.every == 0:
+        disabled["eval.every"] = ["eval.patience"]
+    return {key: switch for switch, keys in disabled.items() for key in flatten(recipe) if key.startswith(tuple(keys))}
+
+
+def summary(recipe: Recipe) -> str:
+    """A recipe in one line: its model, memories and length of training."""
+    model, memory, steps = recipe.model, recipe.model.memory, recipe.train.steps
+    parts = [f"{recipe.name}, {model.layers} layer{'s' if model.layers > 1 else ''} of {model.dim}"]
+    if model.attention != "softmax":
+        parts.append(f"{model.attention} attention")
+    if model.projections == "hash":
+        parts.append(f"hash tables of {model.hash.bits} bits")
+    if memory.kind != "none":
+        layers = ", ".join(f"{layer}+" if beside else str(layer) for layer, beside in memory_layers(model).items())
+        parts.append(f"{memory.kind} memory of {memory.slots:,} slots at {layers}")
+    parts.append(f"{steps:,} step{'s' if steps > 1 else ''} of {recipe.train.batch_tokens:,} tokens")
+    return ", ".join(parts)

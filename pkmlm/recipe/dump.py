@@ -1,4 +1,4 @@
-"""A recipe as text: every key that it may have, its values by dotted key, and YAML that reads back equal."""
+"""A recipe as text: YAML that reads back equal, its values by dotted key, and the list of all keys."""
 
 import re
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 from pkmlm.recipe.schema import Recipe, leaves
 
 PLAIN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9_./+-]*|[0-9]+\+|auto:[0-9]+\+?", re.ASCII)
-NOT_TEXT = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}  # for other YAML readers' sake
+NOT_TEXT = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}  # to other YAML readers
 
 
 class Key(NamedTuple):
@@ -22,10 +22,10 @@ class Key(NamedTuple):
     help: str
 
 
-def keys() -> list[Key]:
+def list_keys() -> list[Key]:
     """Every key of a recipe with its type, default and help, in the order of the schema."""
     return [
-        Key(name, type_text(kind), scalar_text(field.default), field.metadata["help"])
+        Key(name, type_text(kind), scalar_text(field.default), field.description or "")
         for name, field, kind in leaves(Recipe)
     ]
 
@@ -73,13 +73,17 @@ def scalar_text(value: Any) -> str:
         return re.sub(r"^(-?\d+)e", r"\1.0e", repr(value))  # other YAML readers take 1e-08 for a text
     if PLAIN_TEXT.fullmatch(value) and value.lower() not in NOT_TEXT:
         return str(value)
-    return '"' + "".join(escaped(c) for c in value) + '"'
+    return quoted_text(value)
 
 
-def escaped(c: str) -> str:
-    """A character as a double-quoted string of YAML has it."""
-    if c in '"\\':
-        return f"\\{c}"
-    if c.isprintable():
-        return c
-    return f"\\x{ord(c):02x}" if c < "\x80" else f"\\U{ord(c):08x}"
+def quoted_text(text: str) -> str:
+    """A text as a double-quoted scalar of YAML."""
+
+    def escaped(c: str) -> str:
+        if c in '"\\':
+            return f"\\{c}"
+        if c.isprintable():
+            return c
+        return f"\\x{ord(c):02x}" if c < "\x80" else f"\\U{ord(c):08x}"
+
+    return '"' + "".join(map(escaped, text)) + '"'

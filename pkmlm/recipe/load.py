@@ -5,28 +5,50 @@ Every error names the file, line and column (or the override) and the dotted key
 
 import difflib
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from pydantic import ValidationError
 
 from pkmlm.errors import UserError
-from pkmlm.recipe.bind import bind
 from pkmlm.recipe.check import check_recipe
-from pkmlm.recipe.nodes import LARGEST, Node, decoded, parse, shorten
-from pkmlm.recipe.schema import Recipe
+from pkmlm.recipe.nodes import Node, parse, parse_override, shorten, yaml_text
+from pkmlm.recipe.schema import Recipe, leaves
+
+INTEGER = re.compile(r"[+-]?(0|[1-9][0-9]*(_[0-9]+)*)")
+NUMBER = re.compile(r"[+-]?((0|[1-9][0-9]*(_[0-9]+)*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,4})?")
+MAX_DIGITS = 40
+# What a value should have been, by the type of pydantic's error.
+EXPECTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a number within 64-bit floating point",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "dict_type": "a mapping",
+    "greater_than": "more than {gt:g}",
+    "greater_than_equal": "{ge:g} or more",
+    "less_than": "less than {lt:g}",
+    "less_than_equal": "at most {le}",
+}
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """Read, inherit, override and check a recipe.
 
     Args:
-        path: a YAML file. `base: other.yaml` in it, relative to its folder, is read first; mappings are
-            merged, all else is replaced.
+        path: a YAML file. A `base: other.yaml` in it, relative to its folder, is read first; mappings are merged,
+            everything else is replaced.
         overrides: `key=value` with a dotted key; the value is a scalar or a list ([3, 5]); the last wins.
 
     Raises:
-        UserError: anything that is not a recipe; see `pkmlm.recipe.check` for what must hold between keys.
+        UserError: the file is no recipe, or `pkmlm.recipe.check` finds keys that cannot hold together.
     """
-    tree = read_tree(Path(path), ())
+    tree = read_tree(Path(path))
     for override in overrides:
         tree = merge(tree, parse_override(override))
     places: dict[str, str] = {}
@@ -34,66 +56,47 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     return check_recipe(recipe, places)
 
 
-def read_tree(path: Path, inheritors: tuple[str, ...], asked_at: str = "") -> Node:
-    """The tree of a file on top of its base's."""
-    prefix = f"{asked_at}: base: " if asked_at else ""
+def read_tree(path: Path, inheritors: tuple[str, ...] = (), named_at: str = "") -> Node:
+    """The tree of a file, merged onto that of its base.
+
+    Args:
+        inheritors: real paths of the files that inherit from this one.
+        named_at: the place of the `base:` that names it.
+    """
+    prefix = f"{named_at}: base: " if named_at else ""
     try:
         whole, plain = os.path.realpath(path), Path(os.path.normpath(path))
         path = plain if os.path.realpath(plain) == whole else path  # a link before ".." makes them two files
-        if path.exists() and not path.is_file():
-            raise UserError(f"{prefix}{path} is not a file (expected a recipe)")
-        with path.open("rb") as file:
-            data = file.read(LARGEST + 1)
+        path.stat()
+        text = yaml_text(path)
     except FileNotFoundError:
-        raise UserError(f"{prefix}no such recipe: {path}", near_files(path)) from None
+        raise UserError(f"{prefix}no such recipe: {path}", similar_file(path)) from None
     except (OSError, ValueError) as error:
         raise UserError(f"{prefix}cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    except UserError as error:
+        raise UserError(f"{prefix}{error.message}", error.hint) from None
     if whole in inheritors:
-        raise UserError(f"{prefix}{path} inherits from itself", "recipes inherit in one line, not in a circle")
-    tree = parse(decoded(data, str(path)), str(path))
+        raise UserError(f"{prefix}{path} inherits from itself", "name another base, or none")
+    tree = parse(text, str(path))
     if not isinstance(tree.value, dict):
         raise UserError(f"{tree.place}: found {tree.shown()} (expected keys such as name: and model:)")
     base = tree.value.get("base")
     if base is None:
         return tree
-    own = Node({key: value for key, value in tree.value.items() if key != "base"}, tree.place)
     if not isinstance(base.value, str) or base.is_null:
         raise UserError(f"{base.place}: base: found {base.shown()} (expected one file name)")
+    own = Node({key: value for key, value in tree.value.items() if key != "base"}, tree.place)
     return merge(read_tree(path.parent / base.value, (*inheritors, whole), base.place), own)
 
 
-def near_files(path: Path) -> str:
-    """A hint that names the recipe whose file name is nearest, if there is one."""
+def similar_file(path: Path) -> str:
+    """A hint at the recipe with the most similar file name; empty where none is similar."""
     try:
         names = {entry.stem: entry for entry in path.parent.iterdir() if entry.suffix in (".yaml", ".yml")}
     except OSError:
         return ""
     near = difflib.get_close_matches(path.stem, names, n=1)
     return f"did you mean {names[near[0]]}?" if near else ""
-
-
-def parse_override(text: str) -> Node:
-    """`a.b=value` as a tree with one leaf."""
-    name, equals, value = text.partition("=")
-    place = f"-s {shorten(text)}"
-    parts = name.strip().split(".")
-    if not equals or not all(parts):
-        raise UserError(f"{place}: not of the form key=value", "for example -s model.memory.topk=16")
-    value = value.strip()
-    node = relocate(parse(value, place), place) if value[:1] in tuple("[{'\"") else Node(value, place)
-    for part in reversed(parts):
-        node = Node({part: node}, place)
-    return node
-
-
-def relocate(node: Node, place: str) -> Node:
-    """The same tree, all of it from one place (a line and a column mean nothing within an override)."""
-    value = node.value
-    if isinstance(value, dict):
-        value = {key: relocate(child, place) for key, child in value.items()}
-    elif isinstance(value, list):
-        value = [relocate(child, place) for child in value]
-    return Node(value, place, node.quoted)
 
 
 def merge(base: Node, over: Node) -> Node:
@@ -104,3 +107,127 @@ def merge(base: Node, over: Node) -> Node:
     for key, node in over.value.items():
         entries[key] = merge(entries[key], node) if key in entries else node
     return Node(entries, over.place)
+
+
+def bind(node: Node, kind: Any, name: str, places: dict[str, str], root: Any = None) -> Any:
+    """The value of a type that a node stands for.
+
+    Args:
+        kind: a pydantic dataclass, or the type of one of its fields.
+        name: the dotted key; "" where `kind` is a whole recipe or grid.
+        places: receives the place of every key, and of every item of a list as `key.0`.
+        root: the whole that the node is part of, in which to look for the key that was meant; None: `kind`.
+
+    Raises:
+        UserError: the node stands for no such value; names its place and the dotted key.
+    """
+    root = root or kind
+    if name:
+        places[name] = node.place
+    if NoneType in get_args(kind):
+        (kind,) = (option for option in get_args(kind) if option is not NoneType)
+    if kind is Node:
+        return node
+    if is_dataclass(kind):
+        return bind_section(node, kind, name, places, root)
+    if node.is_null:
+        return None
+    args = get_args(kind)
+    if get_origin(kind) is dict and isinstance(node.value, dict):
+        return {key: bind(child, args[1], f"{name}.{key}", places, root) for key, child in node.value.items()}
+    if get_origin(kind) is tuple:
+        any_length = args[-1] is Ellipsis
+        if any_length and not isinstance(node.value, list) and (is_dataclass(args[0]) or isinstance(node.value, str)):
+            return (bind(node, args[0], f"{name}.0", places, root),)  # one value stands for a list of one
+        if not isinstance(node.value, list) or not (any_length or len(node.value) == len(args)):
+            raise wrong(node, name, "a list" if any_length else f"a list of {len(args)}")
+        kinds = [args[0]] * len(node.value) if any_length else args
+        return tuple(
+            bind(item, each, f"{name}.{number}", places, root)
+            for number, (item, each) in enumerate(zip(node.value, kinds, strict=True))
+        )
+    if not isinstance(node.value, str):
+        return node.value  # its section refuses it
+    text = node.value
+    if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
+        raise UserError(f"{node.place}: {name}: the text holds a character that no file can hold (NUL or a surrogate)")
+    if kind is bool and not node.quoted and text in ("true", "false"):
+        return text == "true"
+    if not node.quoted and ((kind is int and INTEGER.fullmatch(text)) or (kind is float and NUMBER.fullmatch(text))):
+        if len(text) > MAX_DIGITS:
+            raise wrong(node, name, f"a number of at most {MAX_DIGITS} digits")
+        return kind(text)
+    return text
+
+
+def bind_section(node: Node, kind: Any, name: str, places: dict[str, str], root: Any) -> Any:
+    """A dataclass from a mapping of its keys."""
+    hints = get_type_hints(kind)
+    entries = {} if node.value == "" and not node.quoted else node.value
+    if not isinstance(entries, dict):
+        raise wrong(node, name, f"keys such as {', '.join(list(hints)[:3])}")
+    values = {}
+    for key, child in entries.items():
+        dotted = f"{name}.{key}" if name else key
+        if key not in hints:
+            raise unknown_key(child, dotted, list(hints), name, root)
+        values[key] = bind(child, hints[key], dotted, places, root)
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key, *items = map(str, first["loc"])
+        at, dotted = entries[key], f"{name}.{key}" if name else key
+        for item in items:
+            if isinstance(at.value, dict):
+                at, dotted = at.value[item], f"{dotted}.{item}"
+            elif isinstance(at.value, list):
+                at = at.value[int(item)]
+        if first["type"] == "literal_error":
+            choices = next(get_args(t) for t in (hints[key], *get_args(hints[key])) if get_origin(t) is Literal)
+            near = difflib.get_close_matches(str(at.value).lower().replace("_", "-"), choices, n=1)
+            raise wrong(at, dotted, listed(choices), f"did you mean {near[0]}?" if near else "") from None
+        expected = EXPECTED.get(first["type"])
+        raise wrong(at, dotted, expected.format(**first.get("ctx", {})) if expected else first["msg"]) from None
+
+
+def unknown_key(node: Node, dotted: str, siblings: list[str], section: str, root: Any) -> UserError:
+    """The error of a key that does not exist, with the key of that name elsewhere or the most similar one."""
+    names = [name for name, _, _ in leaves(root)]
+    if any(f"{name}.".startswith(f"{dotted}.") for name in names):
+        return dotted_key(node, dotted, section, root)
+    leaf = dotted.rpartition(".")[2]
+    plain = leaf.lower().replace("_", "").replace("-", "")
+    found = [name for name in names if name.rpartition(".")[2].replace("_", "") == plain]
+    if not found:
+        near = difflib.get_close_matches(leaf, siblings, n=1)
+        found = [f"{section}.{near[0]}" if section else near[0]] if near else []
+    if not found:
+        near = difflib.get_close_matches(leaf, [name.rpartition(".")[2] for name in names], 1, 0.8)
+        found = [name for name in names if near and name.rpartition(".")[2] == near[0]]
+    meant = f" (did you mean {' or '.join(found[:3])}?)" if found else ""
+    return UserError(
+        f"{node.place}: unknown key {shorten(dotted)}{meant}",
+        f"keys of {section or 'a ' + root.__name__.lower()}: {', '.join(siblings)}",
+    )
+
+
+def dotted_key(node: Node, dotted: str, section: str, root: Any) -> UserError:
+    """The error of a key with dots, as -s takes it, where a file nests sections."""
+    plain = isinstance(node.value, str) and not node.quoted
+    value = nested = (plain and shorten(str(node.value))) or "..."
+    for part in reversed(dotted.removeprefix(f"{section}.").split(".")):
+        nested = f"{{{part}: {nested}}}"
+    other = f", or give -s {dotted}={value} on the command line" if root is Recipe else ""
+    message = f"{node.place}: {dotted}: found a key with dots (expected it nested)"
+    return UserError(message, f"write {nested[1:-1]}{other}")
+
+
+def wrong(node: Node, name: str, expected: str, hint: str = "") -> UserError:
+    """The error of a node that is not what its key expects."""
+    return UserError(f"{node.place}: {name}: found {node.shown()} (expected {expected})", hint)
+
+
+def listed(words: Sequence[str]) -> str:
+    """`a, b or c`."""
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

@@ -1,7 +1,7 @@
-"""YAML text into a small tree that remembers where everything stood.
+"""YAML text into a tree of nodes that know their file, line and column.
 
-Only what a recipe (or a task of a user's own) needs is read: mappings, lists and scalars. Scalars keep their raw text:
-what `3e-4` or `no` means is decided by the type of the key that they are for, not by the rules by which YAML guesses.
+Recipes, grids and task files need mappings, lists and scalars only; anchors, tags and merge keys are refused. A scalar
+keeps its raw text: the type of its key decides what `3e-4` or `no` means, not YAML's rules.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ import yaml
 
 from pkmlm.errors import UserError, printable, read_errors
 
-DEEPEST = 12  # levels of nesting; recipes have five
-LARGEST = 1 << 16  # bytes of a recipe file
+MAX_DEPTH = 12  # levels of nesting; recipes have five
+MAX_BYTES = 1 << 16  # bytes of a recipe file
 HINT = "write key: value, indented with spaces; put quotes around a text that holds : or #"
 
 
@@ -29,7 +29,7 @@ class Node:
         return not self.quoted and self.value in ("", "~", "null")
 
     def shown(self) -> str:
-        """What was found, in words, for an error."""
+        """The node as error messages show it: a scalar's text, or its kind."""
         if isinstance(self.value, dict):
             return "a mapping"
         if isinstance(self.value, list):
@@ -55,8 +55,8 @@ class PlainComposer(yaml.SafeLoader):
             raise yaml.composer.ComposerError(None, None, "anchors and aliases (& and *) are refused", event.start_mark)
         if event.tag is not None:
             raise yaml.composer.ComposerError(None, None, "tags (!) are refused", event.start_mark)
-        if self.depth >= DEEPEST:
-            raise yaml.composer.ComposerError(None, None, f"nested deeper than {DEEPEST} levels", event.start_mark)
+        if self.depth >= MAX_DEPTH:
+            raise yaml.composer.ComposerError(None, None, f"nested deeper than {MAX_DEPTH} levels", event.start_mark)
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
@@ -64,29 +64,24 @@ class PlainComposer(yaml.SafeLoader):
 
 
 def yaml_text(path: Path) -> str:
-    """The text of a small file.
+    """The text of a YAML file, without its byte-order mark.
 
     Raises:
-        UserError: it cannot be read, is no regular file, is too large, or is not UTF-8.
+        UserError: it cannot be read, is no regular file, has more than `MAX_BYTES` bytes, or is not UTF-8.
     """
     with read_errors(path):
         if path.exists() and not path.is_file():
             raise UserError(f"{path} is not a file (expected YAML)")
         with path.open("rb") as file:
-            data = file.read(LARGEST + 1)
-    return decoded(data, str(path))
-
-
-def decoded(data: bytes, file: str) -> str:
-    """The bytes of a small file as text, with or without a byte-order mark."""
-    if len(data) > LARGEST:
-        raise UserError(f"{file} has more than {LARGEST:,} bytes (expected a small file of YAML)")
+            data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise UserError(f"{path} has more than {MAX_BYTES:,} bytes (expected a small file of YAML)")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         column = error.start - data.rfind(b"\n", 0, error.start)
-        raise UserError(f"{file}:{line}:{column}: byte {error.start} is not UTF-8 (expected YAML in UTF-8)") from None
+        raise UserError(f"{path}:{line}:{column}: byte {error.start} is not UTF-8 (expected YAML in UTF-8)") from None
 
 
 def parse(text: str, file: str) -> Node:
@@ -144,3 +139,27 @@ def convert(node: yaml.Node, file: str) -> Node:
         entries[key.value] = Node(child.value, at, child.quoted)
         lines[key.value] = line
     return Node(entries, place)
+
+
+def parse_override(text: str) -> Node:
+    """`a.b=value` as a tree with one leaf."""
+    name, equals, value = text.partition("=")
+    place = f"-s {shorten(text)}"
+    parts = name.strip().split(".")
+    if not equals or not all(parts):
+        raise UserError(f"{place}: not of the form key=value", "for example -s model.memory.topk=16")
+    value = value.strip()
+    node = relocate(parse(value, place), place) if value[:1] in tuple("[{'\"") else Node(value, place)
+    for part in reversed(parts):
+        node = Node({part: node}, place)
+    return node
+
+
+def relocate(node: Node, place: str) -> Node:
+    """The same tree with one place for all of it: lines and columns mean nothing within an override."""
+    value = node.value
+    if isinstance(value, dict):
+        value = {key: relocate(child, place) for key, child in value.items()}
+    elif isinstance(value, list):
+        value = [relocate(child, place) for child in value]
+    return Node(value, place, node.quoted)

@@ -1,40 +1,62 @@
-"""Every key of a recipe: its type, its default and its help.
+"""Every key of a recipe: its type, range or choices, default and help.
 
-A recipe is a tree of frozen dataclasses. `pkmlm recipe keys` prints this file's help texts; `load.py` fills the tree
-from YAML; `check.py` says what must hold between keys. A key's unit stands in its help. Sources: PKM is Lample et al.
-2019, MF is MemoryFormer (Ding et al. 2024).
+A recipe is a tree of frozen dataclasses that pydantic validates, however they are made: a value of another type, beyond
+its range or none of the choices raises `pydantic.ValidationError`. `load.py` fills the tree from YAML and turns such an
+error into one line with its place; `check.py` says what must hold between keys. `pkmlm recipe keys` and `pkmlm recipe
+schema` print what stands here. A key's unit is in its help. PKM is Lample et al. 2019, MF is MemoryFormer (Ding et al.
+2024).
 """
 
 from collections.abc import Iterator
-from dataclasses import Field, dataclass, field, fields, is_dataclass
-from typing import Any, Literal, get_type_hints
+from dataclasses import fields, is_dataclass
+from typing import Annotated, Any, Literal, get_type_hints
 
+from pydantic import ConfigDict, Field, TypeAdapter, WithJsonSchema
+from pydantic.dataclasses import dataclass
+from pydantic.fields import FieldInfo
+from pydantic.json_schema import GenerateJsonSchema
+
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+MAX_INT = 2**31 - 1
+Size = Annotated[int, Field(ge=1, le=MAX_INT)]
+Steps = Annotated[int, Field(ge=0, le=MAX_INT)]
 Schedule = Literal["inverse-sqrt", "cosine", "linear", "constant"]
+LearningRate = Annotated[float, Field(gt=0, le=1000)]  # more is a slip of the pen, and would soon overflow
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+WeightDecay = Annotated[float, Field(ge=0, le=1e30)]  # finite in fp32 when multiplied by a learning rate
+Clip = Annotated[float, Field(ge=0)]
+LAYER = {"type": ["integer", "string"], "minimum": 1, "pattern": "^(auto:)?[0-9]{1,9}[+]?$"}
+MemoryLayers = Annotated[tuple[str, ...], WithJsonSchema({"anyOf": [LAYER, {"type": "array", "items": LAYER}]})]
 
 
-def key(default: Any, text: str) -> Any:
-    """A field with a default and its help."""
+def key(default: Any, text: str, **limits: Any) -> Any:
+    """A field with its default and help, and limits (`ge=`, `gt=`, `le=`, `lt=`) that its type does not bring.
+
+    Args:
+        default: a value, or the class of a section.
+    """
     if isinstance(default, type):
-        return field(default_factory=default, metadata={"help": text})
-    return field(default=default, metadata={"help": text})
+        return Field(default_factory=default, description=text)
+    return Field(default, description=text, **limits)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Data:
     dir: str | None = key(None, "folder written by `pkmlm tokenize -o`, relative to the working directory")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Memory:
     kind: Literal["none", "product-key", "flat-key"] = key("none", "the memory that replaces or accompanies an FFN")
-    layers: tuple[str, ...] = key(
+    layers: MemoryLayers = key(
         (),
         "layers with a memory, counted from 1: 5 replaces the FFN, 5+ adds beside it; auto:2 spreads two evenly",
     )
-    num_keys: int = key(512, "sub-keys per half: num_keys^2 slots (flat-key: as many slots, one key each)")
-    heads: int = key(4, "memory heads; all share the values, each has its own keys and queries")
-    topk: int = key(32, "slots read per head and token")
-    key_dim: int = key(512, "width of a query; a sub-key has half of it, a flat key all")
+    num_keys: Size = key(512, "sub-keys per half: num_keys^2 slots (flat-key: as many slots, one key each)")
+    heads: Size = key(4, "memory heads; all share the values, each has its own keys and queries")
+    topk: Size = key(32, "slots read per head and token")
+    key_dim: Size = key(512, "width of a query; a sub-key has half of it, a flat key all")
     query: Literal["linear", "mlp"] = key("linear", "the query network: one linear map, or two with a ReLU between")
     query_norm: Literal["batch", "layer", "rms", "none"] = key(
         "batch", "normalisation of the queries; batch is the paper's (PKM table 2)"
@@ -50,139 +72,146 @@ class Memory:
         return self.num_keys if self.kind == "product-key" else self.slots
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Hash:
-    bits: int = key(8, "bits of a bucket code (tau): dim / bits tables of 2^bits rows")
-    extra_bits: int = key(2, "more bits for the second layer of the Memory Block (MF table 5)")
-    temperature: float = key(1.0, "temperature t of the score p(z)")
+    bits: int = key(8, "bits of a bucket code (tau): dim / bits tables of 2^bits rows", ge=1, le=16)
+    extra_bits: int = key(2, "more bits for the second layer of the Memory Block (MF table 5)", ge=0, le=15)
+    temperature: float = key(1.0, "temperature t of the score p(z)", ge=1e-30)  # 2 / t must be finite in fp32
     score: Literal["paper", "scaled"] = key("paper", "p(z) as in the paper, or sum|z| * p(z) as in its released code")
     activation: Literal["none", "gelu"] = key(
         "none", "activation between the two layers of the Memory Block (MF table 6)"
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class AttentionOptions:
-    features: int = key(256, "performer: random features a head")
-    block: int = key(64, "linformer: tokens of a block, within which attention is exact")
-    rank: int = key(16, "linformer: rows that stand for the keys and values of an earlier block")
+    features: Size = key(256, "performer: random features a head")
+    block: Size = key(64, "linformer: tokens of a block, within which attention is exact")
+    rank: Size = key(16, "linformer: rows that stand for the keys and values of an earlier block")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Model:
-    vocab_size: int | None = key(None, "rows of the embedding; null: the tokenizer's size")
-    dim: int = key(512, "width of the residual stream")
-    layers: int = key(6, "transformer blocks")
-    heads: int = key(8, "attention heads")
-    context: int = key(512, "tokens a sequence")
+    vocab_size: Size | None = key(None, "rows of the embedding; null: the tokenizer's size")
+    dim: Size = key(512, "width of the residual stream")
+    layers: int = key(6, "transformer blocks", ge=1, le=10_000)
+    heads: Size = key(8, "attention heads")
+    context: Size = key(512, "tokens a sequence")
     positions: Literal["learned", "rotary"] = key("learned", "position information")
-    rotary_fraction: float = key(1.0, "share of each attention head that rotates (Pythia: 0.25)")
+    rotary_fraction: float = key(1.0, "share of each attention head that rotates (Pythia: 0.25)", gt=0, le=1)
     attention: Literal["softmax", "linformer", "cosformer", "performer"] = key(
         "softmax", "kind of attention; only softmax can generate and be exported"
     )
     attention_options: AttentionOptions = key(AttentionOptions, "sizes of the other kinds of attention")
     projections: Literal["dense", "hash"] = key("dense", "hash: q, k, v and the FFN become MemoryFormer's hash tables")
     residual: Literal["sequential", "parallel"] = key("sequential", "parallel: attention and FFN read the same input")
-    ffn_dim: int | None = key(None, "inner width of the FFN; null: 4 * dim")
+    ffn_dim: Size | None = key(None, "inner width of the FFN; null: 4 * dim")
     activation: Literal["gelu", "relu"] = key("gelu", "activation of the FFN")
     bias: bool = key(True, "biases in linear maps; a memory's queries always have them")
     tie_embeddings: bool = key(True, "the output head shares the token embedding")
-    dropout: float = key(0.0, "dropout probability, on embeddings, attention (softmax, linformer) and what blocks add")
+    dropout: Fraction = key(
+        0.0, "dropout probability, of embeddings, attention (softmax, linformer) and blocks' outputs"
+    )
     memory: Memory = key(Memory, "a sparsely read memory")
     hash: Hash = key(Hash, "MemoryFormer's tables (projections: hash)")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class ValuesOptim:
     optimizer: Literal["row-adam", "adam"] = key("row-adam", "row-adam updates only the rows read; adam all of them")
-    lr: float = key(1e-3, "peak learning rate of the memory values")
-    betas: tuple[float, float] = key((0.9, 0.999), "Adam's decay rates")
+    lr: LearningRate = key(1e-3, "peak learning rate of the memory values")
+    betas: tuple[Fraction, Fraction] = key((0.9, 0.999), "Adam's decay rates")
     schedule: Schedule = key("constant", "learning-rate schedule")
-    warmup_steps: int = key(0, "steps of linear warm-up")
-    weight_decay: float = key(0.0, "decoupled weight decay; row-adam decays the rows that it updates")
-    clip: float = key(1.0, "largest gradient norm of the values; 0: no clipping")
+    warmup_steps: Steps = key(0, "steps of linear warm-up")
+    weight_decay: WeightDecay = key(0.0, "decoupled weight decay; row-adam decays the rows that it updates")
+    clip: Clip = key(1.0, "largest gradient norm of the values; 0: no clipping")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class TablesOptim:
     optimizer: Literal["row-adam", "adam"] = key("adam", "row-adam updates only the rows read")
-    lr_scale: float = key(
-        3.0, "the tables' peak rate is optim.lr times this; 1 where that is the rate of all, as in MF"
+    lr_scale: LearningRate = key(
+        3.0,
+        "peak learning rate of the tables, as a multiple of optim.lr; 1 in MF, where optim.lr is that of the tables",
     )
-    betas: tuple[float, float] | None = key(None, "Adam's decay rates; null: those of optim")
+    betas: tuple[Fraction, Fraction] | None = key(None, "Adam's decay rates; null: those of optim")
     schedule: Schedule | None = key(None, "learning-rate schedule; null: that of optim")
-    warmup_steps: int | None = key(None, "steps of linear warm-up; null: those of optim")
-    weight_decay: float = key(0.0, "decoupled weight decay")
-    clip: float = key(1.0, "largest gradient norm of the tables; 0: no clipping")
+    warmup_steps: Steps | None = key(None, "steps of linear warm-up; null: those of optim")
+    weight_decay: WeightDecay = key(0.0, "decoupled weight decay")
+    clip: Clip = key(1.0, "largest gradient norm of the tables; 0: no clipping")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class KeysOptim:
-    lr_scale: float = key(1.0, "the keys' peak rate is optim.lr times this; 0: they stay as they start")
+    lr_scale: float = key(
+        1.0, "peak learning rate of the keys, as a multiple of optim.lr; 0: they stay as initialized", ge=0, le=1000
+    )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Optim:
-    lr: float = key(2.5e-4, "peak learning rate")
-    betas: tuple[float, float] = key((0.9, 0.98), "Adam's decay rates")
-    eps: float = key(1e-8, "Adam's epsilon, for every group")
+    lr: LearningRate = key(2.5e-4, "peak learning rate")
+    betas: tuple[Fraction, Fraction] = key((0.9, 0.98), "Adam's decay rates")
+    eps: float = key(
+        1e-8, "Adam's epsilon, for every group", ge=1e-30
+    )  # less is 0 in fp32: unread rows would give 0 / 0
     schedule: Schedule = key("inverse-sqrt", "learning-rate schedule")
-    warmup_steps: int = key(4000, "steps of linear warm-up; inverse-sqrt needs at least 1")
-    final_lr: float = key(0.1, "cosine and linear end at this share of the peak")
-    weight_decay: float = key(
+    warmup_steps: Steps = key(4000, "steps of linear warm-up; inverse-sqrt needs at least 1")
+    final_lr: float = key(0.1, "cosine and linear end at this share of the peak", ge=0, le=1)
+    weight_decay: WeightDecay = key(
         0.0, "decoupled weight decay of dense matrices (never keys, biases, norms, values or tables)"
     )
-    clip: float = key(1.0, "largest gradient norm of the dense parameters; 0: no clipping")
+    clip: Clip = key(1.0, "largest gradient norm of the dense parameters; 0: no clipping")
     keys: KeysOptim = key(KeysOptim, "memory keys: sub-keys, or flat keys")
     values: ValuesOptim = key(ValuesOptim, "memory values")
     tables: TablesOptim = key(TablesOptim, "MemoryFormer's hash tables")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Train:
-    steps: int = key(20000, "optimizer steps")
-    batch_tokens: int = key(65536, "tokens an optimizer step, over all ranks and micro-batches")
-    micro_batch: int = key(16, "sequences a rank takes in one forward")
+    steps: Size = key(20000, "optimizer steps")
+    batch_tokens: Size = key(65536, "tokens an optimizer step, over all ranks and micro-batches")
+    micro_batch: Size = key(16, "sequences a rank takes in one forward")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = key("auto", "arithmetic of the forward; weights stay fp32")
     compile: bool = key(False, "compile attention and FFNs with torch.compile; needs a C++ compiler on a CPU")
     recompute: bool = key(False, "keep no activations within blocks: less memory, about a third more time")
-    seed: int = key(1, "seed of initial weights, data order and dropout")
+    seed: int = key(1, "seed of initial weights, data order and dropout", ge=0, le=2**63 - 1)
     init_from: str | None = key(
         None, "start from the weights of another run (its best checkpoint); modules that it lacks start anew"
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Eval:
-    every: int = key(500, "steps between validations; 0: only at the end")
-    tokens: int | None = key(None, "validate on the first so many tokens of the split; null: on all")
-    patience: int | None = key(None, "stop after so many validations without a better one; null: never")
-    recalibrate: int = key(
+    every: Steps = key(500, "steps between validations; 0: only at the end")
+    tokens: Size | None = key(None, "validate on the first so many tokens of the split; null: on all")
+    patience: Size | None = key(None, "stop after so many validations without a better one; null: never")
+    recalibrate: Steps = key(
         0, "forwards over training tokens that renew the query norm's running statistics before a validation; 0: none"
     )
     sample: str | None = key(None, "continue this text after each validation and log it")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Checkpoint:
-    every: int = key(1000, "steps between checkpoints; one is also saved at the end and on request")
-    keep: int = key(2, "newest checkpoints to keep, and the best one; at least 2")
+    every: Size = key(1000, "steps between checkpoints; one is also saved at the end and on request")
+    keep: int = key(2, "newest checkpoints to keep, and the best one; at least 2", ge=2, le=MAX_INT)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Log:
-    every: int = key(20, "steps between lines when the output is not a terminal")
+    every: Size = key(20, "steps between lines when the output is not a terminal")
     tensorboard: bool = key(False, "also write TensorBoard events (pip install pkmlm[sinks])")
     wandb: str | None = key(None, "also log to this Weights & Biases project (pip install pkmlm[sinks])")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Parallel:
-    memory: int = key(1, "ranks that divide each table of values or buckets by columns; it divides the ranks")
+    memory: Size = key(1, "ranks that divide each table of values or buckets by columns; it divides the ranks")
     shard: bool = key(False, "divide dense parameters, their gradients and moments among all ranks (FSDP2)")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Recipe:
     name: str = key("unnamed", "a name for logs and tables")
     data: Data = key(Data, "the tokens")
@@ -210,15 +239,30 @@ class Recipe:
         return found
 
     def micro_batches(self, ranks: int = 1) -> int:
-        """Forwards of an optimizer step, on each of so many ranks."""
+        """Micro-batches of an optimizer step on each of `ranks` ranks."""
         return self.sequences // (self.train.micro_batch * ranks)
 
 
-def leaves(kind: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
-    """Every key of a dataclass and of the dataclasses in it, in their order: dotted name, field and type."""
+def leaves(kind: Any, prefix: str = "") -> Iterator[tuple[str, FieldInfo, Any]]:
+    """Every key of a section and of the sections in it, in their order: dotted name, field and type."""
     hints = get_type_hints(kind)
-    for one in fields(kind):
-        if is_dataclass(hints[one.name]):
-            yield from leaves(hints[one.name], f"{prefix}{one.name}.")
+    for field in fields(kind):
+        if is_dataclass(hints[field.name]):
+            yield from leaves(hints[field.name], f"{prefix}{field.name}.")
         else:
-            yield f"{prefix}{one.name}", one, hints[one.name]
+            yield f"{prefix}{field.name}", kind.__pydantic_fields__[field.name], hints[field.name]
+
+
+class UntitledJsonSchema(GenerateJsonSchema):
+    """JSON Schema without titles, which would repeat the keys."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of a recipe file, for editors: as the recipe's, with `base`, and sections that may be partial."""
+    schema = TypeAdapter(Recipe).json_schema(schema_generator=UntitledJsonSchema)
+    base = {"type": "string", "description": "recipe to inherit from, relative to this file's folder"}
+    schema["properties"] = {"base": base, **schema["properties"]}
+    return {"$schema": GenerateJsonSchema.schema_dialect, **schema, "title": "pkmlm recipe"}

@@ -8,7 +8,7 @@ from pathlib import Path
 from pkmlm.analysis.compare import first_of
 from pkmlm.data.index import read_index
 from pkmlm.errors import UserError
-from pkmlm.recipe.doubts import doubts, idle_keys
+from pkmlm.recipe.check import warnings
 from pkmlm.recipe.dump import dump_recipe
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.nodes import shorten
@@ -118,7 +118,7 @@ class Cells:
         """What to warn of, a line each: what the cells' recipes say and hardly mean."""
         told: dict[str, list[str]] = {}
         for cell in self.first.values():
-            for text in (*doubts(cell.recipe), *idle_keys(cell.recipe, self.base, cell.overrides)):
+            for text in warnings(cell.recipe, self.base, cell.overrides):
                 told.setdefault(text, []).append(cell.name)
         return [f"{first_of(names, ', ')}: {text}" for text, names in told.items()]
 

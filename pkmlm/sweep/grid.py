@@ -5,23 +5,26 @@ are laid over the rest, as a recipe lies over its base: one grid file serves a l
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import combinations, product
 from pathlib import Path
 from typing import Literal
 
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass
+
 from pkmlm.errors import UserError
-from pkmlm.recipe.bind import alternatives, bind, wrong
-from pkmlm.recipe.dump import escaped
-from pkmlm.recipe.load import merge
+from pkmlm.recipe.dump import quoted_text
+from pkmlm.recipe.load import bind, listed, merge, wrong
 from pkmlm.recipe.nodes import Node, parse, yaml_text
 from pkmlm.sweep.measures import MEASURES
 
+STRICT = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True)
 Point = tuple[str, ...]  # the name of one value of each axis
 Known = Callable[[str, Sequence[str], str, str], None]  # refuses a name that is none of the choices
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Claim:
     """An ordering that a paper states, to be looked for in what was measured.
 
@@ -43,7 +46,7 @@ class Claim:
     at: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Figure:
     """A plot of one measure (or of one against another).
 
@@ -60,7 +63,7 @@ class Figure:
     log: tuple[Literal["x", "y"], ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Tune:
     """A key that every point of the grid is tuned in: the first seed runs at each value, the others at the best."""
 
@@ -68,7 +71,7 @@ class Tune:
     values: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Grid:
     """Runs that differ in stated keys.
 
@@ -139,8 +142,7 @@ class Grid:
                 node = node.value.get(name) if isinstance(node.value, dict) else None
         if node is None or node.is_null:
             return None
-        number: float = bind(node, float, f"paper.{measure}", {})
-        return number
+        return number_of(node, f"paper.{measure}")
 
 
 def read_grid(path: Path, scale: str | None = None) -> tuple[Grid, str | None]:
@@ -161,7 +163,7 @@ def read_grid(path: Path, scale: str | None = None) -> tuple[Grid, str | None]:
     if scale is None:
         scale = next(iter(scales.value), None)
     elif scale not in scales.value:
-        have = f"has {alternatives(list(scales.value))}" if scales.value else "has none"
+        have = f"has {listed(list(scales.value))}" if scales.value else "has none"
         raise UserError(f"{path}: no scale {scale} ({have})")
     tree = Node({key: node for key, node in tree.value.items() if key != "scales"}, tree.place)
     if scale is not None:
@@ -196,10 +198,11 @@ def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:
         raise UserError(f"{places['tune']}: tune has no values (expected some of {grid.tune.key})")
     figures = [f"{figure.y} by {figure.x}" for figure in grid.figures]
     tuned = grid.tune.values if grid.tune else ()
-    for key, listed in (("seeds", grid.seeds), ("tune.values", tuned), ("measure", grid.measure), ("figures", figures)):
-        if len(set(listed)) < len(listed):
-            number = next(number for number, one in enumerate(listed) if one in listed[:number])
-            raise UserError(f"{places[f'{key}.{number}']}: {key}: found {listed[number]} twice (expected each once)")
+    unique = {"seeds": grid.seeds, "tune.values": tuned, "measure": grid.measure, "figures": figures}
+    for key, items in unique.items():
+        if len(set(items)) < len(items):
+            number = next(number for number, one in enumerate(items) if one in items[:number])
+            raise UserError(f"{places[f'{key}.{number}']}: {key}: found {items[number]} twice (expected each once)")
     for axis, names in grid.only.items():
         named(axis, names, f"only.{axis}")
     for number, out in enumerate(grid.without):
@@ -265,7 +268,7 @@ def check_paper(node: Node, key: str, axes: Sequence[tuple[str, Mapping[str, Nod
     if node.is_null:
         return
     if not axes:
-        bind(node, float, key, {})
+        number_of(node, key)
         return
     (axis, names), *rest = axes
     below = node.value
@@ -275,6 +278,14 @@ def check_paper(node: Node, key: str, axes: Sequence[tuple[str, Mapping[str, Nod
         raise wrong(node, key, f"by {axis}: {', '.join(names)}")
     for name, child in below.items():
         check_paper(child, f"{key}.{name}", rest)
+
+
+def number_of(node: Node, key: str) -> float:
+    """The number that a node stands for; refuses everything else."""
+    number = bind(node, float, key, {})
+    if not isinstance(number, float):
+        raise wrong(node, key, "a number")
+    return number
 
 
 def assignments(tree: Node, prefix: str = "") -> Iterator[str]:
@@ -296,4 +307,4 @@ def written(node: Node) -> str:
     if isinstance(node.value, dict):
         raise UserError(f"{node.place}: found a mapping (expected a value)")
     assert isinstance(node.value, str)
-    return '"' + "".join(map(escaped, node.value)) + '"' if node.quoted else node.value
+    return quoted_text(node.value) if node.quoted else node.value

@@ -65,10 +65,10 @@ def test_check_goes_on_after_a_wrong_recipe_and_names_each(tmp_path: Path) -> No
 def test_a_warm_up_longer_than_training_is_warned_of(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(SMALL)
     done = pkmlm("recipe", "check", "a.yaml", "-s", "train.steps=150")
-    told = "4,000 for 150 steps of training: the rate ends at 4% of its peak"
+    told = "4,000 for 150 steps of training: the learning rate ends at 4% of its peak"
     assert done.stderr.splitlines() == [f"warning: a.yaml: optim.warmup_steps: {told}"]
     memory = ["-s", "model.memory={kind: product-key, layers: 2}", "-s", "optim.values.warmup_steps=5000"]
-    told = "optim.values.warmup_steps: 5,000 for 4,500 steps of training: the rate ends at 90% of its peak"
+    told = "optim.values.warmup_steps: 5,000 for 4,500 steps of training: the learning rate ends at 90% of its peak"
     assert told in pkmlm("recipe", "check", "a.yaml", "-s", "train.steps=4500", *memory).stderr
     tables = ["-s", "model.projections=hash", "-s", "optim.tables.warmup_steps=5000"]
     assert (

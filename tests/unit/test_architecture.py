@@ -33,7 +33,7 @@ FLOORS = {
     "__init__": 0,
 }
 HEAVY = {"torch", "numpy", "scipy", "sentencepiece", "matplotlib", "pyarrow", "safetensors", "rich", "lm_eval"}
-HEAVY |= {"datasets"}
+HEAVY |= {"datasets", "pydantic"}
 
 
 def room(path: Path) -> str:

@@ -15,8 +15,7 @@ from pkmlm.errors import UserError
 from pkmlm.model import initial
 from pkmlm.model.memory.columns import gathered_reads, returned
 from pkmlm.model.ranks_cost import exchange_bytes
-from pkmlm.recipe.check import check_recipe
-from pkmlm.recipe.ranks import check_ranks
+from pkmlm.recipe.check import check_ranks, check_recipe
 from pkmlm.recipe.schema import Hash, Memory, Model, Parallel, Recipe, Train
 from pkmlm.train import exchange
 from pkmlm.train.exchange import buckets
