@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pkmlm.analysis.slots import Word
 from pkmlm.evaluate.load import LoadedRun
-from pkmlm.model.memory.memories import memories
+from pkmlm.model.memory.base import memories
 
 WORDS = 8  # tokens that a value raises, or lowers, most
 ROWS = 256  # values put through the output head at a time

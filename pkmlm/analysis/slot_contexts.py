@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pkmlm.analysis.counters import WatchedReads
 from pkmlm.analysis.slots import JUDGED
-from pkmlm.model.memory.memories import memories
+from pkmlm.model.memory.base import memories
 from pkmlm.model.memory.usage_tap import UsageTap
 
 CONTEXTS = JUDGED  # kept a slot

@@ -21,7 +21,7 @@ from pkmlm.errors import UserError
 from pkmlm.evaluate.documents import Documents
 from pkmlm.evaluate.load import LoadedRun
 from pkmlm.evaluate.perplexity import score
-from pkmlm.model.memory.memories import memories
+from pkmlm.model.memory.base import memories
 from pkmlm.model.transformer import Transformer
 
 BEFORE, AFTER = 14, 6  # tokens shown around the one that reads

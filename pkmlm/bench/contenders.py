@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from pkmlm.bench.plain_memory import PlainMemory, plain_ffn
 from pkmlm.bench.shape import Shape
-from pkmlm.model.initial import initialise
-from pkmlm.model.memory.product_key import ProductKeyMemory
+from pkmlm.model.init import initialise
+from pkmlm.model.memory.key_memory import ProductKeyMemory
 from pkmlm.recipe.schema import Recipe
 from pkmlm.seeds import generator
 from pkmlm.train.optim import parameter_groups

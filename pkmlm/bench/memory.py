@@ -17,7 +17,7 @@ from pkmlm.bench.rounds import Timing
 from pkmlm.bench.shape import WIDTH, Shape
 from pkmlm.device import default_device, free_bytes
 from pkmlm.errors import UserError
-from pkmlm.model.memory.product_key import ProductKeyMemory
+from pkmlm.model.memory.key_memory import ProductKeyMemory
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pkmlm.kernels.matmul import Linear
-from pkmlm.model.memory.product_key import ProductKeyMemory
+from pkmlm.model.memory.key_memory import ProductKeyMemory
 from pkmlm.recipe.schema import Memory
 
 

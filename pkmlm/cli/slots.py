@@ -98,7 +98,7 @@ def command(
 
 def heading(run: "LoadedRun", memory: int) -> dict[str, Any]:
     """What every report begins with."""
-    from pkmlm.model.memory.memories import memories
+    from pkmlm.model.memory.base import memories
 
     tap = memories(run.model)[memory].tap
     return {"run": run.name, "step": run.step, "layer": tap.layer, "name": tap.name, "kind": tap.kind}
@@ -148,7 +148,7 @@ def of_slot(
     from pkmlm.analysis.slot_contexts import CONTEXTS
     from pkmlm.analysis.slot_details import Wanted, describe
     from pkmlm.analysis.slots import slot_number, slot_tables
-    from pkmlm.model.memory.memories import memories
+    from pkmlm.model.memory.base import memories
 
     tap = memories(run.model)[memory].tap
     number = slot_number(name, tap.kind, tap.slots, tap.heads)
@@ -171,7 +171,7 @@ def of_prompt(run: "LoadedRun", memory: int, prompt: str, top: int) -> "tuple[di
     from pkmlm.analysis.lens import Lens
     from pkmlm.analysis.slot_details import read_text
     from pkmlm.analysis.slots import reading_table, slot_name
-    from pkmlm.model.memory.memories import memories
+    from pkmlm.model.memory.base import memories
 
     tap = memories(run.model)[memory].tap
     readings = read_text(run, memory, run.tokenizer.encode(prompt), top)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from pkmlm.device import at_least_fp32
-from pkmlm.model.attention import Layout
+from pkmlm.model.attention import AttentionLayout
 from pkmlm.model.transformer import Transformer
 
 LOGITS = 1 << 24  # logits held at a time: 64 MB in fp32
@@ -139,7 +139,7 @@ def score_trees(model: Transformer, trees: Sequence[Tree]) -> Iterator[tuple[int
         yield window, Score(-float(nll.sum()), bool(greedy.all()))
 
 
-def layout_of(trees: Sequence[Tree], longest: int, device: torch.device) -> Layout:
+def layout_of(trees: Sequence[Tree], longest: int, device: torch.device) -> AttentionLayout:
     """Each token at its depth, seeing its ancestors and itself (padding sees itself alone)."""
     positions_BT = np.zeros((len(trees), longest), dtype=np.int64)
     mask_BTT = np.zeros((len(trees), longest, longest), dtype=bool)
@@ -148,7 +148,7 @@ def layout_of(trees: Sequence[Tree], longest: int, device: torch.device) -> Layo
         for path in each.paths:
             positions_BT[row, path] = np.arange(len(path))
             mask_BTT[row, path[:, None], path[None, :]] = np.tri(len(path), dtype=bool)
-    return Layout(torch.from_numpy(positions_BT).to(device), torch.from_numpy(mask_BTT).to(device))
+    return AttentionLayout(torch.from_numpy(positions_BT).to(device), torch.from_numpy(mask_BTT).to(device))
 
 
 def score_targets(model: Transformer, h_MD: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:

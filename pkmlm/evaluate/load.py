@@ -67,7 +67,7 @@ def load_run(path: str | Path, step: str = "latest", device: torch.device | None
         try:
             verify(run.checkpoint(number), moments=False)
             checkpoint.check_weights(run.checkpoint(number), expected)
-            model = build_model(recipe, vocab_size, device, draw=False)
+            model = build_model(recipe, vocab_size, device, init_weights=False)
             checkpoint.load_weights(run.checkpoint(number), model)
             progress = checkpoint.progress_at(run.checkpoint(number))
             break

@@ -182,7 +182,7 @@ def read_export(path: Path, device: torch.device) -> Export:
         raise UserError(error.message, error.hint or HINT, exit_code=1) from None
     rows = recipe.model.vocab_size or tokenizer.size
     with open_weights(path, exported_tensors(build_model(recipe, rows, "meta"))) as weights:
-        model = build_model(recipe, rows, device, draw=False)
+        model = build_model(recipe, rows, device, init_weights=False)
         with torch.no_grad():
             for name, tensor in exported_tensors(model).items():
                 tensor.copy_(weights[name][...])

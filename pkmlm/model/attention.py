@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from pkmlm.model.linear_attention import CosFormer, Performer
-from pkmlm.model.linformer import Linformer
+from pkmlm.model.efficient_attention import CosFormer, Linformer, Performer
 from pkmlm.recipe.schema import Model
 
 ROTARY_BASE = 10_000.0
@@ -45,7 +44,7 @@ class Cache:
         return k_BhCe[:, :, :end], v_BhCe[:, :, :end]
 
 
-class Layout(NamedTuple):
+class AttentionLayout(NamedTuple):
     """Where tokens stand that are not one after another: several sequences in a row that share their beginnings.
 
     Attributes:
@@ -105,7 +104,7 @@ class Attention(nn.Module):
         x_BTD: Tensor,
         cos_sin: tuple[Tensor, Tensor] | None,
         cache: Cache | None,
-        layout: Layout | None = None,
+        layout: AttentionLayout | None = None,
     ) -> Tensor:
         """What each position gathers (B, T, D).
 
@@ -132,7 +131,7 @@ class Attention(nn.Module):
         return y_BTD if self.out is None else self.out(y_BTD)
 
     def _softmax(
-        self, q_BhTe: Tensor, k_BhTe: Tensor, v_BhTe: Tensor, cache: Cache | None, layout: Layout | None
+        self, q_BhTe: Tensor, k_BhTe: Tensor, v_BhTe: Tensor, cache: Cache | None, layout: AttentionLayout | None
     ) -> Tensor:
         if cache is not None:
             k_BhTe, v_BhTe = cache.extend(self.index, k_BhTe, v_BhTe)

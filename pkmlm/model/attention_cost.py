@@ -5,9 +5,8 @@ s: tokens of a sequence; d: model width; h: heads; e: width of a head.
 
 from typing import NamedTuple
 
+from pkmlm.model.efficient_attention import CHUNK
 from pkmlm.recipe.schema import Model
-
-CHUNK = 64  # positions whose weights linear attention computes one by one; it reads earlier ones through their sum
 
 
 class Blocks(NamedTuple):

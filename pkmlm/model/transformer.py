@@ -13,18 +13,18 @@ from pkmlm.device import is_out_of_memory
 from pkmlm.distributed import ProcessGroups
 from pkmlm.errors import UserError
 from pkmlm.kernels.matmul import Linear, linear
-from pkmlm.model.attention import Attention, Cache, Layout, rotation
-from pkmlm.model.initial import Constant, Initial, Normal, initialise, linear_std
+from pkmlm.model.attention import Attention, AttentionLayout, Cache, rotation
+from pkmlm.model.init import Constant, InitSpec, Normal, initialise, linear_std
 from pkmlm.model.loss import summed_loss
-from pkmlm.model.memory.flat_key import FlatKeyMemory
-from pkmlm.model.memory.hash_table import HashLayer, MemoryBlock
-from pkmlm.model.memory.product_key import ProductKeyMemory
-from pkmlm.model.memory.query_norm import QueryBatchNorm
+from pkmlm.model.memory.hash_layer import HashLayer, MemoryBlock
+from pkmlm.model.memory.key_memory import FlatKeyMemory, KeyMemory, ProductKeyMemory
+from pkmlm.model.memory.query import QueryBatchNorm
 from pkmlm.model.memory.values import Values
 from pkmlm.recipe.check import memory_layers, rotary_width
 from pkmlm.recipe.schema import Model, Recipe
 
 BATCH_NORM_MOMENTUM = 0.1  # of one optimizer step
+KEY_MEMORIES: dict[str, type[KeyMemory]] = {each.kind: each for each in (ProductKeyMemory, FlatKeyMemory)}
 
 
 class ResidualLinear(Linear):
@@ -34,7 +34,7 @@ class ResidualLinear(Linear):
         super().__init__(dim_in, dim_out, bias)
         self.share = share
 
-    def initial(self) -> dict[str, Initial]:
+    def init_spec(self) -> dict[str, InitSpec]:
         std = self.share * linear_std(self.in_features, self.out_features)
         return {"weight": Normal(std), "bias": Constant(0.0)}
 
@@ -77,7 +77,7 @@ class Block(nn.Module):
         x_BTD: Tensor,
         cos_sin: tuple[Tensor, Tensor] | None,
         cache: Cache | None,
-        layout: Layout | None = None,
+        layout: AttentionLayout | None = None,
     ) -> Tensor:
         """The residual stream after the block (B, T, D); the other arguments are those of `Attention`."""
         z_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), cos_sin, cache, layout))
@@ -94,14 +94,14 @@ class Transformer(nn.Module):
         super().__init__()
         self.context = model.context
         self.rotary_width = rotary_width(model) if model.positions == "rotary" else 0
-        self.embedding = undrawn_embedding(vocab_size, model.dim)
-        self.positions = undrawn_embedding(model.context, model.dim) if model.positions == "learned" else None
+        self.embedding = uninitialized_embedding(vocab_size, model.dim)
+        self.positions = uninitialized_embedding(model.context, model.dim) if model.positions == "learned" else None
         self.dropout = nn.Dropout(model.dropout)
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(model.dim)
         self.untied_head = None if model.tie_embeddings else Linear(model.dim, vocab_size, bias=False)
 
-    def hidden(self, tokens_BT: Tensor, cache: Cache | None = None, layout: Layout | None = None) -> Tensor:
+    def hidden(self, tokens_BT: Tensor, cache: Cache | None = None, layout: AttentionLayout | None = None) -> Tensor:
         """The final norm's output (B, T, D). With a cache, the tokens continue what the cache holds, and are added to
         it. With a layout (and no cache), they stand where it says; their positions must be those of the context.
 
@@ -124,7 +124,9 @@ class Transformer(nn.Module):
         normed: Tensor = self.norm(x_BTD)
         return normed
 
-    def _rotation(self, start: int, length: int, layout: Layout | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _rotation(
+        self, start: int, length: int, layout: AttentionLayout | None, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
         if layout is None:
             return rotation(start, length, self.rotary_width, device)
         cos_Cw, sin_Cw = rotation(0, self.context, self.rotary_width, device)
@@ -145,9 +147,35 @@ class Transformer(nn.Module):
         return self.head(self.hidden(tokens_BT, cache))
 
 
-def undrawn_embedding(rows: int, dim: int) -> nn.Embedding:
-    """An embedding, not drawn yet: on the meta device torch would load its compiler for that, in half a second."""
+def uninitialized_embedding(rows: int, dim: int) -> nn.Embedding:
+    """An embedding without initial weights: to draw them on the meta device, torch would load its compiler (0.5 s)."""
     return nn.Embedding.from_pretrained(torch.empty(rows, dim), freeze=False)
+
+
+def build_block(recipe: Recipe, layer: int, micro_batches: int) -> Block:
+    """A block of a recipe's model, without initial weights.
+
+    Args:
+        layer: counted from 1.
+        micro_batches: forwards of an optimizer step, over which batch-normalised queries take their momentum.
+    """
+    model = recipe.model
+    share = (2 * model.layers) ** -0.5
+    hashed = model.projections == "hash"
+    memories = memory_layers(model)
+    parts: dict[str, nn.Module] = {}
+    if layer not in memories or memories[layer]:  # no memory here, or one beside the FFN
+        parts["ffn"] = MemoryBlock(model.dim, model.hash, layer, share) if hashed else FFN(model, share)
+    if layer in memories:
+        momentum = 1 - (1 - BATCH_NORM_MOMENTUM) ** (1 / micro_batches)
+        parts["memory"] = KEY_MEMORIES[model.memory.kind](model.dim, model.memory, layer, momentum)
+    qkv: nn.Module
+    if hashed:
+        qkv, out = HashLayer(model.dim, 3 * model.dim, model.hash.bits, model.hash, layer, "qkv"), None
+    else:
+        qkv = Linear(model.dim, 3 * model.dim, bias=model.bias)
+        out = ResidualLinear(model.dim, model.dim, model.bias, share)
+    return Block(model, Attention(model, qkv, out, layer - 1), parts)
 
 
 def build_model(
@@ -156,7 +184,7 @@ def build_model(
     device: str | torch.device = "cpu",
     ranks: ProcessGroups | None = None,
     *,
-    draw: bool = True,
+    init_weights: bool = True,
 ) -> Transformer:
     """The model of a recipe, initialised from its seed; on the meta device, only its shape.
 
@@ -164,11 +192,11 @@ def build_model(
 
     Args:
         ranks: those that train it together; each holds its columns of the tables, and all the rest.
-        draw: False: its numbers are to be read from a checkpoint, and are anything until then.
+        init_weights: False leaves the weights uninitialized, for a checkpoint to be loaded into them.
     """
     with torch.device("meta"):
-        forwards = recipe.micro_batches(ranks.world.size if ranks else 1)
-        blocks = [_block(recipe, index, forwards) for index in range(recipe.model.layers)]
+        micro_batches = recipe.micro_batches(ranks.world.size if ranks else 1)
+        blocks = [build_block(recipe, layer, micro_batches) for layer in range(1, recipe.model.layers + 1)]
         model = Transformer(recipe.model, vocab_size, blocks)
         if ranks is not None:
             attach_process_groups(model, ranks)
@@ -181,7 +209,7 @@ def build_model(
             size = sum(parameter.numel() for parameter in model.parameters())
             message = f"the model does not fit into memory: {size:,} parameters, {4 * size / 1e9:,.1f} GB in fp32"
             raise UserError(message, "`pkmlm cost` tells what a recipe needs", exit_code=1) from error
-        if draw:
+        if init_weights:
             initialise(model, recipe.train.seed)
     return model
 
@@ -193,23 +221,3 @@ def attach_process_groups(model: Transformer, ranks: ProcessGroups) -> None:
             module.divide(ranks.memory)
         elif isinstance(module, QueryBatchNorm):
             module.ranks = ranks.world
-
-
-def _block(recipe: Recipe, index: int, forwards: int) -> Block:
-    model, layer = recipe.model, index + 1
-    share = (2 * model.layers) ** -0.5
-    hashed = model.projections == "hash"
-    memories = memory_layers(model)
-    parts: dict[str, nn.Module] = {}
-    if memories.get(layer, True):  # no memory here, or one beside the FFN
-        parts["ffn"] = MemoryBlock(model.dim, model.hash, layer, share) if hashed else FFN(model, share)
-    if layer in memories:
-        kind = ProductKeyMemory if model.memory.kind == "product-key" else FlatKeyMemory
-        momentum = 1 - (1 - BATCH_NORM_MOMENTUM) ** (1 / forwards)
-        parts["memory"] = kind(model.dim, model.memory, layer, momentum)
-    if hashed:
-        qkv: nn.Module = HashLayer(model.dim, 3 * model.dim, model.hash.bits, model.hash, layer, "qkv")
-        return Block(model, Attention(model, qkv, None, index), parts)
-    qkv = Linear(model.dim, 3 * model.dim, bias=model.bias)
-    out = ResidualLinear(model.dim, model.dim, model.bias, share)
-    return Block(model, Attention(model, qkv, out, index), parts)

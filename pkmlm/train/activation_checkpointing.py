@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pkmlm.model.memory.query_norm import QueryBatchNorm
+from pkmlm.model.memory.query import QueryBatchNorm
 from pkmlm.model.transformer import Transformer
 
 

@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from pkmlm.data.batches import permute
 from pkmlm.distributed import World
 from pkmlm.errors import UserError
-from pkmlm.model.memory.columns import side_by_side
-from pkmlm.model.memory.hash_table import HashLayer
-from pkmlm.model.memory.key_memory import KeyMemory
-from pkmlm.model.memory.memories import memories
+from pkmlm.model.memory.base import SparseMemory, memories
+from pkmlm.model.memory.values import side_by_side
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.arrays import read_arrays
 from pkmlm.runs.files import make_folder, remove_file, writing
@@ -134,7 +132,7 @@ class Drift:
 class _Memory(ReadSlots):
     """What is noted of one memory: slots read since the last record, and the step of the last record that read each."""
 
-    def __init__(self, memory: KeyMemory | HashLayer, seed: int, ranks: World):
+    def __init__(self, memory: SparseMemory, seed: int, ranks: World):
         super().__init__(memory, ranks)
         self.values, slots, device = memory.values, self.tap.slots, self.read_K.device
         self.last_K = torch.zeros(slots, dtype=torch.int64, device=device)

@@ -10,7 +10,7 @@ import torch
 
 from pkmlm.distributed import ProcessGroups
 from pkmlm.errors import UserError
-from pkmlm.model.initial import initialise
+from pkmlm.model.init import initialise
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.dump import flatten, scalar_text
 from pkmlm.runs.directory import RunDirectory
@@ -33,9 +33,9 @@ def starting_model(job: Job, device: torch.device, ranks: ProcessGroups, *, fres
     """The model with its initial weights: drawn from the seed, or those of `train.init_from`. If not `fresh`, without
     any: they are to be read from the run's checkpoint.
     """
-    draw = fresh and job.recipe.train.init_from is None
-    model = build_model(job.recipe, job.vocab_size, device, ranks, draw=draw)
-    if fresh and not draw:
+    init_weights = fresh and job.recipe.train.init_from is None
+    model = build_model(job.recipe, job.vocab_size, device, ranks, init_weights=init_weights)
+    if fresh and not init_weights:
         take_initial(job, model)
     return model
 

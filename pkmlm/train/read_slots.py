@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pkmlm.distributed import World
-from pkmlm.model.memory.hash_table import HashLayer
-from pkmlm.model.memory.key_memory import KeyMemory
+from pkmlm.model.memory.base import SparseMemory
 
 WINDOW = 100  # steps
 
@@ -25,7 +24,7 @@ class ReadSlots:
         read_K: whether each slot has been read (bool), on this rank; on any, once ranks have met.
     """
 
-    def __init__(self, memory: KeyMemory | HashLayer, ranks: World):
+    def __init__(self, memory: SparseMemory, ranks: World):
         self.tap, self.ranks = memory.tap, ranks
         self.read_K = torch.zeros(self.tap.slots, dtype=torch.bool, device=memory.values.weight_KD.device)
         self.tap.register_forward_hook(self._note)
@@ -42,7 +41,7 @@ class ReadSlots:
 class RecentReads(ReadSlots):
     """The share of a memory's slots that training has read in the last whole window of steps, for the progress line."""
 
-    def __init__(self, memory: KeyMemory | HashLayer, ranks: World):
+    def __init__(self, memory: SparseMemory, ranks: World):
         super().__init__(memory, ranks)
         self.steps = 0
         self.share: float | None = None

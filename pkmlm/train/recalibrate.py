@@ -6,7 +6,7 @@ During training the running statistics follow weights that move; before a measur
 import torch
 
 from pkmlm.device import autocast, to_device
-from pkmlm.model.memory.query_norm import QueryBatchNorm
+from pkmlm.model.memory.query import QueryBatchNorm
 from pkmlm.model.memory.values import Values
 from pkmlm.train.state import TrainState
 

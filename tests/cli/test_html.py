@@ -16,7 +16,7 @@ from pkmlm.analysis.slots import Context, Holding, Slot, Word
 from pkmlm.analysis.usage import MemoryUsage
 from pkmlm.data.corpus import Corpus
 from pkmlm.evaluate.load import load_run
-from pkmlm.model.memory.memories import memories
+from pkmlm.model.memory.base import memories
 from tests.browser import Browser, find_chromium
 from tests.conftest import pkmlm
 

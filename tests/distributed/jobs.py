@@ -20,8 +20,8 @@ from pkmlm.environment import TIMEOUT
 from pkmlm.errors import UserError
 from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.model.cost import cost_of
-from pkmlm.model.initial import initialise
-from pkmlm.model.memory.query_norm import QueryBatchNorm
+from pkmlm.model.init import initialise
+from pkmlm.model.memory.query import QueryBatchNorm
 from pkmlm.model.memory.values import Values
 from pkmlm.model.ranks_cost import bytes_sent as bytes_sent_by_cost
 from pkmlm.model.transformer import Transformer, build_model

@@ -12,11 +12,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from pkmlm.errors import UserError
 from pkmlm.evaluate.adapter import PkmLM
 from pkmlm.evaluate.load import load_run
-from pkmlm.model import linear_attention
+from pkmlm.model import efficient_attention
 from pkmlm.model.attention import Cache, rotate, rotation
-from pkmlm.model.initial import initialise, orthogonal_rows
-from pkmlm.model.linear_attention import CosFormer, Performer
-from pkmlm.model.linformer import Linformer
+from pkmlm.model.efficient_attention import CosFormer, Linformer, Performer
+from pkmlm.model.init import initialise, orthogonal_rows
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.check import check_recipe
 from pkmlm.recipe.schema import AttentionOptions, Hash, Memory, Model, Recipe, Train
@@ -92,7 +91,7 @@ def by_definition(kind: nn.Module, q_BhTe: Tensor, k_BhTe: Tensor, v_BhTe: Tenso
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 16, 27, 40])
 def test_each_kind_computes_its_definition(name, length, monkeypatch):
-    monkeypatch.setattr(linear_attention, "CHUNK", 8)
+    monkeypatch.setattr(efficient_attention, "CHUNK", 8)
     kind = kind_of(name)
     for seed, (batch, heads) in enumerate(((1, 1), (2, 3))):
         inputs = drawn(batch, heads, length, seed=seed)
@@ -101,13 +100,13 @@ def test_each_kind_computes_its_definition(name, length, monkeypatch):
 
 @pytest.mark.parametrize("name", ["cosformer", "performer"])
 def test_chunks_of_the_real_size_compute_the_definition(name):
-    kind, inputs = kind_of(name), drawn(1, 1, 2 * linear_attention.CHUNK + 5)
+    kind, inputs = kind_of(name), drawn(1, 1, 2 * efficient_attention.CHUNK + 5)
     torch.testing.assert_close(kind(*inputs), by_definition(kind, *inputs), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_gradients_are_those_of_the_function(name, monkeypatch):
-    monkeypatch.setattr(linear_attention, "CHUNK", 4)
+    monkeypatch.setattr(efficient_attention, "CHUNK", 4)
     kind = kind_of(name)
     parameters = [p.detach().clone().requires_grad_() for p in kind.parameters()]
 
@@ -123,7 +122,7 @@ def test_gradients_are_those_of_the_function(name, monkeypatch):
 @pytest.mark.parametrize("name", ["cosformer", "performer"])
 def test_small_and_large_numbers_in_fp32(name, size, monkeypatch):
     """Features of the Performer range over exp(+-100) here; none of it may overflow or vanish."""
-    monkeypatch.setattr(linear_attention, "CHUNK", 8)
+    monkeypatch.setattr(efficient_attention, "CHUNK", 8)
     kind, inputs = kind_of(name), drawn(1, 2, 27, seed=5, size=size)
     inputs[1][:, :, 5:9] *= 3  # sizes that rise, and fall again
     expected = by_definition(kind, *inputs)
@@ -215,7 +214,7 @@ def tokens_of(length: int = 70) -> Tensor:
 @pytest.mark.parametrize("name", KINDS)
 def test_no_output_of_a_model_depends_on_a_later_token(name, body, monkeypatch):
     """The gradient to later inputs is exactly zero, and other later tokens change no bit."""
-    monkeypatch.setattr(linear_attention, "CHUNK", 16)
+    monkeypatch.setattr(efficient_attention, "CHUNK", 16)
     model, tokens = model_of(name, body), tokens_of()
     inputs: list[Tensor] = []
     handle = model.embedding.register_forward_hook(lambda module, _, out: inputs.append(out))
@@ -234,7 +233,7 @@ def test_no_output_of_a_model_depends_on_a_later_token(name, body, monkeypatch):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_how_many_tokens_follow_changes_nothing(name, monkeypatch):
-    monkeypatch.setattr(linear_attention, "CHUNK", 16)
+    monkeypatch.setattr(efficient_attention, "CHUNK", 16)
     model, tokens = model_of(name, "learned").double(), tokens_of()
     whole = model(tokens)
     for length in (1, 5, 16, 33):

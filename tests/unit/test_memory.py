@@ -6,12 +6,10 @@ import pytest
 import torch
 
 from pkmlm.analysis.counters import UsageCounters
-from pkmlm.model.initial import initialise
-from pkmlm.model.memory.flat_key import FlatKeyMemory
-from pkmlm.model.memory.hash_table import HashLayer, MemoryBlock, score_rms
-from pkmlm.model.memory.product_key import ProductKeyMemory
-from pkmlm.model.memory.query import Query
-from pkmlm.model.memory.query_norm import QueryBatchNorm
+from pkmlm.model.init import initialise
+from pkmlm.model.memory.hash_layer import HashLayer, MemoryBlock, score_rms
+from pkmlm.model.memory.key_memory import FlatKeyMemory, ProductKeyMemory
+from pkmlm.model.memory.query import Query, QueryBatchNorm
 from pkmlm.recipe.schema import Hash, Memory
 
 MEMORY = Memory(kind="product-key", layers=("1",), num_keys=6, heads=3, topk=5, key_dim=8)

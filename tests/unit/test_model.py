@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pkmlm.model.attention import Cache
-from pkmlm.model.initial import initialise
+from pkmlm.model.init import initialise
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import AttentionOptions, Hash, Memory, Model, Recipe, Train
 

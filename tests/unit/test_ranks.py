@@ -12,8 +12,8 @@ from pkmlm import distributed
 from pkmlm.distributed import World, init_distributed
 from pkmlm.environment import SIZE, TIMEOUT, collective_timeout, launched_processes
 from pkmlm.errors import UserError
-from pkmlm.model import initial
-from pkmlm.model.memory.columns import gathered_reads, returned
+from pkmlm.model import init
+from pkmlm.model.memory.values import gathered_reads, returned
 from pkmlm.model.ranks_cost import exchange_bytes
 from pkmlm.recipe.check import check_ranks, check_recipe
 from pkmlm.recipe.schema import Hash, Memory, Model, Parallel, Recipe, Train
@@ -94,13 +94,13 @@ def test_a_memory_block_that_no_layer_has_counts_for_nothing():
 @pytest.mark.parametrize("width", [17, 32])
 def test_blocks_and_columns_of_a_matrix_are_those_of_the_whole(monkeypatch, rows, width):
     whole = torch.empty(rows, width).normal_(0, 0.5, generator=torch.Generator().manual_seed(3))
-    monkeypatch.setattr(initial, "BLOCK", 32)
+    monkeypatch.setattr(init, "BLOCK", 32)
     for first, columns in ((0, width), (3, 9)):
         drawn = torch.empty(rows, columns)
-        initial.draw_columns(drawn, 0.5, width, first, torch.Generator().manual_seed(3))
+        init.draw_columns(drawn, 0.5, width, first, torch.Generator().manual_seed(3))
         assert torch.equal(drawn, whole[:, first : first + columns])
     drawn = torch.empty(rows, width)
-    initial.draw_columns(drawn, 0.5, None, 0, torch.Generator().manual_seed(3))
+    init.draw_columns(drawn, 0.5, None, 0, torch.Generator().manual_seed(3))
     assert torch.equal(drawn, whole)
 
 

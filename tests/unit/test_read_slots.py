@@ -5,7 +5,7 @@ import torch
 
 from pkmlm.data.batches import Batches
 from pkmlm.distributed import World
-from pkmlm.model.memory.memories import memories
+from pkmlm.model.memory.base import memories
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Memory, Model, Recipe, Train
 from pkmlm.train import read_slots

@@ -1,30 +1,33 @@
-"""What memories with keys have in common: queries in, the values of the best slots out.
+"""Memories with keys: product keys (Lample et al. 2019, sec. 3) and the baseline of flat keys (its table 4).
 
-B: sequences; T: positions; N: tokens (B * T); D: model width; H: heads; q: width of a query; k: slots a head reads.
+B: sequences; T: positions; N: tokens (B * T); D: model width; H: heads; q: width of a query; k: slots a head reads; n:
+sub-keys of a half; f: width of a sub-key (q / 2); K: slots.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from pkmlm.device import at_least_fp32
+from pkmlm.kernels import ops
+from pkmlm.model.init import InitSpec, Uniform
+from pkmlm.model.memory.base import SparseMemory, uncompiled
 from pkmlm.model.memory.query import Query
-from pkmlm.model.memory.uncompiled import uncompiled
 from pkmlm.model.memory.usage_tap import UsageTap
 from pkmlm.model.memory.values import Values
 from pkmlm.recipe.schema import Memory
 
 
-class KeyMemory(nn.Module, ABC):
+class KeyMemory(SparseMemory):
     """m(x) = sum over heads and their k best slots of w * v, w the softmax of scores (Lample et al. 2019, eq. 1 to 3).
 
     All heads share the values, which start at N(0, 1/D) (not in the paper; the authors' released choice).
 
     Args:
         dim: model width.
-        memory: of the recipe, of the kind that the class builds.
+        memory: the recipe's section, of the kind that the class builds.
         layer: the block it stands in, counted from 1.
         momentum: of the query's batch normalisation, for one forward.
 
@@ -33,12 +36,14 @@ class KeyMemory(nn.Module, ABC):
     """
 
     kind: ClassVar[str]
+    saved_per_read: ClassVar[int]  # numbers of 4 bytes: a weight, and indices of 8 bytes
 
     def __init__(self, dim: int, memory: Memory, layer: int, momentum: float):
         super().__init__()
         if memory.kind != self.kind:
             raise ValueError(f"{type(self).__name__}: found a memory of kind {memory.kind} (expected {self.kind})")
         self.topk = memory.topk
+        self.reads = memory.heads * memory.topk
         self.query = Query(dim, memory, momentum)
         self.tap = UsageTap(layer, "memory", memory.kind, memory.slots, memory.heads)
         self.values = Values(memory.slots, dim, std=dim**-0.5, group="values")
@@ -56,3 +61,62 @@ class KeyMemory(nn.Module, ABC):
             slots_NHk, weights_NHk = self.tap(slots_NHk, scores_NHk.softmax(-1))
         out: Tensor = self.values(slots_NHk.flatten(1), weights_NHk.flatten(1))
         return out.view_as(x_BTD)
+
+    def flops_per_token(self) -> int:
+        """Scores of all keys, and the weighted sum of the values (Lample et al. 2019, sec. 3.2)."""
+        keys = sum(parameter.numel() for parameter in self.parameters(recurse=False))
+        return keys + self.reads * self.values.width
+
+    def saved_per_token(self) -> int:
+        """Queries before and after their norm; for each read a weight, its slot and, of product keys, both sub-keys."""
+        return 2 * self.query.heads * self.query.key_dim + self.reads * self.saved_per_read
+
+
+class ProductKeyMemory(KeyMemory):
+    """A memory of n^2 slots searched with 2n sub-keys a head (eq. 4).
+
+    Each head has its own two sets of sub-keys; they start at U(+-1/sqrt(f)) (not in the paper; the authors' code).
+
+    Raises:
+        ValueError: as `KeyMemory`, or the width of a query is odd.
+    """
+
+    kind = "product-key"
+    saved_per_read = 7
+
+    def __init__(self, dim: int, memory: Memory, layer: int, momentum: float):
+        super().__init__(dim, memory, layer, momentum)
+        if memory.key_dim % 2:
+            raise ValueError(f"key_dim: found {memory.key_dim} (expected an even number, to be halved)")
+        self.subkeys_H2nf = nn.Parameter(torch.empty(memory.heads, 2, memory.num_keys, memory.key_dim // 2))
+
+    def init_spec(self) -> dict[str, InitSpec]:
+        return {"subkeys_H2nf": Uniform(self.subkeys_H2nf.shape[-1] ** -0.5)}
+
+    def select(self, q_NHq: Tensor) -> tuple[Tensor, Tensor]:
+        """The exact top-k over all n^2 product keys, as `ops.product_key_select`."""
+        return ops.product_key_select(q_NHq, self.subkeys_H2nf, self.topk)
+
+    def scores_per_query(self) -> int:
+        return 2 * self.subkeys_H2nf.shape[2]
+
+
+class FlatKeyMemory(KeyMemory):
+    """A memory of num_keys^2 slots with a whole key each, for each head: a search of O(slots), not O(sqrt(slots))."""
+
+    kind = "flat-key"
+    saved_per_read = 5
+
+    def __init__(self, dim: int, memory: Memory, layer: int, momentum: float):
+        super().__init__(dim, memory, layer, momentum)
+        self.keys_HKq = nn.Parameter(torch.empty(memory.heads, memory.slots, memory.key_dim))
+
+    def init_spec(self) -> dict[str, InitSpec]:
+        return {"keys_HKq": Uniform(self.keys_HKq.shape[-1] ** -0.5)}
+
+    def select(self, q_NHq: Tensor) -> tuple[Tensor, Tensor]:
+        """The exact top-k over all keys, as `ops.flat_key_select`."""
+        return ops.flat_key_select(q_NHq, self.keys_HKq, self.topk)
+
+    def scores_per_query(self) -> int:
+        return self.keys_HKq.shape[1]

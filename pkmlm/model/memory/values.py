@@ -1,18 +1,21 @@
 """The rows that a memory reads: values of a key memory, or the tables of a hash layer.
 
-N: tokens; r: reads of a token; K: rows; D: width (of this rank's columns, where ranks divide them).
+Ranks may divide the columns of a table among them: two collectives are then on its way, with their gradients.
+
+N: tokens (of this rank); r: reads of a token; K: rows; D: width of the table; d: columns of one rank (D / M); M: ranks
+that divide the columns; A: all their tokens (M * N).
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from pkmlm.distributed import World
 from pkmlm.kernels import ops
 from pkmlm.kernels.row_gradient import RowGradient
-from pkmlm.model.initial import Initial, Normal
-from pkmlm.model.memory.columns import gathered_reads, returned, side_by_side
+from pkmlm.model.init import InitSpec, Normal
 
 HALF_ON = ("cuda",)  # the CPU's kernels read fp32
 
@@ -23,9 +26,10 @@ class Values(nn.Module):
     Args:
         rows, width: shape of the table.
         std: standard deviation of its initial entries.
-        group: the parameter group that it trains in.
+        group: the parameter group that it trains in: "values" or "tables" (`pkmlm.train.optim`).
 
     Attributes:
+        width: of a row, all columns.
         gradient: where backward passes leave the reads that make the table's gradient, from `keep_reads` on; None until
             then: a dense tensor in `weight_KD.grad`, as any parameter's.
         copy_KD: the table in half precision, for forwards under autocast on a GPU; None until there was one. It is kept
@@ -33,10 +37,10 @@ class Values(nn.Module):
         ranks: those that divide the table's columns among them, in their order.
     """
 
-    def __init__(self, rows: int, width: int, *, std: float, group: Literal["values", "tables"]):
+    def __init__(self, rows: int, width: int, *, std: float, group: str):
         super().__init__()
         self.weight_KD = nn.Parameter(torch.empty(rows, width))
-        self.std, self.group = std, group
+        self.width, self.std, self.group = width, std, group
         self.gradient: RowGradient | None = None
         self.copy_KD: Tensor | None = None
         self._copied = -1
@@ -61,9 +65,8 @@ class Values(nn.Module):
             raise ValueError("the table has a RowAdam already (to make another, set its `gradient` to None first)")
         self.gradient = RowGradient(len(self.weight_KD), every_row=every_row)
 
-    def initial(self) -> dict[str, Initial]:
-        width = self.weight_KD.shape[1]
-        return {"weight_KD": Normal(self.std, self.ranks.size * width, self.ranks.rank * width)}
+    def init_spec(self) -> dict[str, InitSpec]:
+        return {"weight_KD": Normal(self.std, self.width, self.ranks.rank * self.weight_KD.shape[1])}
 
     def forward(self, slots_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
         """The weighted sum of the rows `slots_Nr` (int64): all columns, in the dtype of the rows that are read.
@@ -120,3 +123,48 @@ class Values(nn.Module):
 def tables_of(model: nn.Module) -> dict[str, Values]:
     """The tables of a model by the paths of their weights."""
     return {f"{path}.weight_KD": module for path, module in model.named_modules() if isinstance(module, Values)}
+
+
+class _Gathered(torch.autograd.Function):
+    """Rows of all ranks, on each; the gradient of a row is the sum of what all ranks make of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: World) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.all_gather(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.reduce_scatter(grad), None
+
+
+class _Exchanged(torch.autograd.Function):
+    """Parts of each rank's rows, on the ranks that they belong to; gradients take the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: World) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.all_to_all(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.all_to_all(grad), None
+
+
+def gathered_reads(slots_Nr: Tensor, weights_Nr: Tensor, ranks: World) -> tuple[Tensor, Tensor]:
+    """The reads of all ranks' tokens, on each: slots and weights (M * N, r). Slots, below 2^31, travel as int32."""
+    weights: Tensor = _Gathered.apply(weights_Nr, ranks)
+    return ranks.all_gather(slots_Nr.int()).long(), weights
+
+
+def returned(out_Ad: Tensor, ranks: World) -> Tensor:
+    """From this rank's columns for all ranks' tokens (M * N, d), all columns for this rank's tokens: (N, D)."""
+    columns: Tensor = _Exchanged.apply(out_Ad, ranks)
+    return side_by_side(columns, ranks.size)
+
+
+def side_by_side(parts_Ad: Tensor, ranks: int) -> Tensor:
+    """(M * N, d), the ranks' columns one after the other, as (N, D)."""
+    return parts_Ad.view(ranks, -1, parts_Ad.shape[-1]).transpose(0, 1).flatten(1)

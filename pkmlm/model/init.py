@@ -35,7 +35,7 @@ class OrthogonalRows(NamedTuple):
     """Rows in orthogonal blocks, each row by itself distributed as N(0, I)."""
 
 
-Initial = Normal | Uniform | Constant | OrthogonalRows
+InitSpec = Normal | Uniform | Constant | OrthogonalRows
 
 
 def linear_std(dim_in: int, dim_out: int) -> float:
@@ -51,9 +51,9 @@ def linear_std(dim_in: int, dim_out: int) -> float:
 BLOCK = 1 << 16  # rows drawn at a time, a multiple of 16: torch draws normal numbers by sixteen
 
 
-def stated_by(module: nn.Module) -> dict[str, Initial]:
+def init_spec_of(module: nn.Module) -> dict[str, InitSpec]:
     """The initial values of a module's own parameters and buffers, by name."""
-    own: Callable[[], dict[str, Initial]] | None = getattr(module, "initial", None)
+    own: Callable[[], dict[str, InitSpec]] | None = getattr(module, "init_spec", None)
     if own is not None:
         return own()
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
@@ -73,7 +73,7 @@ def initialise(model: nn.Module, seed: int) -> None:
         KeyError: a module owns a tensor for which it states no initial value (a programmer's mistake).
     """
     for path, module in model.named_modules():
-        stated = stated_by(module)
+        stated = init_spec_of(module)
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             random = generator(seed, "initial", f"{path}.{name}")
             match stated[name]:

@@ -12,7 +12,7 @@ from torch.nn.functional import gelu
 
 from pkmlm.device import at_least_fp32
 from pkmlm.kernels import ops
-from pkmlm.model.memory.uncompiled import uncompiled
+from pkmlm.model.memory.base import SparseMemory, uncompiled
 from pkmlm.model.memory.usage_tap import UsageTap
 from pkmlm.model.memory.values import Values
 from pkmlm.recipe.schema import Hash
@@ -33,7 +33,7 @@ def score_rms(bits: int, temperature: float, scaled: bool) -> float:
     return math.sqrt(bits * m2 * m0 ** (bits - 1) + pairs)
 
 
-class HashLayer(nn.Module):
+class HashLayer(SparseMemory):
     """One Memory Layer: y = sum over tables k of p(z_k) * T_k[h(z_k)] (eq. 8 to 13), in place of a linear map.
 
     The input is cut into K = D / b chunks; the signs of a chunk are the code of its bucket. The tables start at a size
@@ -57,6 +57,7 @@ class HashLayer(nn.Module):
         if dim % bits:
             raise ValueError(f"a width of {dim} cannot be cut into chunks of {bits} bits")
         self.tables, self.bits = dim // bits, bits
+        self.reads = self.tables
         self.temperature, self.scaled = spec.temperature, spec.score == "scaled"
         size = share * LIKE_LINEAR_STD * math.sqrt(dim)
         std = size / (math.sqrt(self.tables) * score_rms(bits, spec.temperature, self.scaled))
@@ -76,6 +77,14 @@ class HashLayer(nn.Module):
             rows_NK1, scores_NK1 = self.tap(rows_NK[..., None], scores_NK[..., None])
         out: Tensor = self.values(rows_NK1[..., 0], scores_NK1[..., 0])
         return out.view(*x_BTD.shape[:-1], -1)
+
+    def flops_per_token(self) -> int:
+        """(b + W) * K: scores, and the weighted sum of rows (sec. 2.3)."""
+        return (self.bits + self.values.width) * self.tables
+
+    def saved_per_token(self) -> int:
+        """The input, and for each table its row (an index of 8 bytes) and score."""
+        return (self.bits + 3) * self.tables
 
 
 class MemoryBlock(nn.Module):

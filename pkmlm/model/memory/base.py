@@ -1,0 +1,65 @@
+"""What all memories have in common: a table of which a token reads few rows, a tap on the reads, and their cost."""
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from pkmlm.model.memory.usage_tap import UsageTap
+from pkmlm.model.memory.values import Values
+
+Layer = TypeVar("Layer")
+Forward = Callable[[Layer, Tensor], Tensor]
+
+
+class SparseMemory(nn.Module, ABC):
+    """A layer that reads a few rows of a large table for each token.
+
+    What a new kind of memory defines here is all that the model's cost, the usage counters and the optimizer look at:
+    its reads go through `tap`, its rows are the `values`, which name the parameter group that they train in.
+
+    Attributes:
+        tap: sees the slots and weights of all reads.
+        values: the table.
+        reads: rows that one token reads.
+    """
+
+    tap: UsageTap
+    values: Values
+    reads: int
+
+    @abstractmethod
+    def flops_per_token(self) -> int:
+        """Multiply-adds of a forward beside those of linear maps: with keys, codes and rows of the table."""
+
+    @abstractmethod
+    def saved_per_token(self) -> int:
+        """Numbers that autograd keeps for the backward, beside the input and output: an estimate."""
+
+    def scores_per_query(self) -> int:
+        """Scores that a search for the best slots makes for one query of one head; 0: it does not search."""
+        return 0
+
+
+def memories(model: nn.Module) -> list[SparseMemory]:
+    """Every memory of a model, in the order of their taps."""
+    return [module for module in model.modules() if isinstance(module, SparseMemory)]
+
+
+def uncompiled(forward: Forward[Layer]) -> Forward[Layer]:
+    """Decorate a layer's forward so that torch.compile leaves it as it is.
+
+    Tracing it would fail in numba's dispatcher, and miss hooks that are registered on the tap later. `disable` imports
+    the compiler, which takes seconds: it is called while tracing only.
+    """
+
+    @functools.wraps(forward)
+    def untraced(layer: Layer, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(forward)(layer, x)
+        return forward(layer, x)
+
+    return untraced
