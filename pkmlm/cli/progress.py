@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -52,28 +52,24 @@ class Stopwatch:
         seconds: of each stage that has reported.
     """
 
-    def __init__(self, progress: "Progress", totals: Mapping[str, int | None]):
-        self.progress, self.totals = progress, totals
+    def __init__(self, progress: "Progress"):
+        self.progress = progress
         self.seconds: dict[str, float] = {}
         self._begun: dict[str, tuple[float, TaskID]] = {}
 
-    def __call__(self, stage: str, count: int) -> None:
-        """Report that `count` bytes of a stage are done."""
+    def __call__(self, stage: str, done: int, total: int | None) -> None:
+        """Report that `done` bytes of a stage are done, of `total`, if that is known."""
         if stage not in self._begun:
-            self._begun[stage] = time.monotonic(), self.progress.add_task(stage, total=self.totals.get(stage))
+            self._begun[stage] = time.monotonic(), self.progress.add_task(stage, total=total)
         began, task = self._begun[stage]
         self.seconds[stage] = time.monotonic() - began
-        self.progress.update(task, completed=count)
+        self.progress.update(task, completed=done)
 
 
 @contextmanager
-def stopwatch(totals: Mapping[str, int | None], quiet: bool) -> Iterator[Stopwatch]:
-    """A stopwatch with bars.
-
-    Args:
-        totals: bytes of each stage, as far as they are known.
-    """
+def stopwatch(quiet: bool) -> Iterator[Stopwatch]:
+    """A stopwatch with bars."""
     from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
     with bars(quiet, DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as progress:
-        yield Stopwatch(progress, totals)
+        yield Stopwatch(progress)

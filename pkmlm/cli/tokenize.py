@@ -1,7 +1,8 @@
 """`pkmlm tokenize`: text in, a tokenizer and memory-mapped tokens out."""
 
+import json
 import re
-from itertools import chain
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,18 +10,17 @@ import click
 
 from pkmlm.cli.options import PATH, field_option, given, json_option, quiet_option, separator_option
 from pkmlm.cli.outputs import free_tokens
-from pkmlm.cli.progress import Stopwatch, stopwatch
-from pkmlm.cli.tokenize_doubts import doubt_repeats, doubt_sources, doubt_tokens
-from pkmlm.cli.tokenize_result import LEARNING, print_result
+from pkmlm.cli.progress import stopwatch
+from pkmlm.cli.streams import warn
 from pkmlm.environment import usable_cores
-from pkmlm.errors import UserError, printable
+from pkmlm.errors import printable
 
 if TYPE_CHECKING:
-    from pkmlm.data.sources import Source
-    from pkmlm.data.tokenizer import Tokenizer
+    from pkmlm.data.index import Index
 
 KEPT_BY_JOIN = {"train", "output", "joins", "force", "quiet", "verbose", "as_json"}
 TAKE_ALL = ("--valid", "--test")
+LEARNING = "tokenizer"  # the stage of learning one; the other stages are the splits
 
 
 class TokenizeCommand(click.Command):
@@ -83,7 +83,7 @@ def part_of(context: click.Context, parameter: click.Parameter, value: str | Non
 @click.option("--format", type=click.Choice(["txt", "jsonl", "parquet"]), help="Format of all input. Default: by name.")
 @field_option
 @separator_option
-@click.option("--shard", metavar="I/N", callback=part_of, help="Encode part I of N of the text; needs --tokenizer.")
+@click.option("--shard", metavar="I/N", callback=part_of, help="Encode part I of N, of whole files; needs --tokenizer.")
 @click.option("--join", "joins", is_flag=True, help="Join the folders TRAIN, which are all N parts.")
 @click.option("--jobs", type=click.IntRange(1, 1024), metavar="N", help="Threads that encode. Default: all cores.")
 @click.option("--force", is_flag=True, help="Replace DIR if it holds tokens.")
@@ -115,6 +115,9 @@ def command(
     --format says otherwise). Files are read in the order of their names. The tokenizer is learnt from at most
     32 MiB of TRAIN, chosen at random. DIR is the same, byte for byte, on every run and for any --jobs.
 
+    Several machines can share the work: each encodes a part, and one of them joins the parts to the same DIR, byte for
+    byte. A part takes whole files, so TRAIN needs at least N of them; give every machine the same files.
+
     \b
     Examples:
       pkmlm tokenize book.txt -o data/book
@@ -125,30 +128,34 @@ def command(
 
     \b
     On three machines (I is 1, 2 or 3), and then on one:
-      pkmlm tokenize web.txt --separator '\\n\\n\\n' --tokenizer my.model \\
+      pkmlm tokenize 'web/*.jsonl.gz' --tokenizer my.model \\
           --shard I/3 -o parts/I
       pkmlm tokenize --join parts/1 parts/2 parts/3 -o data/web
     """
-    from pkmlm.data.parts import write_part
-    from pkmlm.data.shards import Encoding, write_corpus
-    from pkmlm.data.tokenizer import Tokenizer
+    from pkmlm.data.shards import join_parts, tokenize
 
     check_options(context)
     folder = free_tokens(output, force)
-    if joins:
-        join(folder, output, train, force, quiet, as_json)
-        return
-    sources = find_all({"train": train, "valid": valid, "test": test}, format)
-    check_sources(sources, separator, field, shard)
-    warned = doubt_sources(sources)
-    with stopwatch(sizes_of(sources, shard), quiet) as watch:
-        tokenizer = Tokenizer.load(model) if model else learn(sources, separator, field, vocab_size, model_type, watch)
-        encoding = Encoding(tokenizer, separator, field, jobs or usable_cores(), watch=watch)
-        if shard is None:
-            index = write_corpus(folder, sources, encoding, replace=force)
-            doubt_tokens(folder, index, tokenizer, warned)  # of parts, --join has the whole
+    with stopwatch(quiet) as watch:
+        if joins:
+            parts = [Path(name) for name in train]
+            index = join_parts(folder, parts, replace=force, progress=watch, warn=warn)
         else:
-            index = write_part(folder, sources, encoding, *shard, replace=force)
+            index = tokenize(
+                folder,
+                {"train": train, "valid": valid, "test": test},
+                model=model,
+                vocab_size=vocab_size,
+                model_type=model_type,
+                format=format,
+                separator=separator,
+                field=field,
+                part=shard,
+                jobs=jobs or usable_cores(),
+                replace=force,
+                progress=watch,
+                warn=warn,
+            )
     print_result(output, index, watch.seconds, as_json, shard)
 
 
@@ -164,67 +171,48 @@ def check_options(context: click.Context) -> None:
         raise click.UsageError("--shard needs --tokenizer FILE: all parts must be encoded with the same one.")
 
 
-def join(folder: Path, output: str, names: tuple[str, ...], force: bool, quiet: bool, as_json: bool) -> None:
-    """Join parts, and say what came of it."""
-    from pkmlm.data.corpus import open_tokenizer
-    from pkmlm.data.joining import join_parts
-
-    with stopwatch({}, quiet) as watch:
-        index = join_parts(folder, [Path(name) for name in names], replace=force, watch=watch)
-        doubt_tokens(folder, index, open_tokenizer(folder), set())
-    print_result(output, index, watch.seconds, as_json)
-
-
-def find_all(files: dict[str, tuple[str, ...]], format: str | None) -> dict[str, list["Source"]]:
-    """The sources of each split that has files; what is given twice is read once, and warned of."""
-    from pkmlm.data.sources import find_sources
-
-    sources = {split: find_sources(names, format) for split, names in files.items() if names}
-    doubt_repeats(files)
-    return sources
-
-
-def check_sources(
-    sources: dict[str, list["Source"]], separator: str | None, field: str, shard: tuple[int, int] | None
+def print_result(
+    output: str, index: "Index", seconds: Mapping[str, float], as_json: bool, part: tuple[int, int] | None
 ) -> None:
-    """Refuse inputs that contradict each other."""
-    from pkmlm.data.text import check_options
+    """Print what was written, split by split, as JSON or as a table.
 
-    every = [source for inputs in sources.values() for source in inputs]
-    if shard and any(source.name == "-" for source in every):
-        raise UserError("standard input cannot be divided", "give --shard files that every machine can read")
-    if sum(source.name == "-" for source in every) > 1:
-        raise UserError("standard input can be read once: - is given for two splits")
-    check_options(every, separator, field)
+    Args:
+        output, index: the folder, and the index that was written.
+        seconds: the time that each split took, and `LEARNING`, if a tokenizer was learnt.
+        as_json: whether to print JSON.
+        part: which part was written, of how many; None: the whole.
+    """
+    from pkmlm.console import Column, Table, number
 
-
-def sizes_of(sources: dict[str, list["Source"]], shard: tuple[int, int] | None) -> dict[str, int | None]:
-    """The bytes that each stage reads, of a part about its share; None where standard input is among them."""
-    parts = shard[1] if shard else 1
-    sizes = {split: [source.size for source in inputs] for split, inputs in sources.items()}
-    totals = {split: None if None in each else sum(filter(None, each)) // parts for split, each in sizes.items()}
-    return {**totals, LEARNING: totals["train"]}
-
-
-def learn(
-    sources: dict[str, list["Source"]],
-    separator: str | None,
-    field: str,
-    vocab_size: int | None,
-    model_type: str,
-    watch: Stopwatch,
-) -> "Tokenizer":
-    """Learn a tokenizer from the training text; in `sources`, standard input is spooled for the next pass."""
-    from pkmlm.data.shards import SplitReader, no_text
-    from pkmlm.data.sources import spooled
-    from pkmlm.data.tokenizer import Tokenizer
-
-    sources["train"] = list(map(spooled, sources["train"]))
-    reader = SplitReader("train", sources["train"], separator, field, lambda _, count: watch(LEARNING, count))
-    texts = (chunk.text for batch in reader.batches() for chunk in batch)
-    first = next(texts, None)
-    if first is None:
-        raise no_text("train", [source.label for source in reader.sources], reader.tally.empty)
-    tokenizer = Tokenizer.learn(chain([first], texts), vocab_size, model_type)
-    watch(LEARNING, sum(origin.bytes for origin in reader.origins))
-    return tokenizer
+    splits: dict[str, dict[str, float]] = {}
+    for name, split in index.splits.items():
+        splits[name] = {
+            "documents": split.documents,
+            "empty": split.empty,
+            "words": split.words,
+            "bytes": split.bytes,
+            "tokens": split.tokens,
+            "bytes_per_token": split.bytes / max(split.tokens - split.documents, 1),
+            "seconds": seconds[name],
+            "mb_per_second": split.bytes / 1e6 / max(seconds[name], 1e-9),
+        }
+    if as_json:
+        result = {
+            "directory": output,
+            "vocab_size": index.vocab_size,
+            "tokenizer_sha256": index.tokenizer_sha256,
+            "sha256": index.sha256,
+            "learning_seconds": seconds.get(LEARNING),
+            "splits": splits,
+        }
+        if part:
+            result |= {"part": part[0], "parts": part[1]}
+        click.echo(json.dumps(result, indent=2))
+        return
+    which = f"part {part[0]} of {part[1]}, " if part else ""
+    learnt = f", learnt in {seconds[LEARNING]:.1f} s" if LEARNING in seconds else ""
+    columns = [Column("split"), *map(number, ("documents", "empty", "words", "bytes", "tokens"))]
+    columns += [number("B/token", "{:.2f}"), number("s", "{:.1f}"), number("MB/s", "{:.1f}")]
+    rows = [[name, *facts.values()] for name, facts in splits.items()]
+    title = f"{output}: {which}vocabulary of {index.vocab_size:,}{learnt}"
+    click.echo(Table(title, columns, rows).render(), nl=False)

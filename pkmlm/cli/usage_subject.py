@@ -101,13 +101,13 @@ def subject_of(label: str, run: "RunDirectory", step: str, choice: "TextChoice",
         UserError: there is no such checkpoint or text.
     """
     from pkmlm.data.index import read_index
-    from pkmlm.data.sources import expanded
+    from pkmlm.data.sources import expand_glob
     from pkmlm.export.config import is_export
     from pkmlm.runs.files import sha256_of
     from pkmlm.runs.manifest import MANIFEST
     from pkmlm.runs.results import split_name, text_name
 
-    texts = [] if choice.text is None else sorted(map(Path, expanded(choice.text)))
+    texts = [] if choice.text is None else sorted(map(Path, expand_glob(choice.text)))
     for text in texts:
         if not text.is_file():
             raise UserError(f"--text {text} is not a file")

@@ -1,6 +1,10 @@
-"""Read a tokenized corpus: mapped into memory, checked block by block as it is read; and what its splits share."""
+"""Read a tokenized corpus: mapped into memory, checked block by block as it is read.
+
+Also which documents its splits share: those that a model has seen in training measure nothing.
+"""
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -8,14 +12,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pkmlm.data.index import DIGEST, FILE, HASHED, TOKENIZER, Index, damaged, read_index, token_bytes
+from pkmlm.data.index import DIGEST, FILE, HASHED, TOKEN_BYTES, TOKENIZER, Index, damaged, read_index
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError, read_errors
 from pkmlm.runs.files import sha256_of, size_of
 
 LEAST = 16  # tokens: shorter documents ("Yes.", a heading) repeat by nature
-RUN = 1 << 17  # tokens that are read at a time
-GROUP = 1 << 16  # documents whose places are read at a time
+RUN = 1 << 17  # tokens that a search for shared documents reads at a time
+GROUP = 1 << 16  # documents whose places it reads at a time
 
 
 class Corpus:
@@ -27,12 +31,16 @@ class Corpus:
         eos, vocab_size, tokenizer_sha256: of the tokenizer.
         splits: the names of all splits of the corpus.
         sha256: of this split's tokens and where its documents begin: its identity, whatever its sources were called.
-        hashes: the same of the splits "train" and "valid", as far as they are there, and the tokenizer's as
-            "tokenizer": all that training depends on.
+        hashes: the `sha256` of the splits "train" and "valid" (if there is one), and under "tokenizer" the tokenizer's:
+            all that training depends on.
     """
 
     def __init__(self, folder: str | Path, split: str):
-        """Open a split: its sizes and the list of its hashes are checked, its tokens are not yet read.
+        """Open a split: sizes and the list of hashes are checked, tokens are not yet read.
+
+        Args:
+            folder: what `pkmlm tokenize -o` wrote.
+            split: "train", "valid" or "test".
 
         Raises:
             UserError: there is no such corpus or split, or a file is missing, of another size, or damaged.
@@ -60,7 +68,7 @@ class Corpus:
         self.hashes = {"tokenizer": index.tokenizer_sha256} | {
             name: each.hashes_sha256 for name, each in index.splits.items() if name != "test"
         }
-        self._files, self._documents = mapped_files(folder, split, index)
+        self._files, self._documents = open_files(folder, split, index)
         self._starts = np.cumsum([0, *(file.size for file in self._files[:-1])])
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -117,7 +125,7 @@ class CheckedFile:
     """A file of numbers, mapped into memory; each 256 KiB is checked against its sha256 when first read."""
 
     def __init__(self, path: Path, dtype: str, size: int, digests: bytes, below: int):
-        """Map the file, which must hold exactly `size` numbers below `below`; `digests` are those of its blocks."""
+        """Map the file, which must hold exactly `size` numbers, all less than `below`; `digests` are of its blocks."""
         numbers = np.dtype(dtype)
         check_size(path, size * numbers.itemsize)
         self.path, self.size, self.digests, self.below = path, size, digests, below
@@ -150,14 +158,19 @@ class CheckedFile:
                 f"(expected {expected.hex()[:16]}...)",
             )
         greatest = int(np.frombuffer(data, self.numbers.dtype).max())
-        if greatest >= self.below:  # the digest matches: it was written so, but not by pkmlm
+        if greatest >= self.below:  # the digest matches, but pkmlm has not written this
             raise damaged(self.path, f"it holds {greatest:,} (expected less than {self.below:,})")
         self.unread[block] = 0
 
 
-def mapped_files(folder: Path, split: str, index: Index) -> tuple[list[CheckedFile], CheckedFile]:
-    """The shards of a split, and its list of documents."""
-    about, dtype = index.splits[split], f"<u{token_bytes(index.dtype)}"
+def open_files(folder: Path, split: str, index: Index) -> tuple[list[CheckedFile], CheckedFile]:
+    """The shards of a split, and its list of documents.
+
+    Raises:
+        UserError: a file is missing or of another size, or the list of hashes is damaged.
+    """
+    about = index.splits[split]
+    dtype = f"<u{TOKEN_BYTES[index.dtype]}"
     files = [(shard.name, dtype, shard.tokens, index.vocab_size) for shard in about.shards]
     files.append((f"{split}.documents", "<i8", about.documents + 1, about.tokens + 1))
     blocks = [-(-size * np.dtype(kind).itemsize // HASHED) for _, kind, size, _ in files]
@@ -165,7 +178,7 @@ def mapped_files(folder: Path, split: str, index: Index) -> tuple[list[CheckedFi
     check_size(path, sum(blocks) * DIGEST)
     with read_errors(path):
         hashes = path.read_bytes()
-    refuse_other(path, hashlib.sha256(hashes).hexdigest(), about.hashes_sha256)
+    check_sha256(path, hashlib.sha256(hashes).hexdigest(), about.hashes_sha256)
     ends = np.cumsum(blocks) * DIGEST
     digests = [hashes[end - count * DIGEST : end] for end, count in zip(ends, blocks, strict=True)]
     *shards, documents = (
@@ -185,37 +198,73 @@ def check_size(path: Path, expected: int) -> None:
         raise damaged(path, f"it has {found:,} bytes (expected {expected:,})")
 
 
-def open_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer of a corpus.
-
-    Raises:
-        UserError: it is missing, or not the one that made the tokens, or the index says what it does not.
-    """
-    index = read_index(Path(folder))
-    tokenizer = tokenizer_of(Path(folder), index.tokenizer_sha256)
-    refuse_forged(Path(folder), (index.vocab_size, index.eos), tokenizer)
-    return tokenizer
-
-
-def tokenizer_of(folder: Path, sha256: str) -> Tokenizer:
-    """The tokenizer in a folder of tokens, whose index says what its sha256 is."""
-    path = folder / TOKENIZER
-    if path.is_file():
-        refuse_other(path, sha256_of(path), sha256)
-    return Tokenizer.load(path)
-
-
-def refuse_other(path: Path, found: str, expected: str) -> None:
-    """Refuse a file that has another sha256 than the index says."""
+def check_sha256(path: Path, found: str, expected: str) -> None:
+    """Refuse a file whose sha256 is not the one in the index."""
     if found != expected:
         raise damaged(path, f"its sha256 is {found[:16]}... (expected {expected[:16]}...)")
 
 
-def refuse_forged(folder: Path, says: tuple[int, int], tokenizer: Tokenizer) -> None:
-    """Refuse tokens whose index says (number of ids, id at the end of documents) what their tokenizer does not."""
-    if says != (tokenizer.size, tokenizer.eos):
-        found = f"it says {says[0]:,} ids and eos {says[1]:,}"
+def open_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer of a corpus.
+
+    Raises:
+        UserError: it is missing, it is not the one that made the tokens, or the index contradicts it.
+    """
+    index = read_index(Path(folder))
+    tokenizer = load_tokenizer(Path(folder), index.tokenizer_sha256)
+    check_vocabulary(Path(folder), index.vocab_size, index.eos, tokenizer)
+    return tokenizer
+
+
+def load_tokenizer(folder: Path, sha256: str) -> Tokenizer:
+    """The tokenizer in a folder of tokens, whose index gives its sha256."""
+    path = folder / TOKENIZER
+    if path.is_file():
+        check_sha256(path, sha256_of(path), sha256)
+    return Tokenizer.load(path)
+
+
+def check_vocabulary(folder: Path, vocab_size: int, eos: int, tokenizer: Tokenizer) -> None:
+    """Refuse tokens whose index says another number of ids, or another end of documents, than their tokenizer."""
+    if (vocab_size, eos) != (tokenizer.size, tokenizer.eos):
+        found = f"it says {vocab_size:,} ids and eos {eos:,}"
         raise damaged(folder / FILE, f"{found} (the tokenizer has {tokenizer.size:,} and {tokenizer.eos:,})")
+
+
+def corpus_warnings(
+    folder: Path, index: Index, tokenizer: Tokenizer, known: Collection[tuple[str, str]] = ()
+) -> list[str]:
+    """What is probably wrong with the text of a corpus, one line each: files or documents that are in two splits, and a
+    separator that occurs nowhere.
+
+    Args:
+        folder, index, tokenizer: the corpus.
+        known: (split, name) of files that the user knows to be in an earlier split too.
+    """
+    warnings = []
+    first: dict[str, tuple[str, str]] = {}
+    for split, about in index.splits.items():
+        for origin in about.sources:
+            other, name = first.setdefault(origin.sha256, (split, origin.name))
+            if other != split and origin.bytes and (split, origin.name) not in known:
+                alias = "" if name == origin.name else f" (as {name})"
+                warnings.append(f"{origin.name} is in both {other} and {split}{alias}")
+    for earlier, later, shared, documents in overlaps(folder, index, tokenizer):
+        if shared:
+            found = f"{shared:,} of {documents:,} document{'s' * (documents != 1)} of {later}"
+            are = "is" if shared == 1 else "are"
+            warnings.append(f"{found} (of {LEAST} tokens or more) {are} in {earlier} too, word for word")
+    separator = index.separator
+    divided = any(
+        split.documents + split.empty != len(split.sources)  # one novel to test on is one document
+        or any(kind in origin.name.lower() for origin in split.sources for kind in (".jsonl", ".parquet"))
+        for split in index.splits.values()
+    )
+    if separator is not None and not divided:
+        crlf = re.sub("(?<!\r)\n", "\r\n", separator)
+        hint = f" (where lines end in CRLF, it is {crlf!r})" if crlf != separator else ""
+        warnings.append(f"{separator!r} occurs nowhere: each file is one document{hint}")
+    return warnings
 
 
 class Overlap(NamedTuple):
@@ -235,7 +284,7 @@ def overlaps(folder: Path, index: Index, tokenizer: Tokenizer) -> list[Overlap]:
     has one more than the same document elsewhere. Documents that differ in anything else are not the same.
 
     Memory holds the hashes of valid and test, not of train: of train, documents that are as long as one of these are
-    read again, once, and hashed. (A part of a corpus is not looked at: it has its share alone. What joins all has all.)
+    read again, once, and hashed.
     """
     ids = tokenizer.encode("\n")
     newline = ids[0] if len(ids) == 1 else -1
@@ -252,22 +301,23 @@ def overlaps(folder: Path, index: Index, tokenizer: Tokenizer) -> list[Overlap]:
         "train": {digest for _, digest in hashes(folder, "train", index, newline, lengths) if digest in sought},
         **held,
     }
-    return [
-        Overlap(
-            earlier, later, sum(n for digest, n in held[later].items() if digest in seen[earlier]), held[later].total()
-        )
-        for earlier, later in (("train", "valid"), ("train", "test"), ("valid", "test"))
-        if earlier in seen and later in held
-    ]
+    found = []
+    for earlier, later in (("train", "valid"), ("train", "test"), ("valid", "test")):
+        if earlier in seen and later in held:
+            shared = sum(count for digest, count in held[later].items() if digest in seen[earlier])
+            found.append(Overlap(earlier, later, shared, held[later].total()))
+    return found
 
 
 def hashes(
     folder: Path, split: str, index: Index, newline: int, lengths: Collection[int] | None = None
 ) -> Iterator[tuple[int, bytes]]:
-    """The length in tokens and the hash of every document that is long enough, without a newline at its ends.
+    """The length in tokens and the hash of every document of LEAST tokens or more, without a newline at its ends.
 
     Args:
-        lengths: pass over documents of others; None: of none.
+        folder, split, index: the documents.
+        newline: the id of a newline; -1: there is none.
+        lengths: leave out documents whose length is not one of these; None: leave out none.
     """
     tokens = Tokens(folder, split, index)
     about = index.splits[split]
@@ -292,12 +342,12 @@ class Tokens:
         shards = index.splits[split].shards
         self.paths = [folder / shard.name for shard in shards]
         self.starts = np.cumsum([0, *(shard.tokens for shard in shards[:-1])])
-        self.dtype = np.dtype(f"<u{token_bytes(index.dtype)}")
+        self.dtype = np.dtype(f"<u{TOKEN_BYTES[index.dtype]}")
         self.begin, self.run = 0, memoryview(b"")
 
     def hashed(self, start: int, stop: int, newline: int) -> tuple[int, bytes]:
-        """How many the tokens from `start` up to `stop` are, less a first and a last that are `newline`; their hash.
-        They are more than two."""
+        """The number and the hash of the tokens from `start` up to `stop`, which must be more than two, without a
+        `newline` at either end."""
         hash = hashlib.blake2b(digest_size=16)
         piece = self.read(start, stop)
         if piece[0] == newline:

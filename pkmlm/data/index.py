@@ -1,69 +1,78 @@
-"""What a tokenized corpus says about itself: `index.json`, written last and checked first.
+"""What a folder of tokens says about itself: `index.json` (of a part of a corpus `part.json`), written last and checked
+first.
 
 The folder holds `tokenizer.model`, and for each split
   SPLIT-00000.bin ...  token ids, little-endian, each document followed by `eos`;
-  SPLIT.documents      little-endian int64: where each document begins, and at last the number of tokens;
+  SPLIT.documents      little-endian int64: where each document begins, then the number of tokens;
   SPLIT.hashes         sha256 digests (32 bytes) of every 256 KiB of the shards, then of SPLIT.documents.
 """
 
 import hashlib
 import json
 import re
-import typing
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from pkmlm.errors import UserError
 from pkmlm.runs.files import json_text, read_json, write_json
 
 FORMAT = "pkmlm-tokens-1"
+PART_FORMAT = "pkmlm-tokens-part-2"
 FILE = "index.json"
-PART = "part.json"  # takes the place of index.json in a folder that holds one part of a corpus
+PART = "part.json"  # replaces index.json in a folder that holds one part of a corpus
 TOKENIZER = "tokenizer.model"
-HASHED = 256 << 10  # bytes that are hashed together
+HASHED = 256 << 10  # bytes that one digest covers
 DIGEST = 32  # bytes of a sha256
 SPLITS = ("train", "valid", "test")
+TOKEN_BYTES = {"uint16": 2, "uint32": 4}
 OWN_FILES = re.compile(r"(index|part)\.json|tokenizer\.model|(train|valid|test)(-\d{5}\.bin|\.documents|\.hashes)")
 
+STRICT = ConfigDict(extra="forbid", strict=True)
+Count = Annotated[int, Field(ge=0)]
+Record = TypeVar("Record")
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, config=STRICT)
 class Shard:
     name: str
-    tokens: int
-    bytes: int
+    tokens: Count
+    bytes: Count
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Origin:
     """A source as it was stored when it was read."""
 
     name: str
-    bytes: int
+    bytes: Count
     sha256: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Split:
-    """`tokens` counts each document's `eos` too; `words` and `bytes` (UTF-8) are those of the text."""
+    """`tokens` includes the `eos` of each document; `words` and `bytes` (UTF-8) count the text."""
 
-    tokens: int
-    documents: int
-    empty: int
-    words: int
-    bytes: int
+    tokens: Count
+    documents: Count
+    empty: Count
+    words: Count
+    bytes: Count
     shards: tuple[Shard, ...]
     hashes_sha256: str
     sources: tuple[Origin, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Index:
-    """The content of `index.json`, less its format and its own sha256."""
+    """The content of `index.json`, except for its format and its own sha256."""
 
     dtype: str
-    vocab_size: int
-    eos: int
+    vocab_size: Count
+    eos: Count
     tokenizer_sha256: str
     separator: str | None
     splits: dict[str, Split]
@@ -85,14 +94,52 @@ class Index:
         write_json(folder / FILE, stamped(self, FORMAT))
 
 
-def sha256_of_record(record: Any) -> str:
-    """The sha256 of what a dataclass holds."""
-    return hashlib.sha256(json.dumps(asdict(record), sort_keys=True).encode()).hexdigest()
+@dataclass(frozen=True, config=STRICT)
+class PartFile:
+    """A file of the whole corpus, and the part, counted from 1, that encodes it."""
+
+    name: str
+    bytes: Count
+    part: Count
 
 
-def stamped(record: Any, form: str) -> dict[str, Any]:
-    """A dataclass as JSON, with the name of its format and the sha256 of the rest."""
-    return {"format": form, "sha256": sha256_of_record(record), **asdict(record)}
+@dataclass(frozen=True, config=STRICT)
+class Part:
+    """The content of `part.json`, which replaces `index.json` in a folder with one part of a corpus.
+
+    Attributes:
+        part, parts: which it is, from 1, of how many.
+        field: the key or column that was read.
+        files: all files of each split of the corpus, in order; the same in all parts.
+        index: of the tokens of this part; its sources are the files that this part encodes.
+    """
+
+    part: Count
+    parts: Count
+    field: str
+    files: dict[str, tuple[PartFile, ...]]
+    index: Index
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """What all parts of a corpus have in common, by names for errors."""
+        common = {
+            "number of parts": self.parts,
+            "tokenizer": self.index.tokenizer_sha256[:16],
+            "--separator": repr(self.index.separator),
+            "--field": repr(self.field),
+        }
+        for split, files in self.files.items():
+            for number, file in enumerate(files, 1):
+                common[f"file {number} of {split}"] = f"{file.name} of {file.bytes:,} bytes"
+        return common
+
+    def own_files(self, split: str) -> list[PartFile]:
+        """The files of a split that this part encodes."""
+        return [file for file in self.files[split] if file.part == self.part]
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / PART, stamped(self, PART_FORMAT))
 
 
 def dtype_for(vocab_size: int) -> str:
@@ -100,16 +147,12 @@ def dtype_for(vocab_size: int) -> str:
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
-def token_bytes(dtype: str) -> int:
-    """Bytes of one id."""
-    return {"uint16": 2, "uint32": 4}[dtype]
-
-
 def read_index(folder: Path) -> Index:
-    """Read and check the index of a folder written by `pkmlm tokenize`.
+    """Read and check the index of a folder that `pkmlm tokenize` wrote.
 
     Raises:
-        UserError: it is missing, damaged, of another format, contradicts itself, or does not list a file that is there.
+        UserError: the index is missing, damaged, of another format or inconsistent, or the folder has a file of tokens
+            that the index does not list.
     """
     path = folder / FILE
     if not path.exists():
@@ -119,72 +162,93 @@ def read_index(folder: Path) -> Index:
             )
         raise UserError(f"{folder} holds no tokens (expected {FILE})", f"make them: pkmlm tokenize TEXT... -o {folder}")
     index = read_stamped(path, Index, FORMAT)
-    if problem := contradiction(index):
-        raise damaged(path, problem)
+    check_index(index, path)
     own = {entry.name for entry in folder.iterdir() if OWN_FILES.fullmatch(entry.name)}
-    if strange := sorted(own - index.files):
-        raise damaged(folder / strange[0], "the index knows no such file")
-    return typing.cast(Index, index)
+    if unlisted := sorted(own - index.files):
+        raise damaged(folder / unlisted[0], f"{FILE} does not list it")
+    return index
 
 
-def read_stamped(path: Path, kind: Any, form: str) -> Any:
-    """Read back a dataclass that was written as `stamped` has it.
+def read_part(folder: Path) -> Part:
+    """Read and check the `part.json` of a folder.
 
     Raises:
-        UserError: it is missing, damaged, or of another format.
+        UserError: the folder holds no part, or its `part.json` is damaged, of another format or inconsistent.
+    """
+    path = folder / PART
+    if not path.exists():
+        raise UserError(f"{folder} holds no part of a corpus (expected {PART})", "make it: pkmlm tokenize --shard I/N")
+    part = read_stamped(path, Part, PART_FORMAT)
+    check_index(part.index, path, part=True)
+    assigned = {split: [(file.name, file.bytes) for file in part.own_files(split)] for split in part.files}
+    read = {split: [(file.name, file.bytes) for file in about.sources] for split, about in part.index.splits.items()}
+    if not 1 <= part.part <= part.parts <= len(part.files.get("train", ())) or assigned != read:
+        raise damaged(path, f"its sources are not the files of part {part.part} of {part.parts}")
+    return part
+
+
+def check_index(index: Index, path: Path, part: bool = False) -> None:
+    """Check that the numbers of an index agree with each other.
+
+    Args:
+        index, path: the index, and the file that it was read from.
+        part: whether it is that of a part of a corpus, whose splits may have no documents.
+
+    Raises:
+        UserError: they do not; the message names the file.
+    """
+    if index.dtype not in TOKEN_BYTES:
+        raise damaged(path, f"dtype is {index.dtype[:40]!r} (expected 'uint16' or 'uint32')")
+    width = TOKEN_BYTES[index.dtype]
+    if not index.eos < index.vocab_size <= 1 << (8 * width):
+        raise damaged(path, f"{index.vocab_size} ids do not fit {index.dtype}, or do not include eos {index.eos}")
+    for name, split in index.splits.items():
+        if name not in SPLITS:
+            raise damaged(path, f"unknown split {name[:40]!r} (expected train, valid or test)")
+        names = [shard.name for shard in split.shards]
+        if names != [f"{name}-{number:05d}.bin" for number in range(len(names))]:
+            raise damaged(path, f"the shards of {name} are named {str(names[:3])[:80]}")
+        if any(shard.bytes != shard.tokens * width or shard.tokens < 1 for shard in split.shards):
+            raise damaged(path, f"the bytes of a shard of {name} do not match its tokens")
+        if any(shard.bytes % HASHED for shard in split.shards[:-1]):
+            raise damaged(path, f"a shard of {name} before the last is not full")
+        least = 0 if part else 1
+        if split.tokens != sum(shard.tokens for shard in split.shards) or not least <= split.documents <= split.tokens:
+            raise damaged(path, f"the tokens or documents of {name} do not add up")
+
+
+def sha256_of_record(record: Any) -> str:
+    """The sha256 of the values of a dataclass."""
+    return hashlib.sha256(json.dumps(asdict(record), sort_keys=True).encode()).hexdigest()
+
+
+def stamped(record: Any, form: str) -> dict[str, Any]:
+    """A dataclass as JSON, preceded by the name of its format and the sha256 of the rest."""
+    return {"format": form, "sha256": sha256_of_record(record), **asdict(record)}
+
+
+def read_stamped(path: Path, kind: type[Record], form: str) -> Record:
+    """Read a dataclass from the JSON that `stamped` made of it.
+
+    Raises:
+        UserError: the file is missing, damaged, or of another format.
     """
     content = read_json(path, "the token index")
     if not isinstance(content, dict) or content.get("format") != form:
         found = content.get("format") if isinstance(content, dict) else content
         raise UserError(f"{path}: found format {str(found)[:40]!r} (expected {form!r})", "tokenize the text again")
-    del content["format"]
-    content.pop("sha256", None)
-    record = bound(kind, content, str(path))
+    values = {key: value for key, value in content.items() if key not in ("format", "sha256")}
+    try:
+        record = TypeAdapter(kind).validate_json(json.dumps(values))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "content"
+        raise damaged(path, f"{where}: {first['msg']} (found {str(first['input'])[:40]!r})") from None
     if path.read_bytes() != json_text(stamped(record, form)).encode():
         raise damaged(path, "it is not as it was written")
     return record
 
 
 def damaged(path: Path, what: str) -> UserError:
-    """The error for a file that is not as `pkmlm tokenize` wrote it."""
+    """The error for a file that differs from what `pkmlm tokenize` wrote."""
     return UserError(f"{path} is damaged: {what}", "tokenize the text again, or copy the folder again")
-
-
-def contradiction(index: Index, partial: bool = False) -> str:
-    """What cannot be true of an index, or nothing; `partial`: that of a part, which may have no documents."""
-    if index.dtype not in ("uint16", "uint32"):
-        return f"dtype is {index.dtype[:40]!r} (expected 'uint16' or 'uint32')"
-    if not index.eos < index.vocab_size <= 1 << (8 * token_bytes(index.dtype)):
-        return f"{index.vocab_size} ids do not fit {index.dtype}, or eos {index.eos} is not one"
-    for name, split in index.splits.items():
-        if name not in SPLITS:
-            return f"unknown split {name[:40]!r}"
-        names = [shard.name for shard in split.shards]
-        if names != [f"{name}-{number:05d}.bin" for number in range(len(names))]:
-            return f"the shards of {name} are named {str(names[:3])[:80]}"
-        if any(shard.bytes != shard.tokens * token_bytes(index.dtype) or shard.tokens < 1 for shard in split.shards):
-            return f"the bytes of a shard of {name} are not those of its tokens"
-        if any(shard.bytes % HASHED for shard in split.shards[:-1]):
-            return f"a shard of {name} before the last is not full"
-        least = 0 if partial else 1
-        if split.tokens != sum(shard.tokens for shard in split.shards) or not least <= split.documents <= split.tokens:
-            return f"the tokens or documents of {name} do not add up"
-    return ""
-
-
-def bound(kind: Any, value: Any, where: str) -> Any:
-    """Build `kind` (dataclass, tuple, dict, int, str) from parsed JSON, or name the part that cannot be."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if is_dataclass(kind) and isinstance(value, dict) and set(value) == {field.name for field in fields(kind)}:
-        kinds = typing.get_type_hints(kind)
-        parts = {key: bound(kinds[key], part, f"{where}: {key}") for key, part in value.items()}
-        return typing.cast(Any, kind)(**parts)
-    if origin is tuple and isinstance(value, list):
-        return tuple(bound(arguments[0], part, where) for part in value)
-    if origin is dict and isinstance(value, dict):
-        return {key: bound(arguments[1], part, f"{where}: {key}") for key, part in value.items()}
-    if (kind is int and type(value) is int and value >= 0) or (kind is str and type(value) is str):
-        return value
-    if kind == str | None and (value is None or type(value) is str):
-        return value
-    raise UserError(f"{where}: unexpected content {str(value)[:40]!r}", "it is damaged: tokenize the text again")

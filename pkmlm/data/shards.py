@@ -1,8 +1,10 @@
-"""Write a corpus: sources in, tokens in shards out, one pass, in bounded memory.
+"""Turn text into the files of a corpus: tokens in shards, in one pass and in bounded memory.
 
-The files depend on the documents and the tokenizer alone: not on threads, block sizes or the machine.
+The files depend on the documents and the tokenizer alone: not on threads, block sizes or the machine. Several machines
+can each encode some of the files into a part of a corpus; parts are joined into what one machine would have written.
 """
 
+import dataclasses
 import hashlib
 import itertools
 import os
@@ -13,9 +15,22 @@ from pathlib import Path
 
 import numpy as np
 
-from pkmlm.data.index import HASHED, TOKENIZER, Index, Origin, Shard, Split, dtype_for
-from pkmlm.data.sources import Source
-from pkmlm.data.text import FIELD, Chunk, Tally, read_chunks
+from pkmlm.data.corpus import corpus_warnings, load_tokenizer, open_files
+from pkmlm.data.index import (
+    HASHED,
+    TOKENIZER,
+    Index,
+    Origin,
+    Part,
+    PartFile,
+    Shard,
+    Split,
+    damaged,
+    dtype_for,
+    read_part,
+)
+from pkmlm.data.sources import STANDARD_INPUT, Source, find_sources, given_again, rereadable
+from pkmlm.data.text import FIELD, Chunk, Tally, check_separator_and_field, read_chunks
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
 from pkmlm.runs.files import writing, writing_folder
@@ -23,7 +38,10 @@ from pkmlm.runs.files import writing, writing_folder
 SHARD_BYTES = 1 << 30
 BATCH_CHARACTERS = 1 << 20
 BATCH_CHUNKS = 1 << 13
-Watch = Callable[[str, int], None]
+LEARNING = "tokenizer"  # the stage of `tokenize` that learns one; the other stages are the splits
+
+Progress = Callable[[str, int, int | None], None]  # of a stage, the bytes done and (if they are known) all bytes
+Warn = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -31,10 +49,12 @@ class Encoding:
     """How text becomes tokens.
 
     Attributes:
+        tokenizer: what encodes it.
         separator, field: where the text and its documents are; see `read_chunks`.
         jobs: threads that encode.
         shard_bytes: the size of a full shard, a multiple of 256 KiB.
-        watch: called as watch(split, bytes of its sources read so far), at least before and after each split.
+        progress: called with a split, the bytes of its sources that have been read, and all of them; at least before
+            and after each split.
     """
 
     tokenizer: Tokenizer
@@ -42,7 +62,96 @@ class Encoding:
     field: str = FIELD
     jobs: int = 1
     shard_bytes: int = SHARD_BYTES
-    watch: Watch = lambda split, count: None
+    progress: Progress = lambda stage, done, total: None
+
+
+def tokenize(
+    folder: Path,
+    files: Mapping[str, Sequence[str]],
+    *,
+    model: Path | None = None,
+    vocab_size: int | None = None,
+    model_type: str = "bpe",
+    format: str | None = None,
+    separator: str | None = None,
+    field: str = FIELD,
+    part: tuple[int, int] | None = None,
+    jobs: int = 1,
+    replace: bool = False,
+    progress: Progress = lambda stage, done, total: None,
+    warn: Warn = lambda text: None,
+) -> Index:
+    """Turn text into a folder of tokens, with a tokenizer that is given or learnt from the training text.
+
+    Args:
+        folder: where to write; see `write_corpus`.
+        files: the files, globs or `-` of each split; those without any are left out.
+        model: a SentencePiece model; None: learn one, of `vocab_size` ids (None: the default) and `model_type`.
+        format: the format of all files; None: by name.
+        separator, field: where the text and its documents are; see `read_chunks`.
+        part: (which, of how many) to write instead of the whole corpus; see `write_part`.
+        jobs: threads that encode.
+        replace: whether an existing folder may be replaced.
+        progress: called with a stage ("tokenizer" or a split), the bytes done and, if they are known, all bytes.
+        warn: called with each warning: about the files before they are read, about their documents at the end.
+
+    Returns:
+        The index of the corpus or of the part.
+
+    Raises:
+        UserError: the files or options contradict each other; and all that `write_corpus` and `Tokenizer.learn` raise.
+    """
+    sources = {split: find_sources(names, format) for split, names in files.items() if names}
+    for split, names in files.items():
+        if again := given_again(names):
+            others = f" (and {len(again) - 1:,} more)" if len(again) > 1 else ""
+            warn(f"{again[0]}{others} is given again for {split}: it is read once")
+    every = [source for inputs in sources.values() for source in inputs]
+    inputs_from_pipe = sum(source.name == STANDARD_INPUT for source in every)
+    if part and inputs_from_pipe:
+        raise UserError("standard input cannot be divided", "give --shard files that every machine can read")
+    if inputs_from_pipe > 1:
+        raise UserError("standard input can be read once: - is given for two splits")
+    check_separator_and_field(every, separator, field)
+    in_two_splits = set()
+    first_split: dict[str, str] = {}
+    for split, inputs in sources.items():
+        for source in inputs:
+            other = first_split.setdefault(os.path.realpath(source.name), split)
+            if other != split:
+                warn(f"{source.label} is in both {other} and {split}")
+                in_two_splits.add((split, source.plain_name))
+    if model:
+        tokenizer = Tokenizer.load(model)
+    else:
+        sources["train"] = [rereadable(source) for source in sources["train"]]
+        tokenizer = learn_tokenizer(sources["train"], separator, field, vocab_size, model_type, progress)
+    encoding = Encoding(tokenizer, separator, field, jobs, progress=progress)
+    if part:
+        return write_part(folder, sources, encoding, *part, replace=replace)  # joining looks at the documents of all
+    index = write_corpus(folder, sources, encoding, replace=replace)
+    for text in corpus_warnings(folder, index, tokenizer, in_two_splits):
+        warn(text)
+    return index
+
+
+def learn_tokenizer(
+    sources: Sequence[Source],
+    separator: str | None,
+    field: str,
+    vocab_size: int | None,
+    model_type: str,
+    progress: Progress,
+) -> Tokenizer:
+    """Learn a tokenizer from the training text; arguments as of `tokenize`."""
+    reader = SplitReader(LEARNING, sources, separator, field, progress)
+    texts = (chunk.text for batch in reader.batches() for chunk in batch)
+    first = next(texts, None)
+    if first is None:
+        raise no_text("train", [source.label for source in sources], reader.tally.empty)
+    tokenizer = Tokenizer.learn(itertools.chain([first], texts), vocab_size, model_type)
+    reader.report()
+    return tokenizer
 
 
 def write_corpus(
@@ -51,14 +160,17 @@ def write_corpus(
     """Tokenize every split into a new folder, which appears when all of it is there.
 
     Args:
-        folder: where to; an existing folder goes, once the new one is whole, if `replace` says so.
+        folder: where to write.
         sources: the sources of each split ("train", "valid", "test").
+        encoding: how.
+        replace: whether a folder that is not empty is replaced, once the new one is whole.
 
     Raises:
-        UserError: a source cannot be read, holds no text, or holds what the tokenizer cannot spell; no room.
+        UserError: a source cannot be read, has no text, or has a character that the tokenizer cannot spell; the folder
+            is there already; (exit code 1) no room.
     """
     with writing_folder(folder, replace=replace) as place:
-        index = write_content(place, sources, encoding)
+        index = write_splits(place, sources, encoding)
         for split, about in index.splits.items():
             if not about.documents:
                 raise no_text(split, [source.label for source in sources[split]], about.empty)
@@ -66,8 +178,8 @@ def write_corpus(
     return index
 
 
-def write_content(place: Path, sources: Mapping[str, Sequence[Source]], encoding: Encoding) -> Index:
-    """Write all of a corpus, or of a part of one, but its index, which is returned; splits may be empty."""
+def write_splits(place: Path, sources: Mapping[str, Sequence[Source]], encoding: Encoding) -> Index:
+    """Write the files of a corpus, or of a part of one, without its index, which is returned; splits may be empty."""
     tokenizer = encoding.tokenizer
     with writing(place / TOKENIZER) as file:
         file.write(tokenizer.model_bytes)
@@ -81,22 +193,49 @@ def write_content(place: Path, sources: Mapping[str, Sequence[Source]], encoding
     )
 
 
-class SplitReader:
-    """One pass over the sources of a split; `tally` and `origins` are whole when `batches` has ended."""
+def write_split(folder: Path, split: str, sources: Sequence[Source], encoding: Encoding) -> Split:
+    """Write the files of one split into a folder and return its part of the index."""
+    reader = SplitReader(split, sources, encoding.separator, encoding.field, encoding.progress)
+    reader.report()
+    arrays = encode_batches(reader.batches(), encoding.tokenizer, encoding.jobs)
+    eos, shard_bytes = encoding.tokenizer.eos, encoding.shard_bytes
+    about = write_tokens(folder, split, arrays, eos, shard_bytes, reader.tally, reader.origins)
+    assert about.documents == reader.tally.documents, "an end token within a document"
+    reader.report()
+    return about
 
-    def __init__(self, split: str, sources: Sequence[Source], separator: str | None, field: str, watch: Watch):
-        self.split = split
+
+def no_text(split: str, names: Sequence[str], empty: int) -> UserError:
+    """The error for files without documents, or with empty ones only."""
+    files = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    found = f"{empty:,} empty document{'s' * (empty != 1)}" if empty else "no documents"
+    return UserError(f"no text for {split} in {files} ({found})")
+
+
+class SplitReader:
+    """One pass over the sources of a split; `tally` and `origins` are complete when `batches` has ended."""
+
+    def __init__(
+        self, stage: str, sources: Sequence[Source], separator: str | None, field: str, progress: Progress
+    ) -> None:
+        self.stage = stage
         self.sources = sources
         self.separator = separator
         self.field = field
-        self.watch = watch
+        self.progress = progress
         self.tally = Tally()
         self.origins: list[Origin] = []
+        sizes = [source.size for source in sources]
+        self.total = None if None in sizes else sum(size or 0 for size in sizes)
+
+    def report(self, more: int = 0) -> None:
+        """Report the bytes of the sources that have been read whole, and `more` of the next."""
+        self.progress(self.stage, sum(origin.bytes for origin in self.origins) + more, self.total)
 
     def batches(self) -> Iterator[list[Chunk]]:
         """The chunks of all documents that are not empty, about a million characters at a time."""
         batch: list[Chunk] = []
-        size = before = 0
+        size = 0
         for source in self.sources:
             with source.open() as stream:
                 for chunk in read_chunks(stream, self.separator, self.field):
@@ -105,33 +244,48 @@ class SplitReader:
                         batch.append(chunk)
                         size += len(chunk.text)
                     if size >= BATCH_CHARACTERS or len(batch) >= BATCH_CHUNKS:
-                        self.watch(self.split, before + stream.count)
+                        self.report(stream.count)
                         yield batch
                         batch, size = [], 0
-            before += stream.count
             self.origins.append(Origin(source.plain_name, stream.count, stream.digest.hexdigest()))
         if batch:
-            self.watch(self.split, before)
+            self.report()
             yield batch
 
 
-def write_split(folder: Path, split: str, sources: Sequence[Source], encoding: Encoding) -> Split:
-    """Write the files of one split into a folder and return its part of the index."""
-    reader = SplitReader(split, sources, encoding.separator, encoding.field, encoding.watch)
-    encoding.watch(split, 0)
-    arrays = encoded(reader.batches(), encoding.tokenizer, encoding.jobs)
-    eos, shard_bytes = encoding.tokenizer.eos, encoding.shard_bytes
-    about = write_tokens(folder, split, arrays, eos, shard_bytes, reader.tally, reader.origins)
-    assert about.documents == reader.tally.documents, "an end token within a document"
-    encoding.watch(split, sum(origin.bytes for origin in about.sources))
-    return about
+def encode_batches(batches: Iterable[list[Chunk]], tokenizer: Tokenizer, jobs: int) -> Iterator[np.ndarray]:
+    """The ids of every batch as one array, with the end token after each document.
+
+    Reading stays on the main thread, so that Ctrl-C interrupts a wait for input; a second thread encodes the previous
+    batch meanwhile.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        coming: Future[np.ndarray] | None = None
+        for batch in batches:
+            before, coming = coming, thread.submit(encode_batch, batch, tokenizer, jobs)
+            if before:
+                yield before.result()
+        if coming:
+            yield coming.result()
 
 
-def no_text(split: str, labels: Sequence[str], empty: int) -> UserError:
-    """The error for files that have no documents, or empty ones alone."""
-    names = ", ".join(labels[:3]) + ", ..." * (len(labels) > 3)
-    found = f"{empty:,} empty document{'s' * (empty != 1)}" if empty else "no documents"
-    return UserError(f"no text for {split} in {names} ({found})")
+def encode_batch(batch: list[Chunk], tokenizer: Tokenizer, jobs: int) -> np.ndarray:
+    """The ids of one batch, little-endian in the smallest type that holds every id."""
+    end = np.array([tokenizer.eos], np.int32)
+    parts = []
+    for chunk, ids in zip(batch, tokenizer.encode_chunks([c.text for c in batch], jobs), strict=True):
+        parts.append(ids)
+        if chunk.ends_document:
+            parts.append(end)
+    tokens = np.concatenate(parts)
+    if (tokens == tokenizer.unknown).any():
+        characters = sorted({character for chunk in batch for character in chunk.text})
+        lost = next((c for c in characters if tokenizer.unknown in tokenizer.encode(c)), "")
+        raise UserError(
+            f"the tokenizer cannot spell {lost!a}, which is in the text",
+            "leave --tokenizer out to learn one that spells everything",
+        )
+    return tokens.astype(np.dtype(dtype_for(tokenizer.size)).newbyteorder("<"))
 
 
 def write_tokens(
@@ -146,8 +300,11 @@ def write_tokens(
     """Write the shards of a split, its list of documents and its hashes; return its part of the index.
 
     Args:
-        arrays: its tokens, in order.
-        tally, origins: of its text, whole when the last of the tokens has been drawn.
+        folder, split: where to write.
+        arrays: the tokens, in order.
+        eos: the id that ends a document.
+        shard_bytes: the size of a full shard.
+        tally, origins: the counts and the sources of the text, complete when the last array has been drawn.
     """
     shards, digests = write_shards(folder, split, arrays, eos, shard_bytes)
     documents = folder / f"{split}.documents"
@@ -165,46 +322,6 @@ def write_tokens(
         shards=tuple(shards),
         hashes_sha256=hashlib.sha256(hashes).hexdigest(),
         sources=tuple(origins),
-    )
-
-
-def encoded(batches: Iterable[list[Chunk]], tokenizer: Tokenizer, jobs: int) -> Iterator[np.ndarray]:
-    """The ids of every batch as one array, with the end token after each document.
-
-    Reading stays on the main thread, so that Ctrl-C interrupts a wait for input; a second thread encodes the batch
-    before.
-    """
-    with ThreadPoolExecutor(1) as thread:
-        coming: Future[np.ndarray] | None = None
-        for batch in batches:
-            before, coming = coming, thread.submit(encoded_batch, batch, tokenizer, jobs)
-            if before:
-                yield before.result()
-        if coming:
-            yield coming.result()
-
-
-def encoded_batch(batch: list[Chunk], tokenizer: Tokenizer, jobs: int) -> np.ndarray:
-    """The ids of one batch, little-endian in the smallest type that holds every id."""
-    end = np.array([tokenizer.eos], np.int32)
-    parts = []
-    for chunk, ids in zip(batch, tokenizer.encode_chunks([c.text for c in batch], jobs), strict=True):
-        parts.append(ids)
-        if chunk.ends_document:
-            parts.append(end)
-    tokens = np.concatenate(parts)
-    if (tokens == tokenizer.unknown).any():
-        raise unspellable(batch, tokenizer)
-    return tokens.astype(np.dtype(dtype_for(tokenizer.size)).newbyteorder("<"))
-
-
-def unspellable(batch: list[Chunk], tokenizer: Tokenizer) -> UserError:
-    """The error for a character that a foreign tokenizer does not have."""
-    characters = sorted({character for chunk in batch for character in chunk.text})
-    lost = next((c for c in characters if tokenizer.unknown in tokenizer.encode(c)), "")
-    return UserError(
-        f"the tokenizer cannot spell {lost!a}, which is in the text",
-        "leave --tokenizer out to learn one that spells everything",
     )
 
 
@@ -236,7 +353,7 @@ def write_shards(
 
 
 def full_blocks(arrays: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """The same tokens in arrays of 256 KiB, but for the last."""
+    """The same tokens in arrays of 256 KiB, except for the last."""
     held: list[np.ndarray] = []
     count = 0
     for array in arrays:
@@ -250,3 +367,156 @@ def full_blocks(arrays: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
             held, count = [whole[stop:]], count - stop
     if count:
         yield np.concatenate(held)
+
+
+# Parts
+
+
+def assign_parts(sources: Sequence[Source], parts: int) -> tuple[PartFile, ...]:
+    """Which part encodes which file of a split: whole files in their order, about as many bytes in each part."""
+    sizes = [source.size or 0 for source in sources]
+    shares = [sum(sizes) * part // parts for part in range(1, parts)]
+    files, before = [], 0
+    for source, size in zip(sources, sizes, strict=True):
+        part = 1 + sum(share <= before + size // 2 for share in shares)  # the one that the file's middle falls in
+        files.append(PartFile(source.plain_name, size, part))
+        before += size
+    return tuple(files)
+
+
+def write_part(
+    folder: Path,
+    sources: Mapping[str, Sequence[Source]],
+    encoding: Encoding,
+    part: int,
+    parts: int,
+    *,
+    replace: bool = False,
+) -> Index:
+    """Tokenize one part of every split into a new folder.
+
+    Args:
+        folder, sources, encoding, replace: as of `write_corpus`; the sources are all files of the whole corpus.
+        part, parts: which part to write, from 1, of how many.
+
+    Returns:
+        The index of this part, in which splits may be empty.
+
+    Raises:
+        UserError: there are fewer training files than parts, or a file changes while it is read; and all that
+            `write_corpus` raises, except that there is no text.
+    """
+    if (count := len(sources["train"])) < parts:
+        found = f"train has {count} file{'s' * (count != 1)}"
+        raise UserError(
+            f"--shard {part}/{parts}: {found} (expected {parts} or more: a part takes whole files)",
+            "split the text into more files, or make fewer parts",
+        )
+    files = {split: assign_parts(inputs, parts) for split, inputs in sources.items()}
+    own = {
+        split: [source for source, file in zip(inputs, files[split], strict=True) if file.part == part]
+        for split, inputs in sources.items()
+    }
+    with writing_folder(folder, replace=replace) as place:
+        record = Part(part, parts, encoding.field, files, write_splits(place, own, encoding))
+        for split, about in record.index.splits.items():
+            for file, origin in zip(record.own_files(split), about.sources, strict=True):
+                if file.bytes != origin.bytes:
+                    found = f"{origin.bytes:,} bytes (expected {file.bytes:,})"
+                    raise UserError(f"{file.name} changed while it was read: {found}")
+        record.write(place)
+    return record.index
+
+
+def join_parts(
+    folder: Path,
+    places: Sequence[Path],
+    *,
+    replace: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Progress = lambda stage, done, total: None,
+    warn: Warn = lambda text: None,
+) -> Index:
+    """Join all parts of a corpus into a new folder: byte for byte what `write_corpus` makes of the same files.
+
+    The text is not needed. The tokens are read once, checked against their hashes, and written once; the parts stay.
+
+    Args:
+        folder: where to write.
+        places: the folders of the parts, in any order.
+        replace: whether a folder that is not empty is replaced, once the new one is whole.
+        shard_bytes: the size of a full shard.
+        progress: called with a split, the bytes of its tokens that have been read, and all of them.
+        warn: called with each warning about the documents.
+
+    Raises:
+        UserError: a part is missing, damaged, given twice, or of another corpus or tokenizer; there is no text; the new
+            folder is one of the parts, or is there already; (exit code 1) no room.
+    """
+    if os.path.realpath(folder) in map(os.path.realpath, places):
+        raise UserError(f"-o {folder} is one of the parts to join (expected another folder)", "the parts stay")
+    parts = read_parts(places)
+    first = parts[0][1].index
+    tokenizer = load_tokenizer(parts[0][0], first.tokenizer_sha256)
+    splits = {}
+    with writing_folder(folder, replace=replace) as new:
+        with writing(new / TOKENIZER) as file:
+            file.write(tokenizer.model_bytes)
+        for split in first.splits:
+            read = [part.index.splits[split] for _, part in parts]
+            words, bytes, empty = (sum(getattr(about, name) for about in read) for name in ("words", "bytes", "empty"))
+            origins = [origin for about in read for origin in about.sources]
+            tokens = joined_tokens(parts, split, progress)
+            tally = Tally(words=words, bytes=bytes, empty=empty)
+            splits[split] = write_tokens(new, split, tokens, first.eos, shard_bytes, tally, origins)
+            if not splits[split].documents:
+                raise no_text(split, [origin.name for origin in origins], empty)
+        index = dataclasses.replace(first, splits=splits)
+        index.write(new)
+    for text in corpus_warnings(folder, index, tokenizer):
+        warn(text)
+    return index
+
+
+def read_parts(places: Sequence[Path]) -> list[tuple[Path, Part]]:
+    """The folders and records of all parts of one corpus, in order."""
+    parts: dict[int, tuple[Path, Part]] = {}
+    first = read_part(places[0])
+    expected = first.identity
+    for place in places:
+        part = read_part(place)
+        found = part.identity
+        for name in {**expected, **found}:
+            if found.get(name) != expected.get(name):
+                what = f"its {name} is {found.get(name, 'missing')} (expected {expected.get(name, 'none')})"
+                raise UserError(f"{place} is no part of the same corpus as {places[0]}: {what}")
+        if part.part in parts:
+            raise UserError(f"part {part.part} of {part.parts} is there twice: {parts[part.part][0]} and {place}")
+        parts[part.part] = place, part
+    if missing := [str(number) for number in range(1, first.parts + 1) if number not in parts]:
+        some = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
+        raise UserError(
+            f"part {some} of {first.parts} is missing (found {len(parts)} of them)",
+            f"make it: pkmlm tokenize ... --shard {missing[0]}/{first.parts}, with the options of the others",
+        )
+    return [parts[number] for number in sorted(parts)]
+
+
+def joined_tokens(parts: Sequence[tuple[Path, Part]], split: str, progress: Progress) -> Iterator[np.ndarray]:
+    """The tokens of a split, part after part, each block checked against its hash."""
+    total = sum(shard.bytes for _, part in parts for shard in part.index.splits[split].shards)
+    done = 0
+    progress(split, done, total)
+    for place, part in parts:
+        shards, _ = open_files(place, split, part.index)
+        documents = 0
+        for file in shards:
+            for start in range(0, file.size, file.block):
+                block = file.read(start, start + file.block)
+                documents += int(np.count_nonzero(block == part.index.eos))
+                yield block
+                done += block.nbytes
+                progress(split, done, total)
+        if documents != part.index.splits[split].documents:
+            expected = part.index.splits[split].documents
+            raise damaged(place, f"{split} holds {documents:,} documents (expected {expected:,})")

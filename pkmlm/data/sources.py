@@ -1,7 +1,8 @@
 """Where text comes from: files, globs and standard input, plain or compressed, read as streams of bytes.
 
-Every byte of a source is read once, counted and hashed on the way, so that the index of a corpus says exactly
-what it was made from.
+Every stored byte is counted and hashed as it is read, so that the index of a corpus says exactly what it was made
+from. (fsspec opens the same files, but reads a zstd file that was cut short as if it were whole, takes an empty file
+for a gzip file without text, and hides the stored bytes.)
 """
 
 import contextlib
@@ -23,29 +24,27 @@ from pkmlm.runs.files import write_errors
 
 FORMATS = ("txt", "jsonl", "parquet")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-MAGIC = {
-    b"\x1f\x8b": "gzip",
-    b"\x28\xb5\x2f\xfd": "zstd",
-}  # neither begins a valid UTF-8 text or a parquet file
+MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}  # no UTF-8 text and no parquet file begins with these
 STANDARD_INPUT = "-"
-READ = 1 << 20  # bytes that are read at a time
-ZSTD_INPUT = 1 << 10  # four bytes of zstd can stand for 128 KiB: small inputs bound what one call may return
+READ = 1 << 20  # bytes read at a time
+ZSTD_INPUT = 1 << 10  # four bytes of zstd can stand for 128 KiB: small inputs bound what one call returns
 
 
 @dataclass(frozen=True)
 class Source:
-    """One input: its name, its format, and the compression that its name claims (None: look inside).
+    """One input.
 
-    `spool` holds the bytes of standard input once they have been copied to a temporary file. Of a plain file, only the
-    bytes from `start` up to `stop` (None: its end) may be meant.
+    Attributes:
+        name: the path of a file, or "-" for standard input.
+        format: "txt", "jsonl" or "parquet".
+        compression: what the suffix of the name says; None: look at the first bytes.
+        copy: a temporary file with the bytes of standard input, from which they can be read more than once.
     """
 
     name: str
     format: str
     compression: str | None = None
-    spool: IO[bytes] | None = None
-    start: int = 0
-    stop: int | None = None
+    copy: IO[bytes] | None = None
 
     @property
     def label(self) -> str:
@@ -53,41 +52,33 @@ class Source:
 
     @property
     def plain_name(self) -> str:
-        """The file's name without its folder; bytes that are not UTF-8 are escaped."""
+        """The name of the file without its folder; bytes that are not UTF-8 are escaped."""
         return os.fsencode(os.path.basename(self.name)).decode("utf-8", "backslashreplace")
 
     @property
     def size(self) -> int | None:
-        """Bytes as stored; None for standard input that was not spooled."""
-        if self.stop is not None:
-            return self.stop - self.start
-        if self.spool:
-            return os.fstat(self.spool.fileno()).st_size
+        """Bytes as stored; None for standard input that has not been copied."""
+        if self.copy:
+            return os.fstat(self.copy.fileno()).st_size
         return None if self.name == STANDARD_INPUT else os.stat(self.name).st_size
 
-    def line(self, number: int) -> str:
-        """How errors name a line; in a part of a file, lines are counted from where the part begins."""
-        return f"{self.label}:{number}" + (f" (from byte {self.start:,})" if self.start else "")
-
     def open(self) -> "Stream":
-        """Begin a pass over the bytes; use it as a context manager.
+        """Begin a pass over the bytes; use the stream as a context manager.
 
         Raises:
             UserError: the file cannot be opened.
         """
-        if self.spool:
-            self.spool.seek(0)
-            return Stream(self, self.spool)
+        if self.copy:
+            self.copy.seek(0)
+            return Stream(self, self.copy)
         if self.name == STANDARD_INPUT:
             return Stream(self, sys.stdin.buffer)
         with read_errors(self.name):
-            file = open(self.name, "rb")  # noqa: SIM115
-            file.seek(self.start)
-            return Stream(self, file)
+            return Stream(self, open(self.name, "rb"))
 
 
 class Stream(io.RawIOBase):
-    """One pass over a source: `count` bytes as stored so far, their `digest`, and decompressed `blocks()`."""
+    """One pass over a source: `count` stored bytes so far, their `digest`, and the decompressed `blocks()`."""
 
     def __init__(self, source: Source, file: IO[bytes]):
         self.source = source
@@ -99,15 +90,13 @@ class Stream(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        if self.source.stop is not None:
-            buffer = memoryview(buffer)[: self.source.stop - self.source.start - self.count]
         size: int = self.file.readinto(buffer)  # type: ignore[attr-defined]
         self.digest.update(memoryview(buffer)[:size])
         self.count += size
         return size
 
     def close(self) -> None:
-        if not self.closed and self.source.spool is None and self.source.name != STANDARD_INPUT:
+        if not self.closed and self.source.copy is None and self.source.name != STANDARD_INPUT:
             self.file.close()
         super().close()
 
@@ -119,28 +108,27 @@ class Stream(io.RawIOBase):
         """
         import zstandard
 
+        label = self.source.label
         stored: io.BufferedReader[Any] = io.BufferedReader(self, READ)
         try:
-            compression = self.source.compression or compression_of(stored.peek(4))
-            read = {"gzip": gzip_blocks, "zstd": zstd_blocks, None: plain_blocks}[compression]
-            yield from in_large_blocks(read(stored))
+            head = stored.peek(4)
+            seen = next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), None)
+            compression = self.source.compression or seen
+            decompress = {"gzip": gzip_blocks, "zstd": zstd_blocks, None: plain_blocks}[compression]
+            yield from in_large_blocks(decompress(stored))
             if compression and not self.count:
                 raise EOFError("the file is empty")
         except (EOFError, zlib.error, zstandard.ZstdError) as error:
             if "requires too much memory" in str(error):
-                message = f"{self.source.label}: compressed with a window of more than 128 MiB"
+                message = f"{label}: compressed with a window of more than 128 MiB"
                 raise UserError(message, "decompress it first: zstd -d --long=31") from None
-            raise UserError(f"{self.source.label}: damaged or cut short ({compression}: {error})") from None
+            raise UserError(f"{label}: damaged or cut short ({compression}: {error})") from None
         except OSError as error:  # also gzip.BadGzipFile, which has no strerror
-            message = error.strerror or f"damaged or cut short ({error})"
-            raise UserError(f"cannot read {self.source.label}: {message}") from None
+            reason = error.strerror or f"damaged or cut short ({error})"
+            raise UserError(f"cannot read {label}: {reason}") from None
         finally:
             with contextlib.suppress(ValueError):
-                stored.detach()  # the caller closes this stream, and still wants its count and digest
-
-
-def compression_of(head: bytes) -> str | None:
-    return next((name for magic, name in MAGIC.items() if head.startswith(magic)), None)
+                stored.detach()  # the caller closes this stream, and still reads its count and digest
 
 
 def plain_blocks(stored: io.BufferedReader) -> Iterator[bytes]:
@@ -148,7 +136,7 @@ def plain_blocks(stored: io.BufferedReader) -> Iterator[bytes]:
 
 
 def gzip_blocks(stored: io.BufferedReader) -> Iterator[bytes]:
-    """The decompressed bytes, in blocks."""
+    """The decompressed bytes of all gzip members."""
     import gzip
 
     with gzip.GzipFile(fileobj=stored) as file:
@@ -156,7 +144,7 @@ def gzip_blocks(stored: io.BufferedReader) -> Iterator[bytes]:
 
 
 def zstd_blocks(stored: io.BufferedReader) -> Iterator[bytes]:
-    """The decompressed bytes of one frame after another; zstandard's own stream reader accepts one cut short."""
+    """The decompressed bytes of all zstd frames; zstandard's own stream reader accepts a frame that is cut short."""
     import zstandard
 
     frame = zstandard.ZstdDecompressor().decompressobj()
@@ -173,7 +161,7 @@ def zstd_blocks(stored: io.BufferedReader) -> Iterator[bytes]:
 
 
 def in_large_blocks(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """The same bytes in blocks of at least 1 MiB, but for the last: later stages have a fixed cost per block."""
+    """The same bytes in blocks of at least 1 MiB, except for the last: what follows has a fixed cost per block."""
     held: list[bytes] = []
     size = 0
     for block in blocks:
@@ -186,11 +174,15 @@ def in_large_blocks(blocks: Iterable[bytes]) -> Iterator[bytes]:
         yield b"".join(held)
 
 
-def spool(stream: Stream, *, decompress: bool) -> IO[bytes]:
-    """Copy a stream to a temporary file that has no name and goes when it is closed.
+def temporary_copy(stream: Stream, *, decompress: bool) -> IO[bytes]:
+    """Copy a stream to a temporary file that has no name and disappears when it is closed.
+
+    Args:
+        stream: an open stream, from its beginning.
+        decompress: whether to copy the decompressed bytes, or those that are stored.
 
     Raises:
-        UserError: (exit code 1) there is no room for it.
+        UserError: the stream cannot be read; (exit code 1) there is no room for the copy.
     """
     with write_errors(Path(tempfile.gettempdir())):
         file = tempfile.TemporaryFile()  # noqa: SIM115
@@ -202,12 +194,12 @@ def spool(stream: Stream, *, decompress: bool) -> IO[bytes]:
     return file
 
 
-def spooled(source: Source) -> Source:
-    """Standard input copied to a temporary file, so that it can be read again; another source as it is."""
+def rereadable(source: Source) -> Source:
+    """The source itself; standard input is copied to a temporary file first, so that it can be read again."""
     if source.name != STANDARD_INPUT:
         return source
     with source.open() as stream:
-        return replace(source, spool=spool(stream, decompress=False))
+        return replace(source, copy=temporary_copy(stream, decompress=False))
 
 
 def find_sources(patterns: Sequence[str], format: str | None = None) -> list[Source]:
@@ -220,17 +212,21 @@ def find_sources(patterns: Sequence[str], format: str | None = None) -> list[Sou
     Raises:
         UserError: a file is missing, unreadable, not regular or of no known format; a glob matches no file.
     """
-    names = sorted({name for pattern in patterns for name in expanded(pattern)}, key=os.fsencode)
+    names = sorted({name for pattern in patterns for name in expand_glob(pattern)}, key=os.fsencode)
     found: dict[str, Source] = {}
     for name in names:
         place = name if name == STANDARD_INPUT else os.path.realpath(name)
         if place not in found:
-            found[place] = checked(name, format)
+            found[place] = checked_source(name, format)
     return list(found.values())
 
 
-def expanded(pattern: str) -> list[str]:
-    """The files that one argument stands for; a name that exists is itself, whatever signs are in it."""
+def expand_glob(pattern: str) -> list[str]:
+    """The files that one argument stands for; the name of an existing file is that file, even if it has a * or [.
+
+    Raises:
+        UserError: a glob matches no file.
+    """
     if pattern == STANDARD_INPUT or os.path.lexists(pattern) or not glob.has_magic(pattern):
         return [pattern]
     names = [name for name in glob.glob(pattern, recursive=True) if not os.path.isdir(name)]
@@ -239,13 +235,30 @@ def expanded(pattern: str) -> list[str]:
     return names
 
 
-def checked(name: str, format: str | None) -> Source:
-    """A source that can be read, or the error that says why not."""
+def given_again(patterns: Sequence[str]) -> list[str]:
+    """The names, among all that the patterns stand for, of files that an earlier name, glob or link has given."""
+    seen: set[str] = set()
+    again = []
+    for name in (name for pattern in patterns for name in expand_glob(pattern)):
+        place = os.path.realpath(name)
+        if place in seen:
+            again.append(name)
+        seen.add(place)
+    return again
+
+
+def checked_source(name: str, format: str | None) -> Source:
+    """The source of that name.
+
+    Raises:
+        UserError: it cannot be read, or its format is not known.
+    """
     if name == STANDARD_INPUT:
         return Source(name, format or "txt")
     stem, suffix = os.path.splitext(name)
     compression = COMPRESSIONS.get(suffix.lower())
-    suffix = os.path.splitext(stem)[1] if compression else suffix
+    if compression:
+        suffix = os.path.splitext(stem)[1]
     with read_errors(name):
         mode = os.stat(name).st_mode
         if stat.S_ISDIR(mode):

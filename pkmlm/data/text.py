@@ -1,8 +1,7 @@
-"""Text as streams of short chunks, and where one document ends and the next begins.
+"""The documents of text files, JSON lines and parquet files, as streams of short chunks.
 
-A document is never held as a whole: it is a run of chunks, the last of which says so. Where it is cut depends
-on its text alone, never on how it was stored or read, so that its tokens are the same on every machine and in
-every command.
+A document is never held as a whole: it is a run of chunks, the last of which says so. Where it is cut depends on its
+text alone, never on how it was stored or read, so that its tokens are the same on every machine and in every command.
 """
 
 import codecs
@@ -13,16 +12,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pkmlm.data.sources import STANDARD_INPUT, Source, Stream, spool
+from pkmlm.data.sources import STANDARD_INPUT, Source, Stream, temporary_copy
 from pkmlm.errors import UserError
 
 WINDOW = 2048  # characters: BPE slows down on long strings
 LAST_SINGLE_SPACE = re.compile(r".*[^ ](?= [^ ])", re.DOTALL)
-FIELD = "text"  # the name that the field or column with the text mostly has
-LINE_LIMIT = 128 << 20  # bytes of one line, which must be read whole
-CELL_LIMIT = 128 << 20  # bytes of one cell, which must be read whole
-ROWS = 64  # read at a time
-BATCH_LIMIT = 512 << 20  # bytes of a batch of cells in memory; compressed, they can be far fewer
+FIELD = "text"  # the usual name of the key or column that holds the text
+LINE_LIMIT = 128 << 20  # bytes of one line of JSON, which must be read whole
+CELL_LIMIT = 128 << 20  # bytes of one cell of a parquet file, likewise
+ROWS = 64  # rows of a parquet file that are read at a time,
+BATCH_LIMIT = 512 << 20  # or as many as take these bytes in memory; compressed, they can take far fewer
 ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[nrtfv0\\]|)")
 SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -52,7 +51,8 @@ class Tally:
         if text:
             starts, ends = text[0].isspace(), text[-1].isspace()
             solid = len(text.split())
-            # Words are runs of white space + 1: counted here are the runs, one across a cut once; the 1 is added below.
+            # The words of a document are its runs of white space + 1. Here the runs are counted, one that a cut divides
+            # only once; the 1 is added at the end of the document.
             self.words += solid - 1 + starts + ends if solid else 1
             self.words -= starts and self.after_space
             self.bytes += len(text) if text.isascii() else len(text.encode())
@@ -64,32 +64,19 @@ class Tally:
             self.after_space = False
 
 
-def check_options(sources: Iterable[Source], separator: str | None, field: str = FIELD) -> None:
-    """Refuse a way of reading that is of no source's format.
-
-    Raises:
-        UserError: a separator without text files, a field with nothing but these.
-    """
-    formats = {source.format for source in sources}
-    if separator is not None and "txt" not in formats:
-        raise UserError("--separator is for text files, and no input is one")
-    if field != FIELD and formats == {"txt"}:
-        raise UserError("--field is for JSON lines and parquet files, and no input is one")
-
-
 def read_chunks(stream: Stream, separator: str | None = None, field: str = FIELD) -> Iterator[Chunk]:
-    """The documents of one source.
+    """The documents of one source, in chunks.
 
     Args:
-        stream: `source.open()`; the format is the source's.
-        separator: what stands between the documents of a text file; None: a file is a document.
+        stream: `source.open()`; the source says what format it has.
+        separator: what stands between the documents of a text file; None: the file is one document.
         field: the key of a JSON line, or the column of a parquet file, that holds the text; null is an empty document.
 
     Raises:
         UserError: damaged data, bad UTF-8 (names the byte of the decompressed stream), a bad line or row.
     """
     if stream.source.format == "txt":
-        return cut(split_documents(decoded(stream), separator))
+        return cut(split_documents(decode(stream), separator))
     if stream.source.format == "jsonl":
         return cut(json_documents(stream, field))
     return cut(parquet_documents(stream, field))
@@ -106,14 +93,30 @@ def read_documents(stream: Stream, separator: str | None = None, field: str = FI
             parts = []
 
 
+def check_separator_and_field(sources: Iterable[Source], separator: str | None, field: str = FIELD) -> None:
+    """Refuse a separator or a field that no source has a use for.
+
+    Raises:
+        UserError: a separator without text files, a field with nothing but these.
+    """
+    formats = {source.format for source in sources}
+    if separator is not None and "txt" not in formats:
+        raise UserError("--separator is for text files, and no input is one")
+    if field != FIELD and formats == {"txt"}:
+        raise UserError("--field is for JSON lines and parquet files, and no input is one")
+
+
+# Chunks
+
+
 def cut(pieces: Iterable[tuple[str, bool]]) -> Iterator[Chunk]:
     """Cut documents into chunks of at most 2048 characters.
 
-    A cut falls after the last newline of the window; if it has none, before its last single space; if it has
-    none of these either, at its end. The first two kinds of cut change no id of a BPE model learnt here.
+    A cut falls after the last newline of the window; if there is none, before its last single space; if there is none
+    of these either, at its end. The first two kinds of cut change no id of a BPE model that is learnt here.
 
     Args:
-        pieces: (text, whether the document ends here), of any length; only the result's cuts are the rule's.
+        pieces: (text, whether the document ends here), of any length; the chunks do not depend on where they end.
     """
     rest = ""
     for text, ends in pieces:
@@ -144,12 +147,15 @@ def chunks_of(text: str) -> list[str]:
     return [chunk.text for chunk in cut([(text, True)]) if chunk.text]
 
 
-def decoded(stream: Stream) -> Iterator[str]:
+# Text files
+
+
+def decode(stream: Stream) -> Iterator[str]:
     """The text of a stream of UTF-8. Nothing is changed: line ends, a byte-order mark and NUL are text."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     read = 0
 
-    def decode(block: bytes, final: bool) -> str:
+    def decoded(block: bytes, final: bool) -> str:
         pending = len(decoder.getstate()[0])
         try:
             return decoder.decode(block, final)
@@ -157,16 +163,16 @@ def decoded(stream: Stream) -> Iterator[str]:
             raise bad_utf8(stream, read - pending + error.start, error) from None
 
     for block in stream.blocks():
-        yield decode(block, False)
+        yield decoded(block, False)
         read += len(block)
-    yield decode(b"", True)
+    yield decoded(b"", True)
 
 
 def bad_utf8(stream: Stream, offset: int, error: UnicodeDecodeError) -> UserError:
-    """The error that names the byte, counted from the beginning of the file."""
+    """The error that names the byte at `offset` of the decompressed stream."""
     byte = error.object[error.start]
     return UserError(
-        f"{stream.source.label}: not UTF-8 at byte {stream.source.start + offset:,} (0x{byte:02x}: {error.reason})",
+        f"{stream.source.label}: not UTF-8 at byte {offset:,} (0x{byte:02x}: {error.reason})",
         "convert it first, e.g. with iconv -t UTF-8",
     )
 
@@ -187,23 +193,53 @@ def split_documents(texts: Iterable[str], separator: str | None) -> Iterator[tup
     yield held, True
 
 
+def unescape(separator: str) -> str:
+    r"""A separator as typed in a shell: \n \r \t \f \v \0 \\ \xNN \uNNNN \UNNNNNNNN stand for characters.
+
+    Raises:
+        UserError: it is empty, not Unicode, or has another escape.
+    """
+
+    def character(match: re.Match[str]) -> str:
+        if not match[1]:
+            raise UserError(f"--separator: unknown escape in {separator!r} (expected \\n, \\t, \\\\, \\xNN, \\uNNNN)")
+        return codecs.decode(match[0].encode("ascii"), "unicode_escape")
+
+    try:
+        text = ESCAPE.sub(character, separator)
+    except UnicodeDecodeError as error:
+        raise UserError(f"--separator: {separator!r} has no such character ({error.reason})") from None
+    if not text or has_surrogate(text):
+        raise UserError(f"--separator: {separator!r} is {'not Unicode' if text else 'empty'} (expected some text)")
+    return text
+
+
+def has_surrogate(text: str) -> bool:
+    """Whether a string has half of a surrogate pair, which UTF-8 cannot hold."""
+    return not text.isascii() and SURROGATE.search(text) is not None
+
+
+# JSON lines
+
+
 def json_documents(stream: Stream, field: str) -> Iterator[tuple[str, bool]]:
     """The documents of a file of JSON lines, null as an empty one; lines of white space are skipped."""
     offset = 0
     for number, line in enumerate(lines(stream), 1):
-        where = stream.source.line(number)
+        where = f"{stream.source.label}:{number}"
         try:
             text = line.decode("utf-8")
         except UnicodeDecodeError as error:
             raise bad_utf8(stream, offset + error.start, error) from None
         offset += len(line) + 1
-        text = text.removeprefix("\ufeff") if number == 1 and not stream.source.start else text
+        if number == 1:
+            text = text.removeprefix("\ufeff")
         if text.strip():
             yield text_of(json_object(text, where), field, where), True
 
 
 def text_of(row: dict[str, Any], field: str, where: str) -> str:
-    """The text in an object: where a data set has none it has null."""
+    """The text in an object; null, which data sets have for a missing text, is an empty one."""
     if field not in row:
         keys = ", ".join(map(repr, list(row)[:8])) or "no keys"
         raise UserError(f"{where}: no key {field!r} (found {keys})", "name the key that holds the text with --field")
@@ -226,10 +262,8 @@ def lines(stream: Stream) -> Iterator[bytes]:
         held.append(first)
         size += len(first)
         if size > LINE_LIMIT:
-            raise UserError(
-                f"{stream.source.line(number + 1)}: line over {LINE_LIMIT:,} bytes",
-                "cut the document into several",
-            )
+            where = f"{stream.source.label}:{number + 1}"
+            raise UserError(f"{where}: line over {LINE_LIMIT:,} bytes", "cut the document into several")
         for line in others:
             yield b"".join(held)
             number += 1
@@ -241,10 +275,11 @@ def json_object(line: str, where: str) -> dict[str, Any]:
     """The object in a line of JSON.
 
     Args:
+        line: the JSON.
         where: what errors call the line.
 
     Raises:
-        UserError: it is not JSON or no object, or an object in it has a key twice: nobody knows which value is meant.
+        UserError: it is not JSON or not an object, or it repeats a key: nobody knows which value is meant.
     """
 
     def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -281,23 +316,30 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+# Parquet
+
+
 def parquet_documents(stream: Stream, field: str) -> Iterator[tuple[str, bool]]:
-    """The documents in the column `field`; a null is an empty one."""
+    """The documents in the column `field`, read a few rows at a time; a null is an empty one."""
     import pyarrow
     import pyarrow.parquet
 
     source = stream.source
-    plain = source.spool is None and source.name != STANDARD_INPUT and source.compression is None
+    plain = source.copy is None and source.name != STANDARD_INPUT and source.compression is None
     row = 0
-    with open(source.name, "rb") if plain else spool(stream, decompress=True) as file:
+    with open(source.name, "rb") if plain else temporary_copy(stream, decompress=True) as file:
         try:
             table = pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20)
             check_column(table.schema_arrow, field, source)
             for batch in table.iter_batches(batch_size=rows_at_once(table.metadata, field), columns=[field]):
                 for cell in batch.column(field):
                     row += 1
-                    yield cell_text(cell.as_py() or "", f"{source.label}: row {row:,}: {field!r}"), True
-                advance(stream, row / table.metadata.num_rows)
+                    text = cell.as_py() or ""
+                    if 4 * len(text) > CELL_LIMIT and len(text.encode()) > CELL_LIMIT:
+                        where = f"{source.label}: row {row:,}: {field!r}"
+                        raise UserError(f"{where} has more than {CELL_LIMIT:,} bytes", "cut the document into several")
+                    yield text, True
+                read_up_to(stream, row / table.metadata.num_rows)
         except MemoryError:
             raise UserError(
                 f"{source.label}: the rows after row {row:,} do not fit in memory", "cut them into several", 1
@@ -307,7 +349,7 @@ def parquet_documents(stream: Stream, field: str) -> Iterator[tuple[str, bool]]:
         except (pyarrow.ArrowException, OSError) as error:
             reason = str(error).splitlines()[0]
             raise UserError(f"{source.label}: not a whole parquet file: {reason}") from None
-    advance(stream, 1.0)
+    read_up_to(stream, 1.0)
 
 
 def rows_at_once(metadata: Any, field: str) -> int:
@@ -319,13 +361,6 @@ def rows_at_once(metadata: Any, field: str) -> int:
     columns = [group.column(place) for group in groups for place in range(group.num_columns)]
     largest = max((each.total_uncompressed_size for each in columns if each.path_in_schema == field), default=0)
     return max(1, min(ROWS, BATCH_LIMIT // max(1, largest)))
-
-
-def cell_text(text: str, where: str) -> str:
-    """The text of a cell."""
-    if 4 * len(text) > CELL_LIMIT and len(text.encode()) > CELL_LIMIT:
-        raise UserError(f"{where} has more than {CELL_LIMIT:,} bytes", "cut the document into several")
-    return text
 
 
 def check_column(schema: Any, field: str, source: Source) -> None:
@@ -344,34 +379,8 @@ def check_column(schema: Any, field: str, source: Source) -> None:
         raise UserError(f"{source.label}: column {field!r} holds {found} (expected strings)")
 
 
-def advance(stream: Stream, share: float) -> None:
-    """Count and hash a file that another reads out of order, at the same pace."""
+def read_up_to(stream: Stream, share: float) -> None:
+    """Count and hash the first `share` of a file's bytes, which pyarrow reads out of order."""
     size = stream.source.size or 0
     while stream.count < size * share and stream.read(1 << 20):
         pass
-
-
-def unescape(separator: str) -> str:
-    r"""A separator as typed in a shell: \n \r \t \f \v \0 \\ \xNN \uNNNN \UNNNNNNNN stand for characters.
-
-    Raises:
-        UserError: it is empty, not Unicode, or has another escape.
-    """
-
-    def character(match: re.Match[str]) -> str:
-        if not match[1]:
-            raise UserError(f"--separator: unknown escape in {separator!r} (expected \\n, \\t, \\\\, \\xNN, \\uNNNN)")
-        return codecs.decode(match[0].encode("ascii"), "unicode_escape")
-
-    try:
-        text = ESCAPE.sub(character, separator)
-    except UnicodeDecodeError as error:
-        raise UserError(f"--separator: {separator!r} has no such character ({error.reason})") from None
-    if not text or has_surrogate(text):
-        raise UserError(f"--separator: {separator!r} is {'not Unicode' if text else 'empty'} (expected some text)")
-    return text
-
-
-def has_surrogate(text: str) -> bool:
-    """Whether a string has half of a surrogate pair, which UTF-8 cannot hold."""
-    return not text.isascii() and SURROGATE.search(text) is not None

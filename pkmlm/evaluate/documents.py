@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from pkmlm.data.corpus import Corpus, refuse_forged
+from pkmlm.data.corpus import Corpus, check_vocabulary
 from pkmlm.data.index import read_index
 from pkmlm.data.sources import find_sources
-from pkmlm.data.text import FIELD, check_options, read_documents
+from pkmlm.data.text import FIELD, check_separator_and_field, read_documents
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
 from pkmlm.evaluate.load import LoadedRun
@@ -82,7 +82,7 @@ def open_split(directory: str, split: str, tokenizer: Tokenizer) -> Corpus:
             f"({tokenizer.sha256[:12]})",
             f"tokenize the text again with --tokenizer {tokenizer.name}",
         )
-    refuse_forged(corpus.folder, (corpus.vocab_size, corpus.eos), tokenizer)
+    check_vocabulary(corpus.folder, corpus.vocab_size, corpus.eos, tokenizer)
     return corpus
 
 
@@ -131,7 +131,7 @@ def documents_of_text(
     """
     sources = find_sources([path])
     plain = any(source.format == "txt" for source in sources)
-    check_options(sources, separator, field)
+    check_separator_and_field(sources, separator, field)
     digest = hashlib.sha256()  # of the stored bytes of all files, one after another
     texts: list[str] = []
     for source in sources:

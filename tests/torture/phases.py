@@ -22,7 +22,7 @@ TRAINING = (
     ("pkmlm.train.log.TrainingLog", "event", "log"),
 )
 TOKENIZING = (
-    ("pkmlm.cli.tokenize", "learn", "learn"),
+    ("pkmlm.data.shards", "learn_tokenizer", "learn"),
     ("pkmlm.data.shards", "write_split", "split"),
     ("pkmlm.data.shards", "write_shards", "shards"),
     ("pkmlm.data.index.Index", "write", "index"),

@@ -42,12 +42,12 @@ def command(
     """
     from pkmlm.bench.tokenize import tokenize_cost
     from pkmlm.data.sources import STANDARD_INPUT, find_sources
-    from pkmlm.data.text import check_options
+    from pkmlm.data.text import check_separator_and_field
 
     if STANDARD_INPUT in files:
         raise UserError("-: the text is read more than once (expected files)")
     sources = find_sources(files)
-    check_options(sources, separator)
+    check_separator_and_field(sources, separator)
     with waiting(quiet) as say:
         cost = tokenize_cost(sources, separator, vocab_size, jobs, rounds, say)
     if as_json:

@@ -53,28 +53,27 @@ def test_the_same_bytes_in_two_splits_are_warned_of(texts):
 
 
 def test_documents_in_two_splits_are_warned_of(texts):
-    """The splits' texts are put together with others, and divided by lines: only whole documents count, however long,
-    and short ones do not; parts see their share alone, and what joins them all of it."""
+    """Only whole documents count, however long, and short ones do not; parts say nothing, what joins them all of it."""
     long, short = [f"{number}: {STORY * number}".strip() for number in range(1, 40)], ["Yes.", "No.", ""]
     splits = {"valid": [*long[:4], *short], "test": [long[3], long[3], *long[4:9], *short]}
-    splits["train"] = [*short, *(f"{line} " for line in long[9:20]), *long[4:6], *short, *long[1:4], *long[20:]]
-    files = {split: texts / f"{split}-lines.txt" for split in splits}
-    for split, documents in splits.items():
-        files[split].write_text("\n".join(documents) + "\n")
+    splits["train-1"] = [*short, *(f"{line} " for line in long[9:20])]
+    splits["train-2"] = [*long[4:6], *short, *long[1:4]]
+    splits["train-3"] = long[20:]
+    files = {name: texts / f"{name}-lines.txt" for name in splits}
+    for name, documents in splits.items():
+        files[name].write_text("\n".join(documents) + "\n")
     others = ["--valid", files["valid"], "--test", files["test"], "--separator", r"\n"]
-    given = [files["train"], *others]
+    given = [*(files[f"train-{part}"] for part in (1, 2, 3)), *others]
     told = repeated("3 of 4 documents of valid", "are in train") + repeated("4 of 7 documents of test", "are in train")
     told += repeated("2 of 7 documents of test", "are in valid")
     assert warnings(*given, "--vocab-size", 290, "-o", texts / "out") == told
     model = ["--tokenizer", texts / "out/tokenizer.model"]
-    assert warnings(*given, *model, "--jobs", 2, "-o", texts / "again") == told
     for part in (1, 2, 3):
         assert warnings(*given, *model, "--shard", f"{part}/3", "-o", texts / str(part)) == ""
     assert warnings("--join", *(texts / str(part) for part in (1, 2, 3)), "-o", texts / "all") == told
-    for folder in ("again", "all"):
-        assert_same_folders(texts / "out", texts / folder)
-    files["train"].write_text("\n".join([*short, *long[20:]]))
-    assert warnings(*given, *model, "-o", texts / "apart") == repeated("2 of 7 documents of test", "are in valid")
+    assert_same_folders(texts / "out", texts / "all")
+    apart = [files["train-3"], *others, *model, "-o", texts / "apart"]
+    assert warnings(*apart) == repeated("2 of 7 documents of test", "are in valid")
 
 
 def test_a_novel_is_the_same_with_and_without_the_newline_that_ends_its_file(texts):
@@ -113,11 +112,12 @@ def test_a_separator_that_never_occurs_is_warned_of(texts):
 
 
 def test_a_separator_that_is_in_no_part_is_warned_of_when_they_are_joined(texts):
+    (texts / "more.txt").write_text(STORY * 30)
     warnings(texts / "train.txt", "--vocab-size", 290, "-o", texts / "out")
-    given = [texts / "train.txt", "--tokenizer", texts / "out/tokenizer.model"]
+    given = [texts / "train.txt", texts / "more.txt", "--tokenizer", texts / "out/tokenizer.model"]
     told = "warning: '|' occurs nowhere: each file is one document\n"
     for separator, expected in ((r"\n\n\n", ""), ("|", told)):
         for part in (1, 2):
-            cut = ["--separator", separator, "--shard", f"{part}/2", "-o", texts / str(part), "--force"]
-            assert warnings(*given, *cut) == ""
+            options = ["--separator", separator, "--shard", f"{part}/2", "-o", texts / str(part), "--force"]
+            assert warnings(*given, *options) == ""
         assert warnings("--join", texts / "1", texts / "2", "-o", texts / "all", "--force") == expected
