@@ -194,24 +194,6 @@ def test_nothing_is_overwritten_without_force(texts):
     assert not list(texts.glob(".tmp-*"))
 
 
-@pytest.mark.parametrize("force", [[], ["--force"]])
-def test_a_folder_that_another_process_makes_meanwhile_is_there_already(texts, force):
-    tokenize(texts / "train.txt", "--vocab-size", 320, "-o", texts / "first")
-    model = ["--tokenizer", texts / "first/tokenizer.model"]
-    command = [sys.executable, "-m", "pkmlm", "tokenize", "-", *model, "-o", "out", *force]
-    pipe = subprocess.PIPE
-    waiting = subprocess.Popen(command, cwd=texts, stdin=pipe, stdout=pipe, stderr=pipe)
-    until = time.monotonic() + 30
-    while not list(texts.glob(".tmp-*-out/tokenizer.model")) and time.monotonic() < until:
-        time.sleep(0.005)
-    tokenize(texts / "valid.txt", *model, "-o", texts / "out")
-    said = waiting.communicate((texts / "test.txt").read_bytes(), timeout=60)[1].decode()
-    assert waiting.returncode == (0 if force else 2), said
-    assert said.startswith("" if force else f"error: {texts}/out is there already\nhint: ")
-    assert text_of(texts / "out").encode() == (texts / ("test.txt" if force else "valid.txt")).read_bytes()
-    assert not list(texts.glob(".tmp-*"))
-
-
 def test_a_name_that_leads_nowhere_is_told(texts, monkeypatch):
     monkeypatch.chdir(texts)
     (texts / "circle").symlink_to("circle")
