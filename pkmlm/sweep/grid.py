@@ -1,14 +1,14 @@
 """A grid from its file: which runs it holds, what is measured of them, and what the paper says.
 
 A grid is YAML as a recipe is (no anchors, no tags); its keys are the fields of `Grid`. `scales:` holds named trees that
-are laid over the rest, as a recipe lies over its base: one grid file serves a laptop and a cluster.
+are merged onto the rest, as a recipe onto its base: one grid file serves a laptop and a cluster.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from itertools import combinations, product
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
@@ -20,21 +20,20 @@ from pkmlm.recipe.nodes import Node, parse, yaml_text
 from pkmlm.sweep.measures import MEASURES
 
 STRICT = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True)
-Point = tuple[str, ...]  # the name of one value of each axis
-Known = Callable[[str, Sequence[str], str, str], None]  # refuses a name that is none of the choices
+Point = tuple[str, ...]  # one value of each axis, by name
 
 
 @dataclass(frozen=True, config=STRICT)
 class Claim:
-    """An ordering that a paper states, to be looked for in what was measured.
+    """An ordering that a paper states, to be looked for in the measurements.
 
     Attributes:
-        text: in words.
+        text: the claim in words.
         measure: what is compared.
-        greater, less: values of axes, {axis: value}: the measure is greater at one than at the other, with all other
-            axes equal; or
-        rising, falling: an axis along which it goes one way, in the order of its values.
-        at: only there, {axis: values}.
+        greater, less: {axis: value}: the measure is greater at the values of `greater` than at those of `less`, with
+            all other axes equal.
+        rising, falling: instead of these, an axis along which the measure rises or falls, in the order of its values.
+        at: {axis: values}: the claim holds only there.
     """
 
     text: str = ""
@@ -48,13 +47,13 @@ class Claim:
 
 @dataclass(frozen=True, config=STRICT)
 class Figure:
-    """A plot of one measure (or of one against another).
+    """A plot of one measure along an axis or against another measure.
 
     Attributes:
-        x: an axis, or a measure (then every point of the grid is a point of the plot).
+        x: an axis, or a measure (then the plot has one mark for every point of the grid).
         y: a measure.
-        line: the axis whose values have a line each; null: one line.
-        log: which of the two axes is logarithmic (x only where it is a measure).
+        line: the axis whose values have a line each; None: one line.
+        log: the logarithmic axes of the plot; x only where it is a measure.
     """
 
     x: str = ""
@@ -65,7 +64,7 @@ class Figure:
 
 @dataclass(frozen=True, config=STRICT)
 class Tune:
-    """A key that every point of the grid is tuned in: the first seed runs at each value, the others at the best."""
+    """A key that is tuned at every point: the first seed runs at each value, the other seeds at the best of them."""
 
     key: str = "optim.lr"
     values: tuple[str, ...] = ()
@@ -78,15 +77,13 @@ class Grid:
     Attributes:
         title: of the table.
         base: the recipe that all cells start from, relative to the grid's file.
-        set: keys that all cells have, {key: value}.
+        set: {key: value} for all cells.
         axes: {axis: {name of a value: {key: value}}}; the grid is their product.
-        only: {axis: values}: fewer of them, for a scale that takes not all.
+        only: {axis: values}: the values that a scale takes, where not all.
         without: points that are left out, {axis: value} each.
         seeds: of each point.
-        tune: see `Tune`.
         measure: names of `MEASURES`, in the order of the table's columns.
-        paper: {measure: nested by the axes in their order; the last may be a list}: the paper's numbers.
-        claims, figures: see there.
+        paper: {measure: the paper's numbers, nested by the axes in their order; the last may be a list}.
     """
 
     title: str = ""
@@ -102,12 +99,17 @@ class Grid:
     claims: tuple[Claim, ...] = ()
     figures: tuple[Figure, ...] = ()
 
+    @property
+    def trains(self) -> bool:
+        """Whether its measures need runs, rather than arithmetic alone."""
+        return any(MEASURES[name].source != "cost" for name in self.measure)
+
     def names(self, axis: str) -> list[str]:
         """The values of an axis that this scale takes."""
         return [name for name in self.axes[axis] if name in self.only.get(axis, tuple(self.axes[axis]))]
 
     def points(self) -> list[Point]:
-        """All points, the last axis running fastest."""
+        """All points; the last axis varies fastest."""
         found = product(*(self.names(axis) for axis in self.axes))
         left_out = [set(point.items()) for point in self.without]
         return [p for p in found if not any(out <= self.place(p).items() for out in left_out)]
@@ -117,39 +119,42 @@ class Grid:
         return dict(zip(self.axes, point, strict=True))
 
     def overrides(self, point: Point) -> list[str]:
-        """What makes the base recipe that of a point, as `key=value`."""
+        """The `key=value` that turn the base recipe into that of a point."""
         trees = [self.axes[axis][name] for axis, name in self.place(point).items()]
         return [text for tree in ([self.set] if self.set else []) + trees for text in assignments(tree)]
 
     def varied(self) -> list[tuple[str, str]]:
-        """The keys in which cells differ, each with what sets it."""
-        keys = [("train.seed", "its seeds"), *([(self.tune.key, "its tune")] if self.tune else [])]
+        """The keys in which cells differ, each with what sets it: an axis, the seeds or `tune`."""
+        keys = [("train.seed", "its seeds")]
+        if self.tune:
+            keys.append((self.tune.key, "its tune"))
         for axis, trees in self.axes.items():
             texts = [text for tree in trees.values() for text in assignments(tree)]
             keys += [(key, f"its axis {axis}") for key in dict.fromkeys(text.partition("=")[0] for text in texts)]
         return keys
 
     def paper_value(self, measure: str, point: Point) -> float | None:
-        """The paper's number at a point, if it gives one."""
+        """The paper's number at a point; None where it gives none."""
         node = self.paper.get(measure)
         for axis, name in self.place(point).items():
             if node is None:
                 return None
-            if isinstance(node.value, list):
-                index = list(self.axes[axis]).index(name)
-                node = node.value[index] if index < len(node.value) else None
-            else:
-                node = node.value.get(name) if isinstance(node.value, dict) else None
-        if node is None or node.is_null:
-            return None
-        return number_of(node, f"paper.{measure}")
+            below = paper_by_name(node, list(self.axes[axis]))
+            node = below.get(name) if below is not None else None
+        return None if node is None or node.is_null else number_of(node, f"paper.{measure}")
 
 
 def read_grid(path: Path, scale: str | None = None) -> tuple[Grid, str | None]:
-    """Read and check a grid file, at one of its scales (None: its first, if it has any); the grid, and that scale.
+    """Read and check a grid file.
+
+    Args:
+        scale: one of the file's scales; None: its first, if it has any.
+
+    Returns:
+        The grid, and the name of the scale; None where it has no scales.
 
     Raises:
-        UserError: it is no grid; names the file and the line.
+        UserError: the file is no grid; names the file and the line.
     """
     tree = parse(yaml_text(path), str(path))
     if not isinstance(tree.value, dict):
@@ -159,7 +164,7 @@ def read_grid(path: Path, scale: str | None = None) -> tuple[Grid, str | None]:
         raise wrong(scales, "scales", "a mapping of names to keys of a grid")
     for name, keys in scales.value.items():
         if not isinstance(keys.value, dict):
-            raise wrong(keys, f"scales.{name}", "a mapping, {} where nothing is laid over")
+            raise wrong(keys, f"scales.{name}", "a mapping, {} where nothing changes")
     if scale is None:
         scale = next(iter(scales.value), None)
     elif scale not in scales.value:
@@ -170,92 +175,107 @@ def read_grid(path: Path, scale: str | None = None) -> tuple[Grid, str | None]:
         tree = merge(tree, scales.value[scale])
     places: dict[str, str] = {}
     grid: Grid = bind(tree, Grid, "", places)
-    check_grid(grid, path, places)
-    check_causes(grid, path)
+    GridCheck(grid, path, places).run()
     return grid, scale
 
 
-def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:
-    """Refuse names of axes, values and measures that are not there."""
+class GridCheck:
+    """Refuses a grid whose parts name axes, values or measures that do not exist, or that contradict each other.
 
-    def known(name: str, choices: Sequence[str], key: str, what: str) -> None:
+    Args:
+        places: where each key stands, as `bind` notes it.
+    """
+
+    def __init__(self, grid: Grid, path: Path, places: Mapping[str, str]):
+        self.grid, self.path, self.places = grid, path, places
+
+    def fail(self, key: str, message: str) -> NoReturn:
+        raise UserError(f"{self.places.get(key, self.path)}: {message}")
+
+    def known(self, name: str, choices: Sequence[str], key: str, what: str) -> None:
+        """Refuse a name that is none of the choices."""
         if name not in choices:
-            where = f"{places.get(key, path)}: {key.partition('.')[0]}"
-            raise UserError(f"{where}: found {name or 'nothing'} (expected {what}: {', '.join(choices)})")
+            found = f"found {name or 'nothing'} (expected {what}: {', '.join(choices)})"
+            self.fail(key, f"{key.partition('.')[0]}: {found}")
 
-    def named(axis: str, values: Sequence[str], key: str) -> None:
-        known(axis, list(grid.axes), key, "an axis")
+    def named(self, axis: str, values: Sequence[str], key: str) -> None:
+        """Refuse an axis, or values of it, that the grid does not have."""
+        self.known(axis, list(self.grid.axes), key, "an axis")
         for value in values:
-            known(value, list(grid.axes[axis]), key, f"a value of {axis}")
+            self.known(value, list(self.grid.axes[axis]), key, f"a value of {axis}")
 
-    for key, missing in (("base", not grid.base), ("axes", not grid.axes), ("seeds", not grid.seeds)):
-        if missing:
-            raise UserError(f"{places.get(key, path)}: {key} is missing or empty (expected in every grid)")
-    for axis, values in grid.axes.items():
-        if not values or "" in values:
-            raise UserError(f"{places[f'axes.{axis}']}: axes.{axis} has no values, or one without a name")
-    if grid.tune and not grid.tune.values:
-        raise UserError(f"{places['tune']}: tune has no values (expected some of {grid.tune.key})")
-    figures = [f"{figure.y} by {figure.x}" for figure in grid.figures]
-    tuned = grid.tune.values if grid.tune else ()
-    unique = {"seeds": grid.seeds, "tune.values": tuned, "measure": grid.measure, "figures": figures}
-    for key, items in unique.items():
-        if len(set(items)) < len(items):
-            number = next(number for number, one in enumerate(items) if one in items[:number])
-            raise UserError(f"{places[f'{key}.{number}']}: {key}: found {items[number]} twice (expected each once)")
-    for axis, names in grid.only.items():
-        named(axis, names, f"only.{axis}")
-    for number, out in enumerate(grid.without):
-        for axis, name in out.items():
-            named(axis, [name], f"without.{number}")
-    for number, measure in enumerate(grid.measure):
-        known(measure, list(MEASURES), f"measure.{number}", "a measure")
-    for measure, node in grid.paper.items():
-        known(measure, list(MEASURES), f"paper.{measure}", "a measure")
-        check_paper(node, f"paper.{measure}", list(grid.axes.items()))
-    for number, claim in enumerate(grid.claims):
-        key = f"claims.{number}"
+    def run(self) -> None:
+        grid = self.grid
+        for key, missing in (("base", not grid.base), ("axes", not grid.axes), ("seeds", not grid.seeds)):
+            if missing:
+                self.fail(key, f"{key} is missing or empty (expected in every grid)")
+        for axis, values in grid.axes.items():
+            if not values or "" in values:
+                self.fail(f"axes.{axis}", f"axes.{axis} has no values, or one without a name")
+        if grid.tune and not grid.tune.values:
+            self.fail("tune", f"tune has no values (expected some of {grid.tune.key})")
+        self.check_unique()
+        for axis, names in grid.only.items():
+            self.named(axis, names, f"only.{axis}")
+        for number, out in enumerate(grid.without):
+            for axis, name in out.items():
+                self.named(axis, [name], f"without.{number}")
+        for number, measure in enumerate(grid.measure):
+            self.known(measure, list(MEASURES), f"measure.{number}", "a measure")
+        for measure, node in grid.paper.items():
+            self.known(measure, list(MEASURES), f"paper.{measure}", "a measure")
+            check_paper(node, f"paper.{measure}", list(grid.axes.items()))
+        for number, claim in enumerate(grid.claims):
+            self.check_claim(claim, f"claims.{number}")
+        for number, figure in enumerate(grid.figures):
+            self.check_figure(figure, f"figures.{number}")
+        if not grid.points():
+            self.fail("", "no point is left (only and without leave none)")
+        for (key, cause), (other, by) in combinations(grid.varied(), 2):
+            if cause != by and overlap(key, other):  # one of the two would have no effect
+                self.fail("", f"{other} is set by {cause} and by {by} (expected one of them)")
+
+    def check_unique(self) -> None:
+        """Refuse what is listed twice."""
+        grid = self.grid
+        unique: dict[str, Sequence[object]] = {
+            "seeds": grid.seeds,
+            "tune.values": grid.tune.values if grid.tune else (),
+            "measure": grid.measure,
+            "figures": [f"{figure.y} by {figure.x}" for figure in grid.figures],
+        }
+        for key, items in unique.items():
+            for number, item in enumerate(items):
+                if item in items[:number]:
+                    self.fail(f"{key}.{number}", f"{key}: found {item} twice (expected each once)")
+
+    def check_claim(self, claim: Claim, key: str) -> None:
+        """A claim orders a measure of the grid: two sides that differ, or an axis of several values."""
         for axis, name in (*claim.greater.items(), *claim.less.items()):
-            named(axis, [name], key)
+            self.named(axis, [name], key)
         for axis, names in claim.at.items():
-            named(axis, names, key)
-        check_claim(claim, grid, known, key, places[key])
-    for number, figure in enumerate(grid.figures):
-        check_figure(figure, grid, known, f"figures.{number}", places[f"figures.{number}"])
-    if not grid.points():
-        raise UserError(f"{path}: no point is left (only and without leave none)")
+            self.named(axis, names, key)
+        if not claim.text:
+            self.fail(key, "claims: one has no text")
+        self.known(claim.measure, self.grid.measure, key, "a measure of this grid")
+        ways = (bool(claim.greater and claim.less), claim.rising is not None, claim.falling is not None)
+        if sum(ways) != 1 or bool(claim.greater) != bool(claim.less):
+            self.fail(key, "claims: expected greater: and less:, or rising:, or falling:")
+        if claim.greater and (claim.greater.keys() != claim.less.keys() or claim.greater == claim.less):
+            self.fail(key, f"claims: {claim.text}: expected other values of the same axes in greater: and less:")
+        several = [axis for axis, values in self.grid.axes.items() if len(values) > 1]
+        for axis in filter(None, (claim.rising, claim.falling)):
+            self.known(axis, several, key, "an axis of several values")
 
-
-def check_claim(claim: Claim, grid: Grid, known: Known, key: str, place: str) -> None:
-    """A claim speaks of one measure, and of two sides that differ or of an axis of two values and more."""
-    if not claim.text:
-        raise UserError(f"{place}: claims: one has no text")
-    known(claim.measure, grid.measure, key, "a measure of this grid")
-    ways = (bool(claim.greater and claim.less), claim.rising is not None, claim.falling is not None)
-    if sum(ways) != 1 or bool(claim.greater) != bool(claim.less):
-        raise UserError(f"{place}: claims: expected greater: and less:, or rising:, or falling:")
-    if claim.greater and (claim.greater.keys() != claim.less.keys() or claim.greater == claim.less):
-        raise UserError(f"{place}: claims: {claim.text}: expected other values of the same axes in greater: and less:")
-    several = [axis for axis, values in grid.axes.items() if len(values) > 1]
-    for axis in filter(None, (claim.rising, claim.falling)):
-        known(axis, several, key, "an axis of several values")
-
-
-def check_figure(figure: Figure, grid: Grid, known: Known, key: str, place: str) -> None:
-    """A figure has a measure along y, another or an axis along x, and perhaps another axis for its lines."""
-    known(figure.x, [*grid.axes, *grid.measure], key, "an axis or a measure of this grid")
-    known(figure.y, [name for name in grid.measure if name != figure.x], key, "another measure of this grid")
-    if figure.line is not None:
-        known(figure.line, [axis for axis in grid.axes if axis != figure.x], key, "another axis")
-    if "x" in figure.log and figure.x in grid.axes:
-        raise UserError(f"{place}: figures: found log: x along the axis {figure.x} (expected a measure)")
-
-
-def check_causes(grid: Grid, path: Path) -> None:
-    """Refuse a key that two axes set, or an axis and the seeds or what is tuned: one of them would do nothing."""
-    for (key, cause), (other, by) in combinations(grid.varied(), 2):
-        if cause != by and overlap(key, other):
-            raise UserError(f"{path}: {other} is set by {cause} and by {by} (expected one of them)")
+    def check_figure(self, figure: Figure, key: str) -> None:
+        """A figure has a measure along y, an axis or another measure along x, and perhaps another axis for lines."""
+        grid = self.grid
+        self.known(figure.x, [*grid.axes, *grid.measure], key, "an axis or a measure of this grid")
+        self.known(figure.y, [m for m in grid.measure if m != figure.x], key, "another measure of this grid")
+        if figure.line is not None:
+            self.known(figure.line, [axis for axis in grid.axes if axis != figure.x], key, "another axis")
+        if "x" in figure.log and figure.x in grid.axes:
+            self.fail(key, f"figures: found log: x along the axis {figure.x} (expected a measure)")
 
 
 def overlap(key: str, other: str) -> bool:
@@ -264,24 +284,29 @@ def overlap(key: str, other: str) -> bool:
 
 
 def check_paper(node: Node, key: str, axes: Sequence[tuple[str, Mapping[str, Node]]]) -> None:
-    """Refuse what is no number below all axes, and names that an axis has not."""
+    """Refuse what is no number below all axes, and names that an axis does not have."""
     if node.is_null:
         return
     if not axes:
         number_of(node, key)
         return
-    (axis, names), *rest = axes
-    below = node.value
-    if isinstance(below, list) and len(below) <= len(names):
-        below = dict(zip(names, below, strict=False))
-    if not isinstance(below, dict) or not below.keys() <= names.keys():
-        raise wrong(node, key, f"by {axis}: {', '.join(names)}")
+    (axis, values), *rest = axes
+    below = paper_by_name(node, list(values))
+    if below is None or not below.keys() <= values.keys():
+        raise wrong(node, key, f"by {axis}: {', '.join(values)}")
     for name, child in below.items():
         check_paper(child, f"{key}.{name}", rest)
 
 
+def paper_by_name(node: Node, names: Sequence[str]) -> dict[str, Node] | None:
+    """Paper numbers along one axis by the names of its values; None where the node is no mapping or list of them."""
+    if isinstance(node.value, list) and len(node.value) <= len(names):
+        return dict(zip(names, node.value, strict=False))
+    return node.value if isinstance(node.value, dict) else None
+
+
 def number_of(node: Node, key: str) -> float:
-    """The number that a node stands for; refuses everything else."""
+    """The number that a node stands for; anything else is refused."""
     number = bind(node, float, key, {})
     if not isinstance(number, float):
         raise wrong(node, key, "a number")
@@ -293,18 +318,16 @@ def assignments(tree: Node, prefix: str = "") -> Iterator[str]:
     if isinstance(tree.value, dict):
         for key, child in tree.value.items():
             yield from assignments(child, f"{prefix}.{key}" if prefix else key)
-    elif not prefix:
-        if not tree.is_null:
-            raise UserError(f"{tree.place}: found {tree.shown()} (expected recipe keys and values)")
-    else:
-        yield f"{prefix}={written(tree)}"
+    elif prefix:
+        yield f"{prefix}={override_text(tree)}"
+    elif not tree.is_null:
+        raise UserError(f"{tree.place}: found {tree.shown()} (expected recipe keys and values)")
 
 
-def written(node: Node) -> str:
-    """A scalar or a list as an override has it."""
+def override_text(node: Node) -> str:
+    """A scalar or a list as an override takes it."""
     if isinstance(node.value, list):
-        return f"[{', '.join(written(item) for item in node.value)}]"
+        return f"[{', '.join(override_text(item) for item in node.value)}]"
     if isinstance(node.value, dict):
         raise UserError(f"{node.place}: found a mapping (expected a value)")
-    assert isinstance(node.value, str)
     return quoted_text(node.value) if node.quoted else node.value
