@@ -1,26 +1,35 @@
-"""One table, four ways to write it: for a terminal, for a README, for a spreadsheet, for a program."""
+"""What people see in a terminal: tables (and the same tables for a README, a spreadsheet or a program), warnings,
+progress bars, and streams that may close early.
+
+Results go to standard output, warnings and progress to standard error. rich is imported when something is drawn.
+"""
 
 import csv
 import io
 import json
+import os
 import re
-from collections.abc import Iterable, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import IO, TYPE_CHECKING, Any, Literal, get_args
 
-from pkmlm.errors import printable
+from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress, ProgressColumn, TaskID
 
 Format = Literal["table", "md", "csv", "json"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 MISSING = "-"
-HUGE, SCIENTIFIC = 1e9, "{:.2e}"  # from where on the digits of a float say nothing: counts are integers
+SCIENTIFIC_FROM = 1e9  # larger floats are shown as 2.28e+49; counts are integers and keep their digits
 SHARE, NATS = "{:.1%}", "{:.4f}"  # formats of numbers
-WORD = 16  # characters of a text column that are kept on one line, if they are one word
-BREAK = "\x1f"  # white space, but of no width; no cell has it, for it is not printable
+WORD = 16  # a word of a text column is kept whole up to this many characters
+BREAK = "\x1f"  # marks where a long word may break: white space of no width, and not printable, so that no cell has it
 
 
 @dataclass(frozen=True)
@@ -44,11 +53,12 @@ class Column:
             return MISSING
         if isinstance(value, str):
             return printable(value)
-        return (SCIENTIFIC if isinstance(value, float) and abs(value) >= HUGE else self.format).format(value)
+        is_huge = isinstance(value, float) and abs(value) >= SCIENTIFIC_FROM
+        return ("{:.2e}" if is_huge else self.format).format(value)
 
 
 def breakable(text: str) -> str:
-    """A cell in which long words, names of runs mostly, break after their marks rather than in a number."""
+    """Let long words, mostly names of runs, break after a "-", "_", "/" or "@" rather than within a number."""
     return re.sub(rf"\S{{{WORD + 1},}}", lambda word: re.sub(r"((?<!\de)[-_/@])", rf"\1{BREAK}", word[0]), text)
 
 
@@ -61,13 +71,22 @@ def wrapped(console: "Console", cell: str, width: int, align: Literal["left", "r
 
 
 def number(name: str, format: str = "{:,}") -> Column:
-    """A column of numbers, 1,234 as they come."""
+    """A right-aligned column of numbers, shown as 1,234 by default."""
     return Column(name, "right", format)
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of values (numbers unrounded, None where there is none) below columns."""
+    """A table, as text in four formats.
+
+    The text is fitted to the terminal here because rich.table narrows all columns alike: of tables that fit, it cut
+    words in the middle, or printed lines wider than the terminal.
+
+    Args:
+        title: a line above the table; may be empty.
+        columns: headings and formats.
+        rows: a value for each column: unrounded numbers, text, or None for a missing value.
+    """
 
     title: str
     columns: Sequence[Column]
@@ -77,9 +96,9 @@ class Table:
         """The table as text that ends in a newline.
 
         Args:
-            format: "table" for a terminal, as wide as it (80 characters where there is none): long text wraps, a number
-                is never cut, so that a table of many numbers may be wider; "md" for markdown; "csv" and "json" (a list
-                of objects) keep full precision.
+            format: "table" fits the terminal (80 characters where there is none): long text wraps, numbers are never
+                cut, and a table of many numbers may therefore be wider. "md" is markdown. "csv" and "json" (a list of
+                objects) keep full precision.
         """
         return {"table": self._text, "md": self._markdown, "csv": self._csv, "json": self._json}[format]()
 
@@ -101,8 +120,11 @@ class Table:
         return "\n".join([*([printable(self.title), ""] if self.title else []), *body, ""])
 
     def _widths(self, width: int) -> tuple[list[int], int]:
-        """How wide each column is in a terminal of this width, and how far apart they stand: two characters, or one
-        where they would not fit. What is left goes to what lacks the least: first of the cells, then of the headings.
+        """The widths of the columns in a terminal of `width` characters, and the gap between them: two characters, or
+        one where two would not fit.
+
+        Every column first gets its longest number or word. The rest of the line goes, a character at a time, to the
+        column that needs the fewest more: first to show its cells on one line, then its heading.
         """
         from rich.cells import cell_len
 
@@ -130,7 +152,7 @@ class Table:
         return title + head + rule + "".join(rows)
 
     def _shown(self) -> list[list[str]]:
-        """The headings, and each row, as people read them."""
+        """The headings, then each row, as people read them."""
         rows = [[c.show(v) for c, v in zip(self.columns, row, strict=True)] for row in self.rows]
         return [[printable(column.name) for column in self.columns], *rows]
 
@@ -145,3 +167,143 @@ class Table:
         names = [column.name for column in self.columns]
         rows = [dict(zip(names, row, strict=True)) for row in self.rows]
         return json.dumps(rows, indent=2, allow_nan=False) + "\n"
+
+
+def warn(text: str) -> None:
+    """Print a warning on standard error."""
+    print(f"warning: {printable(text)}", file=sys.stderr)
+
+
+def warn_each(warnings: Iterable[str]) -> None:
+    """Print warnings on standard error, each of them once."""
+    for warning in dict.fromkeys(warnings):
+        warn(warning)
+
+
+def progress_bars(quiet: bool, *columns: "ProgressColumn") -> "Progress":
+    """Progress bars on standard error, each a description, a bar and then `columns`, which disappear at the end.
+
+    Nothing is shown if `quiet`, or if standard error is no terminal.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    console = Console(file=sys.stderr)
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        *columns,
+        console=console,
+        disable=quiet or not console.is_terminal,
+        transient=True,
+    )
+
+
+@contextmanager
+def token_progress(description: str, total: int, quiet: bool) -> Iterator[Callable[..., bool]]:
+    """Show one bar that counts tokens.
+
+    Yields:
+        advance(done, total=None): sets the tokens done so far, and the total if it is known only now; returns True.
+    """
+    from rich.progress import TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    count = TextColumn("{task.completed:,.0f}/{task.total:,.0f} tokens")
+    with progress_bars(quiet, count, TimeElapsedColumn(), TimeRemainingColumn()) as progress:
+        task = progress.add_task(description, total=total)
+
+        def advance(done: int, total: int | None = None) -> bool:
+            progress.update(task, completed=done, total=total)
+            return True
+
+        yield advance
+
+
+class Stopwatch:
+    """Times stages from their first to their last report, and shows a bar for each.
+
+    Args:
+        progress: shows the bars.
+
+    Attributes:
+        seconds: by stage, of those that have reported.
+    """
+
+    def __init__(self, progress: "Progress"):
+        self.progress = progress
+        self.seconds: dict[str, float] = {}
+        self._started: dict[str, tuple[float, TaskID]] = {}
+
+    def __call__(self, stage: str, done: int, total: int | None) -> None:
+        """Report that `done` bytes of a stage are done, of `total` if that is known."""
+        if stage not in self._started:
+            self._started[stage] = time.monotonic(), self.progress.add_task(stage, total=total)
+        start, task = self._started[stage]
+        self.seconds[stage] = time.monotonic() - start
+        self.progress.update(task, completed=done)
+
+
+@contextmanager
+def stopwatch(quiet: bool) -> Iterator[Stopwatch]:
+    """A `Stopwatch` over stages that count bytes."""
+    from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    with progress_bars(quiet, DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as progress:
+        yield Stopwatch(progress)
+
+
+class BestEffortStream:
+    """A text stream that ignores its own write errors: hours of training must not end because nobody reads a log line.
+
+    Args:
+        stream: takes what is written, for as long as it can.
+    """
+
+    def __init__(self, stream: IO[str]):
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self.stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def prepare_streams() -> None:
+    """Make the standard streams safe to use: a closed one becomes the null device (else the next file that is opened
+    would take its number), characters outside the encoding of standard output are escaped, and errors of standard error
+    are ignored.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = BestEffortStream(sys.stderr or open(os.devnull, "w"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def discard_output() -> None:
+    """Send what standard output still buffers to the null device, once its reader has gone or its disk is full."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def read_input() -> str:
+    """All of standard input.
+
+    Raises:
+        UserError: it is not UTF-8.
+    """
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"standard input: not UTF-8 at byte {error.start}") from None

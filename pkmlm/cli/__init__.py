@@ -13,11 +13,14 @@ from typing import Any
 import click
 
 from pkmlm import __version__
-from pkmlm.cli import interrupts, streams
+from pkmlm.cli import interrupts
+from pkmlm.console import discard_output, prepare_streams
 from pkmlm.errors import UserError, printable
 
 # A file that is not or cannot be there: the user has named a wrong one (exit code 2).
 WRONG_NAME = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL)
+# Standard output takes no more: a closed pipe, a full disk.
+OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 COMMANDS = {
     # name: (module in pkmlm.cli, one line for the list of commands)
@@ -136,7 +139,7 @@ def main() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else its stack traces come before our error lines
-    streams.prepare()
+    prepare_streams()
     interrupts.prepare()
     settings: dict[str, bool] = {}
     try:
@@ -191,25 +194,14 @@ def system_refused(error: OSError) -> int:
     if error.filename is not None:
         code = 2 if error.errno in WRONG_NAME else 1
         return print_error(UserError(f"cannot read {str(error.filename)[:300]}: {error.strerror}", exit_code=code))
-    if error.errno == errno.ENOENT and working_directory_is_gone():
-        return print_error(UserError("the working directory is gone", "cd to another one", exit_code=1))
-    if error.errno not in streams.ENDED:
+    if error.errno not in OUTPUT_ERRORS:
         if error.errno is None:
             raise error
         return print_error(UserError(f"the system refused: {error.strerror}", exit_code=1))
-    streams.silence_output()
+    discard_output()
     if error.errno == errno.EPIPE:
         return 0
     return print_error(UserError(f"cannot write to standard output: {error.strerror}", exit_code=1))
-
-
-def working_directory_is_gone() -> bool:
-    """Whether the folder that this process works in has been deleted."""
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        return True
-    return False
 
 
 def print_error(error: UserError) -> int:

@@ -9,7 +9,7 @@ import click
 
 from pkmlm.cli.options import PATH, force_option, format_option
 from pkmlm.cli.outputs import free_folder
-from pkmlm.cli.streams import warn
+from pkmlm.console import warn
 from pkmlm.errors import printable
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import click
 
 from pkmlm.cli.cost_ranks import byte_size, ranks_report
 from pkmlm.cli.options import PATH, json_option, set_option
-from pkmlm.cli.streams import warn
+from pkmlm.console import warn
 from pkmlm.errors import UserError
 
 if TYPE_CHECKING:

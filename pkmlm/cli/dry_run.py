@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pkmlm.cli.streams import warn
+from pkmlm.console import warn
 
 if TYPE_CHECKING:
     from pkmlm.device import DeviceSettings

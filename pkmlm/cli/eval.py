@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pkmlm.cli.options import PATH, force_option, json_option, quiet_option, step_option, text_options
-from pkmlm.cli.streams import warn, warn_each
 from pkmlm.cli.zero_shot import Asked, prepare, score_tasks, warn_of_cuts, write_samples
+from pkmlm.console import warn, warn_each
 from pkmlm.errors import UserError
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def perplexity(
     run: "LoadedRun", documents: "Documents", stride: int | None, quiet: bool, world: "World"
 ) -> dict[str, Any]:
     """The perplexity of documents."""
-    from pkmlm.cli.progress import token_progress
+    from pkmlm.console import token_progress
     from pkmlm.evaluate.perplexity import score
 
     with token_progress("scoring", documents.tokens, quiet or world.rank > 0) as advance:

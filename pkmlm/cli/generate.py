@@ -63,7 +63,7 @@ def command(
       pkmlm generate runs/demo "It was a dark night, and"
       pkmlm generate runs/demo --temperature 0 -n 50 < beginning.txt
     """
-    from pkmlm.cli.streams import read_input
+    from pkmlm.console import read_input
     from pkmlm.evaluate.generate import Sampling, generate, stream_text
     from pkmlm.evaluate.load import load_run
     from pkmlm.recipe.check import require_softmax

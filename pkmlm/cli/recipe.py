@@ -9,8 +9,7 @@ import traceback
 import click
 
 from pkmlm.cli.options import PATH, format_option, set_option
-from pkmlm.cli.streams import warn
-from pkmlm.console import Format
+from pkmlm.console import Format, warn
 from pkmlm.errors import UserError, printable
 
 

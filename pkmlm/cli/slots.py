@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pkmlm.cli.options import PATH, json_option, prompt_argument, quiet_option, step_option, text_options
-from pkmlm.cli.streams import warn_each
+from pkmlm.console import warn_each
 from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def indexed(
 ) -> "tuple[MemoryUsage, Any]":
     """The pass over a text."""
     from pkmlm.analysis.slot_details import index_slots
-    from pkmlm.cli.progress import token_progress
+    from pkmlm.console import token_progress
 
     with token_progress(f"reading {printable(run.name)}", documents.tokens, quiet) as advance:
         (usage,), (strongest,) = index_slots(run, documents, advance, contexts, memory)

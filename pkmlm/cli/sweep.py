@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pkmlm.cli.options import PATH, quiet_option, set_option
-from pkmlm.cli.streams import warn
+from pkmlm.console import warn
 from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ import click
 
 from pkmlm.cli.options import PATH, field_option, given, json_option, quiet_option, separator_option
 from pkmlm.cli.outputs import free_tokens
-from pkmlm.cli.progress import stopwatch
-from pkmlm.cli.streams import warn
+from pkmlm.console import stopwatch, warn
 from pkmlm.environment import usable_cores
 from pkmlm.errors import printable
 

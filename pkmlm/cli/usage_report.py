@@ -10,8 +10,8 @@ import click
 
 from pkmlm.cli.options import PATH, force_option, format_option, quiet_option, text_options
 from pkmlm.cli.outputs import free_file, free_folder
-from pkmlm.cli.streams import warn_each
 from pkmlm.cli.usage_subject import Report, Subject, run_or_export, subject_of
+from pkmlm.console import warn_each
 from pkmlm.environment import launched_processes
 from pkmlm.errors import UserError, printable
 
@@ -173,7 +173,7 @@ def measured(
     """Pass over the text and count; to look into slots, note who reads them as well, and what."""
     from pkmlm.analysis.counters import measure_usage
     from pkmlm.analysis.slot_details import hold, index_slots
-    from pkmlm.cli.progress import token_progress
+    from pkmlm.console import token_progress
     from pkmlm.evaluate.documents import chosen_documents
     from pkmlm.evaluate.load import load_same
 

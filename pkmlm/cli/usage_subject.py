@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pkmlm.cli.streams import warn
+from pkmlm.console import warn
 from pkmlm.errors import UserError
 
 if TYPE_CHECKING:

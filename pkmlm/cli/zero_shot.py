@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pkmlm.cli.outputs import free_file
-from pkmlm.cli.streams import warn
+from pkmlm.console import warn
 from pkmlm.errors import UserError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def score_tasks(
     run: "LoadedRun", prepared: Prepared, asked: Asked, world: "World", quiet: bool
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The part of the record that tells of tasks: "tasks", "average_acc" and "harness"; and the samples."""
-    from pkmlm.cli.progress import token_progress
+    from pkmlm.console import token_progress
     from pkmlm.evaluate.harness import run_tasks, settings
 
     with token_progress("scoring", 0, quiet or world.rank > 0) as advance:

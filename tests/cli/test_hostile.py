@@ -93,16 +93,6 @@ def test_results_are_not_written_through_a_link(copy):
     assert not os.listdir(copy.parent / "victim")
 
 
-def test_a_working_directory_that_is_gone_is_told(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "gone").mkdir()
-    os.chdir(tmp_path / "gone")
-    os.rmdir(tmp_path / "gone")
-    for command in (["eval", "run"], ["compare", "run"], ["doctor"]):
-        said = pkmlm(*command, code=1).stderr
-        assert said == "error: the working directory is gone\nhint: cd to another one\n"
-
-
 def test_no_room_for_temporary_files_is_told(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tempfile.tempdir", None)  # where they go is looked for once, by writing to each candidate
@@ -426,12 +416,6 @@ def test_standard_output_of_another_encoding(tmp_path):
     assert done.stdout.startswith(rb"caf\xe9: 1 runs")
 
 
-def test_standard_output_that_is_closed():
-    words = [sys.executable, "-m", "pkmlm", "recipe", "keys"]
-    done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *words], cwd=ROOT, capture_output=True, timeout=60)
-    assert (done.returncode, done.stderr) == (1, b"error: cannot write to standard output: Bad file descriptor\n")
-
-
 @pytest.mark.parametrize("command", ["eval", "usage-report"])
 def test_an_output_that_takes_nothing_loses_nothing_else(command, copy, tmp_path):
     if command == "eval":
@@ -450,20 +434,6 @@ def test_an_output_that_takes_nothing_loses_nothing_else(command, copy, tmp_path
     assert done.stderr.endswith("error: cannot write to standard output: No space left on device\n")
     assert kept.exists()
     assert all((tmp_path / file).stat().st_size for file in files)
-
-
-def test_standard_input_that_does_not_wait_is_waited_for():
-    """Another process with the same pipe or terminal may have set it so."""
-    reader, writer = os.pipe()
-    os.set_blocking(reader, False)
-    code = "from pkmlm.cli import streams; streams.prepare(); print(repr(streams.read_input()))"
-    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=reader, stdout=subprocess.PIPE) as reading:
-        os.close(reader)
-        for part in (b"one ", b"two"):
-            time.sleep(1)
-            os.write(writer, part)
-        os.close(writer)
-        assert reading.communicate(timeout=60)[0] == b"'one two'\n"
 
 
 def test_training_outlives_its_terminal_and_saves_when_it_hangs_up(begun, tmp_path):

@@ -93,8 +93,7 @@ CHANGES = {"replace", "rename", "renames", "link", "symlink", "unlink", "remove"
 CHANGES |= {"makedirs", "truncate", "ftruncate", "chmod"}
 METHODS = {"mkdir", "unlink", "rmdir", "touch", "write_text", "write_bytes", "symlink_to", "hardlink_to", "chmod"}
 WRITES = {
-    ("cli/streams.py", "open(1, 'w', closefd=False)"),  # the standard streams
-    ("cli/streams.py", "open(2, 'w', closefd=False)"),
+    ("console.py", "open(os.devnull, 'w')"),  # in place of a standard stream that is closed
     ("runs/lock.py", "open(path, 'a+b', buffering=0, opener=no_link)"),  # it holds nothing but a number
     ("train/tensor_files.py", "save_file(tensors, path, metadata)"),  # into a folder that is not there yet
 }
