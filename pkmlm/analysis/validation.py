@@ -30,7 +30,7 @@ def validation(
     """The function that measures `model` on the valid split, as `pkmlm eval --split valid` would (but in the precision
     of training). It returns the numbers of a "valid" event, or None where a stop request cut it short.
 
-    ProcessGroups that train together all call it, and get the same: each group that divides the tables takes its turn at the
+    Ranks that train together all call it, and get the same: each group that divides the tables takes its turn at the
     batches, and none stops before the end.
 
     Raises:
