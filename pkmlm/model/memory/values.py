@@ -1,6 +1,6 @@
 """The rows that a memory reads: values of a key memory, or the tables of a hash layer.
 
-ProcessGroups may divide the columns of a table among them: two collectives are then on its way, with their gradients.
+Ranks may divide the columns of a table among them: two collectives are then on its way, with their gradients.
 
 N: tokens (of this rank); r: reads of a token; K: rows; D: width of the table; d: columns of one rank (D / M); M: ranks
 that divide the columns; A: all their tokens (M * N).
