@@ -1,61 +1,95 @@
-"""What a run is to train, and on what."""
+"""What a run trains, and on what: a recipe, the tokens that it names, and their tokenizer."""
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-from pkmlm.data.corpus import Corpus
+from pkmlm.data.corpus import Corpus, open_tokenizer
 from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.errors import UserError
+from pkmlm.recipe import check
+from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Recipe
 
-if TYPE_CHECKING:  # which imports torch
-    from pkmlm.device import Precision
-
-OFTEN = 20  # passes over the text that are worth a warning
+MANY_EPOCHS = 20  # worth a warning
 
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe, and what it names: its tokens to train on and their tokenizer, which fit it.
+    """A recipe, and the tokens and the tokenizer that it names, which fit it.
 
     Attributes:
         corpus: the train split.
-        doubts: what a person may not have meant by the recipe.
+        warnings: what the user may not have meant by the recipe.
     """
 
     recipe: Recipe
     corpus: Corpus
     tokenizer: Tokenizer
-    doubts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def vocab_size(self) -> int:
         """Rows of the model's embedding: as the recipe says, or one for each token."""
         return self.recipe.model.vocab_size or self.tokenizer.size
 
-    def recipe_in(self, precision: "Precision") -> Recipe:
-        """The recipe in the precision that its "auto" has become, by which memory is counted."""
-        return replace(self.recipe, train=replace(self.recipe.train, precision=precision))
+    @property
+    def epochs(self) -> float:
+        """How often training reads the text, which `Batches` cuts into sequences."""
+        train, context = self.recipe.train, self.recipe.model.context
+        return train.steps * self.recipe.sequences / -(-self.corpus.tokens // context)
 
 
-def passes(recipe: Recipe, corpus: Corpus) -> float:
-    """How often training reads the text, which `Batches` cuts into sequences."""
-    return recipe.train.steps * recipe.sequences / -(-corpus.tokens // recipe.model.context)
+def open_job(recipe_file: str, overrides: Iterable[str], ranks: int, *, verify: bool = False) -> Job:
+    """Read a recipe, open its tokens, and check that they fit together. Nothing here needs torch.
+
+    Args:
+        overrides: KEY=VALUE texts.
+        ranks: how many processes will train.
+        verify: check every byte of the tokens, not only their sizes and index.
+
+    Raises:
+        UserError: the recipe or the tokens are wrong, or do not fit each other or so many processes.
+    """
+    overrides = tuple(overrides)
+    recipe = load_recipe(recipe_file, overrides)
+    folder = recipe.data.dir
+    if folder is None:
+        hint = "add -s data.dir=DIR, a folder that `pkmlm tokenize` wrote"
+        raise UserError(f"{recipe_file}: data.dir is not set", hint)
+    corpus, tokenizer = Corpus(folder, "train"), open_tokenizer(folder)
+    valid = Corpus(folder, "valid") if "valid" in corpus.splits else None
+    if verify:
+        corpus.verify()
+        if valid is not None:
+            valid.verify()
+    if recipe.model.vocab_size is not None and recipe.model.vocab_size < tokenizer.size:
+        raise UserError(
+            f"model.vocab_size: {recipe.model.vocab_size} (expected at least the tokenizer's {tokenizer.size})",
+            "leave it null, or tokenize with a smaller --vocab-size",
+        )
+    check.check_ranks(recipe, ranks, recipe_file)
+    job = Job(recipe, corpus, tokenizer)
+    warnings = check.warnings(recipe, recipe_file, overrides)
+    warnings += many_epochs_warning(job) + no_validation_warning(job)
+    if recipe.parallel.shard and ranks == 1:
+        warnings.append("parallel.shard: without effect in one process")
+    return Job(recipe, corpus, tokenizer, tuple(warnings))
 
 
-def rereading(recipe: Recipe, corpus: Corpus) -> list[str]:
-    """What to warn of, a line each: a text that is so short that training reads it again and again."""
-    steps, context = recipe.train.steps, recipe.model.context
-    times = passes(recipe, corpus)
-    if times <= OFTEN:
+def many_epochs_warning(job: Job) -> list[str]:
+    """A warning where the text is so short that training reads it again and again."""
+    recipe, tokens = job.recipe, job.corpus.tokens
+    if job.epochs <= MANY_EPOCHS:
         return []
-    short = f", less than one sequence (model.context: {context:,})" * (corpus.tokens < context)
-    several = f"{steps:,} steps read" if steps > 1 else "one step reads"
-    return [f"{recipe.data.dir}: train has {corpus.tokens:,} tokens{short}: {several} them {times:,.0f} times"]
+    context = recipe.model.context
+    size = f"{tokens:,} tokens" + (f", less than one sequence (model.context: {context:,})" if tokens < context else "")
+    steps = f"{recipe.train.steps:,} steps read" if recipe.train.steps > 1 else "one step reads"
+    return [f"{recipe.data.dir}: train has {size}: {steps} them {job.epochs:,.0f} times"]
 
 
-def no_validation(recipe: Recipe, corpus: Corpus) -> list[str]:
-    """What to warn of, a line at most: tokens without a split to validate on."""
-    if "valid" in corpus.splits:
+def no_validation_warning(job: Job) -> list[str]:
+    """A warning where the tokens have no split to validate on."""
+    if "valid" in job.corpus.splits:
         return []
-    idle = "" if recipe.eval.patience is None else ", and eval.patience ends nothing"
-    return [f"{recipe.data.dir} has no valid split: there will be no validation and no best checkpoint{idle}"]
+    patience = "" if job.recipe.eval.patience is None else ", and eval.patience has no effect"
+    return [f"{job.recipe.data.dir} has no valid split: there is no validation and no best checkpoint{patience}"]

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,8 +21,7 @@ from pkmlm.errors import UserError, printable
 from pkmlm.recipe.schema import Log
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import open_log, write_errors
-
-Judge = Callable[[dict[str, Any]], list[str]]
+from pkmlm.train.monitor import TrainingMonitor
 
 
 class TrainingLog:
@@ -34,17 +33,24 @@ class TrainingLog:
         steps: the last step, for the bar and the ETA.
         settings: the recipe's `log` section.
         quiet: nothing on standard error but warnings.
-        judge: what to warn of after an event, a line each; None: of nothing.
+        monitor: gives the warnings that an event deserves; None: there are none.
 
     Attributes:
         start: the step of the latest checkpoint, from which a resumed run goes on; or 0.
     """
 
     def __init__(
-        self, folder: Path, name: str, steps: int, settings: Log, *, quiet: bool = False, judge: Judge | None = None
+        self,
+        folder: Path,
+        name: str,
+        steps: int,
+        settings: Log,
+        *,
+        quiet: bool = False,
+        monitor: TrainingMonitor | None = None,
     ):
         self.folder, self.name, self.steps, self.settings, self.quiet = folder, name, steps, settings, quiet
-        self.judge = judge
+        self.monitor = monitor
         self.console = Console(file=sys.stderr, markup=False, emoji=False, highlight=False)  # text as it is
         self.console.soft_wrap = not self.console.is_terminal  # a terminal would break a long line within a word
         self.live = self.console.is_terminal and not quiet
@@ -82,7 +88,7 @@ class TrainingLog:
         scalars = {f"{event}/{name}": number for name, number in numbers.items() if isinstance(number, int | float)}
         for sink in self.sinks:
             sink.write(scalars, step)
-        for text in self.judge(line) if self.judge else ():
+        for text in self.monitor.warnings(line) if self.monitor else ():
             self.warn(step, text)
 
     def sync(self) -> None:

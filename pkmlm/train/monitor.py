@@ -1,4 +1,4 @@
-"""What a person should look at while a run trains: loss spikes, and memories that go out of use."""
+"""The training monitor: warnings of loss spikes and of memories that go out of use; and the history of validations."""
 
 import statistics
 from collections import deque
@@ -16,8 +16,8 @@ DEAD_FOR = 3  # ... in so many validations in a row
 
 @dataclass
 class TrainingMonitor:
-    """Judges the events of a run one by one; all that it knows follows from them, so a resumed run goes on judging
-    as if it had not stopped.
+    """Watches the events of a run. All that it knows follows from them, so a resumed run gets the warnings of one that
+    was not stopped.
     """
 
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -27,14 +27,14 @@ class TrainingMonitor:
 
     @classmethod
     def of(cls, events: list[dict[str, Any]]) -> "TrainingMonitor":
-        """The health of a run with these events."""
-        health = cls()
+        """The monitor of a run with these events."""
+        monitor = cls()
         for event in events:
-            health.warnings(event)
-        return health
+            monitor.warnings(event)
+        return monitor
 
     def warnings(self, event: dict[str, Any]) -> list[str]:
-        """Take the next event into account; what it gives reason to warn of, a line each."""
+        """Take the next event into account, and return warnings."""
         if event["event"] == "train" and isinstance(event.get("loss"), float):
             return self._loss(event["loss"])
         if event["event"] == "valid":
@@ -42,31 +42,33 @@ class TrainingMonitor:
         return []
 
     def _loss(self, loss: float) -> list[str]:
-        told = []
+        warnings = []
         if len(self.losses) >= FEWEST:
             median = statistics.median(self.losses)
             deviation = statistics.median(abs(value - median) for value in self.losses)
             above = loss - median > max(SPIKE * deviation, SPIKE_SHARE * median)
             if above and not self.spiking:
-                told.append(f"loss spike: {loss:.3f}, after a median of {median:.3f} in {len(self.losses)} steps")
+                warnings.append(f"loss spike: {loss:.3f}, after a median of {median:.3f} in {len(self.losses)} steps")
             self.spiking = above
         self.losses.append(loss)
-        return told
+        return warnings
 
     def _usage(self, memory: dict[str, Any]) -> list[str]:
         name, usage, uniform = f"layer {memory['layer']} {memory['name']}", memory["usage"], memory["uniform"]["usage"]
-        told = []
+        warnings = []
         if usage < COLLAPSE * self.highest.get(name, 0.0):
-            told.append(f"{name} goes out of use: {usage:.1%} of its slots are read, after {self.highest[name]:.1%}")
+            warnings.append(
+                f"{name} goes out of use: {usage:.1%} of its slots are read, after {self.highest[name]:.1%}"
+            )
             self.highest[name] = usage  # the next warning is for half of this
         self.highest[name] = max(usage, self.highest.get(name, 0.0))
         self.low[name] = self.low.get(name, 0) + 1 if usage < DEAD * uniform else 0
         if self.low[name] == DEAD_FOR:
-            told.append(
+            warnings.append(
                 f"{name} is hardly used: {usage:.1%} of its slots are read in {DEAD_FOR} validations in a row "
                 f"(uniform reading: {uniform:.1%})"
             )
-        return told
+        return warnings
 
 
 @dataclass

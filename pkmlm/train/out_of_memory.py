@@ -18,9 +18,9 @@ TRIES = 1000  # values of a key: a check of a recipe takes half a millisecond
 OF_A_FORWARD = ("activations", "search")  # parts of `Cost.training` that grow with the micro-batch
 
 
-def out_of_memory(job: Job, precision: Precision, ranks: int) -> UserError:
+def out_of_memory_error(job: Job, precision: Precision, ranks: int) -> UserError:
     """The error that names the key to lower, and to what, for a run of so many ranks; exit code 1."""
-    training = held_in_training(job, precision, ranks)
+    training = training_bytes(job, precision, ranks)
     parts = ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in training.items() if size >= 1e6)
     key, value, lower = what_to_lower(job.recipe, training, ranks)
     return UserError(
@@ -30,9 +30,9 @@ def out_of_memory(job: Job, precision: Precision, ranks: int) -> UserError:
     )
 
 
-def too_large(job: Job, settings: DeviceSettings, ranks: int) -> list[str]:
-    """What to warn of before memory runs out: on Linux that may end a process without a word."""
-    training, free = held_in_training(job, settings.precision, ranks), free_bytes(settings.device)
+def too_large_warning(job: Job, settings: DeviceSettings, ranks: int) -> list[str]:
+    """A warning before memory runs out, which on Linux may end a process without a word."""
+    training, free = training_bytes(job, settings.precision, ranks), free_bytes(settings.device)
     beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if settings.device.type == "cpu" else 1
     if beside * sum(training.values()) <= free:
         return []
@@ -43,9 +43,9 @@ def too_large(job: Job, settings: DeviceSettings, ranks: int) -> list[str]:
     ]
 
 
-def held_in_training(job: Job, precision: Precision, ranks: int) -> dict[str, int]:
-    """Bytes of each part of what one of the ranks holds."""
-    recipe = job.recipe_in(precision)
+def training_bytes(job: Job, precision: Precision, ranks: int) -> dict[str, int]:
+    """Bytes that one rank holds in training, by part, in the precision that "auto" has become."""
+    recipe = replace(job.recipe, train=replace(job.recipe.train, precision=precision))
     return bytes_held(recipe, cost_of(recipe, job.vocab_size), ranks, recipe.parallel.memory)
 
 

@@ -1,26 +1,34 @@
-"""What `pkmlm train` asks of a run that is there already: may it go on, and is there anything left to do?"""
+"""Whether a run that exists may be resumed, and what has changed since it last trained."""
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 from pkmlm.errors import UserError
-from pkmlm.train.provenance import change
+from pkmlm.recipe.dump import flatten, scalar_text
+from pkmlm.recipe.schema import Recipe
+from pkmlm.runs.directory import RunDirectory
+from pkmlm.train.checkpoint import progress_at
+from pkmlm.train.job import Job
 
-if TYPE_CHECKING:
-    from pkmlm.recipe.schema import Recipe
-    from pkmlm.runs.directory import RunDirectory
-    from pkmlm.train.job import Job
+# The keys (or sections) that may change when a run is resumed: how long it trains, on how many ranks, what it measures,
+# keeps and logs. True: a change is reported, for later numbers are not those of an undisturbed run.
+MAY_CHANGE = {
+    "name": False,
+    "data.dir": False,  # its content is compared
+    "train.steps": True,
+    "train.micro_batch": True,
+    "train.recompute": True,
+    "train.init_from": True,
+    "parallel.": True,
+    "eval.tokens": True,
+    "eval.recalibrate": True,
+    "eval.": False,
+    "checkpoint.": False,
+    "log.": False,
+}
 
-# What may change when a run goes on: how long it trains, on how many ranks, what is measured, kept and shown, and what
-# it no longer needs.
-FREE_KEYS = (
-    *("name", "data.dir", "train.steps", "train.micro_batch", "train.recompute", "train.init_from"),
-    *("eval.", "checkpoint.", "log.", "parallel."),
-)
 
-
-def refuse_resume(run: "RunDirectory", resume: str) -> None:
-    """Refuse a run that is not as --resume says."""
+def refuse_resume_option(run: RunDirectory, resume: str) -> None:
+    """Refuse a run that does not fit `--resume`, or whose checkpoints are gone."""
     if resume == "must" and not run.steps():
         raise UserError(f"--resume must: run {run.path} has no checkpoint to resume", "use --resume auto to start it")
     if resume == "never" and run.steps():
@@ -32,32 +40,18 @@ def refuse_resume(run: "RunDirectory", resume: str) -> None:
         raise UserError(message, "choose another -o, or delete that folder to train it anew")
 
 
-def refuse_changes(run: "RunDirectory", recipe: "Recipe") -> None:
-    """Refuse to go on with another recipe, but for keys that do not touch what is trained."""
-    from pkmlm.recipe.dump import flatten, scalar_text
-
-    before, now = flatten(run.recipe()), flatten(recipe)
-    changed = [
-        change(key, scalar_text(before[key]), scalar_text(value))
-        for key, value in now.items()
-        if before[key] != value and not key.startswith(FREE_KEYS)
-    ]
-    if changed:
-        message = f"run {run.path} was started with another recipe: {', '.join(changed)}"
+def refuse_changed_recipe(run: RunDirectory, recipe: Recipe) -> None:
+    """Refuse to resume with another recipe, but for the keys that may change."""
+    fixed = [text for key, text in changed_keys(run.recipe(), recipe).items() if not key.startswith(tuple(MAY_CHANGE))]
+    if fixed:
+        message = f"run {run.path} was started with another recipe: {', '.join(fixed)}"
         raise UserError(message, "train it under another -o")
 
 
-def with_own_start(run: "RunDirectory", recipe: "Recipe") -> "Recipe":
-    """The recipe with the `train.init_from` that the run did start from, which a resume does not change."""
-    return replace(recipe, train=replace(recipe.train, init_from=run.recipe().train.init_from))
-
-
-def refuse_other_data(run: "RunDirectory", job: "Job") -> None:
-    """Refuse to go on with another tokenizer, or on other text to train or to validate on, than the newest checkpoint,
-    which is whole, says. A split for validation may come or go.
+def refuse_other_data(run: RunDirectory, job: Job) -> None:
+    """Refuse to resume with another tokenizer, or on other text to train or to validate on, than the latest checkpoint
+    names, which must be whole. A split for validation may come or go.
     """
-    from pkmlm.train.checkpoint import progress_at
-
     before = progress_at(run.checkpoint(run.steps()[-1])).data
     for name, what in (
         ("tokenizer", "trained with another tokenizer than that of"),
@@ -70,11 +64,61 @@ def refuse_other_data(run: "RunDirectory", job: "Job") -> None:
             raise UserError(f"run {run.path} was {what} {job.recipe.data.dir}: {hashes}", "train under another -o")
 
 
-def ended_already(run: "RunDirectory", recipe: "Recipe") -> bool:
-    """Whether training has finished, or stopped for lack of patience, its last checkpoint is still there, and this
-    recipe asks for no more."""
+def is_complete(run: RunDirectory, recipe: Recipe) -> bool:
+    """Whether training has finished, or patience has ended it, its last checkpoint is there, and the recipe asks for no
+    more.
+    """
     if not run.steps() or run.done() != run.steps()[-1]:
         return False
     before = run.recipe()
-    same = (before.train.steps, before.eval.patience) == (recipe.train.steps, recipe.eval.patience)
-    return same or run.steps()[-1] >= recipe.train.steps
+    unchanged = (before.train.steps, before.eval.patience) == (recipe.train.steps, recipe.eval.patience)
+    return unchanged or run.steps()[-1] >= recipe.train.steps
+
+
+def change_warnings(
+    recipe_before: Recipe, recipe: Recipe, facts_before: dict[str, Any], facts: dict[str, Any]
+) -> list[str]:
+    """A warning that lists what has changed since the run last trained and changes its numbers from here on.
+
+    Args:
+        facts_before, facts: run.json as it was (it may lack keys), and the `provenance` of this process.
+    """
+    changed = []
+    versions = facts_before.get("versions") or {}
+    before = {"torch": versions.get("torch"), "numpy": versions.get("numpy")} | facts_before
+    now = {"torch": facts["versions"]["torch"], "numpy": facts["versions"]["numpy"]} | facts  # numpy orders the data
+    for name in ("torch", "numpy", "device", "precision", "ranks"):
+        if before.get(name) not in (None, now[name]):
+            changed.append(change(name, before[name], now[name]))
+    has_length = bool(recipe.schedules & {"cosine", "linear"})  # other schedules do not depend on train.steps
+    for key, text in changed_keys(recipe_before, recipe).items():
+        reported = next(told for prefix, told in MAY_CHANGE.items() if key.startswith(prefix))
+        if key == "train.init_from":
+            changed.append(f"{text} (ignored: the run has a checkpoint of its own)")
+        elif reported and (has_length or key != "train.steps"):
+            changed.append(text)
+    return [f"resumed with changes, from here on not an undisturbed run: {', '.join(changed)}"] if changed else []
+
+
+def lost_metrics_warning(run: RunDirectory) -> list[str]:
+    """A warning where metrics.jsonl lacks steps that the latest checkpoint has taken."""
+    last = max(run.steps(), default=0)
+    logged = {line["step"] for line in run.metrics() if line["event"] == "train" and 0 < line["step"] <= last}
+    if len(logged) == last:
+        return []
+    effect = "curves have a gap, and the best checkpoint and eval.patience follow from the rest"
+    return [f"metrics.jsonl lacks {last - len(logged):,} of {last:,} steps: {effect}"]
+
+
+def changed_keys(before: Recipe, now: Recipe) -> dict[str, str]:
+    """The keys in which two recipes differ, each with a text that says how."""
+    old = flatten(before)
+    return {
+        key: change(key, scalar_text(old[key]), scalar_text(value))
+        for key, value in flatten(now).items()
+        if value != old[key]
+    }
+
+
+def change(name: str, old: Any, new: Any) -> str:
+    return f"{name} was {old} and is now {new}"

@@ -9,11 +9,11 @@ from typing import Any
 
 # (module, name of a function in it, phase while it runs); the innermost counts.
 TRAINING = (
-    ("pkmlm.cli.train", "begin", "begin"),
-    ("pkmlm.train.init_from", "starting_model", "build"),
+    ("pkmlm.train.run", "begin", "begin"),
+    ("pkmlm.train.run", "build_model", "build"),
     ("pkmlm.train.loop.Training", "_restore", "restore"),
-    ("pkmlm.train.loop.Training", "_take_step", "step"),
-    ("pkmlm.train.loop.Training", "_measure", "validate"),
+    ("pkmlm.train.loop.Training", "_train_step", "step"),
+    ("pkmlm.train.loop.Training", "_validate", "validate"),
     ("pkmlm.train.checkpoint", "write_tensors", "tensors"),
     ("pkmlm.train.checkpoint", "write_json", "manifest"),
     ("pkmlm.train.checkpoint", "verify", "verify"),

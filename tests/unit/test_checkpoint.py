@@ -20,7 +20,6 @@ from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import write_json
 from pkmlm.train import checkpoint
 from pkmlm.train.checkpoint import Progress
-from pkmlm.train.init_from import starting_model
 from pkmlm.train.integrity import verify
 from pkmlm.train.job import Job
 from pkmlm.train.optim import parameter_groups
@@ -62,7 +61,7 @@ def test_a_model_that_is_resumed_is_not_drawn_and_every_number_of_it_is_read(tra
     job = Job(recipe, Corpus(recipe.data.dir, "train"), Tokenizer.load(run.tokenizer_file))
     torch.use_deterministic_algorithms(True)  # what has storage, and nothing more, is NaN
     try:
-        model = starting_model(job, torch.device("cpu"), ProcessGroups(), fresh=False)
+        model = build_model(recipe, job.vocab_size, "cpu", ProcessGroups(), init_weights=False)
     finally:
         torch.use_deterministic_algorithms(False)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}

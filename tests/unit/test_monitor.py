@@ -11,7 +11,7 @@ from pkmlm.recipe.schema import Log
 from pkmlm.train.job import Job
 from pkmlm.train.log import TrainingLog
 from pkmlm.train.monitor import DEAD_FOR, FEWEST, TrainingMonitor
-from pkmlm.train.out_of_memory import too_large, what_to_lower
+from pkmlm.train.out_of_memory import too_large_warning, what_to_lower
 
 
 def train(loss):
@@ -29,41 +29,41 @@ def valid(usage, uniform=1.0):
 
 def test_a_loss_that_falls_with_noise_gives_no_warning():
     draw = random.Random(1)
-    health = TrainingMonitor()
+    monitor = TrainingMonitor()
     for step in range(3000):
-        assert not health.warnings(train(4 + 5 * math.exp(-step / 200) + draw.gauss(0, 0.1)))
-    assert not health.warnings(train(None))  # a skipped step
-    assert not health.warnings(valid(1.0) | {"usage": None})  # as metrics.jsonl may have it
+        assert not monitor.warnings(train(4 + 5 * math.exp(-step / 200) + draw.gauss(0, 0.1)))
+    assert not monitor.warnings(train(None))  # a skipped step
+    assert not monitor.warnings(valid(1.0) | {"usage": None})  # as metrics.jsonl may have it
 
 
 def test_a_spike_is_told_once():
-    health = TrainingMonitor.of([train(4 + 0.01 * (step % 5)) for step in range(FEWEST)])
-    assert health.warnings(train(6.0)) == [f"loss spike: 6.000, after a median of 4.020 in {FEWEST} steps"]
-    assert not health.warnings(train(6.1))
-    assert not health.warnings(train(4.0))
-    assert health.warnings(train(7.0))
+    monitor = TrainingMonitor.of([train(4 + 0.01 * (step % 5)) for step in range(FEWEST)])
+    assert monitor.warnings(train(6.0)) == [f"loss spike: 6.000, after a median of 4.020 in {FEWEST} steps"]
+    assert not monitor.warnings(train(6.1))
+    assert not monitor.warnings(train(4.0))
+    assert monitor.warnings(train(7.0))
     assert not TrainingMonitor.of([train(4.0)] * (FEWEST - 1)).warnings(train(9.0))  # too early to say
     for loss, told in ((4.3, False), (4.5, True)):  # without noise, a tenth
         assert bool(TrainingMonitor.of([train(4.0)] * FEWEST).warnings(train(loss))) == told
 
 
 def test_a_memory_that_goes_out_of_use_is_told_at_each_halving():
-    health = TrainingMonitor()
-    told = [bool(health.warnings(valid(usage))) for usage in (0.5, 0.8, 0.41, 0.39, 0.3, 0.19, 0.18)]
+    monitor = TrainingMonitor()
+    told = [bool(monitor.warnings(valid(usage))) for usage in (0.5, 0.8, 0.41, 0.39, 0.3, 0.19, 0.18)]
     assert told == [False, False, False, True, False, True, False]
-    health = TrainingMonitor.of([valid(0.8)])
-    assert health.warnings(valid(0.3)) == ["layer 3 memory goes out of use: 30.0% of its slots are read, after 80.0%"]
+    monitor = TrainingMonitor.of([valid(0.8)])
+    assert monitor.warnings(valid(0.3)) == ["layer 3 memory goes out of use: 30.0% of its slots are read, after 80.0%"]
 
 
 def test_a_memory_that_was_never_used_is_told_once():
-    health = TrainingMonitor()
-    told = [health.warnings(valid(0.05, 0.9)) for _ in range(DEAD_FOR + 2)]
+    monitor = TrainingMonitor()
+    told = [monitor.warnings(valid(0.05, 0.9)) for _ in range(DEAD_FOR + 2)]
     assert [len(lines) for lines in told] == [0] * (DEAD_FOR - 1) + [1, 0, 0]
     assert "layer 3 memory is hardly used: 5.0%" in told[DEAD_FOR - 1][0]
-    health = TrainingMonitor()
-    assert not any(health.warnings(valid(0.05, 0.1)) for _ in range(9))  # few reads: nothing could use more
-    health = TrainingMonitor.of([valid(0.1, 0.9), *[valid(0.08, 0.9)] * (DEAD_FOR - 1)])
-    assert health.warnings(valid(0.08, 0.9)) == [
+    monitor = TrainingMonitor()
+    assert not any(monitor.warnings(valid(0.05, 0.1)) for _ in range(9))  # few reads: nothing could use more
+    monitor = TrainingMonitor.of([valid(0.1, 0.9), *[valid(0.08, 0.9)] * (DEAD_FOR - 1)])
+    assert monitor.warnings(valid(0.08, 0.9)) == [
         f"layer 3 memory is hardly used: 8.0% of its slots are read in {DEAD_FOR} validations in a row "
         "(uniform reading: 90.0%)"
     ]
@@ -80,8 +80,8 @@ def test_a_resumed_run_goes_on_judging_where_it_was():
 
 
 def test_a_warning_is_an_event_and_a_line_even_when_quiet(tmp_path, capsys):
-    judge = TrainingMonitor.of([train(4.0 + step % 2 / 100) for step in range(30)]).warnings
-    with TrainingLog(tmp_path, "x", 40, Log(), quiet=True, judge=judge) as log:
+    monitor = TrainingMonitor.of([train(4.0 + step % 2 / 100) for step in range(30)])
+    with TrainingLog(tmp_path, "x", 40, Log(), quiet=True, monitor=monitor) as log:
         log.event("train", 31, loss=4.0)
         log.event("train", 32, loss=8.0)
     events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -130,7 +130,7 @@ def test_what_is_to_be_lowered_is_lowered_to_what_a_recipe_may_hold(write_recipe
 def test_ranks_of_one_machine_share_its_memory(write_recipe, tmp_path, tokens, monkeypatch):
     recipe = load_recipe(write_recipe(tmp_path, "dense"))
     job, cpu = Job(recipe, Corpus(tokens, "train"), open_tokenizer(tokens)), select_device("fp32")
-    assert too_large(job, cpu, 2) == []
+    assert too_large_warning(job, cpu, 2) == []
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "9999999")
-    (told,) = too_large(job, cpu, 2)
+    (told,) = too_large_warning(job, cpu, 2)
     assert "MB are free for 9999999: lower model.layers from 2, to 1 say" in told

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pkmlm.analysis.validation import validation
+from pkmlm.data.batches import Batches
 from pkmlm.data.corpus import Corpus, open_tokenizer
 from pkmlm.errors import UserError
 from pkmlm.evaluate.documents import Documents, documents_of_split, documents_of_text, open_split
@@ -18,6 +18,8 @@ from pkmlm.evaluate.perplexity import score, windows
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Model, Recipe, Train
 from pkmlm.signals import StopRequest
+from pkmlm.train.state import TrainState
+from pkmlm.train.validation import validator
 from tests.conftest import pkmlm
 
 
@@ -123,10 +125,11 @@ def test_documents_are_cut_between_characters(tokens, tmp_path):
 @pytest.mark.parametrize("most", [None, 100])
 def test_all_validations_of_a_run_open_its_split_once(trained, monkeypatch, most):
     run, opened = load_run(trained("product-key")), []
+    recipe = replace(run.recipe, eval=replace(run.recipe.eval, tokens=most))
+    state = TrainState(recipe, run.model, Batches.of(Corpus(recipe.data.dir, "train"), recipe), "fp32")
     whole = Corpus.__init__
     monkeypatch.setattr(Corpus, "__init__", lambda *where: opened.append(where) or whole(*where))
-    recipe = replace(run.recipe, eval=replace(run.recipe.eval, tokens=most))
-    validate = validation(recipe, run.model, run.tokenizer, "fp32", print)
+    validate = validator(state, run.tokenizer, print)
     assert validate(StopRequest()) == validate(StopRequest())
     assert len(opened) == 1
 

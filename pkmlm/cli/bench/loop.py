@@ -31,9 +31,9 @@ def command(recipe_file: str, overrides: tuple[str, ...], rounds: int, steps: in
       pkmlm bench loop recipes/demo.yaml -s model.memory.kind=none --json
     """
     from pkmlm.bench.loop import loop_cost
-    from pkmlm.cli.train import open_job
     from pkmlm.console import Column, Table, number
     from pkmlm.device import select_device
+    from pkmlm.train.job import open_job
 
     job = open_job(recipe_file, overrides, ranks=1, verify=False)
     with waiting(quiet) as say:

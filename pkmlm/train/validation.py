@@ -8,37 +8,33 @@ import torch
 from pkmlm.analysis.counters import UsageCounters
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.device import autocast
-from pkmlm.distributed import ProcessGroups
 from pkmlm.evaluate.documents import documents_of_split, open_split
 from pkmlm.evaluate.generate import Sampling, generate, stream_text
 from pkmlm.evaluate.perplexity import score
 from pkmlm.model.transformer import Transformer
-from pkmlm.recipe.schema import Recipe
 from pkmlm.signals import StopRequest
+from pkmlm.train.state import TrainState
 
 SAMPLE_TOKENS = 48
 
 
-def validation(
-    recipe: Recipe,
-    model: Transformer,
-    tokenizer: Tokenizer,
-    precision: str,
-    say: Callable[[str], None],
-    ranks: ProcessGroups | None = None,
+def validator(
+    state: TrainState, tokenizer: Tokenizer, say: Callable[[str], None]
 ) -> Callable[[StopRequest], dict[str, Any] | None]:
-    """The function that measures `model` on the valid split, as `pkmlm eval --split valid` would (but in the precision
-    of training). It returns the numbers of a "valid" event, or None where a stop request cut it short.
+    """The function that measures the model on the valid split, as `pkmlm eval --split valid` would (but in the
+    precision of training). It returns the numbers of a "valid" event, or None where a stop request cut it short.
 
     Ranks that train together all call it, and get the same: each group that divides the tables takes its turn at the
     batches, and none stops before the end.
 
+    Args:
+        say: gets a line with the sample of text that `eval.sample` asks for.
+
     Raises:
         UserError: there is no valid split, it is damaged, or it was made with another tokenizer.
     """
-    ranks = ranks or ProcessGroups()
-    world, alone = ranks.data, ranks.world.size == 1
-    device = next(model.parameters()).device
+    recipe, model, groups = state.recipe, state.model, state.process_groups
+    alone = groups.world.size == 1
     corpus = open_split(recipe.data.dir or "", "valid", tokenizer)
 
     def validate(stop: StopRequest) -> dict[str, Any] | None:
@@ -46,7 +42,7 @@ def validation(
             return None
         model.eval()
         documents = documents_of_split(corpus, tokenizer, recipe.eval.tokens)
-        with UsageCounters(model) as counters, autocast(device, precision):
+        with UsageCounters(model) as counters, autocast(state.device, state.precision):
             result = score(
                 model,
                 documents,
@@ -54,7 +50,7 @@ def validation(
                 batch=recipe.train.micro_batch,
                 watch=counters.only,
                 advance=(lambda tokens: stop.agreed() is None) if alone else None,
-                world=world,
+                world=groups.data,
             )
         if result is None:
             return None
@@ -65,7 +61,7 @@ def validation(
             "token_ppl": result.token_ppl,
             "word_ppl": result.word_ppl,
             "bits_per_byte": result.bits_per_byte,
-            "usage": [memory.brief() for memory in counters.memories(world)],
+            "usage": [memory.brief() for memory in counters.memories(groups.data)],
         }
 
     return validate

@@ -1,0 +1,268 @@
+"""The life of a run: check, lock, fall back, begin, restore, train, end. A dry run goes the same way for one step, and
+writes nothing.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, replace
+
+from pkmlm.console import warn
+from pkmlm.data.batches import Batches
+from pkmlm.device import DeviceSettings, held_bytes, is_out_of_memory, select_device
+from pkmlm.distributed import ProcessGroups, World, build_process_groups, is_network_error
+from pkmlm.errors import UserError, printable
+from pkmlm.model.transformer import Transformer, build_model
+from pkmlm.recipe.schema import Recipe
+from pkmlm.runs.directory import RunDirectory
+from pkmlm.runs.files import remove_file, write_text, writing
+from pkmlm.signals import StopRequest, stop_on_signals
+from pkmlm.train.checkpoint import check_weights
+from pkmlm.train.init_from import check_init_from, load_init_from
+from pkmlm.train.integrity import fall_back
+from pkmlm.train.job import Job, no_validation_warning
+from pkmlm.train.log import RunLog, SilentLog, TrainingLog
+from pkmlm.train.loop import Outcome, Training
+from pkmlm.train.monitor import TrainingMonitor
+from pkmlm.train.out_of_memory import out_of_memory_error, too_large_warning
+from pkmlm.train.plan import plan, print_labelled
+from pkmlm.train.provenance import provenance, with_earlier
+from pkmlm.train.resume import (
+    change_warnings,
+    is_complete,
+    lost_metrics_warning,
+    refuse_changed_recipe,
+    refuse_other_data,
+    refuse_resume_option,
+)
+from pkmlm.train.state import TrainState
+from pkmlm.train.step import train_step
+from pkmlm.train.validation import validator
+
+
+def train(job: Job, output: str, world: World, *, resume: str = "auto", quiet: bool = False) -> int:
+    """Train a job in the run directory `output`, from its latest whole checkpoint if it has one; all ranks call this.
+
+    Args:
+        resume: "auto", "must" (it needs a checkpoint) or "never" (it may have none).
+        quiet: nothing on standard error but warnings.
+
+    Returns:
+        the exit code: 0, or that of the signal on which training stopped with a checkpoint saved.
+
+    Raises:
+        UserError: the run is refused, training diverged, memory or the disk is full, or another rank is lost; once
+            training has begun, run.json says how it ended.
+    """
+    run, lead = RunDirectory(output), world.rank == 0
+    warnings, complete = [], False
+    answer = "stopping after this step (again: at once)" if lead and not quiet else ""
+    with ExitStack() as held, stop_on_signals(world.all_max, answer) as stop:
+        with world.collective_errors():
+            settings = device_settings(job.recipe)
+            if lead:
+                refuse_output(run, resume)  # before anything is written, not even a folder
+                warnings = [] if run.steps() else check_init_from(job)
+                held.enter_context(run.locked())
+                if run.steps():
+                    refuse_changed_recipe(run, job.recipe)
+                    warnings += fall_back(run)
+                    refuse_other_data(run, job)
+                complete = is_complete(run, job.recipe)
+        if world.broadcast(complete):
+            if lead:
+                print(already_complete(run), flush=True)
+            return 0
+        with world.collective_errors():
+            if lead:
+                warnings += begin(run, job, settings, world.size)
+        with noting_failure(run, world), explaining_failure(job, settings, world):
+            outcome = run_training(run, job, settings, warnings, stop, quiet, world)
+        with world.collective_errors():
+            if lead:
+                end(run, outcome)
+    return outcome.exit_code
+
+
+def dry_run(job: Job, output: str | None, world: World, *, resume: str = "auto") -> None:
+    """Print what `train` would do, take the first step in memory, and print how it went; rank 0 prints.
+
+    Raises:
+        UserError: as `train`.
+    """
+    lead = world.rank == 0
+    with world.collective_errors():
+        settings = device_settings(job.recipe)
+        if lead:
+            if output:
+                run = RunDirectory(output)
+                refuse_output(run, resume)
+                if run.steps():
+                    refuse_changed_recipe(run, job.recipe)
+            warnings = [*job.warnings, *check_init_from(job)]
+            print_labelled(plan(job, settings, world.size))
+            for text in [*warnings, *too_large_warning(job, settings, world.size)]:
+                warn(text)
+    with explaining_failure(job, settings, world):
+        groups = build_process_groups(world, job.recipe.parallel.memory)
+        state = build_state(job, initial_model(job, settings, groups), settings, groups)
+        began = time.monotonic()
+        loss = train_step(state, 1).loss
+        seconds = time.monotonic() - began
+    if lead:
+        size, where = held_bytes(settings.device)
+        line = f"first step   loss {loss:.3f}, {seconds:.2f} s (with warm-up), {size / 1e6:,.0f} MB {where}"
+        print_labelled([line])
+
+
+def refuse_output(run: RunDirectory, resume: str) -> None:
+    """Refuse a run directory, which need not exist, in which training may not begin."""
+    refuse_resume_option(run, resume)
+    run.refuse_foreign()
+    run.refuse_orphans()
+
+
+def device_settings(recipe: Recipe) -> DeviceSettings:
+    """The device to train on and the precision there.
+
+    Raises:
+        UserError: the device cannot train in the precision, or `parallel.shard` cannot be combined with it.
+    """
+    settings = select_device(recipe.train.precision)
+    if settings.precision == "fp16" and recipe.parallel.shard:
+        message = f"parallel.shard: found true, with fp16 as the precision ({settings.reason})"
+        raise UserError(f"{message} (expected bf16 or fp32)", "add -s train.precision=fp32")
+    return settings
+
+
+def already_complete(run: RunDirectory) -> str:
+    """What is said of a run that has nothing left to do."""
+    more = "eval.patience" if run.facts().get("status") == "patience" else "train.steps"
+    step = run.steps()[-1]
+    return f"run {printable(str(run.path))} is complete already at step {step}; more {more} would train it longer"
+
+
+def begin(run: RunDirectory, job: Job, settings: DeviceSettings, ranks: int) -> list[str]:
+    """Make the run's folder, clear what an earlier process has left of work that will be done again, and note in
+    run.json that this process trains; return warnings.
+    """
+    recipe, step = job.recipe, max(run.steps(), default=0)
+    facts, warnings = provenance(job, settings, ranks), list(job.warnings)
+    if step:
+        before, recipe_before = run.facts(), run.recipe()
+        warnings = change_warnings(recipe_before, recipe, before, facts)
+        facts = with_earlier(before, facts, step)
+        # The run keeps the `train.init_from` that it did start from.
+        recipe = replace(recipe, train=replace(recipe.train, init_from=recipe_before.train.init_from))
+    remove_file(run.path / "done")  # before the recipe changes, by which `is_complete` knows whether all is done
+    run.create(recipe)
+    run.clean()
+    run.cut_metrics(step)  # before the log opens the file, which this replaces
+    with writing(run.tokenizer_file) as file:
+        file.write(job.tokenizer.model_bytes)
+    if step:
+        warnings += no_validation_warning(job) + lost_metrics_warning(run)
+    hashes = {"data_sha256": job.corpus.sha256, "tokenizer_sha256": job.tokenizer.sha256}
+    run.note(**hashes, **facts, status="running", exit_code=None, seconds=None, rank=None, message=None)
+    return warnings + too_large_warning(job, settings, ranks)
+
+
+def run_training(
+    run: RunDirectory,
+    job: Job,
+    settings: DeviceSettings,
+    warnings: list[str],
+    stop: StopRequest,
+    quiet: bool,
+    world: World,
+) -> Outcome:
+    """Open the log, build the model, restore the latest checkpoint, and train."""
+    recipe = job.recipe
+    groups = build_process_groups(world, recipe.parallel.memory)
+    log: RunLog = SilentLog()
+    with ExitStack() as opened:
+        with world.collective_errors():
+            if world.rank == 0:
+                monitor = TrainingMonitor.of(run.metrics())
+                log = TrainingLog(run.path, recipe.name, recipe.train.steps, recipe.log, quiet=quiet, monitor=monitor)
+                opened.enter_context(log)
+        step = max(world.broadcast(run.steps()), default=0)
+        for text in warnings:
+            log.warn(step, text)
+        doing = f"resuming at step {step}" if step else "training"
+        several = f" with {world.size} processes" if world.size > 1 else ""
+        log.say(f"{doing} in {run.path} on {settings.device}{several}, {settings.precision}: {settings.reason}")
+        with world.collective_errors():
+            if step:  # other shapes than the recipe's are refused before anything of their size is allocated
+                check_weights(run.checkpoint(step), build_model(recipe, job.vocab_size, "meta"))
+                model = build_model(recipe, job.vocab_size, settings.device, groups, init_weights=False)
+            else:
+                model = initial_model(job, settings, groups)
+        if recipe.train.compile:
+            log.say("the first step compiles attention and FFNs, which can take minutes")
+        state = build_state(job, model, settings, groups)
+        validate = validator(state, job.tokenizer, log.say) if "valid" in job.corpus.splits else None
+        return Training(run, state, validate, log, stop).train()
+
+
+def initial_model(job: Job, settings: DeviceSettings, groups: ProcessGroups) -> Transformer:
+    """The model with the weights that training starts from: of `train.init_from`, or drawn from the seed."""
+    from_seed = job.recipe.train.init_from is None
+    model = build_model(job.recipe, job.vocab_size, settings.device, groups, init_weights=from_seed)
+    if not from_seed:
+        load_init_from(job, model)
+    return model
+
+
+def build_state(job: Job, model: Transformer, settings: DeviceSettings, groups: ProcessGroups) -> TrainState:
+    return TrainState(job.recipe, model, Batches.of(job.corpus, job.recipe), settings.precision, groups)
+
+
+def end(run: RunDirectory, outcome: Outcome) -> None:
+    """Note how training ended; where nothing is left to do, the file `done` says so, last of all."""
+    run.note(**asdict(outcome))
+    if outcome.exit_code == 0:
+        run.refuse_replaced()
+        write_text(run.path / "done", f"{outcome.status} at step {outcome.step}\n")
+
+
+@contextmanager
+def explaining_failure(job: Job, settings: DeviceSettings, world: World) -> Iterator[None]:
+    """Where memory runs out, say what to lower; where the network fails, which rank noticed."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise out_of_memory_error(job, settings.precision, world.size) from None
+        if is_network_error(error):
+            raise world.network_error(error) from None
+        raise
+
+
+@contextmanager
+def noting_failure(run: RunDirectory, world: World) -> Iterator[None]:
+    """Note a failure in run.json, by rank 0: its exit code, the step of the last checkpoint, and, where they are known,
+    whose error it was and what it said.
+    """
+
+    def note(status: str, exit_code: int, message: str | None = None) -> None:
+        if world.rank > 0:
+            return
+        facts = {"status": status, "exit_code": exit_code, "rank": world.comm_stats.failed, "message": message}
+        with suppress(UserError):  # no room for that either: the failure itself is what must be told
+            run.note(**facts, step=max(run.steps(), default=0))
+
+    try:
+        yield
+    except UserError as error:
+        note("diverged" if error.exit_code == 3 else "failed", error.exit_code, error.message)
+        raise
+    except KeyboardInterrupt:  # a second signal: the user does not want to wait for a checkpoint
+        note("interrupted", 130)
+        raise
+    except SystemExit as error:  # another rank has told why
+        note("failed", int(error.code or 0))
+        raise
+    except BaseException:
+        note("failed", 1)
+        raise
