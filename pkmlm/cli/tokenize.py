@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 KEPT_BY_JOIN = {"train", "output", "joins", "force", "quiet", "verbose", "as_json"}
 TAKE_ALL = ("--valid", "--test")
-LEARNING = "tokenizer"  # the stage of learning one; the other stages are the splits
 
 
 class TokenizeCommand(click.Command):
@@ -182,6 +181,7 @@ def print_result(
         part: which part was written, of how many; None: the whole.
     """
     from pkmlm.console import Column, Table, number
+    from pkmlm.data.shards import LEARNING
 
     splits: dict[str, dict[str, float]] = {}
     for name, split in index.splits.items():

@@ -225,12 +225,13 @@ class SplitReader:
         self.progress = progress
         self.tally = Tally()
         self.origins: list[Origin] = []
+        self.done = 0
         sizes = [source.size for source in sources]
         self.total = None if None in sizes else sum(size or 0 for size in sizes)
 
     def report(self, more: int = 0) -> None:
-        """Report the bytes of the sources that have been read whole, and `more` of the next."""
-        self.progress(self.stage, sum(origin.bytes for origin in self.origins) + more, self.total)
+        """Report the bytes of the sources that have been read to their end, and `more` of the next one."""
+        self.progress(self.stage, self.done + more, self.total)
 
     def batches(self) -> Iterator[list[Chunk]]:
         """The chunks of all documents that are not empty, about a million characters at a time."""
@@ -247,6 +248,7 @@ class SplitReader:
                         self.report(stream.count)
                         yield batch
                         batch, size = [], 0
+            self.done += stream.count
             self.origins.append(Origin(source.plain_name, stream.count, stream.digest.hexdigest()))
         if batch:
             self.report()

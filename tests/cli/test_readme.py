@@ -24,8 +24,8 @@ def _folder(novels: Path, tmp_path_factory: pytest.TempPathFactory):
     """A working directory with the README's files in it."""
     folder = tmp_path_factory.mktemp("readme")
     (folder / "recipes").symlink_to(ROOT / "recipes")
-    for shown, split in (("my.txt", "train"), ("valid.txt", "valid"), ("test.txt", "test")):
-        (folder / shown).write_bytes((novels / f"{split}.txt").read_bytes())
+    for shown, split in (("my", "train"), ("more", "valid"), ("valid", "valid"), ("test", "test")):
+        (folder / f"{shown}.txt").write_bytes((novels / f"{split}.txt").read_bytes())
     write_rows(folder / "tasks")
     before = Path.cwd()
     os.chdir(folder)

@@ -30,20 +30,18 @@ def test_a_text_of_less_than_one_sequence_is_warned_of(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     count = write(tmp_path, 4)
     assert count < 32
-    told = f"tokens: train has {count} tokens, less than one sequence (model.context: 32): 30 steps read them 60 times"
     dry = pkmlm("train", "a.yaml", "--dry-run")
-    assert dry.stderr == f"warning: {told}\n"
+    (warning,) = dry.stderr.splitlines()
+    assert warning.startswith(f"warning: tokens: train has {count} tokens")
+    assert warning.endswith("60 times")
     assert f" 60.00 epochs of {count}" in " ".join(dry.stdout.split()), "the same count"
-    one = pkmlm("train", "a.yaml", "--dry-run", "-s", "train.steps=1", "-s", "train.batch_tokens=1024")
-    assert one.stderr == f"warning: {told.replace('30 steps read them 60', 'one step reads them 32')}\n"
+    one = pkmlm("train", "a.yaml", "--dry-run", "-s", "train.steps=1", "-s", "train.batch_tokens=1024").stderr
+    assert one.splitlines()[0].endswith("32 times")
     pkmlm("train", "a.yaml", "-o", "run", "-q")
-    warned = [
-        event
-        for event in map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
-        if event["event"] == "warn"
-    ]
-    assert [(event["step"], event["text"]) for event in warned] == [(0, told)]
-    assert f"warning: step 0: {told}" in (tmp_path / "run/train.log").read_text()
+    events = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    warned = [(event["step"], event["text"]) for event in events if event["event"] == "warn"]
+    assert warned == [(0, warning.removeprefix("warning: "))]
+    assert f"warning: step 0: {warned[0][1]}" in (tmp_path / "run/train.log").read_text()
 
 
 @pytest.mark.parametrize(("words", "passes"), [(25, 30), (40, 0)])
@@ -52,5 +50,7 @@ def test_a_text_that_is_read_more_than_twenty_times_is_warned_of(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     count = write(tmp_path, words)
     assert -(-count // 32) == (2 if passes else 3)
-    told = f"warning: tokens: train has {count} tokens: 30 steps read them {passes} times\n"
-    assert pkmlm("train", "a.yaml", "--dry-run").stderr == told * bool(passes)
+    warnings = pkmlm("train", "a.yaml", "--dry-run").stderr.splitlines()
+    assert [f"{count} tokens" in line and line.endswith(f"{passes} times") for line in warnings] == [True] * bool(
+        passes
+    )

@@ -67,22 +67,19 @@ def test_a_chunk_ends_after_the_last_newline_of_the_window():
     assert chunks_of(text)[0] == "a" * 100 + "\n" + "b " * 900 + "\n"
 
 
-def test_a_newline_that_is_the_last_character_of_the_window_ends_the_chunk():
+def test_a_newline_or_single_space_may_be_the_last_character_of_the_window():
     text = "x" * (WINDOW - 1) + "\n" + "y" * 10
     assert chunks_of(text) == ["x" * (WINDOW - 1) + "\n", "y" * 10]
+    text = "a" * (WINDOW - 1) + " " + "b" * 10
+    assert chunks_of(text) == ["a" * (WINDOW - 1), " " + "b" * 10]
+    text = "a b" + "c" * (WINDOW - 4) + "  " + "d" * 10
+    assert chunks_of(text)[0] == "a"
 
 
 def test_without_a_newline_a_chunk_ends_before_the_last_single_space():
     text = "a" * 1000 + " bb  " + "c" * 3000
     assert chunks_of(text)[0] == "a" * 1000
     assert chunks_of(text)[1].startswith(" bb  c")
-
-
-def test_a_single_space_that_is_the_last_character_of_the_window_begins_the_next_chunk():
-    text = "a" * (WINDOW - 1) + " " + "b" * 10
-    assert chunks_of(text) == ["a" * (WINDOW - 1), " " + "b" * 10]
-    text = "a b" + "c" * (WINDOW - 4) + "  " + "d" * 10
-    assert chunks_of(text)[0] == "a"
 
 
 def test_without_newline_and_single_space_a_chunk_fills_the_window():
@@ -106,10 +103,6 @@ def test_chunks_depend_on_the_text_alone(parts, places):
     assert "".join(chunk.text for chunk in chunks) == text
     assert [chunk.ends_document for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     assert all(1 <= len(chunk.text) <= WINDOW for chunk in chunks) or text == ""
-
-
-def test_an_empty_document_is_one_empty_chunk():
-    assert list(cut([("", True), ("a", True)])) == [Chunk("", True), Chunk("a", True)]
 
 
 # Separators
@@ -197,27 +190,17 @@ def zstandard_frames(data):
     return press.compress(data[:7]) + press.compress(data[7:])
 
 
-@pytest.mark.parametrize(("suffix", "press"), [("", bytes), (".gz", gzipped), (".zst", zstandard_frames)])
+@pytest.mark.parametrize(
+    ("suffix", "press"),
+    [("", bytes), (".gz", gzipped), (".zst", zstandard_frames), ("", gzipped), ("", zstandard_frames)],
+)
 def test_nothing_in_a_text_is_changed(tmp_path, suffix, press):
+    """Compression is seen with and without its suffix; what is stored is counted and hashed."""
     path = tmp_path / f"a.txt{suffix}"
-    path.write_bytes(press(TRICKY.encode()))
-    assert documents(path) == [TRICKY]
-
-
-@pytest.mark.parametrize("press", [gzipped, zstandard_frames])
-def test_compression_is_seen_without_a_suffix(tmp_path, press):
-    path = tmp_path / "a.txt"
-    path.write_bytes(press(TRICKY.encode()))
-    assert documents(path) == [TRICKY]
-
-
-@pytest.mark.parametrize("press", [bytes, gzipped, zstandard_frames])
-def test_a_stream_counts_and_hashes_what_is_stored(tmp_path, press):
-    path = tmp_path / "a.txt"
-    path.write_bytes(press(os.urandom(100).hex().encode() * 20_000))
-    with find_sources([str(path)])[0].open() as stream:
-        for _ in read_chunks(stream):
-            pass
+    path.write_bytes(press(TRICKY.encode() * 50_000))
+    (source,) = find_sources([str(path)])
+    with source.open() as stream:
+        assert list(read_documents(stream)) == [TRICKY * 50_000]
     assert stream.count == path.stat().st_size
     assert stream.digest.hexdigest() == hashlib.sha256(path.read_bytes()).hexdigest()
 
@@ -226,28 +209,16 @@ def test_a_stream_counts_and_hashes_what_is_stored(tmp_path, press):
 def test_damaged_compression_is_named(tmp_path, suffix, press):
     whole = press(os.urandom(5000).hex().encode(), 1)
     path = tmp_path / f"a.txt.{suffix}"
-    for data in (whole[:-1], whole[: len(whole) // 2], whole[:3], b"", b"plain text", whole + b"tail"):
+    damages = [whole[:-1], whole[: len(whole) // 2], whole[:3], b"", b"plain text", whole + b"tail"]
+    if suffix == "gz":  # zstd adds no checksum unless it is asked to
+        damages.append(whole[:2000] + bytes([whole[2000] ^ 4]) + whole[2001:])
+    how = zstandard.ZstdCompressionParameters(window_log=28)  # more memory than is reasonable
+    wide = zstandard.ZstdCompressor(compression_params=how).compressobj()
+    damages.append(wide.compress(b"text") + wide.flush())
+    for data in damages:
         path.write_bytes(data)
         with pytest.raises(UserError, match=re.escape(str(path))):
             documents(path)
-
-
-def test_a_flipped_bit_in_gzip_is_found(tmp_path):
-    data = bytearray(gzip.compress(b"some text\n" * 1000))
-    data[len(data) // 2] ^= 4
-    path = tmp_path / "a.txt.gz"
-    path.write_bytes(data)
-    with pytest.raises(UserError, match="damaged"):
-        documents(path)
-
-
-def test_a_window_that_needs_much_memory_is_no_damage(tmp_path):
-    how = zstandard.ZstdCompressionParameters(window_log=28)
-    press = zstandard.ZstdCompressor(compression_params=how).compressobj()
-    (tmp_path / "a.txt.zst").write_bytes(press.compress(b"text") + press.flush())
-    with pytest.raises(UserError, match=r"a\.txt\.zst: compressed with a window of more than 128 MiB") as caught:
-        documents(tmp_path / "a.txt.zst")
-    assert caught.value.hint == "decompress it first: zstd -d --long=31"
 
 
 def test_a_decompression_bomb_comes_in_bounded_blocks(tmp_path):
@@ -258,26 +229,6 @@ def test_a_decompression_bomb_comes_in_bounded_blocks(tmp_path):
         sizes = [len(block) for block in stream.blocks()]
     assert sum(sizes) == 150 << 20
     assert max(sizes) <= 40 << 20
-
-
-def test_a_long_line_is_read_in_little_memory(tmp_path):
-    path = tmp_path / "a.txt"
-    with open(path, "wb") as file:
-        for _ in range(50):
-            file.write(b"a word and " * 100_000)
-    program = (
-        "import resource, sys; from pkmlm.data.sources import find_sources\n"
-        "from pkmlm.data.text import read_chunks\n"
-        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; before = peak()\n"
-        "with find_sources([sys.argv[1]])[0].open() as s: print(sum(len(c.text) for c in read_chunks(s)))\n"
-        "print(peak() - before)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True, timeout=300
-    )
-    characters, grown = map(int, done.stdout.split())
-    assert characters == 55_000_000
-    assert grown * (1 if sys.platform == "darwin" else 1024) < 25 << 20
 
 
 # UTF-8
@@ -351,12 +302,6 @@ def test_null_is_an_empty_document(tmp_path):
             assert list(read_chunks(stream)) == [(text or "", True) for text in rows], "the null is counted as empty"
     write_parquet(tmp_path / "none.parquet", [None, None])
     assert documents(tmp_path / "none.parquet") == []
-
-
-def test_another_field_is_read_by_name(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "no", "body": "yes"}\n')
-    assert documents(path, field="body") == ["yes"]
 
 
 def test_a_line_of_json_that_is_too_long_is_refused(tmp_path):
@@ -488,20 +433,3 @@ def test_what_cannot_be_read_is_refused_at_once(tmp_path, name, message):
     (tmp_path / "what.gz").write_bytes(gzip.compress(b"x"))
     with pytest.raises(UserError, match=message):
         find_sources([str(tmp_path / name)])
-
-
-def test_hints_hold_for_files_of_any_name(tmp_path):
-    """A folder may hold .py as well as .txt, and only tokenize has --format."""
-    (tmp_path / "a.py").write_text("x")
-    with pytest.raises(UserError) as refused:
-        find_sources([f"{tmp_path}/"], "txt")
-    assert refused.value.hint == f"name its files: '{tmp_path}/*'"
-    assert len(find_sources([f"{tmp_path}/*"], "txt")) == 1
-    with pytest.raises(UserError) as refused:
-        find_sources([f"{tmp_path}/a.py"])
-    assert "give text as standard input" in refused.value.hint
-
-
-def test_a_format_can_be_given(tmp_path):
-    (tmp_path / "what.doc").write_text("x")
-    assert documents(tmp_path / "what.doc", format="txt") == ["x"]

@@ -180,11 +180,6 @@ def test_a_model_that_loses_something_is_refused(changes, message):
         Tokenizer(model, "my.model")
 
 
-def test_a_lossy_model_is_told_by_the_first_text_it_loses():
-    with pytest.raises(UserError, match=r"' a\\n\\n b ' does not come back"):
-        Tokenizer(learnt(remove_extra_whitespaces=True))
-
-
 def test_a_model_without_a_symbol_for_newlines_is_taken(tmp_path):
     (tmp_path / "foreign.model").write_bytes(learnt(user_defined_symbols=[]))
     foreign = Tokenizer.load(tmp_path / "foreign.model")
