@@ -13,7 +13,7 @@ from pkmlm.data.batches import Batch, Batches
 from pkmlm.device import default_device, free_bytes
 from pkmlm.errors import UserError
 from pkmlm.model.attention import Cache
-from pkmlm.model.cost import cost_of
+from pkmlm.cost import cost_of
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.check import check_recipe
 from pkmlm.recipe.schema import Hash, Memory, Model, Recipe

@@ -132,12 +132,12 @@ def refuse_missing_devices(devices: list[str]) -> None:
 
 def with_costs(grid: "Grid", cells: "Cells") -> "Results":
     """Results without a run yet: what arithmetic says of every point."""
-    from pkmlm.cli.cost import vocabulary
+    from pkmlm.cost_tables import vocab_size_of
     from pkmlm.sweep.measures import facts_of_cost
     from pkmlm.sweep.results import Results
 
     recipes = {point: cells.tuning(point)[0].recipe for point in grid.points()}
-    return Results(grid, cells, {p: facts_of_cost(recipe, vocabulary(recipe)) for p, recipe in recipes.items()})
+    return Results(grid, cells, {p: facts_of_cost(recipe, vocab_size_of(recipe)) for p, recipe in recipes.items()})
 
 
 def tell_doubts(cells: "Cells") -> None:

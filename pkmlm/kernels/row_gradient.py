@@ -112,3 +112,19 @@ class RowGradient:
         x_ND, segments = self.joined()
         sums_UD = backend.of(x_ND).segment_sum(x_ND, segments) * self.scale
         return sums_UD.new_zeros(self.rows, x_ND.shape[1]).index_copy_(0, segments.rows_U, sums_UD)
+
+
+def exchange_bytes(tokens: int, reads: int, rows: int, width: int, number: int = 4, *, ranks: int) -> tuple[int, int]:
+    """Bytes that each of `ranks` ranks sends for the gradient of one table: if reads travel, and if sums of rows do.
+
+    Ranks send what is less.
+
+    Args:
+        tokens: of one rank in a step (of its group of ranks, where these divide the columns).
+        reads: of a token.
+        rows, width: of the table; the columns of one rank.
+        number: bytes of a number of the output's gradient.
+    """
+    by_reads = (ranks - 1) * tokens * (8 * reads + number * width)
+    by_rows = 2 * (ranks - 1) * rows * (4 * width + 1) // ranks
+    return by_reads, by_rows

@@ -1,6 +1,6 @@
 """The loss of a model's head, from hidden states: no logits of all tokens ever exist.
 
-N: tokens; D: model width; V: vocabulary; C: tokens at a time.
+N: tokens; D: model width; V: vocabulary; C: tokens of a chunk.
 """
 
 from typing import Any
@@ -11,11 +11,19 @@ from torch.autograd.function import once_differentiable
 
 from pkmlm.device import at_least_fp32
 from pkmlm.kernels.matmul import matmul_nt, matmul_tn
-from pkmlm.model.training_memory import tokens_at_a_time
+
+# Logits at a time, by device: 8 MB in fp32 stay in a CPU's cache; a GPU wants few large calls (512 MB, not measured).
+LOGITS = {"cpu": 1 << 21, "cuda": 1 << 27}
+LEAST_TOKENS = 512  # fewer at a time, and adding up the head's gradient would show
+
+
+def tokens_of_chunk(device: str, vocab_size: int) -> int:
+    """Tokens whose logits the loss holds at a time, on a kind of device."""
+    return max(LEAST_TOKENS, LOGITS[device] // vocab_size)
 
 
 class _SummedLoss(torch.autograd.Function):
-    """Both gradients are computed beside the loss, while a piece's logits are there."""
+    """Both gradients are computed beside the loss, while a chunk's logits are there."""
 
     @staticmethod
     def forward(
@@ -25,15 +33,15 @@ class _SummedLoss(torch.autograd.Function):
         total = at_least_fp32(h_ND.new_zeros(()))
         h_grad = torch.empty_like(h_ND) if ctx.needs_input_grad[0] else None
         weight_grad = torch.zeros_like(weight_VD) if ctx.needs_input_grad[1] else None
-        step = tokens_at_a_time(h_ND.device.type, len(weight_VD))
-        for start in range(0, len(h_ND), step):
-            piece = slice(start, start + step)
-            h_CD = h_ND[piece].to(dtype)
-            loss, slope_CV = loss_and_slope(matmul_nt(h_CD, read_VD), targets_N[piece], scale)
+        size = tokens_of_chunk(h_ND.device.type, len(weight_VD))
+        for start in range(0, len(h_ND), size):
+            chunk = slice(start, start + size)
+            h_CD = h_ND[chunk].to(dtype)
+            loss, slope_CV = loss_and_slope(matmul_nt(h_CD, read_VD), targets_N[chunk], scale)
             total = total + loss
             slope_CV = slope_CV.to(dtype)
             if h_grad is not None:
-                h_grad[piece] = matmul_nt(slope_CV, read_VD.t())
+                h_grad[chunk] = matmul_nt(slope_CV, read_VD.t())
             if weight_grad is not None:
                 weight_grad += matmul_tn(slope_CV, h_CD)
         ctx.save_for_backward(h_grad, weight_grad)

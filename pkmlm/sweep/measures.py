@@ -99,7 +99,7 @@ def facts_of_cost(recipe: Recipe, vocab_size: int) -> dict[str, Any]:
     """What `pkmlm cost` says of a recipe, for the measures: parameters, operations and parameters read for a token,
     and operations and memory, over a whole sequence, of the block that holds most (the first of equals).
     """
-    from pkmlm.model.cost import cost_of
+    from pkmlm.cost import cost_of
 
     cost = cost_of(recipe, vocab_size)
     block = max(cost.blocks, key=lambda block: block.memory)

@@ -8,8 +8,8 @@ from typing import Any
 
 from pkmlm.device import DeviceSettings, Precision, free_bytes
 from pkmlm.errors import UserError
-from pkmlm.model.cost import cost_of
-from pkmlm.model.ranks_cost import bytes_held
+from pkmlm.cost import cost_of
+from pkmlm.cost import bytes_held
 from pkmlm.recipe.check import check_ranks, check_recipe
 from pkmlm.recipe.schema import Recipe
 from pkmlm.train.job import Job

@@ -5,7 +5,7 @@ from shutil import get_terminal_size
 from textwrap import fill
 
 from pkmlm.device import DeviceSettings
-from pkmlm.model.cost import cost_of
+from pkmlm.cost import cost_of
 from pkmlm.train.job import Job
 from pkmlm.train.out_of_memory import training_bytes
 

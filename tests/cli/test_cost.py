@@ -1,10 +1,7 @@
 """`pkmlm cost` as a user runs it."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -105,19 +102,6 @@ def test_numbers_that_no_layer_has_are_refused() -> None:
         said = pkmlm("cost", "--hash-layer", *arguments, code=2).stderr
         assert "is not in the range 1<=x<=1099511627776" in said
     assert pkmlm("cost", "--hash-layer", "16", most, most, "--tokens", most).stderr == ""
-
-
-def test_cost_needs_no_torch() -> None:
-    program = (
-        "import sys; sys.argv = ['pkmlm', 'cost', sys.argv[1]]\n"
-        "from pkmlm.cli import main\n"
-        "try: main()\n"
-        "finally: assert 'torch' not in sys.modules"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", program, str(TINY)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_several_ranks_side_by_side() -> None:

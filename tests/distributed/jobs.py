@@ -19,11 +19,11 @@ from pkmlm.distributed import ProcessGroups, World, build_process_groups, init_d
 from pkmlm.environment import TIMEOUT
 from pkmlm.errors import UserError
 from pkmlm.kernels.row_gradient import RowGradient
-from pkmlm.model.cost import cost_of
+from pkmlm.cost import cost_of
 from pkmlm.model.init import initialise
 from pkmlm.model.memory.query import QueryBatchNorm
 from pkmlm.model.memory.values import Values
-from pkmlm.model.ranks_cost import bytes_sent as bytes_sent_by_cost
+from pkmlm.cost import bytes_sent as bytes_sent_by_cost
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Hash, Memory, Model, Optim, Parallel, Recipe, Train, ValuesOptim
 from pkmlm.train import checkpoint

@@ -1,5 +1,6 @@
 """Costs: the papers' numbers to the printed digit, and the built model's own count."""
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -7,14 +8,24 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from pkmlm.model.attention_cost import attention_flops
-from pkmlm.model.block_cost import hash_layer_cost
-from pkmlm.model.cost import Cost, cost_of
-from pkmlm.model.training_memory import row_gradient_bytes
+from pkmlm.cost import (
+    Cost,
+    attention_flops,
+    bytes_held,
+    bytes_sent,
+    cost_of,
+    divisions,
+    hash_layer_cost,
+    most_keys,
+    rank_cost,
+    row_gradient_bytes,
+)
+from pkmlm.kernels.row_gradient import exchange_bytes
+from pkmlm.model.init import initialise
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.check import check_recipe
 from pkmlm.recipe.load import load_recipe
-from pkmlm.recipe.schema import AttentionOptions, Hash, Memory, Model, Recipe, Train
+from pkmlm.recipe.schema import AttentionOptions, Hash, Memory, Model, Parallel, Recipe, Train
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 GIGA, MEGA = 1e9, 1e6
@@ -60,13 +71,13 @@ def test_table_1_of_memoryformer(name: str) -> None:
 def test_table_3_of_memoryformer() -> None:
     rows = {(4, 128, 512): (2.1, 0.14), (8, 64, 512): (16.8, 0.07), (10, 51, 512): (53.5, 0.05)}
     for (bits, tables, width), (megabytes, giga) in rows.items():  # the last prints 0.06 G for 0.054
-        layer = hash_layer_cost(bits, tables, width, tokens=2048)
-        assert (round(2 * layer.memory / MEGA, 1), round(layer.flops / GIGA, 2)) == (megabytes, giga)
-    assert f"{hash_layer_cost(10, 51, 512, 2048).flops / GIGA:.4f}" == "0.0545"
+        parameters, flops = hash_layer_cost(bits, tables, width, tokens=2048)
+        assert (round(2 * parameters / MEGA, 1), round(flops / GIGA, 2)) == (megabytes, giga)
+    assert f"{hash_layer_cost(10, 51, 512, 2048)[1] / GIGA:.4f}" == "0.0545"
 
 
 def test_table_5_of_memoryformer() -> None:
-    qkv = hash_layer_cost(8, 64, 3 * 512, 2048).memory
+    qkv, _ = hash_layer_cost(8, 64, 3 * 512, 2048)
     for extra, megabytes in ((0, 33.6), (1, 52.4), (2, 88.1), (3, 157.3)):
         cost = preset("memoryformer/tiny.yaml", f"model.hash.extra_bits={extra}")
         block = cost.as_json()["block"][0]
@@ -237,6 +248,38 @@ def test_attention_costs_what_its_products_do(attention: str, context: int) -> N
     assert counted.get_total_flops() / 2 == 4 * context * 32 * 32 + attention_flops(model)
 
 
+@pytest.mark.parametrize("query", ["linear", "mlp"])
+@pytest.mark.parametrize("kind", ["product-key", "flat-key"])
+def test_memories_cost_what_their_products_do(kind: str, query: str) -> None:
+    """torch counts the query map and the scores of all keys; the weighted sum of values is no operation of torch's."""
+    memory = Memory(kind=kind, layers=("1",), num_keys=8, heads=2, topk=4, key_dim=6, query=query)
+    recipe = Recipe(model=Model(dim=16, layers=1, heads=2, context=10, memory=memory))
+    layer = build_model(recipe, 30).blocks[0].parts["memory"]
+    with torch.no_grad(), FlopCounterMode(display=False) as counted:
+        layer(torch.randn(1, 10, 16))
+    attention, values = 4 * 16 * 16, 2 * 4 * 16
+    block = cost_of(recipe, 30).blocks[0]
+    assert counted.get_total_flops() / 2 == block.flops_without_attention - 10 * (attention + values)
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": False, "ffn_dim": 20, "residual": "parallel"}])
+def test_a_dense_model_costs_what_its_products_do(changes: dict[str, object]) -> None:
+    recipe = Recipe(model=Model(**{"dim": 16, "layers": 2, "heads": 2, "context": 10, **changes}))
+    with FlopCounterMode(display=False) as counted:
+        build_model(recipe, 30, "meta")(torch.zeros(1, 10, dtype=torch.int64, device="meta"))
+    assert counted.get_total_flops() / 2 == 10 * cost_of(recipe, 30).flops_per_token
+
+
+@pytest.mark.parametrize(("bits", "extra"), [(4, 0), (4, 2)])
+def test_hash_layers_cost_what_the_papers_formula_says(bits: int, extra: int) -> None:
+    model = Model(dim=32, layers=1, heads=4, context=10, projections="hash", hash=Hash(bits=bits, extra_bits=extra))
+    wide = 8 * (bits + extra)
+    layers = [hash_layer_cost(*each, 10) for each in ((bits, 8, 96), (bits, 8, wide), (bits + extra, 8, 32))]
+    block = cost_of(Recipe(model=model), 30).blocks[0]
+    assert block.memory == sum(parameters for parameters, _ in layers)
+    assert block.flops_without_attention == sum(flops for _, flops in layers)
+
+
 def test_memory_to_train_by_hand() -> None:
     recipe = key_memory_model()
     cost = cost_of(recipe, vocab_size=30)
@@ -257,7 +300,7 @@ def test_memory_to_train_by_hand() -> None:
     # One pass of 20 tokens, and twice the values: the sums of their 64 rows, and what turns into sums.
     assert many.training["gradients"] == 4 * cost.dense + 20 * (2 * 4 * 40 + 4 * 16) + 2 * 4 * 64 * 16
     # Of a rank that holds half of the columns: two ranks' tokens.
-    assert row_gradient_bytes(many.blocks[1].parts[-1], 4000, 20, 2) == 2 * 20 * (2 * 4 * 40 + 4 * 8) + 2 * 4 * 64 * 8
+    assert row_gradient_bytes(many.blocks[1].tables[0], 4000, 20, 2) == 2 * 20 * (2 * 4 * 40 + 4 * 8) + 2 * 4 * 64 * 8
 
 
 def saved_bytes(recipe: Recipe, vocab_size: int) -> int:
@@ -295,3 +338,132 @@ def test_the_estimate_of_activations_is_near_what_autograd_keeps(changes: dict[s
     recipe = Recipe(model=model, train=Train(batch_tokens=4 * model.context, micro_batch=4, precision="fp32"))
     estimate = cost_of(recipe, vocab_size=64).training["activations"]
     assert estimate == pytest.approx(saved_bytes(recipe, 64), rel=0.1)
+
+
+# What ranks need and send, by hand. (What the engine sends: tests/distributed/test_cost.py.)
+KEYS = Memory(kind="product-key", layers=("2",), num_keys=1024, heads=4, topk=32, key_dim=128, query_norm="layer")
+# A memory of 2^20 slots, 512 wide; 8,192 tokens a step; 4 * 32 reads of a token.
+MILLION = Recipe(model=Model(dim=512, layers=2, heads=8, memory=KEYS), train=Train(batch_tokens=8192, micro_batch=4))
+HASHED = Recipe(
+    model=Model(dim=64, layers=1, heads=4, context=64, projections="hash", hash=Hash(bits=8, extra_bits=2)),
+    train=Train(batch_tokens=512, micro_batch=1),
+)
+
+
+def test_a_million_slots_of_512_by_hand() -> None:
+    cost = cost_of(MILLION, 1000)
+    alone, halves = (bytes_sent(MILLION, cost, 2, memory) for memory in (1, 2))
+    assert alone == {
+        "dense": 4 * cost.dense,
+        "reads": 0,
+        "gradients": 4096 * (128 * 8 + 512 * 4),  # one other rank; slots and weights of reads, gradients of outputs
+        "statistics": 0,
+    }
+    # 4,096 tokens: slots, weights and their gradients; outputs and their gradients, half of which stay.
+    assert halves["reads"] == 4096 * (128 * 12 + 2 * 256 * 4)
+    assert halves["gradients"] == 0
+    dense_values = 2**20 * 512 * 4
+    assert halves["reads"] < 0.05 * dense_values
+    assert alone["gradients"] < 0.05 * dense_values
+
+
+def test_small_tables_are_summed_and_large_ones_told_read_by_read() -> None:
+    assert exchange_bytes(100, 8, rows=10, width=4, ranks=4) == (3 * 100 * (64 + 16), 2 * 3 * 10 * 17 // 4)
+    cost = cost_of(HASHED, 100)
+    sent = bytes_sent(HASHED, cost, 4, 1)
+    # qkv: 8 tables of 256 rows, 192 wide, 8 reads; ffn1: 80 wide; ffn2: 8 tables of 1,024 rows, 64 wide; 128 tokens
+    reads = [3 * 128 * (8 * 8 + 4 * width) for width in (192, 80, 64)]
+    rows = [2 * 3 * 8 * size * (4 * width + 1) // 4 for size, width in ((256, 192), (256, 80), (1024, 64))]
+    assert sent["gradients"] == sum(map(min, zip(reads, rows, strict=True)))
+    few = replace(HASHED, train=Train(batch_tokens=64 * 512, micro_batch=1))
+    assert bytes_sent(few, cost_of(few, 100), 4, 1)["gradients"] == sum(rows)
+
+
+def test_batch_statistics_grow_with_forwards_not_with_tokens() -> None:
+    batch = replace(MILLION, model=replace(MILLION.model, memory=replace(KEYS, query_norm="batch")))
+    cost = cost_of(batch, 1000)
+    features = 4 * 128
+    assert bytes_sent(batch, cost, 2, 1)["statistics"] == 2 * (2 * features * 4 + 2 * features * 4)  # two forwards
+
+
+def test_memory_is_divided_and_reads_are_held_by_all() -> None:
+    cost = cost_of(MILLION, 1000)
+    assert bytes_held(MILLION, cost, 2, 1) == cost.training
+    halves = bytes_held(MILLION, cost, 2, 2)
+    values = 2**20 * 512
+    assert cost.training["weights"] - halves["weights"] == 4 * values // 2
+    assert cost.training["moments"] - halves["moments"] == 8 * values // 2
+    assert cost.training["gradients"] - halves["gradients"] == 8192 * 256 * 4
+    assert halves["activations"] - cost.training["activations"] == 4 * 512 * 128 * 12
+    half = replace(MILLION, train=replace(MILLION.train, precision="bf16"))
+    copied = cost_of(half, 1000)
+    assert copied.training["weights"] - cost.training["weights"] == 2 * (cost.dense + values)
+    assert copied.training["weights"] - bytes_held(half, copied, 2, 2)["weights"] == 6 * values // 2
+
+
+def test_dense_parameters_are_divided_too() -> None:
+    shard = replace(MILLION, parallel=Parallel(shard=True))
+    cost = cost_of(shard, 1000)
+    keys, blocks = 4 * 128 * 1024, sum(block.dense for block in cost.blocks)
+    inside, outside = blocks - keys, 1000 * 512 + 512 * 512 + 2 * 512  # outside: embedding, positions, last norm
+    assert cost.dense == blocks + outside
+    whole, parts = (bytes_held(recipe, cost, 4, 2) for recipe in (MILLION, shard))
+    away = inside + outside - (inside + outside) // 4
+    assert whole["moments"] - parts["moments"] == 8 * away
+    assert whole["gradients"] - parts["gradients"] == 4 * away
+    largest = max(block.dense for block in cost.blocks)
+    assert whole["weights"] - parts["weights"] == 4 * away - 4 * (outside + 2 * largest)
+    assert bytes_held(shard, cost, 1, 1) == cost.training, "one rank has none to divide with"
+    sent = bytes_sent(shard, cost, 2, 1)  # two forwards
+    assert sent["dense"] == 2 * (3 * inside + 2 * outside) * 4 // 2 + 2 * keys * 4 // 2
+
+
+def test_recomputation_keeps_the_inputs_of_blocks_and_one_block() -> None:
+    cost = cost_of(MILLION, 1000)
+    less = cost_of(replace(MILLION, train=replace(MILLION.train, recompute=True)), 1000)
+    tokens, saved = 4 * 512, [block.saved for block in cost.blocks]
+    assert cost.training["activations"] == tokens * 4 * (3 * 512 + sum(saved))
+    assert less.training["activations"] == tokens * 4 * (3 * 512 + 2 * 512 + max(saved))
+
+
+def test_recomputation_repeats_all_but_the_last_table_of_each_block() -> None:
+    """Block 2 ends with a memory: its last hash table is repeated, the last one of block 1, its like, is not."""
+    model = replace(HASHED.model, layers=2, memory=replace(KEYS, num_keys=16, layers=("2+",), topk=4))
+    recipe = replace(HASHED, model=model, train=replace(HASHED.train, recompute=True))
+    cost = cost_of(recipe, 100)
+    last = 2 * model.dim
+    outputs = 3 * sum(table.width for table in cost.tables) - last  # sent, as gradients, and again
+    slots = sum(20 * table.reads for table in cost.tables)
+    assert bytes_sent(recipe, cost, 2, 2)["reads"] == 256 * (slots + 4 * outputs // 2)
+
+
+def test_every_division_that_is_possible() -> None:
+    assert divisions(cost_of(MILLION, 1000), 12) == [1, 2, 4]
+    assert divisions(cost_of(HASHED, 100), 32) == [1, 2, 4, 8, 16]  # 192, 80 and 64 columns
+    dense = Recipe(model=Model(dim=64, layers=1, heads=4))
+    assert divisions(cost_of(dense, 100), 8) == [1]
+
+
+@pytest.mark.parametrize("memory", [1, 4])
+@pytest.mark.parametrize("limit", [10**9, 40 * 10**9])
+def test_the_largest_memory_fits_and_the_next_does_not(memory: int, limit: int) -> None:
+    num_keys = most_keys(MILLION, 1000, 4, memory, limit)
+
+    def needed(keys: int) -> int:
+        recipe = replace(MILLION, model=replace(MILLION.model, memory=replace(KEYS, num_keys=keys)))
+        return rank_cost(recipe, cost_of(recipe, 1000), 4, memory).bytes
+
+    assert needed(num_keys) <= limit < needed(num_keys + 1)
+
+
+def test_no_memory_fits_or_there_is_none() -> None:
+    assert most_keys(MILLION, 1000, 1, 1, 10**6) == 0
+    assert most_keys(HASHED, 100, 1, 1, 10**9) is None
+    assert most_keys(MILLION, 1000, 8, 8, 10**18) == 46340  # slots are told in 31 bits
+
+
+def test_a_recipe_in_half_precision_sends_half_of_its_outputs() -> None:
+    half = replace(MILLION, train=replace(MILLION.train, precision="bf16"))
+    full, less = (bytes_sent(recipe, cost_of(recipe, 1000), 2, 2)["reads"] for recipe in (MILLION, half))
+    assert full - less == 4096 * 2 * 256 * 2
+

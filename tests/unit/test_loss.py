@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pkmlm.model import training_memory
+from pkmlm.model import loss as loss_module
 from pkmlm.model.loss import summed_loss
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 3e-2}
@@ -14,8 +14,8 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 3e-2}
 @pytest.fixture(params=[1, 7, 64, 512])
 def at_a_time(request, monkeypatch):
     """Tokens of a piece: alone, with a remainder, without one, all."""
-    monkeypatch.setattr(training_memory, "LEAST_TOKENS", request.param)
-    monkeypatch.setattr(training_memory, "LOGITS", {"cpu": 1})
+    monkeypatch.setattr(loss_module, "LEAST_TOKENS", request.param)
+    monkeypatch.setattr(loss_module, "LOGITS", {"cpu": 1})
     return request.param
 
 

@@ -14,7 +14,7 @@ from pkmlm.environment import SIZE, TIMEOUT, collective_timeout, launched_proces
 from pkmlm.errors import UserError
 from pkmlm.model import init
 from pkmlm.model.memory.values import gathered_reads, returned
-from pkmlm.model.ranks_cost import exchange_bytes
+from pkmlm.kernels.row_gradient import exchange_bytes
 from pkmlm.recipe.check import check_ranks, check_recipe
 from pkmlm.recipe.schema import Hash, Memory, Model, Parallel, Recipe, Train
 from pkmlm.train import exchange

@@ -34,7 +34,7 @@ slots_option = click.option(
 def chosen_models(recipe: "Recipe", num_keys: tuple[int, ...], kinds: tuple[str, ...] | None) -> "list[Variant]":
     """The models of a recipe; without `--only` all that it can be."""
     from pkmlm.bench.models import variants
-    from pkmlm.cli.cost import vocabulary
+    from pkmlm.cost_tables import vocab_size_of
 
     if kinds is None:
         possible = {
@@ -44,7 +44,7 @@ def chosen_models(recipe: "Recipe", num_keys: tuple[int, ...], kinds: tuple[str,
         kinds = tuple(kind for kind in MODELS if possible.get(kind, True))
     if num_keys and "memory" not in kinds:
         raise UserError("--slots: no model here has a memory", "leave it out")
-    return variants(recipe, vocabulary(recipe), num_keys, kinds)
+    return variants(recipe, vocab_size_of(recipe), num_keys, kinds)
 
 
 def reading_table(models: "Sequence[Variant]", seconds: Sequence[float], bandwidth: float) -> "Table":

@@ -1,0 +1,485 @@
+"""What a recipe costs: parameters, operations, bytes read, memory to train, and bytes that ranks send.
+
+Blocks are built on the meta device, without storage, and their modules are counted. Operations are multiply-adds, each
+counted once, of a forward over one sequence of s = model.context tokens: the products with weights, keys, values and
+table rows, and attention's own (`attention_flops`). Left out, all small beside these: norms, activations, softmax, the
+top-k and the sums of candidate scores, biases, residual sums, the embedding look-up.
+
+s: tokens of a sequence; d: model width; W: ranks; M: those that divide the columns of each table (`parallel.memory`);
+G = W / M: ranks that hold the same columns; t: tokens of a rank in a step; r: reads of a token.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from pkmlm.kernels.ops import HEADS, SCORES
+from pkmlm.kernels.row_gradient import exchange_bytes
+from pkmlm.model.attention import Attention
+from pkmlm.model.efficient_attention import CHUNK
+from pkmlm.model.loss import tokens_of_chunk
+from pkmlm.model.memory.base import SparseMemory, memories
+from pkmlm.model.transformer import FFN, Transformer, build_block
+from pkmlm.recipe.check import MAX_PARAMETERS, MAX_SLOTS, memory_layers
+from pkmlm.recipe.schema import Model, Recipe
+
+
+@dataclass(frozen=True)
+class TableCost:
+    """A table of rows: the values of a memory, or the hash tables of a layer.
+
+    Attributes:
+        name: of the layer that reads it: "memory", "qkv", "ffn1" or "ffn2".
+        rows, width: its shape.
+        reads: rows that one token reads.
+    """
+
+    name: str
+    rows: int
+    width: int
+    reads: int
+
+    @property
+    def parameters(self) -> int:
+        return self.rows * self.width
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """One layer as built.
+
+    Attributes:
+        layer: counted from 1.
+        parts: what it is made of, in order: "attention" or "qkv", "ffn" or "ffn1" and "ffn2", "memory".
+        dense: parameters that are not in tables.
+        keys: those of them that are keys of memories, which `parallel.shard` leaves whole on each rank.
+        tables: in the order in which the block reads them.
+        flops_without_attention: of its maps, keys and tables, over one sequence.
+        attention_flops: of attention's own products, over one sequence.
+        paper_flops: what MemoryFormer's block formula gives without attention; None where it does not apply.
+        saved: numbers kept for the backward, for one token (an estimate).
+        scores: scores that a memory's search makes for one query of one head.
+    """
+
+    layer: int
+    parts: tuple[str, ...]
+    dense: int
+    keys: int
+    tables: tuple[TableCost, ...]
+    flops_without_attention: int
+    attention_flops: int
+    paper_flops: int | None
+    saved: int
+    scores: int
+
+    @property
+    def memory(self) -> int:
+        """Parameters of its tables."""
+        return sum(table.parameters for table in self.tables)
+
+    @property
+    def read(self) -> int:
+        """Parameters of its tables that one token reads."""
+        return sum(table.reads * table.width for table in self.tables)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of a model.
+
+    Attributes:
+        dense: parameters that are not values of memories or hash tables; the embeddings are among them.
+        memory: parameters of values and tables.
+        read_per_token: parameters that the forward of one token reads: its rows of values and tables, and all dense
+            ones but the rows of the input embedding and of learned positions that belong to others. (A tied embedding
+            is read whole, as the head.)
+        flops_per_token: blocks and head, averaged over a full sequence.
+        entry_bytes: bytes an entry of values and tables, for table_bytes and gather_bytes_per_token.
+        training: bytes by what they hold, see `training_bytes`.
+    """
+
+    dense: int
+    memory: int
+    read_per_token: int
+    blocks: tuple[BlockCost, ...]
+    flops_per_token: int
+    entry_bytes: int
+    training: dict[str, int]
+
+    @property
+    def gather_bytes_per_token(self) -> int:
+        return sum(block.read for block in self.blocks) * self.entry_bytes
+
+    @property
+    def tables(self) -> list[TableCost]:
+        """The tables of all blocks."""
+        return [table for block in self.blocks for table in block.tables]
+
+    def as_json(self) -> dict[str, Any]:
+        """The shape of `pkmlm cost --json`."""
+        blocks = []
+        for block in self.blocks:
+            own, paper = block.flops_without_attention, block.paper_flops
+            blocks.append(
+                {
+                    "layer": block.layer,
+                    "flops": own + block.attention_flops,
+                    "flops_without_attention": own,
+                    "table_bytes": block.memory * self.entry_bytes,
+                    "paper": None
+                    if paper is None
+                    else {"flops": paper + block.attention_flops, "flops_without_attention": paper},
+                }
+            )
+        return {
+            "parameters": {"dense": self.dense, "memory": self.memory, "read_per_token": self.read_per_token},
+            "block": blocks,
+            "flops_per_token": self.flops_per_token,
+            "gather_bytes_per_token": self.gather_bytes_per_token,
+            "entry_bytes": self.entry_bytes,
+            "training_bytes": {**self.training, "total": sum(self.training.values())},
+        }
+
+
+def cost_of(recipe: Recipe, vocab_size: int, entry_bytes: int = 2) -> Cost:
+    """The cost of a recipe's model.
+
+    Args:
+        recipe: a checked recipe.
+        vocab_size: rows of the embedding (`model.vocab_size` may be null).
+        entry_bytes: bytes an entry of values and tables: 2 as the papers count (fp16), 4 for fp32.
+    """
+    model = recipe.model
+    placements = memory_layers(model)
+    built: dict[bool | None, BlockCost] = {}  # by where the memory stands, if there is one: such blocks are equal
+    blocks = []
+    for layer in range(1, model.layers + 1):
+        placement = placements.get(layer)
+        if placement not in built:
+            built[placement] = count_block(recipe, layer)
+        blocks.append(replace(built[placement], layer=layer))
+    with torch.device("meta"):
+        outside = Transformer(model, vocab_size, [])
+    dense = sum(parameter.numel() for parameter in outside.parameters()) + sum(block.dense for block in blocks)
+    unread = (model.context - 1) * model.dim if outside.positions is not None else 0
+    if outside.untied_head is not None:
+        unread += (vocab_size - 1) * model.dim
+    flops = sum(block.flops_without_attention + block.attention_flops for block in blocks)
+    return Cost(
+        dense=dense,
+        memory=sum(block.memory for block in blocks),
+        read_per_token=dense - unread + sum(block.read for block in blocks),
+        blocks=tuple(blocks),
+        flops_per_token=flops // model.context + vocab_size * model.dim,
+        entry_bytes=entry_bytes,
+        training=training_bytes(recipe, dense, blocks, vocab_size),
+    )
+
+
+def count_block(recipe: Recipe, layer: int) -> BlockCost:
+    """Build a block on the meta device, and count what its modules hold and do.
+
+    Multiply-adds of a token are those of its linear maps, one for each weight, and what its memories state.
+    """
+    model, s, d = recipe.model, recipe.model.context, recipe.model.dim
+    with torch.device("meta"):
+        block = build_block(recipe, layer, micro_batches=1)
+    found = memories(block)
+    maps = sum(module.weight.numel() for module in block.modules() if isinstance(module, nn.Linear))
+    tables = [TableCost(each.tap.name, each.tap.slots, each.values.width, each.reads) for each in found]
+    parts: list[str] = []
+    for name, part in (("attention", block.attention), *block.parts.items()):
+        parts += [memory.tap.name for memory in memories(part)] or [name]
+    hashed = model.projections == "hash"
+    paper = None
+    if "memory" not in block.parts and model.attention == "softmax" and (hashed or model.ffn_dim in (None, 4 * d)):
+        paper = 6 * s * d * d // model.hash.bits if hashed else 12 * s * d * d
+    return BlockCost(
+        layer=layer,
+        parts=tuple(parts),
+        dense=sum(parameter.numel() for parameter in block.parameters()) - sum(table.parameters for table in tables),
+        keys=sum(parameter.numel() for memory in found for parameter in memory.parameters(recurse=False)),
+        tables=tuple(tables),
+        flops_without_attention=s * (maps + sum(memory.flops_per_token() for memory in found)),
+        attention_flops=attention_flops(model),
+        paper_flops=paper,
+        saved=saved_per_token(block, model),
+        scores=max((memory.scores_per_query() for memory in found), default=0),
+    )
+
+
+def saved_per_token(module: nn.Module, model: Model) -> int:
+    """Numbers that autograd keeps of one token for the backward of a module: inputs and outputs of norms, both sides of
+    an FFN's activation, and what attention and memories keep. Dropout is left out."""
+    if isinstance(module, SparseMemory):
+        return module.saved_per_token()
+    if isinstance(module, nn.LayerNorm):
+        return 2 * module.normalized_shape[0]
+    if isinstance(module, FFN):
+        return 2 * module.up.out_features
+    own = attention_saved(model) if isinstance(module, Attention) else 0
+    return own + sum(saved_per_token(child, model) for child in module.children())
+
+
+def hash_layer_cost(bits: int, tables: int, width: int, tokens: int) -> tuple[int, int]:
+    """Parameters and operations of one Memory Layer (MemoryFormer, sec. 2.3), which need not fit any model.
+
+    Args:
+        bits: of a bucket code (tau): a table has 2^bits rows.
+        tables: how many (K); the layer's input is bits * tables wide.
+        width: of the output (h), and so of a row.
+        tokens: of the sequence (s).
+    """
+    return tables * 2**bits * width, tokens * (bits + width) * tables
+
+
+def attention_flops(model: Model) -> int:
+    """Multiply-adds of attention over one sequence, its maps left out; not halved for causality, as MemoryFormer counts.
+
+    softmax: scores and weighted sums, 2 s^2 d.
+    linformer: both over the own block of c and the K rows of all blocks but the last, 2 s (K + c) d; and these rows.
+    cosformer, performer: the weights within chunks of C = 64, h s C (M + e + 1), and the running sum, written and read
+    once a chunk, 2 h (s - C) M (e + 1); the one beside e is the sum of the weights. Performer's features: 2 s M d.
+    (h heads, e wide, of M features each.)
+
+    MemoryFormer's table 2 prints totals of one block (s = 2,048, d = 1,024, h = 16) and no settings. Without attention
+    the block has 12 s d^2 = 25.77 G, which leaves 0.28 to 0.38 G for Linformer (26.1), 4.18 to 4.28 G for cosFormer
+    (30.0) and 0.88 to 0.98 G for Performer (26.7). Counted as their papers define them, not causally: Linformer
+    4 s k d, so that k would be 34 to 45 (at the paper's k = 256 the block would have 27.9 G); Performer 4 s M d,
+    M = 105 to 116 (256: 27.9 G); cosFormer 4 s e d = 0.54 G (26.3 G), while one head as wide as the model, without the
+    split into cosine and sine, would need 2 s d^2 = 4.29 G, 30.06 in all. The causal forms also pay for what is near.
+    """
+    s, d, options = model.context, model.dim, model.attention_options
+    if model.attention == "softmax":
+        return 2 * s * s * d
+    if model.attention == "linformer":
+        blocks, size = -(-s // options.block), options.block
+        rows = (blocks - 1) * options.rank
+        return 2 * blocks * size * (rows + size) * d + 2 * size * rows * d
+    chunk, features, width = min(CHUNK, s), attention_features(model), d // model.heads + 1
+    tokens = -(-s // chunk) * chunk
+    maps = 2 * s * features * d if model.attention == "performer" else 0
+    return maps + model.heads * (tokens * chunk * (features + width) + 2 * (tokens - chunk) * features * width)
+
+
+def attention_saved(model: Model) -> int:
+    """Numbers that attention keeps for the backward, for one token (an estimate).
+
+    Queries, keys, values and the output; with rotary positions copies of queries and keys, and their parts. softmax:
+    no scores. linformer: the keys and values that a block sees. cosformer, performer: for each head features, weights
+    within the chunk, and of all but the last chunk the sums and what they were made of.
+    """
+    d, options = model.dim, model.attention_options
+    saved = 4 * d + (3 * d if model.positions == "rotary" else 0)
+    if model.attention == "softmax":
+        return saved
+    if model.attention == "linformer":
+        rows = (-(-model.context // options.block) - 1) * options.rank
+        return saved + d + 2 * d * (rows + options.block) // options.block
+    chunk, features, width = min(CHUNK, model.context), attention_features(model), d // model.heads
+    count = -(-model.context // chunk)
+    near = 6 * features + width + 3 * chunk if model.attention == "performer" else 2 * features + width + 2 * chunk
+    far = (2 * features + width + features * width // chunk) * (count - 1) // count
+    return saved + model.heads * (near + far)
+
+
+def attention_features(model: Model) -> int:
+    """Features of a head: the Performer's as the recipe says, cosFormer's a cosine and a sine of each entry."""
+    return model.attention_options.features if model.attention == "performer" else 2 * (model.dim // model.heads)
+
+
+def training_bytes(recipe: Recipe, dense: int, blocks: list[BlockCost], vocab_size: int) -> dict[str, int]:
+    """An estimate of the memory that training takes in one process, by what holds it.
+
+    weights, gradients, moments: fp32, 4 + 4 + 8 bytes a parameter under Adam, and 2 for the copy that a GPU reads in
+    bf16 and fp16; for values and hash tables `row_gradient_bytes` in place of a gradient.
+    activations: what maps, norms, attention and memories keep of one micro-batch for the backward, without dropout
+    (with `train.recompute`: each block's input, and one block whole); 2 bytes a number in bf16 and fp16, otherwise 4;
+    SDPA is taken to keep no s^2 scores.
+    logits: those that exist at a time, as they come and in fp32, and what the head's gradient takes before it is one.
+    search: the scores of keys that exist at a time.
+    Of both, what a CPU takes; a GPU holds up to 1.1 GB of logits and 0.13 GB of scores.
+    Left out: the allocator's slack, the framework itself and the data.
+
+    Args:
+        recipe: a precision of "auto", which only a device resolves, is taken as fp32, here and below.
+        dense: parameters that are not in tables.
+        blocks: of `cost_of`.
+        vocab_size: rows of the embedding.
+    """
+    model, train = recipe.model, recipe.train
+    tables = [table for block in blocks for table in block.tables]
+    parameters = dense + sum(table.parameters for table in tables)
+    tokens = train.micro_batch * model.context
+    saved = [block.saved for block in blocks]
+    in_blocks = len(blocks) * model.dim + max(saved) if train.recompute else sum(saved)
+    scores = max(block.scores for block in blocks)
+    return {
+        "weights": weight_bytes(recipe) * parameters,
+        "gradients": 4 * dense + sum(row_gradient_bytes(table, train.batch_tokens, tokens) for table in tables),
+        "moments": 8 * parameters,
+        "activations": tokens * (3 * model.dim + in_blocks) * (2 if in_half_precision(recipe) else 4),
+        "logits": 8 * vocab_size * (min(tokens, tokens_of_chunk("cpu", vocab_size)) + model.dim),
+        "search": 4 * min(SCORES["cpu"], tokens * HEADS["cpu"] * scores),
+    }
+
+
+def in_half_precision(recipe: Recipe) -> bool:
+    """Whether forwards compute in bf16 or fp16."""
+    return recipe.train.precision in ("bf16", "fp16")
+
+
+def weight_bytes(recipe: Recipe) -> int:
+    """Bytes of a weight in fp32, and of its copy in half precision, if training has one."""
+    return 6 if in_half_precision(recipe) else 4
+
+
+def row_gradient_bytes(table: TableCost, tokens: int, micro_batch_tokens: int, table_ranks: int = 1) -> int:
+    """Bytes of the gradient of a table of rows until the update (`pkmlm.kernels.row_gradient`).
+
+    For each read its slot and weight, twice while they are sorted, and for each token the gradient of the output: of
+    all tokens of a step, or, where that is less, of one backward pass beside sums of rows, and as much again while
+    reads turn into sums.
+
+    Args:
+        tokens: of a step.
+        micro_batch_tokens: of one backward pass.
+        table_ranks: those that divide the table's columns; the tokens of all of them read it in a pass.
+    """
+    token_bytes = 40 * table.reads + 4 * table.width // table_ranks
+    sums = 8 * table.parameters // table_ranks
+    return min(tokens * token_bytes, sums + table_ranks * micro_batch_tokens * token_bytes)
+
+
+@dataclass(frozen=True)
+class RankCost:
+    """One rank's share.
+
+    Attributes:
+        memory: M, the ranks that divide each table.
+        training: bytes by what they hold, as `Cost.training`.
+        sent: bytes that it sends in a step, by what they carry; see `bytes_sent`.
+    """
+
+    memory: int
+    training: dict[str, int]
+    sent: dict[str, int]
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.training.values())
+
+
+def rank_cost(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> RankCost:
+    """The cost of one of `ranks` ranks, of which `table_ranks` divide each table.
+
+    Args:
+        cost: `cost_of` the recipe.
+    """
+    held = bytes_held(recipe, cost, ranks, table_ranks)
+    return RankCost(table_ranks, held, bytes_sent(recipe, cost, ranks, table_ranks))
+
+
+def divisions(cost: Cost, ranks: int) -> list[int]:
+    """Every M that is possible on so many ranks: it divides them, and the width of each table."""
+    common = math.gcd(ranks, *(table.width for table in cost.tables)) if cost.tables else 1
+    return [each for each in range(1, common + 1) if common % each == 0]
+
+
+def shardable(cost: Cost) -> tuple[int, int]:
+    """The dense parameters that `parallel.shard` divides among all ranks: those of blocks, and the others."""
+    in_blocks = sum(block.dense for block in cost.blocks)
+    return in_blocks - sum(block.keys for block in cost.blocks), cost.dense - in_blocks
+
+
+def bytes_held(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> dict[str, int]:
+    """`Cost.training` for a rank that holds one of `table_ranks` parts of the tables' columns.
+
+    Each rank keeps the reads of the global batch, and of the gradient of their outputs its own columns; in a forward it
+    also holds the slots and weights that it reads for the others. With `parallel.shard` it holds its part of the dense
+    parameters, and whole ones of two blocks and of what is outside of blocks.
+    """
+    elsewhere = cost.memory - cost.memory // table_ranks
+    tokens = recipe.train.micro_batch * recipe.model.context
+    held = dict(cost.training)
+    held["weights"] -= weight_bytes(recipe) * elsewhere
+    held["moments"] -= 8 * elsewhere
+    for table in cost.tables:
+        held["gradients"] -= row_gradient_bytes(table, recipe.train.batch_tokens, tokens)
+        held["gradients"] += row_gradient_bytes(table, recipe.train.batch_tokens, tokens, table_ranks)
+    held["activations"] += tokens * (table_ranks - 1) * sum(table.reads for table in cost.tables) * 12
+    if recipe.parallel.shard and ranks > 1:
+        in_blocks, outside = shardable(cost)
+        others = in_blocks + outside - (in_blocks + outside) // ranks
+        held["weights"] += 4 * (outside + 2 * max(block.dense for block in cost.blocks))
+        held["weights"] -= weight_bytes(recipe) * others
+        held["gradients"] -= 4 * others
+        held["moments"] -= 8 * others
+    return held
+
+
+def bytes_sent(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> dict[str, int]:
+    """Bytes that each rank sends in a step, as the usual ring and pairwise algorithms send them.
+
+    dense: 2 (W - 1) / W of the dense gradients, in fp32: an all-reduce. With `parallel.shard`, in each forward and
+    backward, (W - 1) / W of the parameters of blocks twice, of the others once, and of all gradients once.
+    reads: slots and weights to the M - 1 others that hold columns, outputs back, and both gradients the other way:
+    t (12 r (M - 1) + 2 D (M - 1) / M numbers), D being the table's width. With `train.recompute`, the former two a
+    second time, but for the last outputs of a block.
+    gradients: of tables, among the G ranks of the same columns: (G - 1) M t (8 r + D / M numbers) where the reads
+    themselves travel, or 2 (G - 1) / G of the rows' sums in fp32 (and a flag each), whichever is less.
+    statistics: of batch-normalised queries, in each forward: two moments to all others, two sums back.
+    Numbers are those of the outputs: 2 bytes in bf16 and fp16 (on a GPU), else 4. Left out: some 100 bytes a step for
+    loss, norms and stop requests, and what validation and checkpoints take.
+    """
+    train, memory = recipe.train, recipe.model.memory
+    tokens, groups = train.batch_tokens // ranks, ranks // table_ranks
+    number = 2 if in_half_precision(recipe) else 4
+    reads = gradients = 0
+    for block in cost.blocks:
+        for table in block.tables:
+            # Recomputation stops at the last activation that a backward needs: before the block's last output.
+            passes = 2 if train.recompute and table is not block.tables[-1] else 1
+            outputs = (1 + passes) * table.width * number // table_ranks
+            reads += tokens * (table_ranks - 1) * ((20 if train.recompute else 12) * table.reads + outputs)
+            columns = table.width // table_ranks
+            gradients += min(
+                exchange_bytes(table_ranks * tokens, table.reads, table.rows, columns, number, ranks=groups)
+            )
+    in_blocks, outside = shardable(cost) if recipe.parallel.shard else (0, 0)
+    fetched = recipe.micro_batches(ranks) * (3 * in_blocks + 2 * outside)
+    statistics = 0
+    if memory.query_norm == "batch":
+        features = 2 * 4 * memory.heads * memory.key_dim
+        passes = 2 if train.recompute else 1
+        forward = passes * (ranks - 1) * features + 2 * (ranks - 1) * features // ranks
+        statistics = len(memory_layers(recipe.model)) * recipe.micro_batches(ranks) * forward
+    return {
+        "dense": 4 * (ranks - 1) * (2 * (cost.dense - in_blocks - outside) + fetched) // ranks,
+        "reads": reads,
+        "gradients": gradients,
+        "statistics": statistics,
+    }
+
+
+def most_keys(recipe: Recipe, vocab_size: int, ranks: int, table_ranks: int, device_bytes: int) -> int | None:
+    """The largest `model.memory.num_keys` with which a rank's training fits into so many bytes; 0: none does.
+
+    None: the recipe has no memory of keys and values.
+    """
+    if recipe.model.memory.kind == "none":
+        return None
+
+    def fits(num_keys: int) -> bool:
+        sized = replace(recipe.model.memory, num_keys=num_keys, topk=min(recipe.model.memory.topk, num_keys))
+        larger = replace(recipe, model=replace(recipe.model, memory=sized))
+        return sum(bytes_held(larger, cost_of(larger, vocab_size), ranks, table_ranks).values()) <= device_bytes
+
+    low, high = 0, math.isqrt(min(MAX_SLOTS, MAX_PARAMETERS // recipe.model.dim))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
