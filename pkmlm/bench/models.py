@@ -9,11 +9,11 @@ from torch import Tensor
 
 from pkmlm.bench import short
 from pkmlm.bench.shape import WIDTH
+from pkmlm.cost import cost_of
 from pkmlm.data.batches import Batch, Batches
 from pkmlm.device import default_device, free_bytes
 from pkmlm.errors import UserError
 from pkmlm.model.attention import Cache
-from pkmlm.cost import cost_of
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.check import check_recipe
 from pkmlm.recipe.schema import Hash, Memory, Model, Recipe

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from pkmlm.distributed import ProcessGroups, World
-from pkmlm.kernels.row_gradient import RowGradient
-from pkmlm.kernels.row_gradient import exchange_bytes
+from pkmlm.kernels.row_gradient import RowGradient, exchange_bytes
 from pkmlm.train.optim import ParameterGroup
 from pkmlm.train.shard import is_shard
 

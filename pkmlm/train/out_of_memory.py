@@ -6,10 +6,9 @@ from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
 
+from pkmlm.cost import bytes_held, cost_of
 from pkmlm.device import DeviceSettings, Precision, free_bytes
 from pkmlm.errors import UserError
-from pkmlm.cost import cost_of
-from pkmlm.cost import bytes_held
 from pkmlm.recipe.check import check_ranks, check_recipe
 from pkmlm.recipe.schema import Recipe
 from pkmlm.train.job import Job

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from shutil import get_terminal_size
 from textwrap import fill
 
-from pkmlm.device import DeviceSettings
 from pkmlm.cost import cost_of
+from pkmlm.device import DeviceSettings
 from pkmlm.train.job import Job
 from pkmlm.train.out_of_memory import training_bytes
 

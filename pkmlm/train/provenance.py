@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from pkmlm import __version__
-from pkmlm.device import DeviceSettings, name_of
 from pkmlm.cost import cost_of
+from pkmlm.device import DeviceSettings, name_of
 from pkmlm.runs.commit import source_commit
 from pkmlm.train.job import Job
 

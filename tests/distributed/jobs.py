@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 from pkmlm.analysis import validation  # noqa: F401 (loaded once, for all children)
 from pkmlm.cli import main
+from pkmlm.cost import bytes_sent as bytes_sent_by_cost
+from pkmlm.cost import cost_of
 from pkmlm.data.batches import Batches
 from pkmlm.distributed import ProcessGroups, World, build_process_groups, init_distributed
 from pkmlm.environment import TIMEOUT
 from pkmlm.errors import UserError
 from pkmlm.kernels.row_gradient import RowGradient
-from pkmlm.cost import cost_of
 from pkmlm.model.init import initialise
 from pkmlm.model.memory.query import QueryBatchNorm
 from pkmlm.model.memory.values import Values
-from pkmlm.cost import bytes_sent as bytes_sent_by_cost
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Hash, Memory, Model, Optim, Parallel, Recipe, Train, ValuesOptim
 from pkmlm.train import checkpoint

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from pkmlm.cost import cost_of
-from pkmlm.cost import bytes_held
+from pkmlm.cost import bytes_held, cost_of
 from pkmlm.recipe.load import load_recipe
 from pkmlm.runs.directory import RunDirectory
 from tests.conftest import pkmlm

@@ -21,7 +21,6 @@ from pkmlm.cost import (
     row_gradient_bytes,
 )
 from pkmlm.kernels.row_gradient import exchange_bytes
-from pkmlm.model.init import initialise
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.check import check_recipe
 from pkmlm.recipe.load import load_recipe
@@ -466,4 +465,3 @@ def test_a_recipe_in_half_precision_sends_half_of_its_outputs() -> None:
     half = replace(MILLION, train=replace(MILLION.train, precision="bf16"))
     full, less = (bytes_sent(recipe, cost_of(recipe, 1000), 2, 2)["reads"] for recipe in (MILLION, half))
     assert full - less == 4096 * 2 * 256 * 2
-

@@ -12,9 +12,9 @@ from pkmlm import distributed
 from pkmlm.distributed import World, init_distributed
 from pkmlm.environment import SIZE, TIMEOUT, collective_timeout, launched_processes
 from pkmlm.errors import UserError
+from pkmlm.kernels.row_gradient import exchange_bytes
 from pkmlm.model import init
 from pkmlm.model.memory.values import gathered_reads, returned
-from pkmlm.kernels.row_gradient import exchange_bytes
 from pkmlm.recipe.check import check_ranks, check_recipe
 from pkmlm.recipe.schema import Hash, Memory, Model, Parallel, Recipe, Train
 from pkmlm.train import exchange
