@@ -41,8 +41,8 @@ class TokenizeCommand(click.Command):
         return super().parse_args(ctx, spread[:-1])
 
 
-def part_of(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, int] | None:
-    """The two numbers of I/N."""
+def parse_part(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, int] | None:
+    """The numbers (I, N) of --shard I/N."""
     if value is None:
         return None
     numbers = re.fullmatch(r"0*(\d{1,5})/0*(\d{1,5})", value, re.ASCII)
@@ -81,7 +81,9 @@ def part_of(context: click.Context, parameter: click.Parameter, value: str | Non
 @click.option("--format", type=click.Choice(["txt", "jsonl", "parquet"]), help="Format of all input. Default: by name.")
 @field_option
 @separator_option
-@click.option("--shard", metavar="I/N", callback=part_of, help="Encode part I of N, of whole files; needs --tokenizer.")
+@click.option(
+    "--shard", metavar="I/N", callback=parse_part, help="Encode part I of N, of whole files; needs --tokenizer."
+)
 @click.option("--join", "joins", is_flag=True, help="Join the folders TRAIN, which are all N parts.")
 @click.option("--jobs", type=click.IntRange(1, 1024), metavar="N", help="Threads that encode. Default: all cores.")
 @click.option("--force", is_flag=True, help="Replace DIR if it holds tokens.")

@@ -128,7 +128,10 @@ class CheckedFile:
         """Map the file, which must hold exactly `size` numbers, all less than `below`; `digests` are of its blocks."""
         numbers = np.dtype(dtype)
         check_size(path, size * numbers.itemsize)
-        self.path, self.size, self.digests, self.below = path, size, digests, below
+        self.path = path
+        self.size = size
+        self.digests = digests
+        self.below = below
         with read_errors(path):
             self.numbers = np.memmap(path, numbers, "r", shape=(size,))
         self.block = HASHED // numbers.itemsize
@@ -277,7 +280,7 @@ class Overlap(NamedTuple):
 
 
 def overlaps(folder: Path, index: Index, tokenizer: Tokenizer) -> list[Overlap]:
-    """How many documents of valid and test are in train, and of test in valid; only those of LEAST tokens or more.
+    """How many documents of valid and test are in train, and of test in valid; only those of LEAST tokens or more count.
 
     Whole documents are compared, by hashes of 128 bits (BLAKE2b) of their tokens, which are equal if and only if the
     texts are: the tokenizer loses nothing. One newline at either end is left out, as the last document of a file often
@@ -288,24 +291,24 @@ def overlaps(folder: Path, index: Index, tokenizer: Tokenizer) -> list[Overlap]:
     """
     ids = tokenizer.encode("\n")
     newline = ids[0] if len(ids) == 1 else -1
-    held: dict[str, Counter[bytes]] = {}
+    counts: dict[str, Counter[bytes]] = {}
     lengths: set[int] = set()
     for split in ("valid", "test"):
         if split in index.splits:
-            held[split] = Counter()
+            counts[split] = Counter()
             for length, digest in hashes(folder, split, index, newline):
-                held[split][digest] += 1
+                counts[split][digest] += 1
                 lengths.add(length)
-    sought = set().union(*held.values())
+    wanted = set().union(*counts.values())
     seen: dict[str, Collection[bytes]] = {
-        "train": {digest for _, digest in hashes(folder, "train", index, newline, lengths) if digest in sought},
-        **held,
+        "train": {digest for _, digest in hashes(folder, "train", index, newline, lengths) if digest in wanted},
+        **counts,
     }
     found = []
     for earlier, later in (("train", "valid"), ("train", "test"), ("valid", "test")):
-        if earlier in seen and later in held:
-            shared = sum(count for digest, count in held[later].items() if digest in seen[earlier])
-            found.append(Overlap(earlier, later, shared, held[later].total()))
+        if earlier in seen and later in counts:
+            shared = sum(count for digest, count in counts[later].items() if digest in seen[earlier])
+            found.append(Overlap(earlier, later, shared, counts[later].total()))
     return found
 
 
@@ -319,31 +322,32 @@ def hashes(
         newline: the id of a newline; -1: there is none.
         lengths: leave out documents whose length is not one of these; None: leave out none.
     """
-    tokens = Tokens(folder, split, index)
+    tokens = TokenReader(folder, split, index)
     about = index.splits[split]
     path = folder / f"{split}.documents"
     if lengths is not None:
-        sizes_sought = np.array(sorted({length + more for length in lengths for more in (1, 2, 3)}), np.int64)
+        wanted_sizes = np.array(sorted({length + more for length in lengths for more in (1, 2, 3)}), np.int64)
     for first in range(0, about.documents, GROUP):
         with read_errors(path):
             places = np.fromfile(path, "<i8", min(GROUP, about.documents - first) + 1, offset=8 * first)
         sizes = np.diff(places)
-        chosen = np.isin(sizes, sizes_sought) if lengths is not None else sizes > LEAST
+        chosen = np.isin(sizes, wanted_sizes) if lengths is not None else sizes > LEAST
         for start, stop in zip(places[:-1][chosen].tolist(), places[1:][chosen].tolist(), strict=True):
             length, digest = tokens.hashed(start, stop - 1, newline)
             if length >= LEAST:
                 yield length, digest
 
 
-class Tokens:
-    """The tokens of a split, read from its shards from front to back: mapped, all of them would stay in memory."""
+class TokenReader:
+    """The tokens of a split, read from its shards from front to back; mapped into memory, all of them would stay there."""
 
     def __init__(self, folder: Path, split: str, index: Index):
         shards = index.splits[split].shards
         self.paths = [folder / shard.name for shard in shards]
         self.starts = np.cumsum([0, *(shard.tokens for shard in shards[:-1])])
         self.dtype = np.dtype(f"<u{TOKEN_BYTES[index.dtype]}")
-        self.begin, self.run = 0, memoryview(b"")
+        self.begin = 0  # where in the split the tokens in `buffer` begin
+        self.buffer = memoryview(b"")
 
     def hashed(self, start: int, stop: int, newline: int) -> tuple[int, bytes]:
         """The number and the hash of the tokens from `start` up to `stop`, which must be more than two, without a
@@ -351,24 +355,28 @@ class Tokens:
         hash = hashlib.blake2b(digest_size=16)
         piece = self.read(start, stop)
         if piece[0] == newline:
-            start, piece = start + 1, piece[1:]
+            start += 1
+            piece = piece[1:]
         at = start + len(piece)
         while at < stop:
             hash.update(piece)
             piece = self.read(at, stop)
             at += len(piece)
         if piece[-1] == newline:
-            stop, piece = stop - 1, piece[:-1]
+            stop -= 1
+            piece = piece[:-1]
         hash.update(piece)
         return stop - start, hash.digest()
 
     def read(self, start: int, stop: int) -> memoryview:
         """Tokens from `start` on, at least one and at most up to `stop`."""
-        if not self.begin <= start < self.begin + len(self.run):
+        if not self.begin <= start < self.begin + len(self.buffer):
             shard = int(np.searchsorted(self.starts, start, side="right")) - 1
-            path, offset = self.paths[shard], (start - int(self.starts[shard])) * self.dtype.itemsize
+            path = self.paths[shard]
+            offset = (start - int(self.starts[shard])) * self.dtype.itemsize
             with read_errors(path):
-                self.begin, self.run = start, np.fromfile(path, self.dtype, RUN, offset=offset).data
-            if not len(self.run):
+                self.begin = start
+                self.buffer = np.fromfile(path, self.dtype, RUN, offset=offset).data
+            if not len(self.buffer):
                 raise damaged(path, f"it ends before byte {offset:,}")
-        return self.run[start - self.begin : stop - self.begin]
+        return self.buffer[start - self.begin : stop - self.begin]

@@ -107,10 +107,10 @@ def tokenize(
             others = f" (and {len(again) - 1:,} more)" if len(again) > 1 else ""
             warn(f"{again[0]}{others} is given again for {split}: it is read once")
     every = [source for inputs in sources.values() for source in inputs]
-    inputs_from_pipe = sum(source.name == STANDARD_INPUT for source in every)
-    if part and inputs_from_pipe:
+    piped = sum(source.name == STANDARD_INPUT for source in every)
+    if part and piped:
         raise UserError("standard input cannot be divided", "give --shard files that every machine can read")
-    if inputs_from_pipe > 1:
+    if piped > 1:
         raise UserError("standard input can be read once: - is given for two splits")
     check_separator_and_field(every, separator, field)
     in_two_splits = set()

@@ -1,4 +1,4 @@
-"""Text to ids and back without loss: a SentencePiece model, learnt here or brought along."""
+"""Text to ids and back without loss: a SentencePiece model, learnt here or given."""
 
 import hashlib
 import heapq
@@ -15,19 +15,19 @@ import sentencepiece
 from pkmlm.data.text import chunks_of, has_surrogate
 from pkmlm.errors import UserError, read_errors
 
-MARK = "\u2581"  # SentencePiece writes a space so: where the text itself has this character, it is spelt in bytes
-RESERVED = "\u2585"  # SentencePiece learns nothing of a sentence that holds this block, as bars of progress do
-VOCABULARY = 8192  # the size to learn where none is asked for
+MARK = "\u2581"  # how SentencePiece writes a space; where the text itself has this character, it is spelt in bytes
+RESERVED = "\u2585"  # SentencePiece learns nothing from a sentence with this character, which progress bars use
+VOCABULARY = 8192  # ids, by default
 SAMPLE = 32 << 20  # bytes of text to learn from
-SEED = 0  # of the choice of that text
+SEED = 0  # of the random choice of that text
 LEARNING: dict[str, Any] = {
     "normalization_rule_name": "identity",
     "remove_extra_whitespaces": False,
-    "add_dummy_prefix": False,  # else a chunk would begin with a space that the text has not
+    "add_dummy_prefix": False,  # a chunk must not begin with a space that the text does not have
     "byte_fallback": True,
     "split_digits": True,
     "allow_whitespace_only_pieces": True,
-    "user_defined_symbols": ["\n"],  # no piece holds more than a newline: a cut after one changes no id
+    "user_defined_symbols": ["\n"],  # no piece has a newline and something else: a cut after one changes no id
     "required_chars": MARK,  # the space: the model must have it even if its text has none
     "character_coverage": 0.9995,
     "max_sentence_length": 1 << 20,  # SentencePiece silently drops longer sentences; chunks are 8 KiB at most
@@ -60,19 +60,23 @@ class Tokenizer:
     """A lossless SentencePiece model.
 
     Attributes:
-        name: of its file, for errors.
-        model_bytes: the model, as its file holds it; `sha256` is that of these bytes.
-        size: number of ids.
-        eos: the id that ends a document, and that a model sees before the first token of one.
-        unknown: the id of what the model cannot spell.
+        name: what errors call it, such as the path of its file.
+        model_bytes: the content of its file; `sha256` is the digest of these bytes.
+        size: the number of ids.
+        eos: the id that ends a document, and that a language model sees before the first token of one.
+        unknown: the id of what the tokenizer cannot spell.
     """
 
     def __init__(self, model_bytes: bytes, name: str = "the tokenizer"):
         """Load a model and check that it loses nothing.
 
+        Args:
+            model_bytes: the content of a SentencePiece model file.
+            name: what errors call it.
+
         Raises:
-            UserError: it is not a SentencePiece model, has no token to end a document with, or does not give
-                back every probe text.
+            UserError: it is not a SentencePiece model, has no token to end a document with, or does not reproduce every
+                probe text.
         """
         try:
             if not model_bytes:
@@ -80,7 +84,8 @@ class Tokenizer:
             self._processor: Any = sentencepiece.SentencePieceProcessor(model_proto=model_bytes)
         except (RuntimeError, UnicodeDecodeError):  # the second where its message quotes damaged bytes
             raise UserError(f"{name} is not a SentencePiece model, or is damaged") from None
-        self.name, self.model_bytes = name, model_bytes
+        self.name = name
+        self.model_bytes = model_bytes
         self.sha256 = hashlib.sha256(model_bytes).hexdigest()
         self.size = int(self._processor.vocab_size())
         self.unknown = int(self._processor.unk_id())
@@ -107,9 +112,10 @@ class Tokenizer:
         """Learn a model from chunks of text; the same texts give the same model, byte for byte.
 
         Args:
-            texts: chunks, read once. Of more than `sample` bytes a random part of that size is used.
-            vocab_size: how many ids; None: the default.
+            texts: chunks, read once.
+            vocab_size: how many ids; None: 8192.
             model_type: "bpe" or "unigram".
+            sample: bytes to learn from; of more text, a random part of that size is used.
 
         Raises:
             UserError: the text is too small, or has too many different characters, for this vocabulary.
@@ -141,7 +147,7 @@ class Tokenizer:
         return ids
 
     def encode_chunks(self, texts: Sequence[str], threads: int = 1) -> list[np.ndarray]:
-        """The ids (int32) of each text, taken as one piece; the same for any number of threads."""
+        """The ids (int32) of each text, which is not cut into chunks again; the same for any number of threads."""
         if not texts:
             return []
         encoded: list[np.ndarray] = self._processor.encode(texts, num_threads=threads, return_type="numpy")
@@ -160,7 +166,7 @@ class Tokenizer:
         return text
 
     def piece(self, token: int) -> str:
-        """The text of one id; what is none by itself in angle brackets: a byte as <0xE2>, a control token as </s>."""
+        """The text of one id; a byte or control token, which is no text by itself, in brackets: <0xE2>, </s>."""
         name: str = self._processor.id_to_piece(token)
         bare = self._processor.is_byte(token) or self._processor.is_control(token) or self._processor.is_unknown(token)
         return name if bare else name.replace(MARK, " ")
@@ -184,10 +190,10 @@ class Tokenizer:
 
 
 def sampled(texts: Iterable[str], limit: int) -> list[str]:
-    """At most `limit` UTF-8 bytes of the texts, in their order: all if they fit, else a random choice.
+    """At most `limit` UTF-8 bytes of the texts, in their order: all of them if they fit, else a random choice.
 
-    Each text draws a number (from a fixed seed), and those with the smallest numbers are kept: bottom-k
-    sampling, in one pass and bounded memory.
+    Bottom-k sampling, in one pass and bounded memory: each text draws a number (from a fixed seed), and the texts with
+    the smallest numbers are kept.
     """
     draw = random.Random(SEED).random
     kept: list[tuple[float, int, int, str]] = []  # (-number, place, bytes, text): a heap, largest number on top
@@ -202,7 +208,7 @@ def sampled(texts: Iterable[str], limit: int) -> list[str]:
 
 
 def learning_error(message: str, vocab_size: int | None) -> UserError:
-    """SentencePiece's refusals, in terms of our options."""
+    """The error for a message of SentencePiece, in terms of our options."""
     size = f"--vocab-size: {vocab_size:,}" if vocab_size else f"--vocab-size: its default of {VOCABULARY:,}"
     if found := re.search(r"too high \(\d+\).*<= (\d+)", message):
         most = int(found[1])

@@ -175,11 +175,6 @@ def test_standard_input_has_a_format(texts):
     assert text_of(texts / "two") == text_of(texts / "out")
 
 
-def test_unigram(texts):
-    tokenize(texts / "train.txt", "--model-type", "unigram", "--vocab-size", 300, "-o", texts / "out")
-    assert text_of(texts / "out").encode() == (texts / "train.txt").read_bytes()
-
-
 # What is there already
 
 

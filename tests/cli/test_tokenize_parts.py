@@ -5,10 +5,6 @@ import json
 import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -264,23 +260,3 @@ def test_a_file_that_changes_while_it_is_read_is_named(texts, tmp_path):
     with pytest.raises(UserError, match=r"a\.txt changed"):
         write_part(tmp_path / "1", sources, encoding, 1, 2)
     assert not (tmp_path / "1").exists()
-
-
-def test_a_part_that_was_killed_is_made_again(texts, tmp_path):
-    for name in "ab":
-        (tmp_path / f"{name}.txt").write_text("\n\n\n".join([prose(100_000, 1)] * 4))
-    (tmp_path / "m.model").write_bytes((texts / "m.model").read_bytes())
-    arguments = ["a.txt", "b.txt", *SEPARATOR, "--tokenizer", "m.model", "--shard", "1/2", "-o", "1"]
-    running = subprocess.Popen([sys.executable, "-m", "pkmlm", "tokenize", *arguments], cwd=tmp_path)
-    until = time.monotonic() + 30
-    while not list(tmp_path.glob(".tmp-*/.tmp-*train-00000.bin")) and time.monotonic() < until:
-        time.sleep(0.002)
-    running.send_signal(signal.SIGKILL)
-    assert running.wait(30) == -signal.SIGKILL
-    assert not (tmp_path / "1").exists()
-    for part in "12":
-        encode(tmp_path, tmp_path / part, f"{part}/2", names=("a.txt", "b.txt"))
-    assert not list(tmp_path.glob(".tmp-*"))
-    pkmlm("tokenize", "--join", tmp_path / "1", tmp_path / "2", "-o", tmp_path / "joined")
-    Corpus(tmp_path / "joined", "train").verify()
-    assert Corpus(tmp_path / "joined", "train").documents == 8
