@@ -1,17 +1,14 @@
 """Runs side by side, from the files that training, `eval` and `usage-report` left in them."""
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
-from operator import itemgetter
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, median
 from typing import Any
 
 from pkmlm.console import NATS, SHARE, Column, Table, number
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.shapes import RESULTS, STATE, USAGE, read_shaped
+from pkmlm.runs.files import read_json
+from pkmlm.runs.results import STATE, CheckpointState, partial_tasks, task_scores, test_perplexity, test_usage
 
 Facts = dict[str, Any]
 NAMED = 3  # runs of a kind, and kinds, that a warning names before it counts
@@ -34,7 +31,7 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
     (in training steps, up to the latest checkpoint, or, where that is gone, to the end), valid_step, valid_loss (nats a
     token), valid_token_ppl, valid_bits_per_byte (of the best validation), test_step, test_token_ppl, test_word_ppl,
     test_bits_per_byte (of the newest evaluation of the test split), tasks_step, tasks ({name: {"acc", ...}}, see
-    `newest_tasks`), average_acc (over these), usage_step, usage (memories of the newest usage report of the test
+    `task_scores`), average_acc (over these), usage_step, usage (memories of the newest usage report of the test
     split).
     """
     recorded, metrics, recipe = run.facts(), run.metrics(), run.recipe()
@@ -43,9 +40,9 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
     speeds = [speed for event in train if (speed := event.get("tokens_per_second")) is not None]
     valid = [event for event in metrics if event["event"] == "valid" and event.get("loss") is not None]
     best = min(valid, key=lambda event: float(event["loss"]), default={})
-    test_step, test = newest(run.path / "eval", "perplexity")
-    tasks_step, tasks = newest_tasks(run.path / "eval")
-    usage_step, usage = newest(run.path / "usage", "memories")
+    test_step, test = test_perplexity(run.path)
+    tasks_step, tasks = task_scores(run.path)
+    usage_step, usage = test_usage(run.path)
     scored = test.get("perplexity") or {}
     return {
         "run": label,
@@ -80,42 +77,15 @@ def kind_of(recipe: Recipe) -> str:
     return " + ".join(parts) or "dense"
 
 
-def newest(folder: Path, holding: str) -> tuple[int | None, Facts]:
-    """The highest step with a test-step-N.json that holds the key, and these results; or nothing."""
-    return next(results_of(folder, "test", holding), (None, {}))
-
-
-def newest_tasks(folder: Path) -> tuple[int | None, Facts]:
-    """The highest step with results of tasks, and each task's results there, with the fewest examples before a
-    question.
-    """
-    for step, found in groupby(results_of(folder, ".+", "tasks"), key=itemgetter(0)):
-        tasks: Facts = {}
-        for _, results in found:
-            for name, facts in results["tasks"].items():
-                known = tasks.setdefault(name, facts)
-                if (facts.get("num_fewshot") or 0) < (known.get("num_fewshot") or 0):
-                    tasks[name] = facts
-        return step, tasks
-    return None, {}
-
-
-def results_of(folder: Path, names: str, holding: str) -> Iterator[tuple[int, Facts]]:
-    """(step, results) of NAME-step-N.json, for names of a pattern, that hold the key: from the highest step down."""
-    name = re.compile(rf"(?:{names})-step-([0-9]{{1,18}})\.json")
-    steps = [(int(m[1]), file) for file in folder.glob("*.json") if (m := name.fullmatch(file.name))]
-    for step, file in sorted(steps, key=lambda found: (-found[0], -found[1].stat().st_mtime_ns)):
-        results = read_shaped(file, USAGE if holding == "memories" else RESULTS, "the results")
-        if results.get(holding):
-            yield step, results
-
-
 def latest_state(run: RunDirectory) -> Facts:
     """The state.json of the latest checkpoint; nothing where there is none."""
     steps = run.steps()
-    state = run.checkpoint(steps[-1]) / "state.json" if steps else None
+    state = run.checkpoint(steps[-1]) / STATE if steps else None
     hint = "the checkpoint is damaged: `pkmlm train` goes on from the one before it"
-    return read_shaped(state, STATE, "the checkpoint's state", hint) if state and state.exists() else {}
+    found: Facts = {}
+    if state and state.exists():
+        found = read_json(state, "the checkpoint's state", hint, exit_code=1, schema=CheckpointState)
+    return found
 
 
 def cut_short(facts: Sequence[Facts], trained: Sequence[int]) -> list[str]:
@@ -135,12 +105,7 @@ def partly_measured(runs: dict[str, RunDirectory]) -> list[str]:
     """A line for each run that has results of some tasks from `eval --limit` alone."""
     told = []
     for label, run in runs.items():
-        folder = run.path / "eval"
-        limited = [read_shaped(file, RESULTS, "the results") for file in folder.glob("tasks-*-limit-*.json")]
-        partial = {task for results in limited for task in results.get("tasks") or ()}
-        for _, results in results_of(folder, ".+", "tasks") if partial else ():
-            partial -= results["tasks"].keys()
-        if partial:
+        if partial := partial_tasks(run.path):
             told.append(f"{label}: left out {', '.join(sorted(partial))}: of each a part was measured, with --limit")
     return told
 
@@ -152,7 +117,7 @@ def differences(runs: dict[str, RunDirectory]) -> list[str]:
     """
     data = {label: latest_state(run).get("data") or {} for label, run in runs.items()}
     parts = {label: run.recipe().eval.tokens for label, run in runs.items()}
-    tasks = {label: newest_tasks(run.path / "eval")[1] for label, run in runs.items()}
+    tasks = {label: task_scores(run.path)[1] for label, run in runs.items()}
     tokenizers = {label: of.get("tokenizer") for label, of in data.items()}
     measures: dict[str, dict[str, Any]] = {"several tokenizers: compare bits a byte, not tokens": tokenizers}
     texts: dict[str, dict[str, Any]] = {
@@ -205,7 +170,7 @@ def first_of(texts: Sequence[str], separator: str) -> str:
 
 def tested_on(run: RunDirectory) -> str | None:
     """The sha256 of the test split that the newest result is of; None where it is not known."""
-    _, results = newest(run.path / "eval", "perplexity")
+    _, results = test_perplexity(run.path)
     found: str | None = (results.get("source") or {}).get("sha256")
     return found
 

@@ -6,16 +6,20 @@ H: memory heads (hash layers: tables); K: slots that one head can read.
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pkmlm.runs.results import read_usage, write_usage
+
 Measures = dict[str, float | int | None]
 
 # Above so many reads a slot the sum over the binomial cancels to nothing; the series is then good to 1e-12.
 MANY_READS = 1e4
+ARRAYS = ("counts_HK", "masses_HK", "squares_H", "common_HH")  # of a MemoryUsage, as its run keeps them
 
 
 @dataclass(frozen=True)
@@ -252,3 +256,32 @@ def reads_of_a_slot(slots: int, reads: int) -> tuple[NDArray[np.float64], NDArra
     logs = np.concatenate([[0.0], np.cumsum(steps)])
     chance = np.exp(logs - logs.max())
     return n, chance / chance.sum()
+
+
+def save_usage(stem: Path, entry: dict[str, Any], memories: list[MemoryUsage]) -> None:
+    """Keep a usage report in its run, so that tables and plots need no second forward pass.
+
+    Args:
+        stem: of `runs.results.usage_stem`.
+        entry: of `usage-report --format json`, with what it was measured on ("source").
+    """
+    arrays = {f"{number}-{name}": getattr(m, name) for number, m in enumerate(memories) for name in ARRAYS}
+    write_usage(stem, entry, {key: array for key, array in arrays.items() if array is not None})
+
+
+def load_usage(stem: Path, source: dict[str, Any]) -> tuple[dict[str, Any], list[MemoryUsage]] | None:
+    """What `save_usage` wrote; None where there is nothing whole, or it was measured on another `source`."""
+    found = read_usage(stem, source)
+    if found is None:
+        return None
+    entry, arrays = found
+    memories = []
+    try:
+        for number, facts in enumerate(entry["memories"]):
+            fields = {key: facts[key] for key in ("layer", "name", "kind", "tokens")}
+            fields |= {name: arrays[f"{number}-{name}"] for name in ARRAYS[:-1]}
+            memories.append(MemoryUsage(**fields, common_HH=arrays.get(f"{number}-common_HH")))
+        agree = [memory.as_json() for memory in memories] == entry["memories"]
+    except (ArithmeticError, LookupError, TypeError, ValueError):
+        return None
+    return (entry, memories) if agree else None

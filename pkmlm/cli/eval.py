@@ -149,24 +149,20 @@ def store(run: "LoadedRun", record: dict[str, Any], stride: int | None, choice: 
     """Keep the results with the run. An exported folder is a product: nothing is written into it."""
     if run.exported:
         return
-    from pkmlm.runs.files import make_folder, refuse_link, write_json
-    from pkmlm.runs.results import perplexity_file, split_name, tasks_file, text_name
+    from pkmlm.runs.results import EVAL, perplexity_file, split_name, tasks_file, text_name, write_evaluation
 
-    folder = run.path / "eval"
-    refuse_link(folder)
-    make_folder(folder)
     if record["perplexity"] is not None:
         alone = {key: value for key, value in record.items() if key != "harness"}
         name, source = record["perplexity"]["split"], record["source"]
         if choice.text is not None:
             name = text_name(name, source["sha256"], source["separator"], source["field"])
         elif choice.data is not None:
-            name = split_name(folder, split := name, "sha256", source["sha256"])
+            name = split_name(run.path / EVAL, split := name, "sha256", source["sha256"])
             if name != split:
                 warn(f"--data: the run has results of {split} on other tokens: these are kept as {name}")
-        write_json(folder / perplexity_file(name, record["step"], stride), {**alone, **NO_TASKS})
+        write_evaluation(run.path, perplexity_file(name, record["step"], stride), {**alone, **NO_TASKS})
     if record["tasks"]:
-        write_json(folder / tasks_file(record), {**record, **NO_PERPLEXITY})
+        write_evaluation(run.path, tasks_file(record), {**record, **NO_PERPLEXITY})
 
 
 def print_result(record: dict[str, Any], as_json: bool) -> None:

@@ -62,13 +62,13 @@ def scores_of(run: "RunDirectory", step: int) -> dict[str, dict[str, Any]]:
     """What is known of a step, by what was scored: the splits that `pkmlm eval` read whole; where it has not read the
     valid split, what training's validation read of it.
     """
-    from pkmlm.runs.shapes import RESULTS, read_shaped
+    from pkmlm.runs.results import EVAL, perplexity_file, read_evaluation
 
     scores: dict[str, dict[str, Any]] = {}
     for split in ("valid", "test"):
-        kept = run.path / "eval" / f"{split}-step-{step}.json"
+        kept = run.path / EVAL / perplexity_file(split, step, None)
         if kept.exists():
-            scores[f"{split} split"] = read_shaped(kept, RESULTS, "the results").get("perplexity") or {}
+            scores[f"{split} split"] = read_evaluation(kept).get("perplexity") or {}
     if "valid split" not in scores:
         tokens = run.recipe().eval.tokens
         part = f"first {tokens:,} tokens of the valid split" if tokens else "valid split"

@@ -67,14 +67,14 @@ class Subject:
 
     def kept(self) -> Report | None:
         """The report that an earlier command has left, if it is whole and of the same checkpoint and text."""
-        from pkmlm.analysis.usage_files import load_usage
+        from pkmlm.analysis.usage import load_usage
 
         found = self.stem and load_usage(self.stem, self.origin)
         return Report(*found, []) if found else None
 
     def keep(self, report: Report) -> Report:
         """The report, kept in the run for the next time."""
-        from pkmlm.analysis.usage_files import save_usage
+        from pkmlm.analysis.usage import save_usage
 
         if self.stem is None:
             return report
@@ -105,7 +105,7 @@ def subject_of(label: str, run: "RunDirectory", step: str, choice: "TextChoice",
     from pkmlm.export.config import is_export
     from pkmlm.runs.files import sha256_of
     from pkmlm.runs.manifest import MANIFEST
-    from pkmlm.runs.results import split_name, text_name
+    from pkmlm.runs.results import USAGE, split_name, text_name, usage_stem
 
     texts = [] if choice.text is None else sorted(map(Path, expand_glob(choice.text)))
     for text in texts:
@@ -115,7 +115,6 @@ def subject_of(label: str, run: "RunDirectory", step: str, choice: "TextChoice",
         return Subject(label, run, step)
     number = run.resolve(step)
     number = world.broadcast(number) if world else number
-    folder = run.path / "usage"
     origin: dict[str, Any] = {"checkpoint": sha256_of(run.checkpoint(number) / MANIFEST)}
     if choice.text is not None:
         whole = " ".join(map(sha256_of, texts))
@@ -125,7 +124,7 @@ def subject_of(label: str, run: "RunDirectory", step: str, choice: "TextChoice",
         name = split = choice.split or "test"
         origin["tokens"] = read_index(Path(choice.tokens_folder(run.path, run.recipe()))).sha256
         if choice.data is not None and (world is None or world.rank == 0):  # the others keep nothing
-            name = split_name(folder, split, "tokens", origin["tokens"])
+            name = split_name(run.path / USAGE, split, "tokens", origin["tokens"])
             if name != split:
                 warn(f"--data: the run has results of {split} on other tokens: these are kept as {name}")
-    return Subject(label, run, str(number), folder / f"{name}-step-{number}", origin)
+    return Subject(label, run, str(number), usage_stem(run.path, name, number), origin)

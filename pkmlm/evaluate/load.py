@@ -12,11 +12,11 @@ from pkmlm.distributed import World
 from pkmlm.errors import UserError
 from pkmlm.export.config import is_export
 from pkmlm.export.folder import read_export
+from pkmlm.model.memory.values import table_ranks
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Recipe
+from pkmlm.runs import checkpoint
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.train import checkpoint
-from pkmlm.train.integrity import verify
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ def load_run(path: str | Path, step: str = "latest", device: torch.device | None
     while True:
         number = run.resolve(step)
         try:
-            verify(run.checkpoint(number), moments=False)
-            checkpoint.check_weights(run.checkpoint(number), expected)
+            checkpoint.verify(run.checkpoint(number), optimizer=False)
+            checkpoint.check_weights(run.checkpoint(number), expected.state_dict(), table_ranks(expected))
             model = build_model(recipe, vocab_size, device, init_weights=False)
-            checkpoint.load_weights(run.checkpoint(number), model)
-            progress = checkpoint.progress_at(run.checkpoint(number))
+            checkpoint.load_weights(run.checkpoint(number), model.state_dict(), table_ranks(model))
+            progress = checkpoint.read_progress(run.checkpoint(number))
             break
         except UserError:
             if run.checkpoint(number).exists():

@@ -5,13 +5,14 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from typing_extensions import NotRequired, TypedDict
+
 from pkmlm.errors import UserError
 from pkmlm.recipe.check import check_recipe, memory_layers
 from pkmlm.recipe.load import bind
 from pkmlm.recipe.nodes import Node
 from pkmlm.recipe.schema import Model, Recipe
-from pkmlm.runs.files import read_json
-from pkmlm.runs.shapes import Shape, misfit
+from pkmlm.runs.files import check_json, read_json
 
 if TYPE_CHECKING:
     from pkmlm.data.tokenizer import Tokenizer
@@ -19,8 +20,22 @@ if TYPE_CHECKING:
 CONFIG = "config.json"
 CODE = ("configuration_pkmlm.py", "modeling_pkmlm.py", "memory_pkmlm.py", "tokenization_pkmlm.py")
 MODEL_TYPE = "pkmlm"
-TRAINED: Shape = {"recipe?": {}, "run?": (str,), "step?": (int,), "tokens?": (int,)}
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+class Trained(TypedDict):
+    """What an export knows of its training."""
+
+    recipe: NotRequired[dict[str, Any] | None]
+    run: NotRequired[str | None]
+    step: NotRequired[int | None]
+    tokens: NotRequired[int | None]
+
+
+class Config(TypedDict):
+    """What config.json must hold, besides a model."""
+
+    trained: Trained
 
 
 class Origin(NamedTuple):
@@ -107,8 +122,10 @@ def read_config(path: Path) -> tuple[Recipe, Origin]:
         message = f"{path}: model_type {found!r} (expected {MODEL_TYPE!r})"
         raise UserError(message, "`pkmlm export` writes such folders", exit_code=1 if found is None else 2)
     trained = config.get("trained", {})
-    if problem := misfit(trained, TRAINED, "trained"):
-        raise UserError(f"{path}: {problem}", exit_code=1)
+    try:
+        check_json({"trained": trained}, Config)
+    except TypeError as problem:
+        raise UserError(f"{path}: {problem}", exit_code=1) from None
     rest = trained.get("recipe") or {}
     origin = Origin(trained.get("run") or path.parent.name, trained.get("step") or 0, trained.get("tokens") or 0)
     model = {field.name: config[field.name] for field in fields(Model) if field.name in config}

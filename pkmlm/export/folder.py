@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from typing_extensions import TypedDict
 
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.device import DTYPES, is_finite
@@ -31,10 +32,9 @@ from pkmlm.export.config import (
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.check import require_softmax
 from pkmlm.recipe.schema import Recipe
+from pkmlm.runs.checkpoint import check_tensors, write_tensors
 from pkmlm.runs.files import exists, read_json, write_json, write_text, writing, writing_folder
-from pkmlm.runs.manifest import ENTRIES, MANIFEST, damage, entry_of
-from pkmlm.runs.shapes import misfit, read_shaped
-from pkmlm.train.tensor_files import write_tensors
+from pkmlm.runs.manifest import MANIFEST, check_files, entry_of, read_manifest
 
 VERSION = 1
 TOKENIZER = "tokenizer.model"
@@ -153,6 +153,12 @@ def write_weights(folder: Path, model: nn.Module, dtype: str, shard_bytes: int) 
     return [INDEX, *files]
 
 
+class WeightIndex(TypedDict):
+    """What the index of several files of weights must hold."""
+
+    weight_map: dict[str, str]
+
+
 class Export(NamedTuple):
     """What a folder holds: `model` in fp32, in evaluation mode."""
 
@@ -195,16 +201,13 @@ def verify(path: Path) -> None:
     Raises:
         UserError: (exit code 1) one is missing or has other bytes, or it is no manifest of this version.
     """
-    manifest = read_json(path / MANIFEST, "the export's manifest", CHANGED, exit_code=1)
-    if problem := misfit(manifest, {"version": (int,), "files": {}}):
-        raise UserError(f"{path / MANIFEST} is no manifest: {problem}", CHANGED, exit_code=1)
-    if manifest["version"] != VERSION:
-        raise UserError(f"{path}: export version {manifest['version']} (this build reads {VERSION})", exit_code=1)
-    files = manifest["files"]
-    if misfit(files, ENTRIES) or not {CONFIG, TOKENIZER} <= files.keys() or any("/" in name for name in files):
+    files = read_manifest(path, "export", VERSION, CHANGED, version_exit_code=1)["files"]
+    if not {CONFIG, TOKENIZER} <= files.keys() or any("/" in name for name in files):
         raise UserError(f"{path / MANIFEST} is no manifest of an export", CHANGED, exit_code=1)
-    if problem := damage(path, files):
-        raise UserError(problem, HINT if problem.endswith(" is missing") else CHANGED, exit_code=1)
+    for name in files:
+        if not exists(path / name):
+            raise UserError(f"{path / name} is missing", HINT, exit_code=1)
+    check_files(path, files, files, CHANGED)
 
 
 @contextlib.contextmanager
@@ -223,15 +226,8 @@ def open_weights(path: Path, expected: dict[str, Tensor]) -> Iterator[dict[str, 
         except (SafetensorError, OSError) as error:
             raise UserError(f"cannot read the weights of {path}: {error}", HINT, exit_code=1) from None
         found = {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118
-        for name in sorted(expected.keys() ^ found.keys()):
-            what = "is not in the model of config.json" if name in found else "is missing"
-            raise UserError(f"{path}: tensor {name} {what}", HINT, exit_code=1)
-        for name, tensor in expected.items():
-            shape, dtype = found[name].get_shape(), found[name].get_dtype()
-            if list(tensor.shape) != shape:
-                raise UserError(f"{path}: tensor {name} has shape {shape} (expected {list(tensor.shape)})", HINT, 1)
-            if dtype not in FLOATS:
-                raise UserError(f"{path}: tensor {name} is {dtype} (expected {', '.join(FLOATS)})", HINT, 1)
+        shapes = {name: list(tensor.shape) for name, tensor in expected.items()}
+        check_tensors(path, found, shapes, dict.fromkeys(expected, FLOATS), hint=HINT, exit_code=1)
         yield found
 
 
@@ -243,7 +239,7 @@ def weight_files(path: Path) -> set[str]:
     """
     if (path / WHOLE).exists() or not (path / INDEX).exists():
         return {WHOLE}
-    index = read_shaped(path / INDEX, {"weight_map": {str: (str,)}}, "the index of the weights", HINT)
+    index = read_json(path / INDEX, "the index of the weights", HINT, exit_code=1, schema=WeightIndex)
     files = set(index["weight_map"].values())
     if not all(map(SHARD.fullmatch, files)):
         raise UserError(f"{path / INDEX} is no index of weights", HINT, exit_code=1)

@@ -18,16 +18,15 @@ from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.files import (
     make_folder,
     read_bytes,
+    read_json,
     refuse_link,
-    regular,
     remove_leftovers,
-    rename_folder,
     sha256_of,
     write_json,
     write_text,
 )
 from pkmlm.runs.lock import abandoned, locked
-from pkmlm.runs.shapes import DRIFT, EVENT, FACTS, misfit, read_shaped
+from pkmlm.runs.results import EVAL, USAGE, RunFacts, read_metrics
 
 CHECKPOINT = re.compile(r"step-([0-9]{8,18})")
 STEP = re.compile(r"[0-9]{1,18}")
@@ -103,7 +102,7 @@ class RunDirectory:
             raise UserError(f"-o {self.path}: the name is not UTF-8", CHOOSE) from None
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"-o {self.path} is a file (expected a folder, or nothing)", CHOOSE)
-        for folder in (self.checkpoints, self.path / "usage"):
+        for folder in (self.checkpoints, self.path / USAGE):
             refuse_link(folder)
         entries = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
         if ".lock" in entries or {"recipe.yaml", "run.json"} <= entries:  # only a run has these
@@ -121,7 +120,7 @@ class RunDirectory:
         Raises:
             UserError: there are such results.
         """
-        kept = [f"{name}/" for name in ("eval", "usage") if any((self.path / name).glob("*.json"))]
+        kept = [f"{name}/" for name in (EVAL, USAGE) if any((self.path / name).glob("*.json"))]
         if kept and not self.steps():
             message = f"-o {self.path} has no checkpoint any more, but results of one in {' and '.join(kept)}"
             raise UserError(message, f"delete them to train anew, or {CHOOSE}")
@@ -201,12 +200,6 @@ class RunDirectory:
             return None
         return int(match[1]) if match else None
 
-    def set_aside(self, step: int) -> Path:
-        """Rename a damaged checkpoint, so that it is in nobody's way and can still be looked at; return where it is."""
-        aside = self.checkpoints / f"damaged-step-{step:08d}"
-        rename_folder(self.checkpoint(step), aside)
-        return aside
-
     def point(self, name: str, step: int) -> None:
         """Let the pointer `name` ("best", "latest") name a checkpoint."""
         self.refuse_replaced()
@@ -216,7 +209,9 @@ class RunDirectory:
         """run.json; empty before the first write."""
         path = self.path / "run.json"
         hint = "delete it: it only records how the run was started and how it ended"
-        facts: dict[str, Any] = read_shaped(path, FACTS, "the run's record", hint) if path.exists() else {}
+        facts: dict[str, Any] = {}
+        if path.exists():
+            facts = read_json(path, "the run's record", hint, exit_code=1, schema=RunFacts)
         return facts
 
     def status(self) -> str | None:
@@ -256,19 +251,5 @@ class RunDirectory:
 
     def clean(self) -> None:
         """Remove what killed processes left half-written; the caller holds the run."""
-        for folder in (self.path, self.checkpoints, self.path / "usage"):
+        for folder in (self.path, self.checkpoints, self.path / USAGE):
             remove_leftovers(folder)
-
-
-def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a metrics.jsonl that are events; others are passed over."""
-    if not path.exists():
-        return
-    with open(path, encoding="utf-8", errors="replace", opener=regular) as file:
-        for text in file:
-            try:
-                line = json.loads(text)
-            except (ValueError, RecursionError):
-                continue
-            if not misfit(line, EVENT) and (line["event"] != "drift" or not misfit(line, DRIFT)):
-                yield line

@@ -15,10 +15,19 @@ import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from pkmlm.errors import UserError, read_errors
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+
+class Damaged(UserError):
+    """A file is missing, or is not what was written."""
+
 
 TEMPORARY = re.compile(r"\.tmp-([0-9a-f]{8}|new|old)(-.*)?")
 
@@ -240,24 +249,69 @@ def json_text(value: Any) -> str:
     return json.dumps(value, indent=2, allow_nan=False) + "\n"
 
 
-def read_json(path: Path, what: str, hint: str = "it is damaged: make it again", exit_code: int = 2) -> Any:
-    """Read a JSON file; `what` names it in errors ("the token index", say).
+def read_json(
+    path: Path,
+    what: str,
+    hint: str = "it is damaged: make it again",
+    exit_code: int = 2,
+    *,
+    schema: Any = None,
+) -> Any:
+    """Read a JSON file.
+
+    Args:
+        what: what errors call it ("the token index", say).
+        exit_code: of errors.
+        schema: the type that its content must have, see `check_json`.
 
     Raises:
-        UserError: (with `exit_code`) the file is missing, unreadable, or not JSON.
+        Damaged: it is missing, not JSON, or of another type.
+        UserError: it cannot be read.
     """
 
     def refuse(name: str) -> None:
         raise ValueError(f"it holds {name}")  # NaN or Infinity, which JSON has not
 
     try:
-        return json.loads(read_bytes(path), parse_constant=refuse)
-    except FileNotFoundError:
-        raise UserError(f"{what} is missing: {path}", hint, exit_code) from None
+        value = json.loads(read_bytes(path), parse_constant=refuse)
+        return value if schema is None else check_json(value, schema)
+    except (FileNotFoundError, NotADirectoryError):
+        raise Damaged(f"{what} is missing: {path}", hint, exit_code) from None
     except OSError as error:
         raise UserError(f"cannot read {what} {path}: {error.strerror}", exit_code=exit_code) from None
+    except TypeError as error:
+        raise Damaged(f"{what} {path} is not as it was written: {error}", hint, exit_code) from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{what} {path} is not valid JSON: {error}", hint, exit_code) from None
+        raise Damaged(f"{what} {path} is not valid JSON: {error}", hint, exit_code) from None
+
+
+def check_json(value: Any, schema: Any) -> Any:
+    """Return a JSON value if it has the type `schema`, which may be made of TypedDicts: an object may have other keys.
+    Nothing is converted, except that an int passes for a float.
+
+    Raises:
+        TypeError: it has not; the message says where, and what stands there.
+    """
+    from pydantic import ValidationError  # imported here, for `--help` imports this file
+
+    try:
+        validator(schema).validate_python(value, strict=True)
+    except ValidationError as problem:
+        error = problem.errors(include_url=False)[0]
+        place, found = list(error["loc"]), f"is {str(error['input'])[:40]!r}"
+        if error["type"] == "missing":
+            found = f"has no {place.pop()}"
+        where = "".join(f"[{part}]" if isinstance(part, int) else f".{part:.40}" for part in place)
+        raise TypeError(f"{where.removeprefix('.') or 'it'} {found}") from None
+    return value
+
+
+@cache
+def validator(schema: Any) -> "TypeAdapter[Any]":
+    """Pydantic's validator of a type, built once."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(schema)
 
 
 def sync_file(path: Path) -> None:

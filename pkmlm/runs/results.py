@@ -1,33 +1,213 @@
-"""The names of the files in which a run keeps what was measured: RUN/eval/*.json and RUN/usage/*."""
+"""What a run keeps besides its checkpoints: the names and the schemas of all its results.
+
+run.json                                    how the run was started and how it ended: `RunFacts`
+checkpoints/step-N/state.json               how far training was: `CheckpointState`
+metrics.jsonl                               an event a line: `Event`, or `DriftEvent`
+eval/NAME-step-N[-stride-S].json            a perplexity: `Evaluation`; NAME is that of a split or a text, see below
+eval/tasks-NAMES[-shots-K]-step-N[-limit-L].json    zero-shot tasks: `Evaluation`
+usage/NAME-step-N.json, .npz                an entry of `usage-report --format json`, and its arrays: `UsageReport`
+usage/drift-step-N.npz, kept-step-N.npz     what a "drift" event was computed from, and what a resume needs for the next
+
+Of the schemas, `NotRequired` keys may be missing, or null: older runs lack some. Objects may have keys that are not
+listed. `check_json` compares values with them.
+"""
 
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from contextlib import suppress
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field
+from typing_extensions import NotRequired, TypedDict
 
 from pkmlm.errors import UserError
-from pkmlm.runs.shapes import read_shaped
+from pkmlm.runs.files import check_json, make_folder, read_json, refuse_link, regular, write_json, writing
 
+EVAL, USAGE = "eval", "usage"  # folders of a run
+STATE = "state.json"
 NAME_BYTES = 100  # of the name of a text or of tasks
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+MaybeNumber = Number | None
+MaybeText = str | None
+
+
+class RunFacts(TypedDict):
+    """run.json."""
+
+    status: NotRequired[MaybeText]
+    exit_code: NotRequired[int | None]
+    parameters: NotRequired[dict[str, Number] | None]
+    tokenizer_sha256: NotRequired[MaybeText]
+    data_sha256: NotRequired[MaybeText]
+    versions: NotRequired[dict[str, str] | None]
+    device: NotRequired[MaybeText]
+    precision: NotRequired[MaybeText]
+    seconds: NotRequired[MaybeNumber]
+    earlier: NotRequired[list[dict[str, Any]] | None]
+
+
+class CheckpointState(TypedDict):
+    """state.json of a checkpoint, see `runs.checkpoint.Progress`."""
+
+    step: int
+    tokens: int
+    skips: int
+    scaler: NotRequired[dict[str, Number] | None]
+    seconds: Number
+    data: dict[str, str]
+
+
+class Scores(TypedDict):
+    """A perplexity, in the three units."""
+
+    token_ppl: NotRequired[MaybeNumber]
+    word_ppl: NotRequired[MaybeNumber]
+    bits_per_byte: NotRequired[MaybeNumber]
+
+
+class UniformUsage(TypedDict):
+    """The share of slots that as many random reads would use."""
+
+    usage: Number
+
+
+class ValidationReads(TypedDict):
+    """How a validation read a memory."""
+
+    layer: int
+    name: str
+    usage: Number
+    kl: NotRequired[MaybeNumber]
+    uniform: UniformUsage
+
+
+class Event(Scores):
+    """A line of metrics.jsonl."""
+
+    event: str
+    step: int
+    loss: NotRequired[MaybeNumber]
+    lr: NotRequired[MaybeNumber]
+    grad_norm: NotRequired[MaybeNumber]
+    tokens: NotRequired[MaybeNumber]
+    tokens_per_second: NotRequired[MaybeNumber]
+    usage: NotRequired[list[ValidationReads] | None]
+
+
+class MemoryDrift(TypedDict):
+    """How training has read and moved a memory since the record before."""
+
+    layer: int
+    name: str
+    slots: int
+    read: int
+    died: int
+    woke: int
+    never: int
+    moved: NotRequired[MaybeNumber]
+
+
+class DriftEvent(TypedDict):
+    """A line of metrics.jsonl whose "event" is "drift"."""
+
+    event: str
+    step: int
+    since: int
+    began: int
+    memories: list[MemoryDrift]
+
+
+class Rows(TypedDict):
+    """The file that a task's rows were read from, or a text."""
+
+    sha256: NotRequired[MaybeText]
+
+
+class TaskScore(TypedDict):
+    """What was found of one task."""
+
+    acc: NotRequired[MaybeNumber]
+    num_fewshot: NotRequired[MaybeNumber]
+    data: NotRequired[Rows | None]
+
+
+class Sourced(TypedDict):
+    """A file of RUN/eval or RUN/usage that says what was measured on."""
+
+    source: dict[str, Any]
+
+
+class Evaluation(TypedDict):
+    """A file of RUN/eval: of "perplexity" and "tasks" it holds one."""
+
+    perplexity: NotRequired[Scores | None]
+    source: NotRequired[Rows | None]
+    tasks: NotRequired[dict[str, TaskScore] | None]
+
+
+class Measure(TypedDict):
+    """Usage (a fraction) and KL (nats) of a memory's reads."""
+
+    usage: MaybeNumber
+    kl: MaybeNumber
+
+
+class MassMeasure(Measure):
+    """The same of reads weighed by their mass, with their Gini coefficient."""
+
+    gini: MaybeNumber
+
+
+class MemoryReport(TypedDict):
+    """How a text read a memory."""
+
+    layer: int
+    name: str
+    slots: Number
+    mass: MassMeasure
+    uniform: Measure
+    uniform_mass: NotRequired[Measure | None]
+
+
+class UsageReport(TypedDict):
+    """A json file of RUN/usage."""
+
+    memories: list[MemoryReport]
+
+
+class KeptUsageReport(UsageReport, Sourced):
+    """One that is whole enough to be shown again."""
+
+    step: int
+    split: str
+    warnings: NotRequired[list[str] | None]
+
+
+# Names.
 
 
 def text_name(name: str, sha256: str, separator: str | None, field: str) -> str:
-    """How the results of a text are called: other texts may have its name, so a digest of its bytes and of how they
+    """What the results of a text are called: other texts may have its name, so a digest of its bytes and of how they
     were read is part of it.
     """
     return f"text-{file_part(name)}-{digest(json.dumps([sha256, separator, field]))}"
 
 
 def split_name(folder: Path, split: str, key: str, sha256: str) -> str:
-    """How the results of a split of other tokens than the recipe names (`--data`) are called.
+    """What the results of a split of other tokens than the recipe names (`--data`) are called.
 
     They have the split's name, which `pkmlm compare` looks for, unless `folder` already holds results of other tokens
     under it: then a digest is added.
 
     Args:
-        folder: where the results are kept.
+        folder: RUN/eval or RUN/usage.
         key: of the sha256 of the tokens in the "source" of results.
         sha256: of the tokens that are measured.
     """
@@ -35,12 +215,13 @@ def split_name(folder: Path, split: str, key: str, sha256: str) -> str:
     for file in folder.glob("*.json"):
         if file.name.startswith(f"{split}-step-"):
             with suppress(UserError):  # damaged, or written before results had a source
-                kept.add(read_shaped(file, {"source": {key: (str,)}}, "the results")["source"][key])
+                kept.add(read_json(file, "the results", schema=Sourced)["source"].get(key))
+    kept -= {None}
     return split if not kept or sha256 in kept else f"{split}-{sha256[:8]}"
 
 
 def perplexity_file(name: str, step: int, stride: int | None) -> str:
-    """The file of a perplexity.
+    """The file of a perplexity in RUN/eval.
 
     Args:
         name: of the split, or what `text_name` or `split_name` made of it.
@@ -50,7 +231,7 @@ def perplexity_file(name: str, step: int, stride: int | None) -> str:
 
 
 def tasks_file(record: dict[str, Any]) -> str:
-    """The file of a record of zero-shot tasks; `pkmlm compare` reads those without a limit."""
+    """The file of a record of zero-shot tasks in RUN/eval; `pkmlm compare` reads those without a limit."""
     names = "-".join(record["tasks"])
     part = file_part(names)
     if part != names:
@@ -69,3 +250,138 @@ def file_part(name: str) -> str:
 def digest(text: str) -> str:
     """Eight characters that tell names apart of which not all could be kept."""
     return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:8]
+
+
+def usage_stem(run: Path, name: str, step: int) -> Path:
+    """The path of the two files of a usage report, without their endings."""
+    return run / USAGE / f"{name}-step-{step}"
+
+
+def drift_file(folder: Path, step: int) -> Path:
+    """Where RUN/usage keeps what the drift record of a step was computed from."""
+    return folder / f"drift-step-{step}.npz"
+
+
+def drift_state_file(folder: Path, step: int | str) -> Path:
+    """Where RUN/usage keeps what a resume from `step`, between two drift records, needs; "*" gives the pattern."""
+    return folder / f"kept-step-{step}.npz"
+
+
+# Reading and writing.
+
+
+def write_evaluation(run: Path, file: str, record: dict[str, Any]) -> None:
+    """Write RUN/eval/`file`.
+
+    Raises:
+        UserError: the folder is a link; (exit code 1) the system refused a write.
+    """
+    refuse_link(run / EVAL)
+    make_folder(run / EVAL)
+    write_json(run / EVAL / file, record)
+
+
+def read_evaluation(path: Path) -> dict[str, Any]:
+    """A file of RUN/eval.
+
+    Raises:
+        UserError: (exit code 1) it is damaged or cannot be read.
+    """
+    record: dict[str, Any] = read_json(path, "the results", exit_code=1, schema=Evaluation)
+    return record
+
+
+def test_perplexity(run: Path) -> tuple[int | None, dict[str, Any]]:
+    """The newest evaluation of the test split, and its step; (None, {}) where there is none."""
+    return next(_results(run / EVAL, "test", "perplexity"), (None, {}))
+
+
+def test_usage(run: Path) -> tuple[int | None, dict[str, Any]]:
+    """The newest usage report of the test split, and its step; (None, {}) where there is none."""
+    return next(_results(run / USAGE, "test", "memories"), (None, {}))
+
+
+def task_scores(run: Path) -> tuple[int | None, dict[str, Any]]:
+    """The newest step with whole evaluations of tasks, and each task's scores there, with the fewest examples before a
+    question; (None, {}) where there is none.
+    """
+    for step, found in groupby(_results(run / EVAL, ".+", "tasks"), key=itemgetter(0)):
+        tasks: dict[str, Any] = {}
+        for _, results in found:
+            for name, scores in results["tasks"].items():
+                known = tasks.setdefault(name, scores)
+                if (scores.get("num_fewshot") or 0) < (known.get("num_fewshot") or 0):
+                    tasks[name] = scores
+        return step, tasks
+    return None, {}
+
+
+def partial_tasks(run: Path) -> set[str]:
+    """The tasks of which the run has evaluations with a limit alone."""
+    limited = [read_evaluation(file) for file in (run / EVAL).glob("tasks-*-limit-*.json")]
+    partial = {task for results in limited for task in results.get("tasks") or ()}
+    for _, results in _results(run / EVAL, ".+", "tasks") if partial else ():
+        partial -= results["tasks"].keys()
+    return partial
+
+
+def _results(folder: Path, names: str, holding: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(step, results) of NAME-step-N.json, for names of a pattern, that hold the key: from the highest step down."""
+    name = re.compile(rf"(?:{names})-step-([0-9]{{1,18}})\.json")
+    steps = [(int(m[1]), file) for file in folder.glob("*.json") if (m := name.fullmatch(file.name))]
+    schema = UsageReport if holding == "memories" else Evaluation
+    for step, file in sorted(steps, key=lambda found: (-found[0], -found[1].stat().st_mtime_ns)):
+        results = read_json(file, "the results", exit_code=1, schema=schema)
+        if results.get(holding):
+            yield step, results
+
+
+def write_usage(stem: Path, entry: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+    """Write a usage report: first its arrays, then its json file.
+
+    Raises:
+        UserError: as `write_evaluation`.
+    """
+    refuse_link(stem.parent)
+    write_arrays(stem.with_name(f"{stem.name}.npz"), arrays)
+    write_json(stem.with_name(f"{stem.name}.json"), entry)
+
+
+def read_usage(stem: Path, source: dict[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
+    """What `write_usage` wrote; None where there is nothing whole, or it was measured on another `source`."""
+    try:
+        entry = read_json(stem.with_name(f"{stem.name}.json"), "the usage report", schema=KeptUsageReport)
+        return (entry, read_arrays(stem.with_name(f"{stem.name}.npz"))) if entry["source"] == source else None
+    except UserError:
+        return None
+
+
+def write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Write arrays by name, compressed (.npz), and the folder that they go into."""
+    make_folder(path.parent)
+    with writing(path) as file:
+        np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of an .npz file by name.
+
+    Raises:
+        UserError: (exit code 1) it is missing or damaged.
+    """
+    try:
+        with open(path, "rb", opener=regular) as stored, np.load(stored, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except Exception as error:  # zip, zlib, the headers' parser and the allocator: each says it in its own way
+        raise UserError(f"{path} is missing or damaged: {type(error).__name__}: {error}", exit_code=1) from None
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a metrics.jsonl that are events; others are passed over."""
+    if not path.exists():
+        return
+    with open(path, encoding="utf-8", errors="replace", opener=regular) as file:
+        for text in file:
+            with suppress(ValueError, RecursionError, TypeError):  # torn by a kill, or no event
+                line = check_json(json.loads(text), Event)
+                yield check_json(line, DriftEvent) if line["event"] == "drift" else line

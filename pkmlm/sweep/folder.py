@@ -6,16 +6,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import NotRequired, TypedDict
+
 from pkmlm.console import Table
 from pkmlm.errors import UserError
-from pkmlm.runs.files import make_folder, write_json, write_text
-from pkmlm.runs.shapes import NUMBER, read_shaped
+from pkmlm.runs.files import make_folder, read_json, write_json, write_text
+from pkmlm.runs.results import Number
 from pkmlm.sweep.cells import Cell, Cells
 from pkmlm.sweep.results import Results, Speed
 from pkmlm.sweep.runner import finished
 
-TIMED = {"point": {str: (str,)}, "recipe?": (str,), "timed_on?": {str: (str,)}, "tokens_per_second": [NUMBER]}
-SHAPE = {"grid": (str,), "scale?": (str,), "set?": [(str,)], "cells?": [{}], "speed?": [TIMED]}
+
+class Timed(TypedDict):
+    """How fast the model of a point of the grid trains."""
+
+    point: dict[str, str]
+    recipe: NotRequired[str | None]
+    timed_on: NotRequired[dict[str, str] | None]
+    tokens_per_second: list[Number]
+
+
+class SweepResults(TypedDict):
+    """results.json."""
+
+    grid: str
+    scale: NotRequired[str | None]
+    set: NotRequired[list[str] | None]
+    cells: NotRequired[list[dict[str, Any]] | None]
+    speed: NotRequired[list[Timed] | None]
 
 
 @dataclass(frozen=True)
@@ -64,7 +82,8 @@ class SweepFolder:
         if not file.exists():
             self._refuse_other_files()
             return {}
-        found: dict[str, Any] = read_shaped(file, SHAPE, "the sweep's results", "delete it: it is made from the runs")
+        hint = "delete it: it is made from the runs"
+        found: dict[str, Any] = read_json(file, "the sweep's results", hint, exit_code=1, schema=SweepResults)
         theirs, ours = (found["grid"], found.get("scale")), (self.grid, self.scale)
         if theirs != ours:
             held, asked = (" at scale ".join(filter(None, each)) for each in (theirs, ours))

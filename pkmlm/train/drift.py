@@ -18,8 +18,8 @@ from pkmlm.errors import UserError
 from pkmlm.model.memory.base import SparseMemory, memories
 from pkmlm.model.memory.values import side_by_side
 from pkmlm.recipe.schema import Recipe
-from pkmlm.runs.arrays import read_arrays
-from pkmlm.runs.files import make_folder, remove_file, writing
+from pkmlm.runs.files import remove_file
+from pkmlm.runs.results import drift_file, drift_state_file, read_arrays, write_arrays
 from pkmlm.seeds import derived_seed
 from pkmlm.train.log import RunLog
 from pkmlm.train.read_slots import ReadSlots
@@ -72,7 +72,7 @@ class Drift:
         found = [memory.record(self.since, step, first) for memory in self.memories]
         log.event("drift", step, since=self.since, began=self.began, memories=[numbers for numbers, _ in found])
         self.since = step
-        self._write(self.file(step), step, [moved for _, moved in found])
+        self._write(drift_file(self.folder, step), step, [moved for _, moved in found])
         for memory in self.memories:
             memory.begin()
 
@@ -82,12 +82,13 @@ class Drift:
             return
         for memory in self.memories:
             memory.meet()
-        self._write(self.kept(step), step, [{"before_SD": memory.before_SD} for memory in self.memories])
+        before = [{"before_SD": memory.before_SD} for memory in self.memories]
+        self._write(drift_state_file(self.folder, step), step, before)
 
     def forget(self, steps: list[int]) -> None:
         """Delete what was kept beside checkpoints, but for those of `steps`."""
-        kept = {self.kept(step) for step in steps}
-        for file in self.folder.glob(self.kept("*").name):
+        kept = {drift_state_file(self.folder, step) for step in steps}
+        for file in self.folder.glob(drift_state_file(self.folder, "*").name):
             if file not in kept:
                 remove_file(file)
 
@@ -101,19 +102,12 @@ class Drift:
         with self.world.collective_errors():
             if self.world.rank == 0:
                 self.allowed()
-                make_folder(self.folder)
-                with writing(path) as file:
-                    np.savez_compressed(file, steps=np.array([self.began, self.since, step]), **arrays)
-
-    def file(self, step: int) -> Path:
-        return self.folder / f"drift-step-{step}.npz"
-
-    def kept(self, step: int | str) -> Path:
-        return self.folder / f"kept-step-{step}.npz"
+                write_arrays(path, {"steps": np.array([self.began, self.since, step]), **arrays})
 
     def _go_on(self, step: int) -> None:
         try:
-            arrays = read_arrays(next(file for file in (self.kept(step), self.file(step)) if file.exists()))
+            files = (drift_state_file(self.folder, step), drift_file(self.folder, step))
+            arrays = read_arrays(next(file for file in files if file.exists()))
             held = [memory.held(number, arrays) for number, memory in enumerate(self.memories)]
             began, since, at = (int(number) for number in arrays["steps"])
         except (StopIteration, UserError, KeyError, ValueError, TypeError, OverflowError):

@@ -9,14 +9,13 @@ import torch
 
 from pkmlm.errors import UserError
 from pkmlm.model.init import initialise
+from pkmlm.model.memory.values import table_ranks
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.dump import flatten, scalar_text
+from pkmlm.runs.checkpoint import check_weights, load_weights, verify
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.files import sha256_of
-from pkmlm.train.checkpoint import check_shared, load_shared
-from pkmlm.train.integrity import FILES, damage_of
+from pkmlm.runs.files import Damaged, sha256_of
 from pkmlm.train.job import Job
-from pkmlm.train.tensor_files import stored_names
 
 HEAD = "untied_head.weight"
 # Keys that change what a model computes from its weights, but no shape of a tensor.
@@ -35,10 +34,11 @@ def load_init_from(job: Job, model: Transformer) -> None:
     """
     source, path = _source_checkpoint(job)
     with _naming_the_key(job, source):
-        missing, _ = _compare_names(path, model)
+        weights, tables = model.state_dict(), table_ranks(model)
+        missing, _ = check_weights(path, weights, tables, strict=False)
         if missing:
             initialise(model, job.recipe.train.seed)
-        load_shared(path, model)
+        load_weights(path, weights, tables, strict=False)
     if HEAD in missing and model.untied_head is not None:  # the embedding was the head, too
         model.untied_head.weight.copy_(model.embedding.weight)
 
@@ -56,8 +56,7 @@ def check_init_from(job: Job) -> list[str]:
     source, path = _source_checkpoint(job)
     model = build_model(job.recipe, job.vocab_size, "meta")
     with _naming_the_key(job, source):
-        missing, unexpected = _compare_names(path, model)
-        check_shared(path, model)
+        missing, unexpected = check_weights(path, model.state_dict(), table_ranks(model), strict=False)
         differing = _differing_keys(job, source)
         before = source.recipe().train
     loaded = model.state_dict().keys() - missing
@@ -87,17 +86,12 @@ def _source_checkpoint(job: Job) -> tuple[RunDirectory, Path]:
             f"tokenize again with --tokenizer {source.tokenizer_file}",
         )
     path = source.checkpoint(source.resolve("best" if source.best() is not None else "latest"))
-    if problem := damage_of(path, moments=False):
-        raise UserError(f"train.init_from: {problem}", "start from another run, or copy that one again", exit_code=1)
+    try:
+        verify(path, optimizer=False)
+    except Damaged as error:
+        hint = "start from another run, or copy that one again"
+        raise UserError(f"train.init_from: {error.message}", hint, exit_code=1) from None
     return source, path
-
-
-def _compare_names(path: Path, model: Transformer) -> tuple[set[str], set[str]]:
-    """The names of tensors that are missing in a checkpoint, and of those that are unexpected there."""
-    stored, own = stored_names(path / FILES[0]), model.state_dict().keys()
-    if not stored & own:
-        raise UserError(f"{path / FILES[0]} has no tensor of this model")
-    return own - stored, stored - own
 
 
 @contextmanager

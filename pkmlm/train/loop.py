@@ -8,10 +8,10 @@ from typing import Any
 
 from pkmlm.errors import NotFinite, UserError
 from pkmlm.model.memory.key_memory import KeyMemory
+from pkmlm.runs import checkpoint
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import remove_file
 from pkmlm.signals import StopRequest
-from pkmlm.train import checkpoint
 from pkmlm.train.drift import Drift
 from pkmlm.train.log import RunLog
 from pkmlm.train.monitor import ValidationHistory
@@ -168,7 +168,7 @@ class Training:
             self.log.sync()  # events before the checkpoint that builds on them
         with self.log.doing("saving a checkpoint"):
             self._recalibrate()
-            checkpoint.save(run, state.model, state.param_groups, progress, state.process_groups)
+            checkpoint.save(run, progress, *state.tensors(), state.process_groups)
         self._prune()
         self.log.event("save", progress.step)
 
@@ -180,7 +180,7 @@ class Training:
             return
         path = run.checkpoint(steps[-1])
         with self.world.collective_errors():
-            state.progress = checkpoint.load(path, state.model, state.param_groups)
+            state.progress = checkpoint.load(path, *state.tensors())
             if self.world.rank == 0:
                 run.point("latest", steps[-1])  # a kill may have come between the checkpoint and its pointer
                 best = self.history.best_step

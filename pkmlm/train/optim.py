@@ -1,5 +1,6 @@
 """Parameter groups: which parameters move together, by which optimizer, how fast, and how far at most."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ from pkmlm.model.memory.key_memory import KeyMemory
 from pkmlm.model.memory.values import Values, tables_of
 from pkmlm.recipe.schema import Recipe, TablesOptim, ValuesOptim
 from pkmlm.train.lr_schedule import LrSchedule
-from pkmlm.train.row_adam import RowAdam
+from pkmlm.train.row_adam import RowAdam, empty_state
 from pkmlm.train.shard import is_shard, local_part
 
 
@@ -85,6 +86,20 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[ParameterGroup]:
         schedule = LrSchedule(optim.lr * own.lr_scale, shape, warmup_steps, recipe.train.steps, optim.final_lr)
         groups.append(_row_group("tables", hash_tables, own, schedule, own.betas or optim.betas, optim.eps))
     return groups
+
+
+def optimizer_state(groups: Iterable[ParameterGroup]) -> dict[str, Tensor]:
+    """The state of all optimizers by "path of the parameter|key", to be saved or copied into; the state of a parameter
+    that has taken no step yet is made first.
+    """
+    tensors = {}
+    for group in groups:
+        for name, parameter in group.parameters.items():
+            state = group.optimizer.state[parameter]
+            if not state:
+                state.update(empty_state(group.optimizer, parameter))
+            tensors.update({f"{name}|{key}": tensor for key, tensor in state.items()})
+    return tensors
 
 
 def _dense_group(model: nn.Module, parameters: dict[str, nn.Parameter], recipe: Recipe) -> ParameterGroup:

@@ -5,8 +5,8 @@ from typing import Any
 from pkmlm.errors import UserError
 from pkmlm.recipe.dump import flatten, scalar_text
 from pkmlm.recipe.schema import Recipe
+from pkmlm.runs.checkpoint import read_progress
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.train.checkpoint import progress_at
 from pkmlm.train.job import Job
 
 # The keys (or sections) that may change when a run is resumed: how long it trains, on how many ranks, what it measures,
@@ -52,7 +52,7 @@ def refuse_other_data(run: RunDirectory, job: Job) -> None:
     """Refuse to resume with another tokenizer, or on other text to train or to validate on, than the latest checkpoint
     names, which must be whole. A split for validation may come or go.
     """
-    before = progress_at(run.checkpoint(run.steps()[-1])).data
+    before = read_progress(run.checkpoint(run.steps()[-1])).data
     for name, what in (
         ("tokenizer", "trained with another tokenizer than that of"),
         ("train", "trained on other tokens than those in"),

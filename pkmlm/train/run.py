@@ -12,14 +12,14 @@ from pkmlm.data.batches import Batches
 from pkmlm.device import DeviceSettings, held_bytes, is_out_of_memory, select_device
 from pkmlm.distributed import ProcessGroups, World, build_process_groups, is_network_error
 from pkmlm.errors import UserError, printable
+from pkmlm.model.memory.values import table_ranks
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Recipe
+from pkmlm.runs.checkpoint import check_weights, quarantine_damaged_checkpoints
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import remove_file, write_text, writing
 from pkmlm.signals import StopRequest, stop_on_signals
-from pkmlm.train.checkpoint import check_weights
 from pkmlm.train.init_from import check_init_from, load_init_from
-from pkmlm.train.integrity import fall_back
 from pkmlm.train.job import Job, no_validation_warning
 from pkmlm.train.log import RunLog, SilentLog, TrainingLog
 from pkmlm.train.loop import Outcome, Training
@@ -66,7 +66,7 @@ def train(job: Job, output: str, world: World, *, resume: str = "auto", quiet: b
                 held.enter_context(run.locked())
                 if run.steps():
                     refuse_changed_recipe(run, job.recipe)
-                    warnings += fall_back(run)
+                    warnings += quarantine_damaged_checkpoints(run)
                     refuse_other_data(run, job)
                 complete = is_complete(run, job.recipe)
         if world.broadcast(complete):
@@ -194,7 +194,8 @@ def run_training(
         log.say(f"{doing} in {run.path} on {settings.device}{several}, {settings.precision}: {settings.reason}")
         with world.collective_errors():
             if step:  # other shapes than the recipe's are refused before anything of their size is allocated
-                check_weights(run.checkpoint(step), build_model(recipe, job.vocab_size, "meta"))
+                expected = build_model(recipe, job.vocab_size, "meta")
+                check_weights(run.checkpoint(step), expected.state_dict(), table_ranks(expected))
                 model = build_model(recipe, job.vocab_size, settings.device, groups, init_weights=False)
             else:
                 model = initial_model(job, settings, groups)

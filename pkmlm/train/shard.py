@@ -5,7 +5,6 @@ Where nothing is divided, its modules are not imported: that takes half as long 
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -44,22 +43,3 @@ def local_part(tensor: Any) -> Tensor:
     """The part that this rank holds, or all of it."""
     part: Tensor = tensor.to_local() if is_shard(tensor) else tensor
     return part
-
-
-def full_tensor(tensor: Any, first: bool) -> Tensor:
-    """All of a tensor, whose parts all ranks give: on the first rank, in main memory; others keep their part."""
-    if not is_shard(tensor):
-        return tensor
-    whole: Tensor = tensor.full_tensor()
-    return whole.cpu() if first else local_part(tensor)
-
-
-@torch.no_grad()
-def fill(tensor: Any, value: Tensor) -> None:
-    """Copy a whole tensor into one, or the part of it that this rank holds."""
-    if is_shard(tensor):
-        from torch.distributed.tensor import distribute_tensor
-
-        value = value.to(tensor.device)
-        value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
-    tensor.copy_(value)

@@ -1,15 +1,17 @@
 """The state of training, which the loop, the step and checkpoints share."""
 
 import torch
+from torch import Tensor
 
 from pkmlm.data.batches import Batches
 from pkmlm.distributed import ProcessGroups
+from pkmlm.model.memory.values import table_ranks
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.schema import Recipe
+from pkmlm.runs.checkpoint import Progress, Tables
 from pkmlm.train.activation_checkpointing import checkpoint_activations
-from pkmlm.train.checkpoint import Progress
 from pkmlm.train.compile import compile_dense_parts
-from pkmlm.train.optim import parameter_groups
+from pkmlm.train.optim import optimizer_state, parameter_groups
 from pkmlm.train.shard import shard_dense_parts
 
 
@@ -52,3 +54,7 @@ class TrainState:
             compile_dense_parts(model)
         if recipe.train.recompute:
             checkpoint_activations(model)
+
+    def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor], Tables]:
+        """What a checkpoint holds: the model's tensors, the optimizers', and which of the model's are tables."""
+        return self.model.state_dict(), optimizer_state(self.param_groups), table_ranks(self.model)

@@ -26,7 +26,7 @@ from pkmlm.model.memory.query import QueryBatchNorm
 from pkmlm.model.memory.values import Values
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Hash, Memory, Model, Optim, Parallel, Recipe, Train, ValuesOptim
-from pkmlm.train import checkpoint
+from pkmlm.runs import checkpoint
 from pkmlm.train.exchange import exchange_reads
 from pkmlm.train.recalibrate import recalibrate
 from pkmlm.train.state import TrainState

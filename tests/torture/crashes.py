@@ -81,8 +81,8 @@ def fail_at(ground: Ground, what: str, how: str, at: int) -> tuple[bool, str]:
 def damaged_checkpoints(run: Path) -> list[str]:
     """Checkpoints of a run that have their name and are not whole."""
     from pkmlm.errors import UserError
+    from pkmlm.runs.checkpoint import verify
     from pkmlm.runs.directory import RunDirectory
-    from pkmlm.train.integrity import verify
 
     found = []
     for step in RunDirectory(run).steps():

@@ -4,7 +4,8 @@ import random
 import shutil
 from pathlib import Path
 
-from pkmlm.train.integrity import damage_of
+from pkmlm.errors import UserError
+from pkmlm.runs.checkpoint import verify
 from tests.torture.oracle import STEPS, Ground
 from tests.torture.words import said_by
 
@@ -24,7 +25,7 @@ def spoil(folder: Path, draw: random.Random) -> str:
         path.write_bytes(data)
         return f"{path.name}: bit flipped in byte {place}"
     if kind == "truncate":
-        path.write_bytes(data[: draw.choice((0, 1, len(data) // 2, len(data) - 1))])
+        path.write_bytes(data[: draw.choice((0, 1, len(data) // 2, len(data) - 2))])  # JSON may lack its last newline
     elif kind == "zero":
         start = draw.randrange(len(data))
         stop = min(len(data), start + draw.choice((1, 64, 4096)))
@@ -41,7 +42,7 @@ def spoil(folder: Path, draw: random.Random) -> str:
     elif kind == "extra":
         path = folder / draw.choice(("train-00007.bin", "test.documents", "valid-00001.bin"))
         if "state.json" in names:
-            path = folder / draw.choice(("more.safetensors", "weights.safetensors.bak", "tokens"))
+            path = folder / f"weights-1-of-{draw.choice((2, 3))}.safetensors"
         path.write_bytes(b"more")
     else:
         path.write_bytes(data + draw.choice((b"\0", b"x" * 100)))
@@ -78,6 +79,15 @@ def spoil_checkpoint(ground: Ground, number: int) -> tuple[bool, str]:
         right = code == 0 and bool(told)
         return right, "moments" if right else f"{what}: evaluation exit {code}, training told {told!r}"
     return judged(code, said, {1, 2}, what)
+
+
+def damage_of(folder: Path) -> str:
+    """What training says of a checkpoint before it reads it; nothing where it is whole."""
+    try:
+        verify(folder)
+    except UserError as error:
+        return error.message
+    return ""
 
 
 def spoil_tokens(ground: Ground, number: int) -> tuple[bool, str]:

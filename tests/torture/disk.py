@@ -31,14 +31,14 @@ class Disk:
 
     def install(self) -> None:
         """Put every operation of this process under watch."""
-        import pkmlm.train.tensor_files as tensor_files
+        import pkmlm.runs.checkpoint as checkpoint
 
         paths = getattr(pathlib, "_normal_accessor", None)  # Python 3.10's Path has references of its own
         for name in ("replace", "rename", "mkdir", "unlink", "rmdir", "fsync"):
             setattr(os, name, self._watched(name, getattr(os, name)))
             if hasattr(paths, name):
                 setattr(paths, name, getattr(os, name))
-        tensor_files.save_file = self._tensors(tensor_files.save_file)  # type: ignore[assignment]
+        checkpoint.save_file = self._tensors(checkpoint.save_file)  # type: ignore[assignment]
         real = builtins.open
 
         def watched_open(path: Any, mode: str = "r", *rest: Any, **named: Any) -> Any:

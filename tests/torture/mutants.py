@@ -87,9 +87,10 @@ def mutate_tensors(ground: Ground, number: int) -> tuple[bool, str]:
     """
     import torch
 
+    from pkmlm.model.memory.values import table_ranks
     from pkmlm.model.transformer import build_model
-    from pkmlm.train import checkpoint
-    from pkmlm.train.integrity import verify
+    from pkmlm.runs import checkpoint
+    from pkmlm.runs.checkpoint import verify
 
     draw = random.Random(number)
     folder = ground.folder / f"step-{STEPS:08d}"
@@ -105,7 +106,7 @@ def mutate_tensors(ground: Ground, number: int) -> tuple[bool, str]:
     signal.setitimer(signal.ITIMER_REAL, HANG)
     try:
         verify(folder)
-        checkpoint.load_weights(folder, model)
+        checkpoint.load_weights(folder, model.state_dict(), table_ranks(model))
     except UserError as error:
         return short(error), "refused" if short(error) else f"{number}: {error}"
     except BaseException as error:

@@ -149,35 +149,36 @@ def saved_items(run: Path, step: int) -> list[str]:
 
 def forget(item: str) -> None:
     """Let a resume in this process leave out one thing that was saved."""
+    import pkmlm.runs.checkpoint as checkpoint
     import pkmlm.runs.directory as rundir
-    import pkmlm.train.checkpoint as checkpoint
 
     kind, _, name = item.partition(":")
     if kind == "log":
         cut = rundir.RunDirectory.cut_metrics
         rundir.RunDirectory.cut_metrics = lambda self, step: cut(self, 0)  # type: ignore[method-assign]
     elif kind == "state":
-        read = checkpoint.progress_of
+        read = checkpoint.read_progress
 
-        def progress_of(state: Any, path: Path) -> checkpoint.Progress:
-            progress = read(state, path)
+        def read_progress(path: Path) -> checkpoint.Progress:
+            progress = read(path)
             setattr(progress, name, getattr(checkpoint.Progress(), name))
             return progress
 
-        checkpoint.progress_of = progress_of
+        checkpoint.read_progress = read_progress
     else:
-        copy = checkpoint.copy_tensors
+        load = checkpoint.load_tensors
 
-        def copy_tensors(path: Path, expected: dict[str, Any], tables: Any) -> None:
-            mine = {tensor: value.clone() for tensor, value in expected.items()}
-            copy(path, expected, tables)
+        def load_tensors(path: Path, tensors: dict[str, Any], tables: Any, **how: Any) -> checkpoint.Differences:
+            mine = {tensor: value.clone() for tensor, value in tensors.items()}
+            differences = load(path, tensors, tables, **how)
             if path.name == f"{kind}.safetensors":
                 import torch
 
                 with torch.no_grad():
-                    expected[name].copy_(mine[name])
+                    tensors[name].copy_(mine[name])
+            return differences
 
-        checkpoint.copy_tensors = copy_tensors
+        checkpoint.load_tensors = load_tensors
 
 
 def forget_one(ground: Ground, item: str, step: int) -> tuple[bool, str]:

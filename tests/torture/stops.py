@@ -41,8 +41,8 @@ def stop(ground: Ground, run: Path, words: list[str], delay: float) -> tuple[lis
     """Ask a new training in `run` to stop, `delay` seconds after its first line; what is wrong with how it ended, the
     seconds that it took, and the status that it left.
     """
+    from pkmlm.runs.checkpoint import verify
     from pkmlm.runs.directory import RunDirectory
-    from pkmlm.train.integrity import verify
 
     shutil.rmtree(run, ignore_errors=True)
     child = ground.forks.start("command", words=words, init_scale=INIT_SCALE)

@@ -10,8 +10,8 @@ import torch
 
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.load import load_recipe
-from pkmlm.runs.arrays import read_arrays
 from pkmlm.runs.directory import RunDirectory
+from pkmlm.runs.results import read_arrays
 from pkmlm.train import drift as drifting
 from pkmlm.train.drift import Drift
 from tests.conftest import pkmlm

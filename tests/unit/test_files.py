@@ -17,6 +17,7 @@ import pytest
 from pkmlm.errors import UserError
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import (
+    Damaged,
     make_folder,
     open_log,
     read_json,
@@ -28,7 +29,7 @@ from pkmlm.runs.files import (
     writing_folder,
 )
 from pkmlm.runs.lock import locked
-from pkmlm.runs.manifest import damage, entry_of
+from pkmlm.runs.manifest import check_files, entry_of
 
 
 def leftovers(folder: Path) -> list[str]:
@@ -233,14 +234,15 @@ def test_what_may_not_be_looked_at_is_not_taken_for_missing(tmp_path, monkeypatc
     folder.mkdir()
     fill(folder, "whole", "ab")
     files = {name: entry_of(folder / name) for name in "ab"}
-    assert damage(folder, files) == ""
+    check_files(folder, files, files, "")
     (folder / "b").unlink()
-    assert damage(folder, files) == f"{folder}/b is missing"
+    with pytest.raises(Damaged, match=r"/b is missing\Z"):
+        check_files(folder, files, files, "")
     tmp_path.chmod(0o755)
     folder.chmod(0)
     with not_as_root(), pytest.raises(UserError, match="cannot read folder/a: Permission denied") as told:
-        damage(Path("folder"), files)
-    assert told.value.exit_code == 1
+        check_files(Path("folder"), files, files, "")
+    assert (type(told.value), told.value.exit_code) == (UserError, 1)
 
 
 def test_a_lock_says_who_holds_it_whatever_stands_in_it(tmp_path):

@@ -12,16 +12,17 @@ from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.device import DeviceSettings
 from pkmlm.distributed import ProcessGroups
 from pkmlm.errors import UserError
+from pkmlm.model.memory.values import table_ranks
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.load import load_recipe
+from pkmlm.runs import checkpoint
+from pkmlm.runs.checkpoint import write_tensors
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import read_json, write_json
 from pkmlm.runs.manifest import MANIFEST, entry_of
-from pkmlm.train import checkpoint
 from pkmlm.train.init_from import check_init_from
 from pkmlm.train.job import Job
 from pkmlm.train.run import initial_model
-from pkmlm.train.tensor_files import write_tensors
 from tests.conftest import pkmlm
 
 MEMORY = ["model.memory.kind=product-key", "model.memory.num_keys=16", "model.memory.heads=2", "model.memory.topk=4"]
@@ -153,4 +154,4 @@ def test_a_run_goes_on_from_all_of_its_weights_alone(trained, tmp_path):
     for changes in ([*MEMORY, "model.memory.layers=2+"], ["model.layers=1"]):
         model = build_model(job_from(trained("dense"), *changes).recipe, 600)
         with pytest.raises(UserError, match=r"is not in the model|is missing"):
-            checkpoint.load_weights(path, model)
+            checkpoint.load_weights(path, model.state_dict(), table_ranks(model))

@@ -17,8 +17,7 @@ from pkmlm.analysis import counters as counting
 from pkmlm.analysis import usage as numbers
 from pkmlm.analysis.counters import UsageCounters
 from pkmlm.analysis.tables import usage_tables
-from pkmlm.analysis.usage import MemoryUsage, measures, reads_of_a_slot, uniform_reading
-from pkmlm.analysis.usage_files import load_usage, save_usage
+from pkmlm.analysis.usage import MemoryUsage, load_usage, measures, reads_of_a_slot, save_usage, uniform_reading
 from pkmlm.errors import UserError
 from pkmlm.model.memory.usage_tap import UsageTap
 

@@ -125,6 +125,11 @@ def tables_of(model: nn.Module) -> dict[str, Values]:
     return {f"{path}.weight_KD": module for path, module in model.named_modules() if isinstance(module, Values)}
 
 
+def table_ranks(model: nn.Module) -> dict[str, World]:
+    """The ranks that divide the columns of each table of a model, by the path of its weight."""
+    return {name: table.ranks for name, table in tables_of(model).items()}
+
+
 class _Gathered(torch.autograd.Function):
     """Rows of all ranks, on each; the gradient of a row is the sum of what all ranks make of it."""
 

@@ -1,0 +1,413 @@
+"""Checkpoints: everything that a run needs to be resumed to the bit, written whole or not at all.
+
+A checkpoint is a folder: weights.safetensors (parameters and buffers by path), optimizer.safetensors (each parameter's
+state as "path|key"), state.json (`Progress`), and manifest.json with the size and sha256 of each. Where P ranks divide
+the columns of a run's tables, each writes its columns, and their moments, into files of its own
+(weights-1-of-P.safetensors ...), and rank 0 writes the rest; any number of ranks reads what any other has written.
+There is no random state to save: a step's random numbers follow from the seed, its number and the rank.
+
+Models and optimizers come as dicts of tensors (`model.state_dict()`, `train.optim.optimizer_state`). `tables` names
+those of a model's tensors that are tables, with the ranks that divide their columns
+(`model.memory.values.table_ranks`).
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pkmlm.device import is_finite
+from pkmlm.distributed import ProcessGroups, World
+from pkmlm.errors import UserError
+from pkmlm.runs.directory import RunDirectory
+from pkmlm.runs.files import (
+    Damaged,
+    read_json,
+    remove_folder,
+    rename_folder,
+    sync_file,
+    write_errors,
+    write_json,
+    writing_folder,
+)
+from pkmlm.runs.manifest import MANIFEST, Manifest, check_files, entry_of, read_manifest
+from pkmlm.runs.results import STATE, CheckpointState
+
+VERSION = 1
+WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
+FILES = (WEIGHTS, OPTIMIZER, STATE)
+DTYPES = {torch.float32: "F32", torch.int64: "I64"}  # what a checkpoint holds, as its files say it
+Tables = dict[str, World]
+
+
+@dataclass
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        step: steps taken.
+        tokens: training tokens scored.
+        skips: fp16 steps skipped in a row.
+        scaler: state of the loss scaler; empty without one.
+        seconds: time spent in training steps.
+        data: the sha256 of the tokenizer and of the splits that it was trained and validated on (`Corpus.hashes`).
+    """
+
+    step: int = 0
+    tokens: int = 0
+    skips: int = 0
+    scaler: dict[str, Any] | None = None
+    seconds: float = 0.0
+    data: dict[str, str] = field(default_factory=dict)
+
+
+class Differences(NamedTuple):
+    """The names of tensors that only the model has (`missing`), and that only the files have (`unexpected`)."""
+
+    missing: set[str]
+    unexpected: set[str]
+
+
+class CheckpointManifest(Manifest):
+    """manifest.json."""
+
+    step: int
+
+
+# Writing.
+
+
+def save(
+    run: RunDirectory,
+    progress: Progress,
+    weights: dict[str, Tensor],
+    optimizer: dict[str, Tensor],
+    tables: Tables,
+    ranks: ProcessGroups | None = None,
+) -> None:
+    """Write the checkpoint of `progress.step`, read it back, and point `latest` at it; all ranks together.
+
+    Args:
+        weights, optimizer, tables: see above; of sharded tensors, each rank gives its part.
+        ranks: that train together; None: this process alone.
+
+    Raises:
+        UserError: a weight is not finite (exit code 3), or the disk refused (1); earlier checkpoints are untouched.
+    """
+    path, ranks = run.checkpoint(progress.step), ranks or ProcessGroups()
+    world, lead = ranks.world, ranks.world.rank == 0
+    weights = {name: full_tensor(tensor, lead).contiguous() for name, tensor in weights.items()}
+    with world.collective_errors():
+        bad = [name for name, tensor in weights.items() if not is_finite(tensor)]
+        if bad:
+            what = f"training diverged: {bad[0]} is not finite at step {progress.step}, which is not saved"
+            raise UserError(what, exit_code=3)
+    with ExitStack() as stack:
+        with world.collective_errors():
+            if lead:
+                run.refuse_replaced()
+                folder = stack.enter_context(writing_folder(path))
+        folder = path.with_name(world.broadcast(folder.name if lead else None))
+        optimizer = {name: full_tensor(tensor, lead).contiguous() for name, tensor in optimizer.items()}
+        contents = {WEIGHTS: (weights, tables), OPTIMIZER: (optimizer, moments_of(tables))}
+        with world.collective_errors():
+            own = write_share(folder, contents, ranks)
+            if lead:
+                write_json(folder / STATE, asdict(progress))
+                own[STATE] = entry_of(folder / STATE)
+        files = {name: entry for share in world.gather_objects(own) for name, entry in share.items()}
+        with world.collective_errors():
+            if lead:
+                files = {name: files[name] for name in file_names(ranks.memory.size)}
+                write_json(folder / MANIFEST, {"version": VERSION, "step": progress.step, "files": files})
+                run.refuse_replaced()
+                stack.close()
+                verify(path)
+                run.point("latest", progress.step)
+
+
+def write_share(
+    folder: Path, contents: dict[str, tuple[dict[str, Tensor], Tables]], ranks: ProcessGroups
+) -> dict[str, Any]:
+    """Write this rank's share of a checkpoint's tensors, and return the manifest's entries for it: rank 0 writes what
+    all ranks hold, and the first ranks that hold different columns write these.
+    """
+    parts, shares = ranks.memory.size, {}
+    for name, (tensors, tables) in contents.items():
+        divided = tables if parts > 1 else {}
+        if ranks.world.rank == 0:
+            shares[name] = {key: tensor for key, tensor in tensors.items() if key not in divided}
+        if divided and ranks.data.rank == 0:
+            shares[part_name(name, ranks.memory.rank, parts)] = {key: tensors[key] for key in divided}
+    for file, share in shares.items():
+        write_tensors(folder / file, share)
+    return {file: entry_of(folder / file) for file in shares}
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write tensors as safetensors, and sync the file."""
+    with write_errors(path):
+        try:
+            save_file(tensors, path, metadata)
+        except SafetensorError as error:
+            raise UserError(f"cannot write {path}: {error}", exit_code=1) from None
+    sync_file(path)  # the library makes files that only their owner can read
+
+
+def prune(run: RunDirectory, keep: int) -> None:
+    """Delete all but the `keep` newest checkpoints and the best one.
+
+    Raises:
+        UserError: (exit code 1) one cannot be deleted.
+    """
+    steps, best = run.steps(), run.best()
+    for step in steps[:-keep]:
+        if step != best:
+            remove_folder(run.checkpoint(step))
+
+
+# Reading.
+
+
+def load(path: Path, weights: dict[str, Tensor], optimizer: dict[str, Tensor], tables: Tables) -> Progress:
+    """Verify a checkpoint folder, and copy it into the tensors of a model and its optimizers.
+
+    Raises:
+        UserError: it is damaged, of another version (see `verify`), or of another model or optimizer.
+    """
+    verify(path)
+    load_weights(path, weights, tables)
+    load_tensors(path / OPTIMIZER, optimizer, moments_of(tables))
+    return read_progress(path)
+
+
+def load_weights(path: Path, weights: dict[str, Tensor], tables: Tables, *, strict: bool = True) -> Differences:
+    """Copy the weights of a verified checkpoint folder into those of a model; into tables, this rank's columns.
+
+    Args:
+        strict: whether model and checkpoint must have the same tensors; if not, those that both have are copied.
+
+    Raises:
+        UserError: names, shapes or dtypes are not those of the model; then nothing has been copied.
+    """
+    return load_tensors(path / WEIGHTS, weights, tables, strict=strict)
+
+
+def check_weights(path: Path, weights: dict[str, Tensor], tables: Tables, *, strict: bool = True) -> Differences:
+    """Check what `load_weights` would load. The model may be on the device "meta": nothing of its size is allocated.
+
+    Raises:
+        UserError: as `load_weights`.
+    """
+    with open_tensors(path / WEIGHTS, weights, tables, strict=strict) as (differences, *_):
+        return differences
+
+
+def read_progress(path: Path) -> Progress:
+    """How far the run was at a verified checkpoint folder."""
+    state = read_json(path / STATE, "the checkpoint's state", exit_code=1, schema=CheckpointState)
+    return Progress(**{name: state[name] for name in asdict(Progress()) if state.get(name) is not None})
+
+
+def verify(path: Path, *, optimizer: bool = True) -> None:
+    """Check a checkpoint against its manifest, and its manifest against its name.
+
+    Args:
+        optimizer: whether to check the optimizer's files too, two thirds of the bytes, which only training reads.
+
+    Raises:
+        Damaged: (exit code 1) a file is missing, or is not what was written.
+        UserError: (1) a file cannot be read, which proves nothing; (2) the checkpoint is of another version.
+    """
+    hint = "the checkpoint is damaged: `pkmlm train` goes back to the one before it"
+    manifest = read_manifest(path, "checkpoint", VERSION, hint, schema=CheckpointManifest)
+    files = manifest["files"]
+    if path.name != f"step-{manifest['step']:08d}":
+        problem = f"it is that of step {str(manifest['step'])[:20]}"
+    elif files.keys() != set(file_names(max(1, (len(files) - len(FILES)) // 2))):
+        problem = f"its files are {str(list(files))[:60]}"
+    else:
+        problem = None
+    if problem is not None:
+        raise Damaged(f"{path / MANIFEST} is damaged: {problem}", hint, exit_code=1)
+    names = [name for name in files if optimizer or not name.startswith(Path(OPTIMIZER).stem)]
+    check_files(path, files, names, hint)
+
+
+def quarantine_damaged_checkpoints(run: RunDirectory) -> list[str]:
+    """Rename the damaged checkpoints that are newer than the newest whole one; return a warning for each.
+
+    Raises:
+        UserError: none is whole, or one cannot be read (exit code 1), or one is of another version (2); nothing has
+            been moved.
+    """
+    damaged: dict[int, str] = {}
+    for step in reversed(run.steps()):
+        try:
+            verify(run.checkpoint(step))
+        except Damaged as error:
+            damaged[step] = error.message
+            continue
+        break
+    else:
+        if damaged:
+            first = next(iter(damaged.values()))
+            hint = "copy the run's folder again, or train it from the start under another -o"
+            raise UserError(f"no checkpoint of run {run.path} is whole: {first}", hint, exit_code=1)
+    warnings = []
+    for step, problem in damaged.items():
+        quarantine = run.checkpoints / f"damaged-step-{step:08d}"
+        rename_folder(run.checkpoint(step), quarantine)
+        warnings.append(f"{problem}; moved to {quarantine}")
+    return warnings
+
+
+# Files of tensors, and the columns of tables in them.
+
+
+def file_names(parts: int) -> tuple[str, ...]:
+    """The files of a checkpoint whose tables are in so many parts, but for its manifest."""
+    divided = [part_name(name, part, parts) for part in range(parts) for name in (WEIGHTS, OPTIMIZER)]
+    return (*FILES, *(divided if parts > 1 else []))
+
+
+def part_name(name: str, part: int, parts: int) -> str:
+    """The file of part `part` (from 0) of the tables that belong to the file `name`: each of P parts holds the next of
+    P equal runs of a table's columns.
+    """
+    file = Path(name)
+    return f"{file.stem}-{part + 1}-of-{parts}{file.suffix}"
+
+
+def parts_of(path: Path) -> list[Path]:
+    """The files in which the tables of the file `path` are; none where it holds them itself."""
+    first = [file.stem.rpartition("-of-")[2] for file in path.parent.glob(f"{path.stem}-1-of-*{path.suffix}")]
+    count = int(first[0]) if len(first) == 1 and first[0].isdecimal() else 0
+    return [path.with_name(part_name(path.name, part, count)) for part in range(count)]
+
+
+def moments_of(tables: Tables) -> Tables:
+    """The tables among the optimizer's tensors: both moments of each table."""
+    return {f"{name}|{key}": ranks for name, ranks in tables.items() for key in ("exp_avg", "exp_avg_sq")}
+
+
+@torch.no_grad()
+def load_tensors(path: Path, tensors: dict[str, Tensor], tables: Tables, *, strict: bool = True) -> Differences:
+    """Copy a safetensors file and its parts into tensors of the same names, shapes and dtypes, one at a time.
+
+    Args:
+        tables: those of `tensors` that hold one rank's columns of a table, with the ranks.
+        strict: as in `load_weights`.
+
+    Raises:
+        UserError: a file is damaged (exit code 1), or does not hold these tensors; then nothing has been copied.
+    """
+    with open_tensors(path, tensors, tables, strict=strict) as (differences, whole, parts):
+        for name, tensor in tensors.items():
+            ranks = tables.get(name)
+            if name in differences.missing:
+                continue
+            if ranks is None or (not parts and ranks.size == 1):
+                copy_whole(tensor, whole.get_tensor(name))
+                continue
+            for part, stored, held in column_slices(tensor.shape[1], ranks, max(1, len(parts))):
+                file = parts[part] if parts else whole
+                tensor[:, held].copy_(file.get_slice(name)[:, stored])
+    return differences
+
+
+def column_slices(width: int, ranks: World, parts: int) -> Iterator[tuple[int, slice, slice]]:
+    """Where this rank's `width` columns of a table lie: part, columns of the part, and columns of this rank."""
+    first, stored = ranks.rank * width, width * ranks.size // parts
+    for part in range(first // stored, (first + width - 1) // stored + 1):
+        low, high = max(first, part * stored), min(first + width, (part + 1) * stored)
+        start = part * stored
+        yield part, slice(low - start, high - start), slice(low - first, high - first)
+
+
+@contextmanager
+def open_tensors(
+    path: Path, tensors: dict[str, Tensor], tables: Tables, *, strict: bool
+) -> Iterator[tuple[Differences, Any, list[Any]]]:
+    """Open and check a safetensors file and its parts; see `load_tensors`."""
+    try:
+        with ExitStack() as stack:
+            paths = parts_of(path)
+            whole, *parts = (stack.enter_context(safe_open(name, framework="pt")) for name in (path, *paths))
+            names = {name for file in (whole, *parts) for name in file.keys()}  # noqa: SIM118
+            differences = Differences(tensors.keys() - names, names - tensors.keys())
+            if not strict:
+                tensors = {name: tensor for name, tensor in tensors.items() if name in names}
+                if not tensors:
+                    raise UserError(f"{path} has no tensor of this model")
+            shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+            for name in tables.keys() & shapes.keys():
+                shapes[name][1] = shapes[name][1] * tables[name].size // max(1, len(parts))
+            divided = {name: shapes.pop(name) for name in tables if name in shapes} if parts else {}
+            dtypes = {name: (str(DTYPES.get(tensor.dtype)),) for name, tensor in tensors.items()}
+            for place, file in zip((path, *paths), (whole, *parts), strict=True):
+                found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                check_tensors(place, found, shapes if place == path else divided, dtypes, strict=strict)
+            yield differences, whole, parts
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"cannot read {path}: {error}", exit_code=1) from None
+
+
+def check_tensors(
+    path: Path,
+    found: dict[str, Any],
+    shapes: dict[str, list[int]],
+    dtypes: Mapping[str, tuple[str, ...]],
+    *,
+    strict: bool = True,
+    hint: str = "the recipe and the weights do not belong together",
+    exit_code: int = 2,
+) -> None:
+    """Check the names, shapes and dtypes of stored tensors.
+
+    Args:
+        path: where they are stored, for errors.
+        found: their slices (of safetensors) by name.
+        shapes, dtypes: what is expected of each, dtypes as safetensors name them.
+        strict: whether there may be no others.
+        hint, exit_code: of errors.
+
+    Raises:
+        UserError: one is missing, not expected, or of another shape or dtype.
+    """
+    for name in sorted(shapes.keys() ^ found.keys() if strict else shapes.keys() - found.keys()):
+        where = "is not in the model" if name in found else "is missing"
+        raise UserError(f"{path}: tensor {name[:100]} {where}", hint, exit_code)
+    for name, expected in shapes.items():
+        shape, dtype = found[name].get_shape(), found[name].get_dtype()
+        if shape != expected:
+            raise UserError(f"{path}: tensor {name} has shape {shape} (expected {expected})", hint, exit_code)
+        if dtype not in dtypes[name]:
+            raise UserError(f"{path}: tensor {name} is {dtype} (expected {', '.join(dtypes[name])})", hint, exit_code)
+
+
+def full_tensor(tensor: Any, lead: bool) -> Tensor:
+    """All of a tensor that ranks may have divided among them (a DTensor), which all of them call: in main memory where
+    `lead`, on rank 0; others keep their part.
+    """
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    whole: Tensor = tensor.full_tensor()
+    part: Tensor = tensor.to_local()
+    return whole.cpu() if lead else part
+
+
+def copy_whole(tensor: Any, value: Tensor) -> None:
+    """Copy a whole tensor into one, or into the part of it that this rank holds."""
+    if hasattr(tensor, "to_local"):
+        from torch.distributed.tensor import distribute_tensor  # takes half as long as torch itself to import
+
+        value = value.to(tensor.device)
+        value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    tensor.copy_(value)
