@@ -135,10 +135,8 @@ def test_evaluation_checks_what_it_reads_and_no_moments(run):
 
 
 def test_weights_of_another_shape_are_refused_before_anything_is_copied(run):
-    for change, told in (
-        ("num_keys=17", r"subkeys_H2nf has shape \[2, 2, 16, 8\]"),
-        ("kind=none", "ffn.down.bias is missing"),
-    ):
+    shape = r"subkeys_H2nf has shape \[2, 2, 16, 8\]"
+    for change, told in (("num_keys=17", shape), ("kind=none", "ffn.down.bias is missing")):
         model = build_model(load_recipe(run.recipe_file, [f"model.memory.{change}"]), 600)
         before = model.embedding.weight.clone()
         with pytest.raises(UserError, match=told):

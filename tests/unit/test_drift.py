@@ -11,7 +11,7 @@ import torch
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.load import load_recipe
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.results import read_arrays
+from pkmlm.runs.results import drift_file, read_arrays
 from pkmlm.train import drift as drifting
 from pkmlm.train.drift import Drift
 from tests.conftest import pkmlm
@@ -136,7 +136,7 @@ def test_a_file_that_is_damaged_or_of_another_memory_begins_anew(watched, tmp_pa
     read(drift, 5)
     drift.record(15, Events())
     assert Drift(tmp_path / "usage", recipe, model, 15).memories[0].last_K[5] == 15
-    file = drift.file(15)
+    file = drift_file(tmp_path / "usage", 15)
     whole = file.read_bytes()
     for content in (whole[: len(whole) // 2], b"", b"PK", whole[:100] + b"\xff" * 40 + whole[140:]):
         file.write_bytes(content)
