@@ -1,12 +1,10 @@
-"""Speed: what is timed beside what, always in turn in one run."""
+"""Speed: what is timed beside what, always interleaved in one run. One file a benchmark (`memory`, `train`, `generate`);
+`rounds` times, `models` makes whole models of a recipe. Only the command line and the sweep use it.
+"""
 
 # The layers of `bench memory`: this package's with row Adam; the same in plain torch, with a dense gradient and torch's
 # default or fused Adam, or with a sparse gradient and SparseAdam; the FFN of the same width with fused Adam.
 LAYERS = ("pkmlm", "plain-adam", "plain-fused", "plain-sparse", "ffn")
-# What is timed of a layer (the weighted sum of its values alone; then each phase includes those before it) and of a
-# model: {phase: its name in tables}.
-LAYER_PHASES = {"values": "values alone", "forward": "forward", "backward": "+ backward", "step": "+ update"}
-MODEL_PHASES = {"forward": "forward", "step": "step", "token": "token, fp32"}
 # Models made of a recipe: without its memory, with it, without it but twice as deep, and a MemoryFormer of its shape.
 MODELS = ("dense", "memory", "double", "hash")
 

@@ -1,4 +1,4 @@
-"""Whole models decoding and scoring, timed in turn."""
+"""`bench generate`: whole models decoding and scoring, interleaved."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pkmlm.bench.bandwidth import bandwidth, beside_a_copy
-from pkmlm.bench.models import Variant, check_room, decode, prefilled, random_tokens
-from pkmlm.bench.rounds import Timing
-from pkmlm.device import default_device
+from pkmlm.bench.models import Variant, check_room, decode, prefilled, random_tokens, reading_table
+from pkmlm.bench.rounds import Timing, interleaved_with_copy
+from pkmlm.console import Column, Table, number
+from pkmlm.device import default_device, machine
 from pkmlm.model.transformer import Transformer, build_model
 
 
@@ -22,7 +22,7 @@ class InferenceTimes:
     Attributes:
         decode, score: by (index of the model, batch).
         decoded, scored: tokens of a sequence that one time is for.
-        copy: see `bench.bandwidth`.
+        bandwidth: bytes a second, read and written, of a copy.
     """
 
     models: list[Variant]
@@ -30,7 +30,7 @@ class InferenceTimes:
     score: dict[tuple[int, int], Timing]
     decoded: int
     scored: int
-    copy: Timing
+    bandwidth: float
 
     def speed(self, what: str, model: int, batch: int) -> float:
         """Median tokens a second over all sequences of a batch; `what` is "decode" or "score"."""
@@ -51,7 +51,30 @@ class InferenceTimes:
             ]
             found.append({**model.as_json(), "times": times})
         sizes = {"decoded": self.decoded, "scored": self.scored}
-        return {**sizes, "copy_bytes_per_second": bandwidth(self.copy), "models": found}
+        return {"machine": machine(), **sizes, "copy_bytes_per_second": self.bandwidth, "models": found}
+
+    def tables(self) -> list[Table]:
+        """Speeds of decoding and of scoring; how fast one token reads its weights, where single sequences decoded."""
+        found = [self.speed_table("decode"), self.speed_table("score")]
+        if 1 in self.batches():
+            seconds = [self.decode[index, 1].median / self.decoded for index in range(len(self.models))]
+            found.append(reading_table(self.models, seconds, self.bandwidth))
+        return found
+
+    def speed_table(self, what: str) -> Table:
+        """Tokens a second, and as a ratio to the first model; `what` as in `speed`."""
+        columns = [Column("model"), number("batch"), number("tokens/s", "{:,.0f}"), number("x first", "{:.2f}")]
+        columns += [number(name, "{:,.1f}") for name in ("ms", "min", "max", "M ops", "MB read")]
+        rows = []
+        for batch in self.batches():
+            for index, model in enumerate(self.models):
+                speed = self.speed(what, index, batch)
+                timing = (self.decode if what == "decode" else self.score)[index, batch]
+                sizes = [model.operations / 1e6, model.read / 1e6]
+                rows.append([model.name, batch, speed, speed / self.speed(what, 0, batch), *timing.milliseconds(), *sizes])
+        name = self.models[0].recipe.name
+        doing = f"decoding {self.decoded}" if what == "decode" else f"scoring {self.scored}"
+        return Table(f"{name}: {doing} tokens a sequence", columns, rows)
 
 
 def time_inference(
@@ -77,12 +100,12 @@ def time_inference(
             filled = prefilled(model, ids_BT[:, : half - 1])
             actions["decode", index, batch] = partial(decode, model, filled, ids_BT[:, half - 1 : half], tokens)
             actions["score", index, batch] = partial(score, model, ids_BT)
-    times, copy = beside_a_copy(actions, rounds, device, say)
+    times, bandwidth = interleaved_with_copy(actions, rounds, device, say)
     decoding, scoring = (
         {(index, batch): timing for (what, index, batch), timing in times.items() if what == name}
         for name in ("decode", "score")
     )
-    return InferenceTimes(chosen, decoding, scoring, tokens, context, copy)
+    return InferenceTimes(chosen, decoding, scoring, tokens, context, bandwidth)
 
 
 @torch.no_grad()

@@ -1,23 +1,175 @@
-"""A product-key memory timed beside the same layer in plain torch, and beside the FFN that it replaces.
+"""`bench memory`: a product-key memory timed beside the same layer in plain torch, and the FFN that it replaces.
 
 N: tokens; D: width; H: heads; k: slots a head reads; r: reads of a token (H * k).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from pkmlm.bench.bandwidth import bandwidth, beside_a_copy
-from pkmlm.bench.contenders import actions, beside_one_another, inputs, product_key_layer
-from pkmlm.bench.peak import peak_of_step
-from pkmlm.bench.rounds import Timing
-from pkmlm.bench.shape import WIDTH, Shape
-from pkmlm.device import default_device, free_bytes
+from pkmlm.bench import LAYERS, short
+from pkmlm.bench.plain_memory import PlainMemory, plain_ffn
+from pkmlm.bench.rounds import Timing, interleaved_with_copy
+from pkmlm.console import Column, Table, number
+from pkmlm.device import default_device, free_bytes, machine
 from pkmlm.errors import UserError
+from pkmlm.model.init import initialise
 from pkmlm.model.memory.key_memory import ProductKeyMemory
+from pkmlm.recipe.schema import Memory, Recipe
+from pkmlm.seeds import generator
+from pkmlm.train.optim import parameter_groups
+
+LR = 1e-3
+# What is timed of a layer, by its name in tables: the weighted sum of its values alone; then each phase includes those
+# before it.
+PHASES = {"values": "values alone", "forward": "forward", "backward": "+ backward", "step": "+ update"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A memory and the tokens that read it; all numbers are fp32."""
+
+    num_keys: int
+    dim: int
+    heads: int
+    topk: int
+    key_dim: int
+    tokens: int
+
+    @property
+    def memory(self) -> Memory:
+        return Memory(
+            kind="product-key",
+            layers=("1",),
+            num_keys=self.num_keys,
+            heads=self.heads,
+            topk=self.topk,
+            key_dim=self.key_dim,
+        )
+
+    @property
+    def slots(self) -> int:
+        return self.num_keys**2
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the values."""
+        return 4 * self.slots * self.dim
+
+    def least_bytes(self, touched: int) -> dict[str, int]:
+        """Bytes that each phase must move, were nothing read twice from memory.
+
+        values: a row for each read, and the output. forward: the input, too. backward: the rows once more, for the
+        gradients of the weights. step: besides, every touched row and its two moments, read and written.
+        """
+        rows, tokens = 4 * self.tokens * self.heads * self.topk * self.dim, 4 * self.tokens * self.dim
+        forward, backward = rows + 2 * tokens, 2 * rows + 2 * tokens
+        step = backward + 6 * touched * 4 * self.dim
+        return {"values": rows + tokens, "forward": forward, "backward": backward, "step": step}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A layer and what updates it.
+
+    Attributes:
+        count: the steps of its value table, as the optimizer that holds the table counts them; None: it has none.
+        values: the weighted sum of values, of slots and weights (N, r); None: it has none.
+    """
+
+    layer: nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    count: Tensor | int | None = None
+    values: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    @torch.no_grad()
+    def sum_values(self, slots_Nr: Tensor, weights_Nr: Tensor) -> None:
+        """The weighted sum of values, without gradients."""
+        assert self.values is not None
+        self.values(slots_Nr, weights_Nr)
+
+    @torch.no_grad()
+    def forward(self, x_1ND: Tensor) -> None:
+        """A forward, without gradients."""
+        self.layer(x_1ND)
+
+    def backward(self, x_1ND: Tensor, grad_1ND: Tensor, *, update: bool) -> None:
+        """A forward and backward, with or without the optimizers' update; the gradients are forgotten."""
+        self.layer(x_1ND).backward(grad_1ND)
+        for optimizer in self.optimizers:
+            if update:
+                optimizer.step()
+            optimizer.zero_grad()
+        x_1ND.grad = None
+
+
+def product_key_layer(shape: Shape, device: torch.device) -> ProductKeyMemory:
+    """This package's layer, with the weights that every memory starts from."""
+    layer = ProductKeyMemory(shape.dim, shape.memory, 1, momentum=0.1).to(device)
+    initialise(layer, 1)
+    return layer
+
+
+def contender(name: str, shape: Shape, source: ProductKeyMemory) -> Contender:
+    """One of `pkmlm.bench.LAYERS`, with the weights of a layer, and its values themselves.
+
+    pkmlm: the layer, whose values are updated straight from their reads. plain-adam, plain-fused: plain torch, a dense
+    gradient, Adam as it comes or fused. plain-sparse: a sparse gradient of the values and SparseAdam; fused Adam for
+    the rest. ffn: the FFN of the same width, fused Adam.
+    """
+    device = source.values.weight_KD.device
+    if name == "pkmlm":
+        optimizers = [group.optimizer for group in parameter_groups(source, Recipe())]
+        return Contender(source, optimizers, torch.zeros((), dtype=torch.int64), source.values)
+    if name == "ffn":
+        layer = plain_ffn(shape.dim).to(device)
+        return Contender(layer, [torch.optim.Adam(layer.parameters(), lr=LR, fused=True)])
+    plain = PlainMemory(shape.dim, shape.memory, sparse=name == "plain-sparse")
+    plain.take_weights(source)
+    plain = plain.to(device)
+    if name == "plain-sparse":
+        values = plain.values.weight
+        rest = [parameter for parameter in plain.parameters() if parameter is not values]
+        sparse: list[torch.optim.Optimizer] = [torch.optim.SparseAdam([values], lr=LR)]
+        return Contender(plain, [*sparse, torch.optim.Adam(rest, lr=LR, fused=True)], 0, plain.sum_values)
+    fused = name == "plain-fused"
+    count = torch.zeros((), device=device if fused else "cpu")
+    return Contender(plain, [torch.optim.Adam(plain.parameters(), lr=LR, fused=fused)], count, plain.sum_values)
+
+
+def contenders(names: Sequence[str], shape: Shape, source: ProductKeyMemory) -> dict[str, Contender]:
+    """Contenders by name, of which all that have a value table train that of `source` with one pair of moments."""
+    values_KD = source.values.weight_KD
+    found = {name: contender(name, shape, source) for name in names}
+    moments = {name: torch.zeros_like(values_KD) for name in ("exp_avg", "exp_avg_sq")}
+    for one in found.values():
+        for optimizer in one.optimizers:
+            if any(parameter is values_KD for group in optimizer.param_groups for parameter in group["params"]):
+                optimizer.state[values_KD].update(step=one.count, **moments)
+    return found
+
+
+def inputs(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens (1, N, D) that want a gradient, and the gradient of the output; both N(0, 1), the same for every layer."""
+    random = generator(1, "bench memory")
+    x_1ND, grad_1ND = (torch.randn(1, shape.tokens, shape.dim, generator=random).to(device) for _ in range(2))
+    return x_1ND.requires_grad_(), grad_1ND
+
+
+def reads_of(layer: ProductKeyMemory, x_1ND: Tensor) -> tuple[Tensor, Tensor]:
+    """The slots that the tokens read and their weights, both (N, r)."""
+    seen: list[Tensor] = []
+    handle = layer.tap.register_forward_hook(lambda tap, given, out: seen.extend(out))
+    with torch.no_grad():
+        layer(x_1ND)
+    handle.remove()
+    slots_NHk, weights_NHk = seen
+    return slots_NHk.flatten(1), weights_NHk.flatten(1)
 
 
 @dataclass(frozen=True)
@@ -26,21 +178,14 @@ class LayerTimes:
 
     Attributes:
         touched: distinct slots that the tokens read.
-        copy: see `bench.bandwidth`.
+        bandwidth: bytes a second, read and written, of a copy.
         times: by layer and phase.
-        peaks: bytes of a step at its highest, by layer; empty where it was not asked for.
     """
 
     shape: Shape
     touched: int
-    copy: Timing
+    bandwidth: float
     times: dict[tuple[str, str], Timing]
-    peaks: dict[str, int]
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes a second, read and written, of a copy."""
-        return bandwidth(self.copy)
 
     def ratio(self, layer: str, phase: str) -> float | None:
         """Median time over that of this package's layer, where that was timed."""
@@ -63,8 +208,6 @@ class LayerTimes:
                 "bytes_per_second": speed,
                 "share_of_copy": None if speed is None else speed / self.bandwidth,
             }
-        for layer, peak in self.peaks.items():
-            layers[layer]["peak_bytes"] = peak
         return {
             "slots": self.shape.slots,
             "touched": self.touched,
@@ -73,30 +216,68 @@ class LayerTimes:
             "layers": layers,
         }
 
+    def table(self) -> Table:
+        """Milliseconds, and beside this package's layer and a copy."""
+        columns = [Column("layer"), Column("time of"), *(number(name, "{:,.1f}") for name in ("ms", "min", "max"))]
+        columns += [number("x pkmlm", "{:.2f}"), number("GB/s", "{:,.1f}"), number("of a copy", "{:.0%}")]
+        rows = []
+        for (layer, phase), timing in self.times.items():
+            speed = self.bytes_per_second(layer, phase)
+            speeds = [None, None] if speed is None else [speed / 1e9, speed / self.bandwidth]
+            rows.append([layer, PHASES[phase], *timing.milliseconds(), self.ratio(layer, phase), *speeds])
+        shape = self.shape
+        title = (
+            f"{shape.slots:,} slots of width {shape.dim}, {shape.tokens:,} tokens reading {shape.heads} x {shape.topk} "
+            f"each, {self.touched:,} slots in all"
+        )
+        return Table(title, columns, rows)
 
-def time_memory(
-    shape: Shape, names: Sequence[str], rounds: int, say: Callable[[str], None], *, peak: bool
-) -> LayerTimes:
-    """Time each of `pkmlm.bench.LAYER_PHASES` of each layer in `names` (of `pkmlm.bench.LAYERS`), in turn.
+
+def time_sizes(
+    shapes: Sequence[Shape], names: Sequence[str] | None, rounds: int, say: Callable[[str], None]
+) -> list[LayerTimes]:
+    """`time_memory` for each size.
+
+    Args:
+        names: of `pkmlm.bench.LAYERS`; None: all.
+
+    Raises:
+        UserError: a size is not possible, or too large for this machine.
+    """
+    first = shapes[0]
+    least = min(shape.num_keys for shape in shapes)
+    if first.topk > least:
+        raise UserError(f"--topk: found {first.topk} (expected at most {least}, the sub-keys of {least**2} slots)")
+    if first.key_dim % 2:
+        raise UserError(f"--key-dim: found {first.key_dim} (expected an even width: a sub-key has half of it)")
+
+    def of_size(shape: Shape) -> LayerTimes:
+        return time_memory(shape, names or LAYERS, rounds, lambda text: say(f"{short(shape.slots)} slots: {text}"))
+
+    return [of_size(shape) for shape in shapes]
+
+
+def time_memory(shape: Shape, names: Sequence[str], rounds: int, say: Callable[[str], None]) -> LayerTimes:
+    """Time each of `PHASES` of each layer in `names`, interleaved, in training mode.
 
     All memories of a round read and update one value table with one pair of moments: the same rows, without holding
     them four times. Nothing is clipped and no norm is computed, in none of the layers.
     """
     device = default_device()
     check_room(shape, names, device)
-    peaks = {name: peak_of_step(shape, name, say) for name in names if name != "ffn"} if peak else {}
     say("filling the table")
     source = product_key_layer(shape, device)
-    contenders = beside_one_another(names, shape, source)
     x_1ND, grad_1ND = inputs(shape, device)
     reads = reads_of(source, x_1ND)
-    timed = {
-        (name, phase): action
-        for name, one in contenders.items()
-        for phase, action in actions(one, x_1ND, grad_1ND, reads).items()
-    }
-    times, copy = beside_a_copy(timed, rounds, device, say)
-    return LayerTimes(shape, len(reads[0].unique()), copy, times, peaks)
+    actions: dict[tuple[str, str], Callable[[], object]] = {}
+    for name, one in contenders(names, shape, source).items():
+        if one.values is not None:
+            actions[name, "values"] = partial(one.sum_values, *reads)
+        actions[name, "forward"] = partial(one.forward, x_1ND)
+        actions[name, "backward"] = partial(one.backward, x_1ND, grad_1ND, update=False)
+        actions[name, "step"] = partial(one.backward, x_1ND, grad_1ND, update=True)
+    times, bandwidth = interleaved_with_copy(actions, rounds, device, say)
+    return LayerTimes(shape, len(reads[0].unique()), bandwidth, times)
 
 
 def check_room(shape: Shape, names: Sequence[str], device: torch.device) -> None:
@@ -106,7 +287,7 @@ def check_room(shape: Shape, names: Sequence[str], device: torch.device) -> None
     query map and the sub-keys are each layer's own, with gradients and moments.
     """
     needed = (6 if {"plain-adam", "plain-fused"} & {*names} else 4) * shape.table_bytes
-    needed += len(names) * 4 * shape.heads * shape.key_dim * (shape.dim + shape.num_keys) * WIDTH
+    needed += len(names) * 16 * shape.heads * shape.key_dim * (shape.dim + shape.num_keys)
     free = free_bytes(device)
     if needed > free:
         raise UserError(
@@ -116,12 +297,22 @@ def check_room(shape: Shape, names: Sequence[str], device: torch.device) -> None
         )
 
 
-def reads_of(layer: ProductKeyMemory, x_1ND: Tensor) -> tuple[Tensor, Tensor]:
-    """The slots that the tokens read and their weights, both (N, r)."""
-    seen: list[Tensor] = []
-    handle = layer.tap.register_forward_hook(lambda tap, given, out: seen.extend(out))
-    with torch.no_grad():
-        layer(x_1ND)
-    handle.remove()
-    slots_NHk, weights_NHk = seen
-    return slots_NHk.flatten(1), weights_NHk.flatten(1)
+def as_json(results: Sequence[LayerTimes]) -> dict[str, Any]:
+    """What `bench memory --json` prints."""
+    shape = {name: value for name, value in asdict(results[0].shape).items() if name != "num_keys"}
+    return {"machine": machine(), "shape": shape, "sizes": [result.as_json() for result in results]}
+
+
+def as_text(results: Sequence[LayerTimes]) -> Iterator[str]:
+    """What `bench memory` prints: a table for each size, how a step grows between sizes, and what the machine is."""
+    for result in results:
+        yield result.table().render()
+    lines = []
+    for small, large in pairwise(results):
+        names = dict.fromkeys(name for name, _ in large.times)
+        grown = [f"{name} {large.times[name, 'step'].median / small.times[name, 'step'].median:.2f}" for name in names]
+        lines.append(f"Step, {short(large.shape.slots)} over {short(small.shape.slots)} slots: {', '.join(grown)}")
+    copy = ", ".join(f"{result.bandwidth / 1e9:.1f}" for result in results)
+    facts = machine()
+    lines.append(f"A copy moves {copy} GB/s; {facts['device']}, torch {facts['torch']}; medians of rounds")
+    yield "\n".join(lines) + "\n"

@@ -1,15 +1,16 @@
 """The models that are compared: a recipe's, with and without its memory, twice as deep, and as a MemoryFormer."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pkmlm.bench import short
-from pkmlm.bench.shape import WIDTH
+from pkmlm.bench import MODELS, short
+from pkmlm.console import Column, Table, number
 from pkmlm.cost import cost_of
+from pkmlm.cost_tables import vocab_size_of
 from pkmlm.data.batches import Batch, Batches
 from pkmlm.device import default_device, free_bytes
 from pkmlm.errors import UserError
@@ -26,7 +27,7 @@ class Variant:
 
     Attributes:
         kind: of `pkmlm.bench.MODELS`.
-        operations: multiply-adds of a token's forward (`model.cost`).
+        operations: multiply-adds of a token's forward (`pkmlm.cost`).
         read: bytes of weights that a token's forward reads, in fp32.
         training: bytes that training takes, an estimate.
     """
@@ -80,18 +81,14 @@ def variants(recipe: Recipe, vocab_size: int, num_keys: Iterable[int], kinds: It
         else:
             hashed = replace(dense, projections="hash", hash=model.hash)
             found.append((kind, f"hash-{model.layers}L", hashed))
-    return [variant(kind, name, check_recipe(reshaped(recipe, shape))) for kind, name, shape in found]
+    return [variant(kind, name, recipe, shape) for kind, name, shape in found]
 
 
-def reshaped(recipe: Recipe, model: Model) -> Recipe:
-    """The recipe with another model; there is nothing to compile in a MemoryFormer."""
+def variant(kind: str, name: str, recipe: Recipe, model: Model) -> Variant:
+    """The recipe with another model, and what it costs. There is nothing to compile in a MemoryFormer."""
     compiled = recipe.train.compile and model.projections == "dense"
-    return replace(recipe, model=model, train=replace(recipe.train, compile=compiled))
-
-
-def variant(kind: str, name: str, recipe: Recipe) -> Variant:
-    """A model with what it costs."""
-    cost = cost_of(recipe, recipe.model.vocab_size or 0, WIDTH)
+    recipe = check_recipe(replace(recipe, model=model, train=replace(recipe.train, compile=compiled)))
+    cost = cost_of(recipe, model.vocab_size or 0, entry_bytes=4)
     return Variant(
         kind,
         name,
@@ -99,14 +96,31 @@ def variant(kind: str, name: str, recipe: Recipe) -> Variant:
         dense=cost.dense,
         memory=cost.memory,
         operations=cost.flops_per_token,
-        read=cost.read_per_token * WIDTH,
+        read=4 * cost.read_per_token,
         training=sum(cost.training.values()),
     )
 
 
+def chosen_models(recipe: Recipe, num_keys: Sequence[int], kinds: Sequence[str] | None) -> list[Variant]:
+    """`variants` for the command line.
+
+    Args:
+        kinds: of `pkmlm.bench.MODELS`; None: all that the recipe can be.
+    """
+    if kinds is None:
+        possible = {
+            "memory": recipe.model.memory.kind != "none",
+            "hash": recipe.model.dim % recipe.model.hash.bits == 0,
+        }
+        kinds = [kind for kind in MODELS if possible.get(kind, True)]
+    if num_keys and "memory" not in kinds:
+        raise UserError("--slots: no model here has a memory", "leave it out")
+    return variants(recipe, vocab_size_of(recipe), num_keys, kinds)
+
+
 def check_room(chosen: Iterable[Variant], *, training: bool) -> None:
-    """Refuse models that do not fit into memory together: they are timed in turn."""
-    needed = sum(one.training if training else (one.dense + one.memory) * WIDTH for one in chosen)
+    """Refuse models that do not fit into memory together: their rounds are interleaved."""
+    needed = sum(one.training if training else 4 * (one.dense + one.memory) for one in chosen)
     free = free_bytes(default_device())
     if needed > free:
         raise UserError(
@@ -151,3 +165,19 @@ def decode(model: Transformer, filled: Cache, last_B1: Tensor, tokens: int) -> T
         last_B1 = model.head(model.hidden(last_B1, cache)[:, -1]).argmax(-1, keepdim=True)
         found.append(last_B1)
     return torch.cat(found, 1)
+
+
+def reading_table(models: Sequence[Variant], seconds: Sequence[float], bandwidth: float) -> Table:
+    """How fast one token of one sequence reads the weights that it needs, beside a copy.
+
+    Args:
+        seconds: of each model, for one token.
+        bandwidth: of a copy, in bytes a second.
+    """
+    columns = [Column("model"), number("MB read", "{:,.1f}"), number("ms", "{:,.2f}")]
+    columns += [number("GB/s", "{:,.1f}"), number("of a copy", "{:.0%}")]
+    rows = []
+    for model, taken in zip(models, seconds, strict=True):
+        speed = model.read / taken
+        rows.append([model.name, model.read / 1e6, taken * 1e3, speed / 1e9, speed / bandwidth])
+    return Table(f"One token of one sequence; a copy: {bandwidth / 1e9:.1f} GB/s", columns, rows)

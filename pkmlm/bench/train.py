@@ -1,4 +1,4 @@
-"""Whole models training, timed in turn."""
+"""`bench train`: whole models taking training steps, interleaved."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pkmlm.bench import MODEL_PHASES
-from pkmlm.bench.bandwidth import bandwidth, beside_a_copy
-from pkmlm.bench.models import RandomBatches, Variant, check_room, decode, prefilled, random_tokens
-from pkmlm.bench.rounds import Timing
-from pkmlm.device import autocast, default_device
+from pkmlm.bench.models import RandomBatches, Variant, check_room, decode, prefilled, random_tokens, reading_table
+from pkmlm.bench.rounds import Timing, interleaved_with_copy
+from pkmlm.console import Column, Table, number
+from pkmlm.device import autocast, default_device, machine
 from pkmlm.model.attention import Cache
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.train.state import TrainState
 from pkmlm.train.step import train_step
+
+PHASES = {"forward": "forward", "step": "step", "token": "token, fp32"}  # with their names in tables
 
 
 @dataclass(frozen=True)
@@ -24,29 +25,52 @@ class TrainingTimes:
     """Times of each model.
 
     Attributes:
-        times: by (index of the model, one of `pkmlm.bench.MODEL_PHASES`): the forward of one micro-batch, an optimizer
+        times: by (index of the model, one of `PHASES`): the forward of one micro-batch, an optimizer
             step of `train.batch_tokens`, and, where attention has a cache, the decoding of one token of one sequence,
             in fp32.
-        copy: see `bench.bandwidth`.
+        precision: of the forwards and steps.
+        bandwidth: bytes a second, read and written, of a copy.
     """
 
     models: list[Variant]
     times: dict[tuple[int, str], Timing]
-    copy: Timing
+    precision: str
+    bandwidth: float
 
     @property
     def phases(self) -> list[str]:
-        """What was timed, of `pkmlm.bench.MODEL_PHASES`: of all models the same."""
-        return [phase for phase in MODEL_PHASES if (0, phase) in self.times]
+        """What was timed, of all models the same."""
+        return [phase for phase in PHASES if (0, phase) in self.times]
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "copy_bytes_per_second": bandwidth(self.copy),
+            "machine": machine(),
+            "precision": self.precision,
+            "copy_bytes_per_second": self.bandwidth,
             "models": [
                 {**model.as_json(), **{phase: self.times[index, phase].as_json() for phase in self.phases}}
                 for index, model in enumerate(self.models)
             ],
         }
+
+    def tables(self) -> list[Table]:
+        """Milliseconds, and as a ratio to the first model; how fast a token reads its weights, where that was timed."""
+        columns = [Column("model"), Column("time of"), *(number(name, "{:,.1f}") for name in ("ms", "min", "max"))]
+        columns += [number("x first", "{:.2f}"), number("M ops", "{:,.1f}"), number("MB read", "{:,.1f}")]
+        rows = []
+        for phase in self.phases:
+            for index, model in enumerate(self.models):
+                timing = self.times[index, phase]
+                ratio = timing.median / self.times[0, phase].median
+                sizes = [model.operations / 1e6, model.read / 1e6]
+                rows.append([model.name, PHASES[phase], *timing.milliseconds(), ratio, *sizes])
+        recipe = self.models[0].recipe
+        steps = f"steps of {recipe.train.batch_tokens:,} tokens, {recipe.train.micro_batch} sequences a forward"
+        found = [Table(f"{recipe.name}: {steps}, {self.precision}", columns, rows)]
+        if "token" in self.phases:
+            seconds = [self.times[index, "token"].median for index in range(len(self.models))]
+            found.append(reading_table(self.models, seconds, self.bandwidth))
+        return found
 
 
 def time_training(chosen: list[Variant], precision: str, rounds: int, say: Callable[[str], None]) -> TrainingTimes:
@@ -69,8 +93,8 @@ def time_training(chosen: list[Variant], precision: str, rounds: int, say: Calla
             prompt_1T = random_tokens(vocab_size, 1, max(1, recipe.model.context // 2)).to(device)
             filled = prefilled(model.eval(), prompt_1T[:, :-1])
             actions[index, "token"] = partial(one_token, model, filled, prompt_1T[:, -1:])
-    times, copy = beside_a_copy(actions, rounds, device, say)
-    return TrainingTimes(chosen, times, copy)
+    times, bandwidth = interleaved_with_copy(actions, rounds, device, say)
+    return TrainingTimes(chosen, times, precision, bandwidth)
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from pkmlm.bench.generate import score
-from pkmlm.bench.rounds import in_turn
+from pkmlm.bench.rounds import interleaved
 from pkmlm.data.batches import Batches
 from pkmlm.device import default_device, is_out_of_memory
 from pkmlm.errors import UserError
@@ -37,7 +37,7 @@ def time_scoring(runs: Mapping[Point, tuple[Path, str]], say: Callable[[str], No
             tokens_BT = Batches(corpus, context, sequences, 1).micro_batch(1, 0, sequences)[0].to(run.device)
             counted[point] = tokens_BT.numel()
             actions[point] = partial(score, run.model, tokens_BT)
-        times = in_turn(actions, ROUNDS, default_device(), say)
+        times = interleaved(actions, ROUNDS, default_device(), say)
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             raise UserError("memory does not hold all models together", exit_code=1) from None

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from pkmlm.cli.bench.lists import numbers_of_keys
+from pkmlm.cli.bench import numbers_of_keys
 from tests.conftest import pkmlm
 
 TINY = ["--dim", 16, "--heads", 2, "--topk", 4, "--key-dim", 8, "--tokens", 8, "--rounds", 1]
@@ -21,7 +21,6 @@ def test_bench_memory_times_layers_side_by_side():
         assert set(step) == {"seconds", "median", "ratio", "bytes_per_second", "share_of_copy"}
         assert step["ratio"] == pytest.approx(step["median"] / size["layers"]["pkmlm"]["step"]["median"])
         assert size["layers"]["ffn"]["step"]["bytes_per_second"] is None
-        assert "peak_bytes" not in size["layers"]["pkmlm"]
         assert size["copy_bytes_per_second"] > 1e8
     assert found["machine"]["torch"]
 
@@ -31,17 +30,6 @@ def test_bench_memory_prints_tables_and_growth():
     assert "256 slots of width 16, 8 tokens reading 2 x 4 each" in said
     assert "Step, 256 over 64 slots: pkmlm " in said
     assert "plain" not in said
-    assert "at its highest" not in said
-
-
-def test_peak_memory_holds_the_table_and_its_moments():
-    shape = ["--slots", "65k", "--dim", 64, "--heads", 2, "--topk", 4, "--key-dim", 8, "--tokens", 40, "--rounds", 1]
-    said = pkmlm("bench", "memory", *shape, "--only", "pkmlm,ffn", "--peak").stdout
-    table = said.partition("Memory of a training step at its highest")[2].splitlines()
-    slots, layer, peak, state, over = table[4].replace(",", "").split()
-    assert (slots, layer, state) == ("65536", "pkmlm", "50")
-    assert 0.93 * 50 < int(peak) < 2 * 50
-    assert -7 <= int(over.rstrip("%")) <= 100
 
 
 @pytest.mark.parametrize(
@@ -109,29 +97,3 @@ def test_bench_train_needs_no_data(tmp_path, write_recipe):
     assert "One token of one sequence; a copy: " in said
     said = pkmlm("bench", "train", recipe, "-s", "data.dir=null", code=2).stderr
     assert re.search(r"model.vocab_size is open.*\n.* -s model.vocab_size=8192\n", said)
-
-
-def test_bench_loop_times_both_loops(tmp_path, write_recipe):
-    recipe = write_recipe(tmp_path, "product-key")
-    half = ["-s", "train.micro_batch=4"]
-    found = json.loads(pkmlm("bench", "loop", recipe, *half, "--rounds", 2, "--steps", 2, "--json").stdout)
-    assert len(found["loop"]) == len(found["bare"]) == 2
-    assert min(found["loop"] + found["bare"]) > 0
-    assert found["tokens"] == 256
-    assert found["ratio"] == pytest.approx(sum(a / b for a, b in zip(found["loop"], found["bare"], strict=True)) / 2)
-    said = pkmlm("bench", "loop", recipe, "--rounds", 1, "--steps", 1).stdout
-    assert "times the bare loop" in said
-    for change, said in (("data.dir=null", "data.dir is not set"), ("model.vocab_size=100", "the tokenizer's 600")):
-        assert said in pkmlm("bench", "loop", recipe, "-s", change, code=2).stderr
-
-
-def test_bench_tokenize_times_both(novels, tmp_path):
-    arguments = ["bench", "tokenize", novels / "train.txt", "--vocab-size", 600, "--rounds", 1]
-    found = json.loads(pkmlm(*arguments, "--json").stdout)
-    assert found["bytes"] == (novels / "train.txt").stat().st_size
-    assert found["ratio"] == found["whole"][0] / found["bare"][0]
-    assert "times the bare encoding" in pkmlm(*arguments).stdout
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}')
-    said = pkmlm("bench", "tokenize", tmp_path / "a.jsonl", "--separator", "x", code=2).stderr
-    assert "--separator is for text files" in said
-    assert "-: the text is read more than once" in pkmlm("bench", "tokenize", "-", stdin="some text", code=2).stderr

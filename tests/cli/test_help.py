@@ -117,7 +117,7 @@ def test_quiet_reaches_commands_of_commands(monkeypatch, words, quiet):
     def waiting(quiet):
         raise UserError(f"quiet: {quiet}")
 
-    monkeypatch.setattr("pkmlm.cli.bench.memory.waiting", waiting)
+    monkeypatch.setattr("pkmlm.cli.bench.waiting", waiting)
     assert pkmlm(*words, "bench", "memory", "--slots", "16k", code=2).stderr == f"error: quiet: {quiet}\n"
 
 

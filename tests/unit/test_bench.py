@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from pkmlm.bench import LAYERS, rounds
-from pkmlm.bench.contenders import CONTENDERS, beside_one_another, inputs, product_key_layer
-from pkmlm.bench.memory import reads_of, time_memory
+from pkmlm.bench.memory import Shape, contender, contenders, inputs, product_key_layer, reads_of, time_memory
 from pkmlm.bench.models import RandomBatches, decode, prefilled, random_tokens, variants
-from pkmlm.bench.rounds import Overhead, Timing, in_turn
-from pkmlm.bench.shape import Shape
+from pkmlm.bench.rounds import interleaved
 from pkmlm.errors import UserError
 from pkmlm.evaluate.generate import Sampling, generate
 from pkmlm.model.transformer import build_model
@@ -32,7 +30,7 @@ def quiet(text: str) -> None:
 @pytest.mark.parametrize("name", ["plain-adam", "plain-fused", "plain-sparse"])
 def test_the_plain_layer_is_the_memory(name):
     source = product_key_layer(SHAPE, CPU)
-    one = CONTENDERS[name](SHAPE, source)
+    one = contender(name, SHAPE, source)
     plain = one.layer
     x, grad = inputs(SHAPE, CPU)
     found = []
@@ -57,11 +55,9 @@ def test_row_adam_and_sparse_adam_move_the_same_rows_alike():
     for name in ("pkmlm", "plain-sparse"):
         source = product_key_layer(SHAPE, CPU)
         before = source.values.weight_KD.detach().clone()
-        one = CONTENDERS[name](SHAPE, source)
+        one = contender(name, SHAPE, source)
         x, grad = inputs(SHAPE, CPU)
-        one.layer(x).backward(grad)
-        one.update()
-        one.clear()
+        one.backward(x, grad, update=True)
         moved.append(source.values.weight_KD.detach() - before)
     assert (moved[0] != 0).any(1).sum() > 100
     torch.testing.assert_close(moved[0], moved[1], rtol=0, atol=5e-5)  # of 1e-3
@@ -70,10 +66,9 @@ def test_row_adam_and_sparse_adam_move_the_same_rows_alike():
 def test_gradients_are_forgotten_after_each_action():
     source = product_key_layer(SHAPE, CPU)
     for name in ("pkmlm", "plain-fused", "ffn"):
-        one = CONTENDERS[name](SHAPE, source)
+        one = contender(name, SHAPE, source)
         x, grad = inputs(SHAPE, CPU)
-        one.layer(x).backward(grad)
-        one.clear()
+        one.backward(x, grad, update=False)
         assert all(parameter.grad is None for parameter in one.layer.parameters())
         assert not source.values.gradient
 
@@ -81,16 +76,11 @@ def test_gradients_are_forgotten_after_each_action():
 def test_all_memories_train_one_table_with_one_pair_of_moments():
     source = product_key_layer(SHAPE, CPU)
     values = source.values.weight_KD
-    assert tuple(CONTENDERS) == LAYERS
-    contenders = beside_one_another(LAYERS, SHAPE, source).values()
+    layers = contenders(LAYERS, SHAPE, source).values()
     x, grad = inputs(SHAPE, CPU)
-    for one in contenders:
-        one.layer(x).backward(grad)
-        one.update()
-        one.clear()
-    states = [
-        optimizer.state[values] for one in contenders for optimizer in one.optimizers if values in optimizer.state
-    ]
+    for one in layers:
+        one.backward(x, grad, update=True)
+    states = [optimizer.state[values] for one in layers for optimizer in one.optimizers if values in optimizer.state]
     assert len(states) == len(LAYERS) - 1, "one of each layer but the FFN"
     for name in ("exp_avg", "exp_avg_sq"):
         assert len({id(state[name]) for state in states}) == 1
@@ -98,7 +88,7 @@ def test_all_memories_train_one_table_with_one_pair_of_moments():
 
 
 def test_a_round_times_every_phase_of_every_layer():
-    result = time_memory(SHAPE, LAYERS, 2, quiet, peak=False)
+    result = time_memory(SHAPE, LAYERS, 2, quiet)
     assert len(result.times) == 4 * 4 + 3, "four phases; three of the FFN, which has no values"
     assert all(len(timing.seconds) == 2 and min(timing.seconds) > 0 for timing in result.times.values())
     assert result.ratio("pkmlm", "step") == 1
@@ -114,14 +104,14 @@ def test_a_round_times_every_phase_of_every_layer():
 
 def test_more_than_the_machine_has_is_one_error():
     with pytest.raises(UserError, match=r"slots of width 24 need .* GB, .* GB are free"):
-        time_memory(replace(SHAPE, num_keys=1 << 20), ["pkmlm"], 1, quiet, peak=False)
+        time_memory(replace(SHAPE, num_keys=1 << 20), ["pkmlm"], 1, quiet)
 
 
 def test_rounds_are_interleaved_and_the_first_is_not_counted():
     order: list[str] = []
     actions = {name: lambda name=name: order.append(name) for name in "abc"}
     said: list[str] = []
-    times = in_turn(actions, 2, CPU, said.append)
+    times = interleaved(actions, 2, CPU, said.append)
     assert "".join(order) == "abc" + "bca" + "cab"
     assert [len(timing.seconds) for timing in times.values()] == [2, 2, 2]
     assert said == ["warming up", "round 1 of 2", "round 2 of 2"]
@@ -133,18 +123,14 @@ def test_rounds_are_interleaved_and_the_first_is_not_counted():
 def test_short_work_on_a_gpu_is_queued_many_times_for_one_time(monkeypatch, device, least, waits, runs):
     """The host must not wait for each: that would be timed, too."""
     now, done = itertools.count(), []
-    monkeypatch.setattr(rounds, "LEAST_SECONDS", least)
+    monkeypatch.setattr(rounds, "MIN_SECONDS", least)
     monkeypatch.setattr(rounds, "synchronize", lambda device: done.append("wait"))
     monkeypatch.setattr(rounds.time, "perf_counter", lambda: next(now))
-    (timing,) = in_turn({"a": lambda: done.append("run")}, 1, torch.device(device), quiet).values()
+    (timing,) = interleaved({"a": lambda: done.append("run")}, 1, torch.device(device), quiet).values()
     counted = done[len(done) // 2 :]  # after the first round
     assert (counted.count("wait"), counted.count("run")) == (waits, runs)
     assert counted[-1] == "wait"
     assert timing.seconds == [1 if waits == 2 else 1 / 7]
-
-
-def test_an_overhead_is_taken_within_rounds():
-    assert Overhead(Timing([2, 30, 3]), Timing([1, 10, 2]), 1).ratio == 2
 
 
 def test_models_follow_from_the_recipe():

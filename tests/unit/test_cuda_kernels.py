@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from pkmlm.bench import contenders
-from pkmlm.bench.shape import Shape
+from pkmlm.bench import memory as bench
 from pkmlm.kernels import backend, ops, reference
 from pkmlm.kernels.row_gradient import RowGradient
 
@@ -185,11 +184,11 @@ def test_the_host_does_not_wait_in_the_backward_of_a_search(kernels, device, mon
 def test_a_step_of_the_memory_launches_few_kernels(kernels, device, monkeypatch):
     """At 5 us a launch a hundred of them would take longer than the update of 262k slots."""
     monkeypatch.setattr(backend, "of", lambda x: kernels)
-    shape = Shape(num_keys=4, dim=8, heads=2, topk=2, key_dim=4, tokens=4)
-    source = contenders.product_key_layer(shape, torch.device(device))
-    one = contenders.row_adam(shape, source)
-    x, grad = contenders.inputs(shape, torch.device(device))
-    step = partial(contenders.backward, one, x, grad, update=True)
+    shape = bench.Shape(num_keys=4, dim=8, heads=2, topk=2, key_dim=4, tokens=4)
+    source = bench.product_key_layer(shape, torch.device(device))
+    one = bench.contender("pkmlm", shape, source)
+    x, grad = bench.inputs(shape, torch.device(device))
+    step = partial(one.backward, x, grad, update=True)
     step()
     if INTERPRETED:  # which copies tensors in torch, within each call
         interpret = GridExecutor.__call__

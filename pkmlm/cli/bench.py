@@ -1,0 +1,263 @@
+"""`pkmlm bench`: speed on this machine."""
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import click
+
+from pkmlm.bench import LAYERS, MODELS, short
+from pkmlm.cli.options import PATH, json_option, quiet_option, set_option
+
+# 1k, 4k, 16k, 65k, 262k, 1M ...: the powers of four, by the names that papers give them.
+NAMED_SLOTS = {short(4**power): 4**power for power in range(5, 16)}
+SIZE = click.IntRange(min=1)
+Choose = Callable[[click.Context, click.Parameter, str | None], tuple[str, ...] | None]
+
+
+def some_of(names: tuple[str, ...]) -> Choose:
+    """What chooses some of `names`, in their own order; None where the option is not given."""
+
+    def choose(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+        if value is None:
+            return None
+        given = [text.strip() for text in value.split(",")]
+        for name in given:
+            if name not in names:
+                raise click.BadParameter(f"found {name!r} (expected some of {', '.join(names)})")
+        return tuple(name for name in names if name in given)
+
+    return choose
+
+
+def numbers_of_keys(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
+    """Sub-keys of a half for each number of slots, such as 16k or 147456; none where the option is not given."""
+    found: list[int] = []
+    for text in () if value is None else map(str.strip, value.split(",")):
+        slots = NAMED_SLOTS.get(text) or whole_number(text)
+        keys = math.isqrt(slots)
+        if not slots or keys**2 != slots:
+            near = f"{keys**2} or {(keys + 1) ** 2}, or " if slots else ""
+            raise click.BadParameter(f"found {text!r} (expected a square: {near}one of {', '.join(NAMED_SLOTS)})")
+        found.append(keys)
+    return tuple(dict.fromkeys(found))
+
+
+def batch_sizes(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+    """Distinct sizes, in order."""
+    sizes = sorted({whole_number(text.strip()) for text in value.split(",")})
+    if not 1 <= sizes[0] <= sizes[-1] <= 4096:
+        raise click.BadParameter(f"found {value!r} (expected numbers from 1 to 4096, such as 1,8)")
+    return tuple(sizes)
+
+
+def whole_number(text: str) -> int:
+    """A whole number of at most 11 digits; 0 for what is none."""
+    return int(text) if text.isdecimal() and len(text) < 12 else 0
+
+
+@contextmanager
+def waiting(quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows what is being done: on one line of standard error, on a terminal only."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    from pkmlm.errors import printable
+
+    console = Console(file=sys.stderr)
+    if quiet or not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status("") as status:
+        yield lambda text: status.update(escape(printable(text)))
+
+
+def rounds_option(default: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    return click.option(
+        "--rounds", default=default, show_default=True, metavar="N", type=SIZE, help="Times that each is timed."
+    )
+
+
+models_option = click.option(
+    "--only",
+    "kinds",
+    metavar="A,B",
+    callback=some_of(MODELS),
+    help=f"Some of {', '.join(MODELS)}. Default: all there are.",
+)
+slots_option = click.option(
+    "--slots",
+    "num_keys",
+    metavar="N,N",
+    callback=numbers_of_keys,
+    help="Sizes of the memory, a model for each: 16k,1M. Default: the recipe's.",
+)
+
+
+@click.group("bench")
+def command() -> None:
+    """Speed on this machine, as ratios taken side by side in one run.
+
+    \b
+    Examples:
+      pkmlm bench memory
+      pkmlm bench generate recipes/demo.yaml
+      pkmlm bench train recipes/demo.yaml --rounds 9
+    """
+
+
+@command.command("memory", short_help="The memory layer beside the same in plain torch.")
+@click.option(
+    "--slots",
+    "num_keys",
+    metavar="N,N",
+    default="16k,65k,262k,1M",
+    show_default=True,
+    callback=numbers_of_keys,
+    help="Sizes of the memory: squares; 16k is 2^14, 1M is 2^20.",
+)
+@click.option("--dim", default=512, show_default=True, metavar="N", type=SIZE, help="Width of the layer.")
+@click.option("--heads", default=4, show_default=True, metavar="N", type=SIZE, help="Memory heads.")
+@click.option("--topk", default=32, show_default=True, metavar="N", type=SIZE, help="Slots that a head reads.")
+@click.option("--key-dim", default=512, show_default=True, metavar="N", type=SIZE, help="Width of a query.")
+@click.option(
+    "--tokens", default=1024, show_default=True, metavar="N", type=click.IntRange(min=2), help="Tokens of a step."
+)
+@rounds_option(7)
+@click.option("--only", metavar="A,B", callback=some_of(LAYERS), help=f"Some of {', '.join(LAYERS)}.")
+@json_option
+@quiet_option
+def memory(
+    num_keys: tuple[int, ...],
+    dim: int,
+    heads: int,
+    topk: int,
+    key_dim: int,
+    tokens: int,
+    rounds: int,
+    only: tuple[str, ...] | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """A product-key memory beside the same layer in plain torch, and the FFN it replaces.
+
+    The weighted sum of values alone, forward, forward and backward, and whole step with the optimizer's update, in
+    fp32 and interleaved; this package's layer sums the gradient of its values in the update. Plain torch sorts all k^2
+    candidates and sums values by EmbeddingBag: with dense gradients and Adam as it comes or fused, or with sparse
+    gradients and SparseAdam. All memories of a round share one value table and its moments. GB/s counts the rows that
+    must be read and written, once; the share is of a copy's bandwidth, taken in the same rounds.
+
+    \b
+    Examples:
+      pkmlm bench memory
+      pkmlm bench memory --slots 262k,1M --only pkmlm,plain-fused
+      pkmlm bench memory --slots 65k --dim 1024 --tokens 8192 --json
+    """
+    from pkmlm.bench import memory as bench
+
+    shapes = [bench.Shape(keys, dim, heads, topk, key_dim, tokens) for keys in num_keys]
+    with waiting(quiet) as say:
+        results = bench.time_sizes(shapes, only, rounds, say)
+    click.echo(json.dumps(bench.as_json(results), indent=2) if as_json else "\n".join(bench.as_text(results)), nl=as_json)
+
+
+@command.command("generate", short_help="Whole models decoding and scoring.")
+@click.argument("recipe_file", type=PATH, metavar="RECIPE")
+@set_option
+@slots_option
+@models_option
+@click.option(
+    "--batch",
+    "batches",
+    metavar="N,N",
+    default="1,8",
+    show_default=True,
+    callback=batch_sizes,
+    help="Sequences at once.",
+)
+@click.option("--tokens", default=16, show_default=True, metavar="N", type=SIZE, help="To decode in a sequence.")
+@rounds_option(5)
+@json_option
+@quiet_option
+def generate(
+    recipe_file: str,
+    overrides: tuple[str, ...],
+    num_keys: tuple[int, ...],
+    kinds: tuple[str, ...] | None,
+    batches: tuple[int, ...],
+    tokens: int,
+    rounds: int,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Whole models of RECIPE's shape decoding and scoring: what a memory costs, and what it saves.
+
+    dense: its layers without a memory; memory: with it; double: twice the layers; hash: a MemoryFormer. Random
+    weights, random tokens, fp32. Decoding continues half a context, with a cache; scoring reads a whole context.
+    M ops are millions of multiply-adds of a token's forward, MB the weights that it reads.
+
+    \b
+    Examples:
+      pkmlm bench generate recipes/demo.yaml -s model.vocab_size=4096
+      pkmlm bench generate recipes/pkm/12-layers.yaml -s model.vocab_size=32768 \\
+        --only dense,memory,double
+      pkmlm bench generate recipes/pkm/ablation.yaml -s model.dim=1024 \\
+        -s model.vocab_size=32768 --only memory --slots 16k,1M
+    """
+    from pkmlm.bench.generate import time_inference
+    from pkmlm.bench.models import chosen_models
+    from pkmlm.recipe.check import require_softmax
+    from pkmlm.recipe.load import load_recipe
+
+    recipe = load_recipe(recipe_file, overrides)
+    require_softmax(recipe.model, recipe.name, "decode: it has no cache")
+    chosen = chosen_models(recipe, num_keys, kinds)
+    with waiting(quiet) as say:
+        times = time_inference(chosen, batches, tokens, rounds, say)
+    tables = "\n".join(table.render() for table in times.tables())
+    click.echo(json.dumps(times.as_json(), indent=2) if as_json else tables, nl=as_json)
+
+
+@command.command("train", short_help="Whole models taking training steps.")
+@click.argument("recipe_file", type=PATH, metavar="RECIPE")
+@set_option
+@slots_option
+@models_option
+@rounds_option(5)
+@json_option
+@quiet_option
+def train(
+    recipe_file: str,
+    overrides: tuple[str, ...],
+    num_keys: tuple[int, ...],
+    kinds: tuple[str, ...] | None,
+    rounds: int,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Whole models of RECIPE's shape training: forward, whole step, and one token at batch 1 (softmax attention only).
+
+    dense: its layers without a memory; memory: with it; double: twice the layers; hash: a MemoryFormer. Random
+    weights and tokens; a step is `pkmlm train`'s own, in the recipe's precision, a forward that of one micro-batch.
+    M ops are millions of multiply-adds of a token's forward, MB the weights that it reads in fp32.
+
+    \b
+    Examples:
+      pkmlm bench train recipes/demo.yaml -s model.vocab_size=4096
+      pkmlm bench train recipes/memoryformer/tiny.yaml --only dense,hash \\
+        -s train.batch_tokens=2048 -s train.micro_batch=1
+    """
+    from pkmlm.bench.models import chosen_models
+    from pkmlm.bench.train import time_training
+    from pkmlm.device import select_device
+    from pkmlm.recipe.load import load_recipe
+
+    recipe = load_recipe(recipe_file, overrides)
+    precision = select_device(recipe.train.precision).precision
+    chosen = chosen_models(recipe, num_keys, kinds)
+    with waiting(quiet) as say:
+        times = time_training(chosen, precision, rounds, say)
+    tables = "\n".join(table.render() for table in times.tables())
+    click.echo(json.dumps(times.as_json(), indent=2) if as_json else tables, nl=as_json)
