@@ -71,7 +71,9 @@ class InferenceTimes:
                 speed = self.speed(what, index, batch)
                 timing = (self.decode if what == "decode" else self.score)[index, batch]
                 sizes = [model.operations / 1e6, model.read / 1e6]
-                rows.append([model.name, batch, speed, speed / self.speed(what, 0, batch), *timing.milliseconds(), *sizes])
+                rows.append(
+                    [model.name, batch, speed, speed / self.speed(what, 0, batch), *timing.milliseconds(), *sizes]
+                )
         name = self.models[0].recipe.name
         doing = f"decoding {self.decoded}" if what == "decode" else f"scoring {self.scored}"
         return Table(f"{name}: {doing} tokens a sequence", columns, rows)

@@ -160,7 +160,9 @@ def memory(
     shapes = [bench.Shape(keys, dim, heads, topk, key_dim, tokens) for keys in num_keys]
     with waiting(quiet) as say:
         results = bench.time_sizes(shapes, only, rounds, say)
-    click.echo(json.dumps(bench.as_json(results), indent=2) if as_json else "\n".join(bench.as_text(results)), nl=as_json)
+    click.echo(
+        json.dumps(bench.as_json(results), indent=2) if as_json else "\n".join(bench.as_text(results)), nl=as_json
+    )
 
 
 @command.command("generate", short_help="Whole models decoding and scoring.")
