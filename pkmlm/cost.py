@@ -237,7 +237,7 @@ def hash_layer_cost(bits: int, tables: int, width: int, tokens: int) -> tuple[in
 
 
 def attention_flops(model: Model) -> int:
-    """Multiply-adds of attention over one sequence, its maps left out; not halved for causality, as MemoryFormer counts.
+    """Multiply-adds of attention over one sequence, without its maps; not halved for causality, as MemoryFormer counts.
 
     softmax: scores and weighted sums, 2 s^2 d.
     linformer: both over the own block of c and the K rows of all blocks but the last, 2 s (K + c) d; and these rows.

@@ -1,5 +1,5 @@
-"""Speed: what is timed beside what, always interleaved in one run. One file a benchmark (`memory`, `train`, `generate`);
-`rounds` times, `models` makes whole models of a recipe. Only the command line and the sweep use it.
+"""Speed: what is timed beside what, interleaved in one run. One file a benchmark (`memory`, `train`, `generate`);
+`rounds` times them, `models` makes whole models of a recipe. The command line and the sweep use it.
 """
 
 # The layers of `bench memory`: this package's with row Adam; the same in plain torch, with a dense gradient and torch's

@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import Any
 
 import click
 
@@ -96,9 +97,10 @@ def command(
     from pkmlm.recipe.check import unused_key_warnings
     from pkmlm.recipe.load import load_recipe
 
-    if recipe_file is None:
-        result, text = cost_tables.hash_layer_report(*(hash_layer or ()), tokens or 2048, int(entry_bytes))
-    else:
+    result: dict[str, Any]
+    if hash_layer is not None:
+        result, text = cost_tables.hash_layer_report(*hash_layer, tokens or 2048, int(entry_bytes))
+    elif recipe_file is not None:
         recipe = load_recipe(recipe_file, overrides)
         result, tables = cost_tables.recipe_report(recipe, recipe_file, int(entry_bytes), world, device_memory)
         text = "\n".join(table.render() for table in tables).rstrip()
