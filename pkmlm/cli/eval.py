@@ -2,25 +2,17 @@
 
 import json
 import sys
-from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from pkmlm.cli.options import PATH, force_option, json_option, quiet_option, step_option, text_options
-from pkmlm.cli.zero_shot import Asked, prepare, score_tasks, warn_of_cuts, write_samples
-from pkmlm.console import warn, warn_each
+from pkmlm.cli.outputs import free_file
+from pkmlm.console import Column, Table, warn_each
 from pkmlm.errors import UserError
 
 if TYPE_CHECKING:
-    from pkmlm.distributed import World
-    from pkmlm.evaluate.documents import Documents
-    from pkmlm.evaluate.load import LoadedRun
     from pkmlm.evaluate.text_choice import TextChoice
-
-NO_PERPLEXITY: dict[str, Any] = {"stride": None, "source": None, "perplexity": None}
-NO_TASKS: dict[str, Any] = {"tasks": {}, "average_acc": None}
 
 
 @click.command()
@@ -68,6 +60,8 @@ def command(
     choice: "TextChoice",
     stride: int | None,
     step: str,
+    log_samples: str | None,
+    force: bool,
     as_json: bool,
     quiet: bool,
     **options: Any,
@@ -91,78 +85,29 @@ def command(
       torchrun --nproc-per-node 4 -m pkmlm eval runs/demo
     """
     from pkmlm.distributed import init_distributed
-    from pkmlm.evaluate.documents import chosen_documents
-    from pkmlm.evaluate.load import load_same
+    from pkmlm.evaluate.evaluation import evaluate_run
+    from pkmlm.runs.files import writing
 
-    asked = Asked(**options)
-    asked.refuse_contradictions()
-    measured = asked.tasks is None or choice.explicit
-    if stride is not None and not measured:
+    if options["tasks"] is None:
+        for name, value in {**options, "log_samples": log_samples}.items():
+            if value is not None:
+                raise UserError(f"--{name.replace('_', '-')} goes with --tasks")
+    elif stride is not None and not choice.explicit:
         raise UserError("--stride goes with a perplexity", "with --tasks, also give --split or --text")
+    samples = free_file("--log-samples", log_samples, force)
     with init_distributed() as world, world.errors_on_rank_zero():
-        prepared = None if asked.tasks is None else prepare(asked.tasks, asked.task_data, asked.num_fewshot)
-        if world.size > 1:
-            choice.refuse_standard_input("several processes cannot read one standard input")
-        run = load_same(run_path, step, world)
-        record: dict[str, Any] = {"run": run.name, "step": run.step, **NO_PERPLEXITY, **NO_TASKS}
-        if measured:  # first: what is wrong with its text or stride is told before the hours that tasks may take
-            documents = chosen_documents(choice, run)
-            scores = perplexity(run, documents, stride, quiet, world)
-            record |= {"stride": stride or run.model.context, "source": documents.source, "perplexity": scores}
-        if prepared is not None:
-            found, samples = score_tasks(run, prepared, asked, world, quiet)
-            record |= found
+        found = evaluate_run(run_path, step, choice, world, stride=stride, quiet=quiet, **options)
     if world.rank > 0:
         return
-    try:  # first: hours of tasks are not lost with an output that nobody reads any more
-        keep(run, record, stride, choice)
-        if asked.log_samples is not None:
-            write_samples(Path(asked.log_samples), samples)
+    try:  # before the output, which nobody may read any more: hours of tasks are not lost with it
+        warn_each(found.keep())
+        if samples is not None:
+            with writing(samples, "w") as file:
+                for sample in found.samples:
+                    file.write(json.dumps(sample, ensure_ascii=False, default=str) + "\n")
     finally:  # nor with a disk that is full
-        print_result(record, as_json)
-        warn_of_cuts(record)
-        warn_each(documents.warnings if measured else ())
-
-
-def perplexity(
-    run: "LoadedRun", documents: "Documents", stride: int | None, quiet: bool, world: "World"
-) -> dict[str, Any]:
-    """The perplexity of documents."""
-    from pkmlm.console import token_progress
-    from pkmlm.evaluate.perplexity import score
-
-    with token_progress("scoring", documents.tokens, quiet or world.rank > 0) as advance:
-        result = score(run.model, documents, run.tokenizer.eos, stride=stride, advance=advance, world=world)
-    assert result is not None
-    return asdict(result)
-
-
-def keep(run: "LoadedRun", record: dict[str, Any], stride: int | None, choice: "TextChoice") -> None:
-    """Keep the results with the run, if it can be written: only another user may, say."""
-    try:
-        store(run, record, stride, choice)
-    except UserError as error:
-        warn(f"not kept in the run: {error.message}")
-
-
-def store(run: "LoadedRun", record: dict[str, Any], stride: int | None, choice: "TextChoice") -> None:
-    """Keep the results with the run. An exported folder is a product: nothing is written into it."""
-    if run.exported:
-        return
-    from pkmlm.runs.results import EVAL, perplexity_file, split_name, tasks_file, text_name, write_evaluation
-
-    if record["perplexity"] is not None:
-        alone = {key: value for key, value in record.items() if key != "harness"}
-        name, source = record["perplexity"]["split"], record["source"]
-        if choice.text is not None:
-            name = text_name(name, source["sha256"], source["separator"], source["field"])
-        elif choice.data is not None:
-            name = split_name(run.path / EVAL, split := name, "sha256", source["sha256"])
-            if name != split:
-                warn(f"--data: the run has results of {split} on other tokens: these are kept as {name}")
-        write_evaluation(run.path, perplexity_file(name, record["step"], stride), {**alone, **NO_TASKS})
-    if record["tasks"]:
-        write_evaluation(run.path, tasks_file(record), {**record, **NO_PERPLEXITY})
+        print_result(found.record, as_json)
+        warn_each(found.warnings)
 
 
 def print_result(record: dict[str, Any], as_json: bool) -> None:
@@ -178,8 +123,6 @@ def print_result(record: dict[str, Any], as_json: bool) -> None:
 
 def perplexity_report(record: dict[str, Any]) -> str:
     """The table of perplexities that people read."""
-    from pkmlm.console import Column, Table
-
     found = record["perplexity"]
     rows = [[unit, found[f"{unit}s"], found[f"{unit}_ppl"] or "over 1e308"] for unit in ("token", "word", "byte")]
     table = Table(

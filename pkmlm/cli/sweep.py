@@ -177,7 +177,7 @@ def run_all(
     results: "Results", folder: "SweepFolder", jobs: int, devices: list[str], task_data: str | None, quiet: bool
 ) -> int:
     """Run the cells; the exit code: 0, or what a signal stands for."""
-    from pkmlm.cli.zero_shot import prepare
+    from pkmlm.evaluate.lm_eval import load_tasks
     from pkmlm.runs.files import make_folder
     from pkmlm.runs.lock import locked
     from pkmlm.signals import stop_on_signals
@@ -191,7 +191,8 @@ def run_all(
     cells.refuse_missing_data()
     tell_doubts(cells)
     if any(MEASURES[name].source == "tasks" for name in grid.measure):
-        prepare(",".join(tasks_of(grid.measure)), task_data, None)  # refuses bad tasks before hours of training
+        folder_of_rows = None if task_data is None else Path(task_data)
+        load_tasks(",".join(tasks_of(grid.measure)), folder_of_rows, None)  # refuses bad tasks before hours of training
     make_folder(runs)
     held = locked(runs / ".lock", f"the sweep {folder.path}")
     with held, stop_on_signals() as stop, cell_progress(runs, quiet) as (say, tick):

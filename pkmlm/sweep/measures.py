@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pkmlm.analysis.compare import mean
-from pkmlm.evaluate.task_rows import SUITES
+from pkmlm.evaluate.tasks import SUITES
 from pkmlm.recipe.schema import Recipe
 
 Source = Literal["cost", "train", "eval", "usage", "tasks", "speed"]

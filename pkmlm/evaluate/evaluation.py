@@ -1,0 +1,125 @@
+"""What `pkmlm eval` does: the perplexity of a text and the accuracy on tasks, in one record that the run keeps."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pkmlm.console import token_progress
+from pkmlm.distributed import World
+from pkmlm.errors import UserError
+from pkmlm.evaluate.documents import chosen_documents
+from pkmlm.evaluate.load import LoadedRun, load_same
+from pkmlm.evaluate.perplexity import score
+from pkmlm.evaluate.text_choice import TextChoice
+from pkmlm.runs.results import EVAL, perplexity_file, split_name, tasks_file, text_name, write_evaluation
+
+if TYPE_CHECKING:  # lm_eval takes seconds to import, and most evaluations have no tasks
+    from pkmlm.evaluate.lm_eval import ZeroShotTask
+
+NO_PERPLEXITY: dict[str, Any] = {"stride": None, "source": None, "perplexity": None}
+NO_TASKS: dict[str, Any] = {"tasks": {}, "average_acc": None}
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of `evaluate_run`.
+
+    Attributes:
+        stride: as it was asked for.
+        record: what `pkmlm eval --json` prints.
+        samples: of the tasks, see `score_tasks`.
+        warnings: about what may make the results misleading.
+    """
+
+    run: LoadedRun
+    choice: TextChoice
+    stride: int | None
+    record: dict[str, Any]
+    samples: list[dict[str, Any]]
+    warnings: list[str]
+
+    def keep(self) -> list[str]:
+        """Write the results into RUN/eval/; an exported folder is a product, and stays as it is.
+
+        Returns:
+            warnings: results that have another name than usual, or that the folder does not take.
+        """
+        if self.run.exported:
+            return []
+        record, warnings = self.record, []
+        try:
+            if record["perplexity"] is not None:
+                name, source = record["perplexity"]["split"], record["source"]
+                if self.choice.text is not None:
+                    name = text_name(name, source["sha256"], source["separator"], source["field"])
+                elif self.choice.data is not None:
+                    name = split_name(self.run.path / EVAL, split := name, "sha256", source["sha256"])
+                    if name != split:
+                        warnings.append(f"--data: the run has results of {split} on other tokens: kept as {name}")
+                alone = {key: value for key, value in record.items() if key != "harness"}
+                file = perplexity_file(name, record["step"], self.stride)
+                write_evaluation(self.run.path, file, {**alone, **NO_TASKS})
+            if record["tasks"]:
+                write_evaluation(self.run.path, tasks_file(record), {**record, **NO_PERPLEXITY})
+        except UserError as error:
+            warnings.append(f"not kept in the run: {error.message}")
+        return warnings
+
+
+def evaluate_run(
+    path: str,
+    step: str,
+    choice: TextChoice,
+    world: World,
+    *,
+    stride: int | None = None,
+    tasks: str | None = None,
+    task_data: str | None = None,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+    batch_size: int | None = None,
+    quiet: bool = False,
+) -> Evaluation:
+    """Evaluate a run or an export; all processes of `world` call it and share the work.
+
+    Args:
+        step: "latest", "best" or a number.
+        choice: the text; without an explicit one, and with tasks, no perplexity is computed.
+        stride: tokens scored by a window, see `score`.
+        tasks, task_data, num_fewshot: see `load_tasks`.
+        limit, batch_size: see `score_tasks`.
+        quiet: show no progress.
+
+    Raises:
+        UserError: the run, the text or the tasks cannot be had; scores are not finite (exit code 1).
+    """
+    loaded: list[ZeroShotTask] = []
+    if tasks is not None:  # first: bad rows are named before a model is loaded
+        from pkmlm.evaluate.lm_eval import load_tasks, score_tasks
+
+        loaded = load_tasks(tasks, None if task_data is None else Path(task_data), num_fewshot)
+    quiet = quiet or world.rank > 0
+    if world.size > 1:
+        choice.refuse_standard_input("several processes cannot read one standard input")
+    run = load_same(path, step, world)
+    record: dict[str, Any] = {"run": run.name, "step": run.step, **NO_PERPLEXITY, **NO_TASKS}
+    samples: list[dict[str, Any]] = []
+    warnings: list[str] = []
+    if tasks is None or choice.explicit:  # before the hours that tasks may take
+        documents = chosen_documents(choice, run)
+        with token_progress("scoring", documents.tokens, quiet) as advance:
+            found = score(run.model, documents, run.tokenizer.eos, stride=stride, advance=advance, world=world)
+        assert found is not None
+        record |= {"stride": stride or run.model.context, "source": documents.source, "perplexity": asdict(found)}
+        warnings += documents.warnings
+    if loaded:
+        with token_progress("scoring", 0, quiet) as advance:
+            scored, samples = score_tasks(run, loaded, limit=limit, batch_size=batch_size, advance=advance)
+        record |= scored
+        for name, facts in record["tasks"].items():
+            if 2 * facts["truncated"] > facts["requests"]:
+                warnings.append(
+                    f"{name}: {facts['truncated']:,} of {facts['requests']:,} requests are longer than "
+                    f"the context of {run.model.context:,}: their beginnings were cut"
+                )
+    return Evaluation(run, choice, stride, record, samples, warnings)
