@@ -81,9 +81,7 @@ def parse_part(context: click.Context, parameter: click.Parameter, value: str | 
 @click.option("--format", type=click.Choice(["txt", "jsonl", "parquet"]), help="Format of all input. Default: by name.")
 @field_option
 @separator_option
-@click.option(
-    "--shard", metavar="I/N", callback=parse_part, help="Encode part I of N, of whole files; needs --tokenizer."
-)
+@click.option("--shard", metavar="I/N", callback=parse_part, help="Encode part I of N; needs --tokenizer.")
 @click.option("--join", "joins", is_flag=True, help="Join the folders TRAIN, which are all N parts.")
 @click.option("--jobs", type=click.IntRange(1, 1024), metavar="N", help="Threads that encode. Default: all cores.")
 @click.option("--force", is_flag=True, help="Replace DIR if it holds tokens.")

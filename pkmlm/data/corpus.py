@@ -280,7 +280,7 @@ class Overlap(NamedTuple):
 
 
 def overlaps(folder: Path, index: Index, tokenizer: Tokenizer) -> list[Overlap]:
-    """How many documents of valid and test are in train, and of test in valid; only those of LEAST tokens or more count.
+    """How many documents of valid and test, of LEAST tokens or more, are in train, and how many of test in valid.
 
     Whole documents are compared, by hashes of 128 bits (BLAKE2b) of their tokens, which are equal if and only if the
     texts are: the tokenizer loses nothing. One newline at either end is left out, as the last document of a file often
@@ -339,7 +339,7 @@ def hashes(
 
 
 class TokenReader:
-    """The tokens of a split, read from its shards from front to back; mapped into memory, all of them would stay there."""
+    """The tokens of a split, read from its shards from front to back (mapped, all would stay in memory)."""
 
     def __init__(self, folder: Path, split: str, index: Index):
         shards = index.splits[split].shards
