@@ -93,24 +93,16 @@ def load_tasks(names: str, folder: Path | None, num_fewshot: int | None) -> list
         raise UserError(f"--task-data {folder} is not a folder (expected one with TASK.jsonl in it)")
     found: dict[str, ZeroShotTask] = {}
     with quiet(), sandboxed_templates():
-        manager = task_manager([name for name in asked if not is_file(name)])
+        files = {name: Path(name) for name in asked if name.endswith((".yaml", ".yml"))}
+        manager = task_manager([name for name in asked if name not in files])
         for name in asked:
-            config = read_task_file(own_file(name)) if is_file(name) else stock_definition(name, manager)
-            task = load_task(config, Path(name) if is_file(name) else None, manager, folder, num_fewshot)
+            own = files.get(name)
+            config = stock_definition(name, manager) if own is None else read_task_file(own)
+            task = load_task(config, own, manager, folder, num_fewshot)
             if task.name in found:
                 raise UserError(f"--tasks has two tasks named {task.name!r}", "rename the one of your own")
             found[task.name] = task
     return list(found.values())
-
-
-def is_file(name: str) -> bool:
-    return name.endswith((".yaml", ".yml"))
-
-
-def own_file(name: str) -> Path:
-    if not Path(name).is_file():
-        raise UserError(f"--tasks: {name} does not exist")
-    return Path(name)
 
 
 def task_manager(names: Sequence[str]) -> TaskManager:
@@ -483,6 +475,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     @functools.cache  # noqa: B019 (it lives as long as the tasks are scored)
     def from_string(self, source: str) -> Template:  # type: ignore[override]
+        """The compiled template."""
         return super().from_string(source)
 
 
@@ -502,8 +495,10 @@ def sandboxed_templates() -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
+    """The first line of an error's message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def kind_and_line(error: Exception) -> str:
+    """The kind of an error and the first line of its message, which often makes no sense alone."""
     return first_line(error) if type(error) is ValueError else f"{type(error).__name__}: {first_line(error)}"

@@ -50,6 +50,8 @@ class Definition(BaseModel):
 
 
 class Templates(Definition):
+    """How a row becomes a question, an answer and choices."""
+
     doc_to_text: str | None = None
     doc_to_target: str | int | None = None
     doc_to_choice: Name | Annotated[list[Name], Field(min_length=1)] | dict[str, Name] | None = None
@@ -59,6 +61,8 @@ class Templates(Definition):
 
 
 class DataFiles(Definition):
+    """Options of the reader of a data set."""
+
     data_files: Paths | dict[Name, Paths] | None = None
     data_dir: Paths | None = None
     field: str | None = None
@@ -67,12 +71,16 @@ class DataFiles(Definition):
 
 
 class FewShot(Templates):
+    """Where examples come from, and templates that only they use."""
+
     sampler: Literal["default", "first_n"] | None = None
     split: Name | None = None
     samples: list[dict[str, Any]] | None = None
 
 
 class Metric(BaseModel):
+    """A metric, and how it is summed up over rows."""
+
     model_config = ConfigDict(extra="allow", strict=True)
     metric: Annotated[str, AfterValidator(shipped_metric)]
     aggregation: str | None = None
@@ -80,6 +88,8 @@ class Metric(BaseModel):
 
 
 class Metadata(BaseModel):
+    """Anything; the version is reported with the results."""
+
     model_config = ConfigDict(extra="allow", strict=True)
     version: Version | None = None
 
