@@ -299,9 +299,9 @@ def training_bytes(recipe: Recipe, dense: int, blocks: list[BlockCost], vocab_si
     activations: what maps, norms, attention and memories keep of one micro-batch for the backward, without dropout
     (with `train.recompute`: each block's input, and one block whole); 2 bytes a number in bf16 and fp16, otherwise 4;
     SDPA is taken to keep no s^2 scores.
-    logits: those that exist at a time, as they come and in fp32, and what the head's gradient takes before it is one.
-    search: the scores of keys that exist at a time.
-    Of both, what a CPU takes; a GPU holds up to 1.1 GB of logits and 0.13 GB of scores.
+    logits: those of a chunk, as computed and in fp32, and what the head's gradient takes before it is one.
+    search: the scores of keys of a chunk.
+    Both as on a CPU; a GPU holds up to 1.1 GB of logits and 0.13 GB of scores.
     Left out: the allocator's slack, the framework itself and the data.
 
     Args:

@@ -14,7 +14,7 @@ from pkmlm.cost_tables import vocab_size_of
 from pkmlm.data.batches import Batch, Batches
 from pkmlm.device import default_device, free_bytes
 from pkmlm.errors import UserError
-from pkmlm.model.attention import Cache
+from pkmlm.model.attention import KVCache
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.check import check_recipe
 from pkmlm.recipe.schema import Hash, Memory, Model, Recipe
@@ -150,15 +150,15 @@ def random_tokens(vocab_size: int, sequences: int, length: int, index: int = 0) 
 
 
 @torch.no_grad()
-def prefilled(model: Transformer, prompt_BT: Tensor) -> Cache:
+def prefilled(model: Transformer, prompt_BT: Tensor) -> KVCache:
     """The cache of a model that has read a prompt."""
-    cache = Cache(model.context)
+    cache = KVCache(model.context)
     model.hidden(prompt_BT, cache)
     return cache
 
 
 @torch.no_grad()
-def decode(model: Transformer, filled: Cache, last_B1: Tensor, tokens: int) -> Tensor:
+def decode(model: Transformer, filled: KVCache, last_B1: Tensor, tokens: int) -> Tensor:
     """The `tokens` most likely continuations (B, tokens) one after the other; what `filled` holds stays as it is."""
     cache, found = replace(filled), []
     for _ in range(tokens):

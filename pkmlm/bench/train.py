@@ -12,7 +12,7 @@ from pkmlm.bench.models import RandomBatches, Variant, check_room, decode, prefi
 from pkmlm.bench.rounds import Timing, interleaved_with_copy
 from pkmlm.console import Column, Table, number
 from pkmlm.device import autocast, default_device, machine
-from pkmlm.model.attention import Cache
+from pkmlm.model.attention import KVCache
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.train.state import TrainState
 from pkmlm.train.step import train_step
@@ -105,7 +105,7 @@ def forward(model: Transformer, tokens_BT: Tensor, targets_BT: Tensor, precision
         model.loss(tokens_BT, targets_BT)
 
 
-def one_token(model: Transformer, filled: Cache, last_11: Tensor) -> None:
+def one_token(model: Transformer, filled: KVCache, last_11: Tensor) -> None:
     """The decoding of one token of one sequence."""
     model.eval()
     decode(model, filled, last_11, 1)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
-from pkmlm.model.attention import Cache
+from pkmlm.model.attention import KVCache
 from pkmlm.model.transformer import Transformer
 
 
@@ -48,11 +48,11 @@ def generate(model: Transformer, prompt: list[int], sampling: Sampling, most: in
     """
     device = next(model.parameters()).device
     random = torch.Generator(device).manual_seed(sampling.seed)
-    ids, cache = list(prompt), Cache(model.context)
+    ids, cache = list(prompt), KVCache(model.context)
     pending = ids[-model.context :]
     for _ in range(most):
         if cache.length + len(pending) > model.context:
-            cache, pending = Cache(model.context), ids[-max(1, model.context // 2) :]
+            cache, pending = KVCache(model.context), ids[-max(1, model.context // 2) :]
         h_1TD = model.hidden(torch.tensor([pending], device=device), cache)
         token = draw(model.head(h_1TD[0, -1])[:vocab_size].float(), sampling, random)
         ids.append(token)

@@ -1,7 +1,6 @@
 """The memory's operations with their gradients.
 
-Nothing of size k^2, n or reads x width is kept between forward and backward. Which implementation runs is `backend`'s
-choice.
+Nothing of size k^2, n or reads x width is kept between forward and backward. `backend` chooses the implementation.
 
 N: tokens; H: heads; d: width of a query; n: sub-keys of a half; f: width of a sub-key (d / 2); k: slots a head; r:
 reads of a token; K: slots, or keys; D: width of a value; R: queries, or their halves; S: halves of queries (2 * N * H);
@@ -19,9 +18,9 @@ from pkmlm.kernels import backend, reference
 from pkmlm.kernels.matmul import cat, matmul_nt, row_chunks
 from pkmlm.kernels.row_gradient import RowGradient
 
-# Heads and scores of a search at a time, by device. On a CPU 16 MB of scores may stay in the cache between product and
-# search. A GPU wants few large calls (not measured): with 262,144 flat keys, 128 MB are the scores of 128 queries, and
-# 16 MB would take eight times the launches.
+# Heads and scores of one chunk of a search, by device. On a CPU 16 MB of scores may stay in the cache between the
+# product and the search. A GPU wants few large calls (not measured): with 262,144 flat keys, 128 MB are the scores of
+# 128 queries, and 16 MB would take eight times the launches.
 HEADS = {"cpu": 1, "cuda": 1 << 30}
 SCORES = {"cpu": 1 << 22, "cuda": 1 << 25}
 
@@ -122,7 +121,7 @@ class _RowScores(torch.autograd.Function):
 def flat_key_select(q_NHd: Tensor, keys_HKd: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k best of K plain keys for each query: the baseline of table 4. Returns as `product_key_select`.
 
-    The search takes a few tokens at a time, so that no more than `SCORES` scores exist at once.
+    The search goes through chunks of tokens, so that no more than `SCORES` scores exist at once.
 
     Args:
         q_NHd: queries, floating.

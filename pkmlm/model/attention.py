@@ -1,4 +1,4 @@
-"""Causal self-attention, its positions and its cache; what may take the place of the softmax has files of its own.
+"""Causal self-attention with its rotary positions and its cache. What may replace the softmax: `efficient_attention`.
 
 B: sequences; T: new positions; S: all positions so far; D: model width; h: heads; e: width of a head; w: pairs of its
 entries that are rotated.
@@ -18,14 +18,14 @@ ROTARY_BASE = 10_000.0
 
 
 @dataclass
-class Cache:
-    """Keys and values of the positions that a model has already read, for generation. They have their place from the
-    beginning: a token costs what it adds, not a copy of what is held.
+class KVCache:
+    """Keys and values of the positions that a model has already read, for generation. All positions are allocated at
+    once, so that a new token copies nothing.
 
     Attributes:
         room: positions that it can hold (C): the model's context.
         length: positions held; the next token has this position.
-        layers: one (k, v) pair a block, each (B, h, C, e); what stands behind `length` means nothing.
+        layers: one (k, v) pair a block, each (B, h, C, e); uninitialized beyond `length`.
     """
 
     room: int
@@ -45,11 +45,11 @@ class Cache:
 
 
 class AttentionLayout(NamedTuple):
-    """Where tokens stand that are not one after another: several sequences in a row that share their beginnings.
+    """Positions and mask of tokens that are no plain sequence: several sequences in a row that share a prefix.
 
     Attributes:
         positions_BT: the position of each token.
-        mask_BTT: which tokens each one sees (bool), itself among them.
+        mask_BTT: which tokens each token attends to (bool), itself included.
     """
 
     positions_BT: Tensor
@@ -72,7 +72,7 @@ def rotate(x_BhTe: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def efficient_attention(model: Model) -> nn.Module | None:
-    """What maps q, k and v (B, h, T, e) to the weighted values of positions up to the own; None for the softmax."""
+    """The module that maps q, k and v (B, h, T, e) to causally attended values; None for the softmax."""
     options = model.attention_options
     match model.attention:
         case "linformer":
@@ -103,15 +103,15 @@ class Attention(nn.Module):
         self,
         x_BTD: Tensor,
         cos_sin: tuple[Tensor, Tensor] | None,
-        cache: Cache | None,
+        cache: KVCache | None,
         layout: AttentionLayout | None = None,
     ) -> Tensor:
-        """What each position gathers (B, T, D).
+        """The attention's output (B, T, D).
 
         Args:
-            cos_sin: of `rotation`, for rotary positions.
-            cache: gets the new positions' keys and values; with it the tokens follow those that it holds.
-            layout: where the tokens stand, if not one after another; then there is no cache.
+            cos_sin: cosines and sines from `rotation`, for rotary positions.
+            cache: keys and values of the tokens before; the new ones are added to it.
+            layout: positions and mask of tokens that are no plain sequence; then there is no cache.
 
         Raises:
             ValueError: a cache or a layout with anything but a softmax.
@@ -131,13 +131,13 @@ class Attention(nn.Module):
         return y_BTD if self.out is None else self.out(y_BTD)
 
     def _softmax(
-        self, q_BhTe: Tensor, k_BhTe: Tensor, v_BhTe: Tensor, cache: Cache | None, layout: AttentionLayout | None
+        self, q_BhTe: Tensor, k_BhTe: Tensor, v_BhTe: Tensor, cache: KVCache | None, layout: AttentionLayout | None
     ) -> Tensor:
         if cache is not None:
             k_BhTe, v_BhTe = cache.extend(self.index, k_BhTe, v_BhTe)
         new, total = q_BhTe.shape[2], k_BhTe.shape[2]
         mask = None if layout is None else layout.mask_BTT[:, None]
-        if 1 < new < total:  # a piece that continues a cache: no fast causal path for it
+        if 1 < new < total:  # a chunk that continues a cache: no fast causal path for it
             mask = torch.ones(new, total, dtype=torch.bool, device=q_BhTe.device).tril(total - new)
         return scaled_dot_product_attention(
             q_BhTe,

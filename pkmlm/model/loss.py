@@ -18,12 +18,12 @@ LEAST_TOKENS = 512  # fewer at a time, and adding up the head's gradient would s
 
 
 def tokens_of_chunk(device: str, vocab_size: int) -> int:
-    """Tokens whose logits the loss holds at a time, on a kind of device."""
+    """Tokens of a chunk, whose logits exist at once, on a kind of device ("cpu" or "cuda")."""
     return max(LEAST_TOKENS, LOGITS[device] // vocab_size)
 
 
 class _SummedLoss(torch.autograd.Function):
-    """Both gradients are computed beside the loss, while a chunk's logits are there."""
+    """Computes both gradients with the loss, while a chunk's logits exist."""
 
     @staticmethod
     def forward(

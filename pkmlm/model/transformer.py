@@ -13,7 +13,7 @@ from pkmlm.device import is_out_of_memory
 from pkmlm.distributed import ProcessGroups
 from pkmlm.errors import UserError
 from pkmlm.kernels.matmul import Linear, linear
-from pkmlm.model.attention import Attention, AttentionLayout, Cache, rotation
+from pkmlm.model.attention import Attention, AttentionLayout, KVCache, rotation
 from pkmlm.model.init import Constant, InitSpec, Normal, initialise, linear_std
 from pkmlm.model.loss import summed_loss
 from pkmlm.model.memory.hash_layer import HashLayer, MemoryBlock
@@ -56,7 +56,7 @@ class FFN(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then what `parts` are: an FFN, a Memory Block, a memory, or an FFN with a memory beside it.
+    """Attention, then `parts`: an FFN, a Memory Block, a memory, or an FFN with a memory beside it.
 
     sequential: z = x + attention(norm(x)), y = z + parts(norm(z)); parallel: y = x + attention(norm(x)) +
     parts(norm(x)).
@@ -76,7 +76,7 @@ class Block(nn.Module):
         self,
         x_BTD: Tensor,
         cos_sin: tuple[Tensor, Tensor] | None,
-        cache: Cache | None,
+        cache: KVCache | None,
         layout: AttentionLayout | None = None,
     ) -> Tensor:
         """The residual stream after the block (B, T, D); the other arguments are those of `Attention`."""
@@ -101,9 +101,12 @@ class Transformer(nn.Module):
         self.norm = nn.LayerNorm(model.dim)
         self.untied_head = None if model.tie_embeddings else Linear(model.dim, vocab_size, bias=False)
 
-    def hidden(self, tokens_BT: Tensor, cache: Cache | None = None, layout: AttentionLayout | None = None) -> Tensor:
-        """The final norm's output (B, T, D). With a cache, the tokens continue what the cache holds, and are added to
-        it. With a layout (and no cache), they stand where it says; their positions must be those of the context.
+    def hidden(self, tokens_BT: Tensor, cache: KVCache | None = None, layout: AttentionLayout | None = None) -> Tensor:
+        """The final norm's output (B, T, D).
+
+        Args:
+            cache: keys and values of the tokens before; the new ones are added to it.
+            layout: positions (within the context) and mask of tokens that are no plain sequence; excludes a cache.
 
         Raises:
             ValueError: more positions than the context has.
@@ -138,11 +141,16 @@ class Transformer(nn.Module):
         return linear(h_BTD, (self.untied_head or self.embedding).weight)
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor, scale: float = 1.0) -> Tensor:
-        """`summed_loss` of what each position says of its target (int64; negative: not scored): 0-d, nats."""
+        """`summed_loss` of the logits at all positions: 0-d, nats.
+
+        Args:
+            targets_BT: int64, the token that follows each position; negative: not scored.
+            scale: factor of the loss, see `summed_loss`.
+        """
         weight_VD = (self.untied_head or self.embedding).weight
         return summed_loss(self.hidden(tokens_BT).flatten(0, 1), weight_VD, targets_BT.flatten(), scale)
 
-    def forward(self, tokens_BT: Tensor, cache: Cache | None = None) -> Tensor:
+    def forward(self, tokens_BT: Tensor, cache: KVCache | None = None) -> Tensor:
         """Logits (B, T, V): at each position, of the token after it."""
         return self.head(self.hidden(tokens_BT, cache))
 
@@ -191,7 +199,8 @@ def build_model(
     A model built on "meta" and then given storage (`to_empty`) and `initialise` holds the same numbers.
 
     Args:
-        ranks: those that train it together; each holds its columns of the tables, and all the rest.
+        vocab_size: rows of the embedding (`model.vocab_size` may be null).
+        ranks: process groups that train the model; each rank holds its columns of the tables, and all the rest.
         init_weights: False leaves the weights uninitialized, for a checkpoint to be loaded into them.
     """
     with torch.device("meta"):
@@ -208,7 +217,7 @@ def build_model(
                 raise
             size = sum(parameter.numel() for parameter in model.parameters())
             message = f"the model does not fit into memory: {size:,} parameters, {4 * size / 1e9:,.1f} GB in fp32"
-            raise UserError(message, "`pkmlm cost` tells what a recipe needs", exit_code=1) from error
+            raise UserError(message, "`pkmlm cost` shows what a recipe needs", exit_code=1) from error
         if init_weights:
             initialise(model, recipe.train.seed)
     return model

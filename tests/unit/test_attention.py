@@ -13,7 +13,7 @@ from pkmlm.errors import UserError
 from pkmlm.evaluate.adapter import PkmLM
 from pkmlm.evaluate.load import load_run
 from pkmlm.model import efficient_attention
-from pkmlm.model.attention import Cache, rotate, rotation
+from pkmlm.model.attention import KVCache, rotate, rotation
 from pkmlm.model.efficient_attention import CosFormer, Linformer, Performer
 from pkmlm.model.init import initialise, orthogonal_rows
 from pkmlm.model.transformer import Transformer, build_model
@@ -255,7 +255,7 @@ def test_queries_and_keys_are_rotated_first(name):
 @pytest.mark.parametrize("name", KINDS)
 def test_only_softmax_reads_a_cache(name):
     with pytest.raises(ValueError, match="only softmax attention reads a cache"):
-        model_of(name, "learned")(tokens_of(), Cache(SHAPE["context"]))
+        model_of(name, "learned")(tokens_of(), KVCache(SHAPE["context"]))
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pkmlm.model.attention import Cache
+from pkmlm.model.attention import KVCache
 from pkmlm.model.init import initialise
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import AttentionOptions, Hash, Memory, Model, Recipe, Train
@@ -84,7 +84,7 @@ def test_no_output_depends_on_a_later_token(recipe):
 def test_the_cache_gives_what_one_forward_gives(kind):
     model = build_model(recipe_of(KINDS[kind]), 50).eval().double()
     tokens = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(0))
-    whole, cache = model(tokens), Cache(model.context)
+    whole, cache = model(tokens), KVCache(model.context)
     pieces = [model(tokens[:, start:stop], cache) for start, stop in [(0, 5), (5, 6), (6, 9), (9, 12)]]
     torch.testing.assert_close(torch.cat(pieces, 1), whole)
     with pytest.raises(ValueError, match="13 positions do not fit"):

@@ -1,4 +1,4 @@
-"""Where the reads of a memory can be watched.
+"""Where the reads of a memory can be observed.
 
 N: tokens; H: heads (for hash layers: tables); k: reads per head (for hash layers: 1).
 """
@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 
 class UsageTap(nn.Module):
-    """The identity on a memory's reads; whoever wants to see them registers a forward hook on it.
+    """The identity on a memory's reads: register a forward hook on it to observe them.
 
     Attributes:
         layer: the block, counted from 1.
         name: "memory", or for hash layers "qkv", "ffn1", "ffn2".
-        kind: "product-key", "flat-key" or "hash".
+        kind: of the memory: "product-key", "flat-key" or "hash".
         slots: rows of the memory's table; of all tables together for hash layers.
         heads: memory heads, or hash tables (table t owns the rows t * slots/heads ... (t + 1) * slots/heads - 1).
     """

@@ -30,8 +30,8 @@ class Values(nn.Module):
 
     Attributes:
         width: of a row, all columns.
-        gradient: where backward passes leave the reads that make the table's gradient, from `keep_reads` on; None until
-            then: a dense tensor in `weight_KD.grad`, as any parameter's.
+        gradient: where backward passes collect the reads that make the table's gradient, once `keep_reads` was called;
+            None before: the gradient is then a dense tensor in `weight_KD.grad`.
         copy_KD: the table in half precision, for forwards under autocast on a GPU; None until there was one. It is kept
             from forward to forward where a change of the table is seen: see `fresh_copy`.
         ranks: those that divide the table's columns among them, in their order.
@@ -53,13 +53,13 @@ class Values(nn.Module):
         self.ranks = ranks
 
     def keep_reads(self, *, every_row: bool = False) -> None:
-        """From now on backward passes leave the gradient in `gradient`, for the optimizer that calls this.
+        """Make backward passes collect the gradient in `gradient`, for the optimizer that calls this.
 
         Args:
-            every_row: of `RowGradient`.
+            every_row: whether the gradient has a segment for each row, read or not (see `RowGradient`).
 
         Raises:
-            ValueError: another has done so, and takes the gradient from there.
+            ValueError: another optimizer has done so.
         """
         if self.gradient is not None:
             raise ValueError("the table has a RowAdam already (to make another, set its `gradient` to None first)")
@@ -69,10 +69,14 @@ class Values(nn.Module):
         return {"weight_KD": Normal(self.std, self.width, self.ranks.rank * self.weight_KD.shape[1])}
 
     def forward(self, slots_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
-        """The weighted sum of the rows `slots_Nr` (int64): all columns, in the dtype of the rows that are read.
+        """The weighted sums of rows (N, D), in the dtype of the rows that are read.
 
-        Where ranks divide the columns, all of them call it. In training each has tokens of its own, equally many: each
-        rank sums its columns for the tokens of all. In evaluation all have the same tokens.
+        Where ranks divide the columns, all of them call this. In training each has as many tokens of its own, and sums
+        its columns for the tokens of all. In evaluation all have the same tokens.
+
+        Args:
+            slots_Nr: int64, rows of the table.
+            weights_Nr: floating.
         """
         if self.ranks.size == 1:
             return self._columns(slots_Nr, weights_Nr)
@@ -84,7 +88,7 @@ class Values(nn.Module):
         return ops.weighted_row_sum(self.weight_KD, slots_Nr, weights_Nr, self.gradient, self._half())
 
     def _half(self) -> Tensor | None:
-        """Under autocast on a GPU: the copy, as new as the table."""
+        """Under autocast on a GPU: an up-to-date copy."""
         device = self.weight_KD.device.type
         if device not in HALF_ON or not torch.is_autocast_enabled(device):
             return None
