@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pkmlm.analysis import validation  # noqa: F401 (loaded once, for all children)
 from pkmlm.cli import main
 from pkmlm.cost import bytes_sent as bytes_sent_by_cost
 from pkmlm.cost import cost_of
@@ -27,6 +26,7 @@ from pkmlm.model.memory.values import Values
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Hash, Memory, Model, Optim, Parallel, Recipe, Train, ValuesOptim
 from pkmlm.runs import checkpoint
+from pkmlm.train import validation  # noqa: F401 (loaded once, for all children)
 from pkmlm.train.exchange import exchange_reads
 from pkmlm.train.recalibrate import recalibrate
 from pkmlm.train.state import TrainState
