@@ -247,7 +247,7 @@ def text_of(row: dict[str, Any], field: str, where: str) -> str:
     if text is None:
         return ""
     if not isinstance(text, str):
-        raise UserError(f"{where}: {field!r} is {kind(text)} (expected a string or null)")
+        raise UserError(f"{where}: {field!r} is {json_kind(text)} (expected a string or null)")
     if has_surrogate(text):
         raise UserError(f"{where}: {field!r} has a lone surrogate, which is not Unicode text")
     return text
@@ -292,28 +292,22 @@ def json_object(line: str, where: str) -> dict[str, Any]:
     try:
         value = json.loads(line, object_pairs_hook=members)
     except json.JSONDecodeError as error:
-        rest = line[error.pos : error.pos + 60].strip()
-        found = shown(rest) if rest else "the end of the line"
+        rest = line[error.pos : error.pos + 50].strip()
+        found = json.dumps(rest, ensure_ascii=False) if rest else "the end of the line"
         raise UserError(f"{where}: not valid JSON from character {error.pos + 1} on: found {found}") from None
     except RecursionError:
         raise UserError(f"{where}: not valid JSON: nested too deeply") from None
     except ValueError:  # Python's int() refuses more than 4,300 digits
         raise UserError(f"{where}: a number of too many digits") from None
     if not isinstance(value, dict):
-        raise UserError(f"{where}: found {kind(value)} (expected an object)")
+        raise UserError(f"{where}: found {json_kind(value)} (expected an object)")
     return value
 
 
-def kind(value: Any) -> str:
+def json_kind(value: Any) -> str:
     """What JSON calls a value."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
-
-
-def shown(value: Any) -> str:
-    """A value as it stands in the file, cut short."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 # Parquet
