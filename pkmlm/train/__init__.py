@@ -1,1 +1,5 @@
-"""The training loop: steps, optimizers, checkpoints."""
+"""Training: the life of a run (run), its loop and its step (loop, step, on one state), and what these need.
+
+`pkmlm train` calls `job.open_job`, then `run.train` or `run.dry_run`; benchmarks call `step.train_step`. It imports all
+folders but bench, sweep and cli: validation measures a model as evaluate and analysis do.
+"""

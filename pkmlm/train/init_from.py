@@ -11,6 +11,7 @@ from pkmlm.errors import UserError
 from pkmlm.model.init import initialise
 from pkmlm.model.memory.values import table_ranks
 from pkmlm.model.transformer import Transformer, build_model
+from pkmlm.recipe.check import unused_keys
 from pkmlm.recipe.dump import flatten, scalar_text
 from pkmlm.runs.checkpoint import check_weights, load_weights, verify
 from pkmlm.runs.directory import RunDirectory
@@ -113,21 +114,12 @@ def _differing_keys(job: Job, source: RunDirectory) -> dict[str, str]:
     effect in one of the models, such as the keys of a memory that only one has.
     """
     theirs, own = source.recipe(), job.recipe
-    models = (theirs.model, own.model)
-    idle = []
-    if any(model.memory.kind == "none" for model in models):
-        idle.append("model.memory.")
-    if any(model.projections == "dense" for model in models):
-        idle.append("model.hash.")
-    if any(model.projections == "hash" for model in models):
-        idle.append("model.activation")
-    if any(model.positions != "rotary" for model in models):
-        idle.append("model.rotary_fraction")
+    idle = unused_keys(theirs) | unused_keys(own)
     before = flatten(theirs)
     return {
         key: f"{key} is {scalar_text(before[key])} there and {scalar_text(value)} here"
         for key, value in flatten(own).items()
-        if key.startswith("model.") and not key.startswith(tuple(idle)) and value != before[key]
+        if key.startswith("model.") and key not in idle and value != before[key]
     }
 
 

@@ -71,7 +71,9 @@ def train(job: Job, output: str, world: World, *, resume: str = "auto", quiet: b
                 complete = is_complete(run, job.recipe)
         if world.broadcast(complete):
             if lead:
-                print(already_complete(run), flush=True)
+                limit = "eval.patience" if run.facts().get("status") == "patience" else "train.steps"
+                done = f"run {printable(output)} is complete already at step {run.steps()[-1]}"
+                print(f"{done}; more {limit} would train it longer", flush=True)
             return 0
         with world.collective_errors():
             if lead:
@@ -133,13 +135,6 @@ def device_settings(recipe: Recipe) -> DeviceSettings:
         message = f"parallel.shard: found true, with fp16 as the precision ({settings.reason})"
         raise UserError(f"{message} (expected bf16 or fp32)", "add -s train.precision=fp32")
     return settings
-
-
-def already_complete(run: RunDirectory) -> str:
-    """What is said of a run that has nothing left to do."""
-    more = "eval.patience" if run.facts().get("status") == "patience" else "train.steps"
-    step = run.steps()[-1]
-    return f"run {printable(str(run.path))} is complete already at step {step}; more {more} would train it longer"
 
 
 def begin(run: RunDirectory, job: Job, settings: DeviceSettings, ranks: int) -> list[str]:
@@ -245,25 +240,19 @@ def noting_failure(run: RunDirectory, world: World) -> Iterator[None]:
     """Note a failure in run.json, by rank 0: its exit code, the step of the last checkpoint, and, where they are known,
     whose error it was and what it said.
     """
-
-    def note(status: str, exit_code: int, message: str | None = None) -> None:
-        if world.rank > 0:
-            return
-        facts = {"status": status, "exit_code": exit_code, "rank": world.comm_stats.failed, "message": message}
-        with suppress(UserError):  # no room for that either: the failure itself is what must be told
-            run.note(**facts, step=max(run.steps(), default=0))
-
     try:
         yield
-    except UserError as error:
-        note("diverged" if error.exit_code == 3 else "failed", error.exit_code, error.message)
-        raise
-    except KeyboardInterrupt:  # a second signal: the user does not want to wait for a checkpoint
-        note("interrupted", 130)
-        raise
-    except SystemExit as error:  # another rank has told why
-        note("failed", int(error.code or 0))
-        raise
-    except BaseException:
-        note("failed", 1)
+    except BaseException as failure:
+        status, exit_code, message = "failed", 1, None
+        if isinstance(failure, UserError):
+            status, exit_code = ("diverged" if failure.exit_code == 3 else "failed"), failure.exit_code
+            message = failure.message
+        elif isinstance(failure, KeyboardInterrupt):  # a second signal: the user does not wait for a checkpoint
+            status, exit_code = "interrupted", 130
+        elif isinstance(failure, SystemExit):  # another rank has said why
+            exit_code = int(failure.code or 0)
+        if world.rank == 0:
+            with suppress(UserError):  # where this cannot be written either, the failure itself matters
+                facts = {"status": status, "exit_code": exit_code, "rank": world.comm_stats.failed, "message": message}
+                run.note(**facts, step=max(run.steps(), default=0))
         raise
