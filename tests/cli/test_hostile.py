@@ -399,4 +399,6 @@ def test_where_a_relative_folder_of_tokens_was_sought_is_told(copy, tmp_path, mo
     file = copy / "recipe.yaml"
     file.write_text(re.sub(r"(?m)^  dir: .*$", "  dir: data/mine", file.read_text()))
     monkeypatch.chdir(tmp_path)
-    assert f"are not in data/mine, seen from {tmp_path}\n" in pkmlm("eval", copy, code=2).stderr
+    said = pkmlm("eval", copy, code=2).stderr
+    assert "data/mine" in said
+    assert str(tmp_path) in said
