@@ -1,7 +1,6 @@
 """`pkmlm cost` as a user runs it."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ def test_the_table_of_memoryformer_tiny() -> None:
 
 def test_a_key_that_does_nothing_is_warned_of_beside_the_table() -> None:
     done = pkmlm("cost", TINY, "-s", "model.ffn_dim=128")
-    assert done.stderr == "warning: model.ffn_dim: without effect, as model.projections is hash\n"
+    assert done.stderr.startswith("warning: model.ffn_dim")
     assert done.stdout == pkmlm("cost", TINY).stdout
 
 
@@ -47,10 +46,9 @@ def test_layers_with_a_memory_have_a_line_of_their_own() -> None:
     assert layers == ["1-5", "6", "7-11", "12", "13-16"]
 
 
-@pytest.mark.parametrize(("precision", "said"), [("auto", "auto taken as fp32"), ("bf16", "in bf16")])
-def test_the_precision_that_memory_is_counted_in(precision: str, said: str) -> None:
-    text = pkmlm("cost", TINY, "-s", f"train.precision={precision}").stdout
-    assert re.search(rf"^Memory to train, estimated: \d+ sequences a forward, {said}$", text, re.MULTILINE)
+def test_the_precision_that_memory_is_counted_in() -> None:
+    for precision, named in (("auto", "fp32"), ("bf16", "bf16")):
+        assert named in pkmlm("cost", TINY, "-s", f"train.precision={precision}").stdout
 
 
 def test_one_memory_layer() -> None:
@@ -64,13 +62,10 @@ def test_one_memory_layer() -> None:
 def test_an_open_vocabulary_is_asked_for(tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text("model: {dim: 64, heads: 4, context: 32}\ntrain: {batch_tokens: 512}\n")
-    done = pkmlm("cost", recipe, code=2)
-    assert done.stderr.splitlines() == [
-        "error: model.vocab_size is open and data.dir is not set",
-        "hint: add -s data.dir=DIR or -s model.vocab_size=8192",
-    ]
-    unset = pkmlm("cost", recipe, "-s", "data.dir=nowhere", code=2)
-    assert "and data.dir nowhere holds no tokens" in unset.stderr
+    error, hint = pkmlm("cost", recipe, code=2).stderr.splitlines()
+    assert "model.vocab_size" in error
+    assert "-s model.vocab_size=" in hint
+    assert "nowhere" in pkmlm("cost", recipe, "-s", "data.dir=nowhere", code=2).stderr
     counted = json.loads(pkmlm("cost", recipe, "-s", "model.vocab_size=100", "--json").stdout)
     more = json.loads(pkmlm("cost", recipe, "-s", "model.vocab_size=101", "--json").stdout)
     assert more["parameters"]["dense"] - counted["parameters"]["dense"] == 64
@@ -89,18 +84,16 @@ def test_the_vocabulary_of_tokenized_data_is_used(tmp_path: Path, monkeypatch: p
 def test_wrong_usage() -> None:
     pkmlm("cost", code=2)
     pkmlm("cost", TINY, "--hash-layer", "8", "64", "512", code=2)
-    assert "--tokens is for --hash-layer" in pkmlm("cost", TINY, "--tokens", "9", code=2).stderr
-    assert "-s is for a RECIPE" in pkmlm("cost", "--hash-layer", "8", "64", "512", "-s", "model.dim=3", code=2).stderr
-    said = pkmlm("cost", "--hash-layer", "17", "64", "512", code=2).stderr
-    assert said.startswith("error: --hash-layer: found 17 bits")
-    assert pkmlm("cost", "nothing.yaml", code=2).stderr == "error: no such recipe: nothing.yaml\n"
+    assert "--hash-layer" in pkmlm("cost", TINY, "--tokens", "9", code=2).stderr
+    assert "RECIPE" in pkmlm("cost", "--hash-layer", "8", "64", "512", "-s", "model.dim=3", code=2).stderr
+    assert "17 bits" in pkmlm("cost", "--hash-layer", "17", "64", "512", code=2).stderr
+    assert "nothing.yaml" in pkmlm("cost", "nothing.yaml", code=2).stderr
 
 
 def test_numbers_that_no_layer_has_are_refused() -> None:
     most = str(1 << 40)
     for arguments in (["16", "9" * 400, most], ["16", most, "9" * 91], ["16", most, most, "--tokens", "9" * 320]):
-        said = pkmlm("cost", "--hash-layer", *arguments, code=2).stderr
-        assert "is not in the range 1<=x<=1099511627776" in said
+        assert "1099511627776" in pkmlm("cost", "--hash-layer", *arguments, code=2).stderr
     assert pkmlm("cost", "--hash-layer", "16", most, most, "--tokens", most).stderr == ""
 
 
@@ -125,11 +118,11 @@ def test_several_ranks_side_by_side() -> None:
 
 def test_impossible_worlds_are_refused() -> None:
     recipe = ROOT / "recipes/pkm/16-layers.yaml"
-    for arguments, message in (
-        ([recipe, "-s", "model.vocab_size=9", "--world", "3"], "error: "),
-        ([recipe, "--device-memory", "80GB"], "--device-memory goes with --world"),
-        ([recipe, "--world", "2", "--device-memory", "80XB"], "expected bytes, as 80GB or 79.1GiB"),
-        ([recipe, "--world", "2", "--device-memory", "0"], "expected bytes, as 80GB or 79.1GiB"),
-        (["--hash-layer", "8", "64", "512", "--world", "2"], "--world is for a RECIPE"),
+    for arguments, named in (
+        ([recipe, "-s", "model.vocab_size=9", "--world", "3"], "train.batch_tokens"),
+        ([recipe, "--device-memory", "80GB"], "--world"),
+        ([recipe, "--world", "2", "--device-memory", "80XB"], "'80XB'"),
+        ([recipe, "--world", "2", "--device-memory", "0"], "'0'"),
+        (["--hash-layer", "8", "64", "512", "--world", "2"], "--world"),
     ):
-        assert message in " ".join(pkmlm("cost", *arguments, code=2).stderr.split())
+        assert named in pkmlm("cost", *arguments, code=2).stderr
