@@ -1,24 +1,64 @@
-"""Runs side by side, from the files that training, `eval` and `usage-report` left in them."""
+"""Runs side by side, from what training, `eval` and `usage-report` left in their folders; nothing is measured.
+
+Needs neither torch nor numpy. The tables of it are in `tables`.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
-from pkmlm.console import NATS, SHARE, Column, Table, number
+from pkmlm.export.config import is_export
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import read_json
 from pkmlm.runs.results import STATE, CheckpointState, partial_tasks, task_scores, test_perplexity, test_usage
 
 Facts = dict[str, Any]
-NAMED = 3  # runs of a kind, and kinds, that a warning names before it counts
+NAMED = 3  # runs of a kind, and kinds, that a warning names before it counts the rest
 
 
-def open_runs(paths: Iterable[str], opened: Callable[[str], RunDirectory]) -> dict[str, RunDirectory]:
-    """Run directories, as `opened` gives them, by name, or by path where two have the same name; one given twice is
-    taken once.
+class Comparison(NamedTuple):
+    """Runs by name, the facts of each (see `facts_of`), and warnings about what cannot be compared."""
+
+    runs: dict[str, RunDirectory]
+    facts: list[Facts]
+    warnings: list[str]
+
+
+def compare_runs(paths: Sequence[str]) -> Comparison:
+    """Read some runs. Of several paths, as a shell's glob gives them, those that exist but are no run are left out with
+    a warning.
+
+    Raises:
+        UserError: a run does not exist, no path is a run, or (exit code 1) results are damaged.
     """
-    runs = {run.path.resolve(): run for run in map(opened, paths)}.values()
+    strays = {path for path in paths if Path(path).exists() and not RunDirectory(path).recipe_file.is_file()}
+    if strays.issuperset(paths):
+        strays = set()  # opening the first tells what is wrong with it
+    warnings = []
+    for path in sorted(strays):
+        why = "an export" if is_export(Path(path)) else "no recipe.yaml in it"
+        warnings.append(f"left out {path}: it is no run ({why})")
+    runs = open_runs([path for path in paths if path not in strays], RunDirectory.existing)
+    saved = {label: max(run.steps(), default=0) for label, run in runs.items()}  # read first: some may be training
+    facts = [facts_of(label, run) for label, run in runs.items()]
+    for run in facts:
+        logged, last = run["step"] or 0, saved[run["run"]]
+        if logged < last:
+            ends = f"metrics.jsonl ends at step {logged:,} of {last:,}"
+            warnings.append(f"{run['run']}: {ends}: its totals and curves end there")
+    return Comparison(runs, facts, warnings + partly_measured(runs) + differences(runs))
+
+
+def open_runs(paths: Iterable[str], opener: Callable[[str], RunDirectory]) -> dict[str, RunDirectory]:
+    """Runs by name, or by path where two have the same name; a folder that is given twice is opened once.
+
+    Args:
+        paths: as the user gives them.
+        opener: makes a RunDirectory of a path, or raises a UserError.
+    """
+    runs = {run.path.resolve(): run for run in map(opener, paths)}.values()
     names = [run.name for run in runs]
     return {run.name if names.count(run.name) == 1 else str(run.path): run for run in runs}
 
@@ -43,7 +83,7 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
     test_step, test = test_perplexity(run.path)
     tasks_step, tasks = task_scores(run.path)
     usage_step, usage = test_usage(run.path)
-    scored = test.get("perplexity") or {}
+    scores = test.get("perplexity") or {}
     return {
         "run": label,
         "kind": kind_of(recipe),
@@ -60,7 +100,7 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
         "valid_step": best.get("step"),
         **{f"valid_{key}": best.get(key) for key in ("loss", "token_ppl", "bits_per_byte")},
         "test_step": test_step,
-        **{f"test_{key}": scored.get(key) for key in ("token_ppl", "word_ppl", "bits_per_byte")},
+        **{f"test_{key}": scores.get(key) for key in ("token_ppl", "word_ppl", "bits_per_byte")},
         "tasks_step": tasks_step,
         "tasks": tasks,
         "average_acc": mean(task.get("acc") for task in tasks.values()),
@@ -70,15 +110,21 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
 
 
 def kind_of(recipe: Recipe) -> str:
-    """dense, hash, product-key, flat-key, or two of them."""
+    """dense, hash, the kind of memory, or hash + that."""
     model = recipe.model
     parts = ["hash"] if model.projections == "hash" else []
     parts += [model.memory.kind] if model.memory.kind != "none" else []
     return " + ".join(parts) or "dense"
 
 
+def mean(values: Iterable[float | None]) -> float | None:
+    """Of the values that are known; None where none is."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
 def latest_state(run: RunDirectory) -> Facts:
-    """The state.json of the latest checkpoint; nothing where there is none."""
+    """The state.json of the latest checkpoint; empty if there is none."""
     steps = run.steps()
     state = run.checkpoint(steps[-1]) / STATE if steps else None
     hint = "the checkpoint is damaged: `pkmlm train` goes on from the one before it"
@@ -88,72 +134,64 @@ def latest_state(run: RunDirectory) -> Facts:
     return found
 
 
-def cut_short(facts: Sequence[Facts], trained: Sequence[int]) -> list[str]:
-    """A line for each run whose metrics.jsonl has lost its end.
-
-    Args:
-        trained: the step of each run's newest checkpoint.
-    """
-    return [
-        f"{run['run']}: metrics.jsonl ends at step {run['step'] or 0:,} of {last:,}: its totals and curves end there"
-        for run, last in zip(facts, trained, strict=True)
-        if (run["step"] or 0) < last
-    ]
-
-
 def partly_measured(runs: dict[str, RunDirectory]) -> list[str]:
-    """A line for each run that has results of some tasks from `eval --limit` alone."""
-    told = []
+    """A warning for each run that has results of some tasks from `eval --limit` alone."""
+    warnings = []
     for label, run in runs.items():
         if partial := partial_tasks(run.path):
-            told.append(f"{label}: left out {', '.join(sorted(partial))}: of each a part was measured, with --limit")
-    return told
+            names = ", ".join(sorted(partial))
+            warnings.append(f"{label}: left out {names}: measured in part only, with --limit")
+    return warnings
 
 
 def differences(runs: dict[str, RunDirectory]) -> list[str]:
-    """A line for each reason why numbers of these runs cannot be held against each other: weights that have seen more
-    than the run's tokens, several tokenizers, several texts, or tasks asked in several ways. A run of which that is not
-    known is taken to be like the others; so is one with another tokenizer, which has other tokens of the same text.
+    """A warning for each reason why the numbers of these runs cannot be compared: several tokenizers, several texts,
+    tasks asked in several ways, or weights that have seen more than the run's tokens.
+
+    A run of which something is not known is taken to be like the others. So is one with another tokenizer, which makes
+    other tokens of the same text.
     """
     data = {label: latest_state(run).get("data") or {} for label, run in runs.items()}
-    parts = {label: run.recipe().eval.tokens for label, run in runs.items()}
     tasks = {label: task_scores(run.path)[1] for label, run in runs.items()}
-    tokenizers = {label: of.get("tokenizer") for label, of in data.items()}
-    measures: dict[str, dict[str, Any]] = {"several tokenizers: compare bits a byte, not tokens": tokenizers}
+    tokenizers = {label: hashes.get("tokenizer") for label, hashes in data.items()}
+    valid = {
+        label: (hashes["valid"], runs[label].recipe().eval.tokens)
+        for label, hashes in data.items()
+        if hashes.get("valid") is not None
+    }
+    tests = {label: test_perplexity(run.path)[1] for label, run in runs.items()}
+    values: dict[str, dict[str, Any]] = {"several tokenizers: compare bits a byte, not tokens": tokenizers}
     texts: dict[str, dict[str, Any]] = {
-        "several texts to train on": {label: of.get("train") for label, of in data.items()},
-        "several texts, or shares of one, to validate on": {
-            label: None if of.get("valid") is None else (of["valid"], parts[label]) for label, of in data.items()
-        },
-        "several texts to test on": {label: tested_on(run) for label, run in runs.items()},
+        "several texts to train on": {label: hashes.get("train") for label, hashes in data.items()},
+        "several texts, or shares of one, to validate on": valid,
+        "several texts to test on": {label: (test.get("source") or {}).get("sha256") for label, test in tests.items()},
     }
     for what, text_of in texts.items():
         tokens = {label: (tokenizers[label], text) for label, text in text_of.items() if text is not None}
         if len(set(tokens.values())) > len({tokenizer for tokenizer, _ in tokens.values()}):
-            measures[what] = tokens
-    for name in dict.fromkeys(name for of in tasks.values() for name in of):
-        asked = {label: of[name] for label, of in tasks.items() if name in of}
+            values[what] = tokens
+    for name in dict.fromkeys(name for found in tasks.values() for name in found):
+        asked = {label: found[name] for label, found in tasks.items() if name in found}
         shots = {label: task.get("num_fewshot") for label, task in asked.items()}
-        measures[f"several numbers of examples before a question of {name}"] = shots
-        measures[f"several files of rows of {name}"] = {
-            label: (task.get("data") or {}).get("sha256") for label, task in asked.items()
-        }
-    groups = {what: alike(values) for what, values in measures.items()}
-    told = [
+        rows = {label: (task.get("data") or {}).get("sha256") for label, task in asked.items()}
+        values[f"several numbers of examples before a question of {name}"] = shots
+        values[f"several files of rows of {name}"] = rows
+    groups = {what: labels_by_value(found) for what, found in values.items()}
+    warnings = [
         f"{what} ({first_of([first_of(labels, ', ') for labels in several.values()], '; ')})"
         for what, several in groups.items()
         if len(several) > 1
     ]
-    started = alike({label: run.recipe().train.init_from for label, run in runs.items()})
+    started = labels_by_value({label: run.recipe().train.init_from for label, run in runs.items()})
     if started:
         sources = [f"{first_of(labels, ', ')} from {source}" for source, labels in started.items()]
         what = "started from another run's weights, whose steps and tokens are not counted"
-        told.append(f"{what} ({first_of(sources, '; ')})")
-    return told
+        warnings.append(f"{what} ({first_of(sources, '; ')})")
+    return warnings
 
 
-def alike(values: dict[str, Any]) -> dict[Any, list[str]]:
-    """The labels of each value that is known."""
+def labels_by_value(values: dict[str, Any]) -> dict[Any, list[str]]:
+    """The labels of each value, without those whose value is not known (None)."""
     groups: dict[Any, list[str]] = {}
     for label, value in values.items():
         if value is not None:
@@ -166,122 +204,3 @@ def first_of(texts: Sequence[str], separator: str) -> str:
     rest = len(texts) - NAMED
     named = separator.join(texts[:NAMED] if rest > 1 else texts)
     return f"{named} and {rest} more" if rest > 1 else named
-
-
-def tested_on(run: RunDirectory) -> str | None:
-    """The sha256 of the test split that the newest result is of; None where it is not known."""
-    _, results = test_perplexity(run.path)
-    found: str | None = (results.get("source") or {}).get("sha256")
-    return found
-
-
-def compare_tables(runs: Sequence[Facts]) -> list[Table]:
-    """What people read; tables without a number in them are left out."""
-    return [
-        table
-        for table in (_models(runs), _quality(runs), _tasks(runs), _usage(runs))
-        if any(value is not None for row in table.rows for value in row[1:])
-    ]
-
-
-def flat_table(runs: Sequence[Facts]) -> Table:
-    """One row a run, for CSV: the facts, each task's accuracy, and the mean usage and KL over memories."""
-    plain = [key for key in (runs[0] if runs else {}) if key not in ("tasks", "usage")]
-    tasks = _task_names(runs)
-    rows = [
-        [run[key] for key in plain]
-        + [run["tasks"].get(task, {}).get("acc") for task in tasks]
-        + [mean(memory["mass"][key] for memory in run["usage"]) for key in ("usage", "kl")]
-        for run in runs
-    ]
-    return Table("", [Column(name) for name in (*plain, *tasks, "mean_usage", "mean_kl")], rows)
-
-
-def _models(runs: Sequence[Facts]) -> Table:
-    columns = {
-        "run": Column("Run"),
-        "kind": Column("Kind"),
-        "dense": number("Dense"),
-        "memory": number("Memory"),
-        "step": number("Steps"),
-        "tokens": number("Tokens"),
-        "tokens_per_second": number("Tokens/s", "{:,.0f}"),
-        "seconds": number("sec", "{:,.0f}"),
-    }
-    if any(run["status"] not in (None, "finished") for run in runs):
-        columns["status"] = Column("Status")
-    return _of_keys("Weights and training", columns, runs)
-
-
-def _quality(runs: Sequence[Facts]) -> Table:
-    columns = {
-        "run": Column("Run"),
-        "valid_loss": number("Valid (nats)", NATS),
-        "valid_step": number("at step"),
-        "valid_token_ppl": number("Valid ppl", "{:,.2f}"),
-        "test_token_ppl": number("Test ppl", "{:,.2f}"),
-        "test_word_ppl": number("word ppl", "{:,.1f}"),
-        "test_bits_per_byte": number("bits a byte", NATS),
-        "test_step": number("at step"),
-    }
-    return _of_keys("Best validation, and perplexity of the test split", columns, runs)
-
-
-def _of_keys(title: str, columns: dict[str, Column], runs: Sequence[Facts]) -> Table:
-    return Table(title, list(columns.values()), [[run[key] for key in columns] for run in runs])
-
-
-def _tasks(runs: Sequence[Facts]) -> Table:
-    """Accuracies, and their average over the tasks that all runs with any have: over others it would say nothing."""
-    names, at_step = _task_names(runs), _at_step(runs, "tasks_step")
-    shared = [name for name in names if all(name in run["tasks"] for run in runs if run["tasks"])]
-    rows = [
-        [
-            run["run"],
-            *(run["tasks"].get(name, {}).get("acc") for name in names),
-            mean(run["tasks"].get(name, {}).get("acc") for name in shared),
-            *(run["tasks_step"] for _ in at_step),
-        ]
-        for run in runs
-    ]
-    average = number("average" if shared == names else f"average of {len(shared)}", "{:.3f}")
-    columns = [Column("Run"), *(number(name, "{:.3f}") for name in names), average, *at_step]
-    return Table("Zero-shot accuracy", columns, rows)
-
-
-def _usage(runs: Sequence[Facts]) -> Table:
-    at_step = _at_step(runs, "usage_step")
-    columns = [
-        Column("Run"),
-        Column("Layer"),
-        number("Slots"),
-        number("Usage", SHARE),
-        number("random", SHARE),
-        number("KL (nats)", NATS),
-        number("random", NATS),
-        number("Gini", "{:.3f}"),
-        *at_step,
-    ]
-    rows = []
-    for run in runs:
-        for memory in run["usage"]:
-            mass, floor = memory["mass"], memory.get("uniform_mass") or {}  # older reports have none
-            numbers = [mass["usage"], memory["uniform"]["usage"], mass["kl"], floor.get("kl"), mass["gini"]]
-            numbers += [run["usage_step"] for _ in at_step]
-            rows.append([run["run"], f"{memory['layer']} {memory['name']}", memory["slots"], *numbers])
-    return Table("Memory use on the test split, by mass", columns, rows)
-
-
-def _at_step(runs: Sequence[Facts], key: str) -> list[Column]:
-    """The column that says when something was measured, where that was not at the last step of every run."""
-    return [number("at step")] if any(run[key] not in (None, run["step"]) for run in runs) else []
-
-
-def _task_names(runs: Sequence[Facts]) -> list[str]:
-    return list(dict.fromkeys(name for run in runs for name in run["tasks"]))
-
-
-def mean(values: Iterable[float | None]) -> float | None:
-    """Of the values that are known; None where none is."""
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None

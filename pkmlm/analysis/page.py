@@ -9,6 +9,7 @@ import re
 import zlib
 from collections.abc import Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,37 +17,33 @@ from matplotlib import colormaps
 from matplotlib.colors import to_hex
 from numpy.typing import NDArray
 
-from pkmlm.analysis.curves import sorted_mass, training_lines, uniform_mass
-from pkmlm.analysis.slots import Holding, Slot, Word, patterned
+from pkmlm.analysis.plots import sorted_mass, training_lines, uniform_mass
+from pkmlm.analysis.slots import PageSlots, SlotDetails, Word, count_patterns
+from pkmlm.analysis.tables import pattern_text
 from pkmlm.analysis.usage import MemoryUsage
+from pkmlm.analysis.usage_report import RunUsage
 from pkmlm.errors import printable
+from pkmlm.runs.files import write_text
 
 CODES = 65534  # steps of a mass on the page's logarithmic scale
 LISTED = 200  # slots of a memory in its list, whose patterns are counted
 CONTEXTS = 6  # shown of a slot
 
 
-def usage_page(
-    entries: Sequence[dict[str, Any]],
-    memories: Sequence[Sequence[MemoryUsage]],
-    holdings: Sequence[Sequence[Holding]],
-    metrics: Sequence[Sequence[dict[str, Any]]],
-) -> str:
-    """The page of some reports.
+def write_page(path: Path, reports: Sequence[RunUsage]) -> None:
+    """Write the page of some reports with details of their slots."""
+    write_text(path, usage_page(reports))
 
-    Args:
-        entries: as in `usage-report --format json`.
-        memories: what was counted, of each entry.
-        holdings: one a memory.
-        metrics: the lines of metrics.jsonl of each entry's run.
-    """
+
+def usage_page(reports: Sequence[RunUsage]) -> str:
+    """The page of some reports with details of their slots, as HTML."""
     runs = [
         {
-            "entry": entry | {"run": printable(entry["run"]), "split": printable(entry["split"])},
-            "memories": [memory_data(*pair) for pair in zip(counted, held, strict=True)],
-            "training": training_data(events),
+            "entry": report.entry | {"run": printable(report.entry["run"]), "split": printable(report.entry["split"])},
+            "memories": [memory_data(*pair) for pair in zip(report.memories, report.slots, strict=True)],
+            "training": training_data(report.run.metrics()),
         }
-        for entry, counted, held, events in zip(entries, memories, holdings, metrics, strict=True)
+        for report in reports
     ]
     colours = [to_hex(colour) for colour in colormaps["viridis"](np.linspace(0, 1, 256))]
     # No text can end the page's script: Base64 has no < in it.
@@ -60,7 +57,7 @@ def usage_page(
     return re.sub(r"/\*([\w.]+)\*/", part, (folder / "page.html").read_text(encoding="utf-8"))
 
 
-def memory_data(memory: MemoryUsage, holding: Holding) -> dict[str, Any]:
+def memory_data(memory: MemoryUsage, slots: PageSlots) -> dict[str, Any]:
     """One memory's arrays and slots."""
     read = memory.masses_S.any()
     return {
@@ -68,10 +65,10 @@ def memory_data(memory: MemoryUsage, holding: Holding) -> dict[str, Any]:
         "mass": mass_data(memory.masses_S),
         "sorted": [part.tolist() for part in sorted_mass(memory)] if read else None,
         "uniform": [part[::-1].tolist() for part in uniform_mass(memory)] if read and memory.slots > 1 else None,
-        "first": None if holding.first_S is None else array_data((holding.first_S + 1).astype(np.uint32)),
-        "tokens": [printable(token) for token in holding.tokens],
-        "patterns": patterned(holding.slots[:LISTED]),
-        "slots": {str(slot.slot): slot_data(slot) for slot in holding.slots},
+        "first": None if slots.first_K is None else array_data((slots.first_K + 1).astype(np.uint32)),
+        "tokens": [printable(token) for token in slots.tokens],
+        "patterns": count_patterns(slots.slots[:LISTED]),
+        "slots": {str(slot.slot): slot_data(slot) for slot in slots.slots},
     }
 
 
@@ -87,7 +84,7 @@ def mass_data(masses_S: NDArray[np.float64]) -> dict[str, Any]:
     return {"codes": array_data(codes), "low": low, "step": step, "dark": dark, "total": float(masses_S.sum())}
 
 
-def slot_data(slot: Slot) -> dict[str, Any]:
+def slot_data(slot: SlotDetails) -> dict[str, Any]:
     """One slot."""
 
     def shown(words: list[Word] | None) -> list[Any] | None:
@@ -98,7 +95,7 @@ def slot_data(slot: Slot) -> dict[str, Any]:
         "heads": [[head, reads] for head, reads, _ in slot.heads],
         "raises": shown(slot.raises),
         "lowers": shown(slot.lowers),
-        "pattern": None if slot.pattern is None else printable(str(slot.pattern)),
+        "pattern": None if slot.pattern is None else printable(str(pattern_text(slot.pattern._asdict()))),
         "contexts": [
             [round(c.weight, 4), c.document, c.place, *map(printable, (c.before, c.token, c.after))]
             for c in slot.contexts[:CONTEXTS]

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from itertools import groupby
-from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,19 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from pkmlm.analysis.curves import MOST_POINTS, sorted_mass, training_lines, uniform_mass
-from pkmlm.analysis.usage import MemoryUsage
+from pkmlm.analysis.usage import MemoryUsage, reads_of_a_slot
 from pkmlm.errors import printable
 from pkmlm.runs.files import make_folder, writing
 
 Metrics = Sequence[Mapping[str, Any]]
+Line = tuple[NDArray[Any], NDArray[np.float64]]
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STYLES = ("-", "--", ":", "-.")
 GREY = "#8c8c8c"
 MOST_LINES = 8  # of one picture; of more memories, those of some layers are drawn
 MOST_PIXELS = 512  # of a map's side
+MOST_POINTS = 1000  # of one line
 
 
 def draw_usage(folder: Path, run: str, memories: Sequence[MemoryUsage], metrics: Metrics) -> list[Path]:
@@ -47,12 +47,12 @@ def draw_usage(folder: Path, run: str, memories: Sequence[MemoryUsage], metrics:
         figures["slot-mass"] = slot_mass(run, read)
     for memory in read:
         where = f"layer-{memory.layer}-{memory.name}"
-        if memory.kind == "product-key":
+        if memory.subkeys is not None:
             figures[f"map-{where}"] = key_map(run, memory)
         if memory.overlap_HH is not None:
             figures[f"overlap-{where}"] = head_overlap(run, memory, memory.overlap_HH)
-    hashed = [memory for memory in read if memory.kind == "hash"]
-    for layer, block in groupby(hashed, key=lambda memory: memory.layer):
+    tables = [memory for memory in read if not memory.shared]
+    for layer, block in groupby(tables, key=lambda memory: memory.layer):
         figures[f"buckets-layer-{layer}"] = buckets(run, layer, list(block))
     training = usage_over_training(run, metrics)
     if training is not None:
@@ -67,7 +67,7 @@ def slot_mass(run: str, memories: Sequence[MemoryUsage]) -> Figure:
     figure, axes = new_figure(f"Slot mass in sorted order: {label(run)}")
     for number, memory in enumerate(chosen):
         axes.plot(*sorted_mass(memory), **line_style(number), label=title_of(memory))
-    floors = {(m.slots, m.alike): m for m in chosen if m.slots > 1}
+    floors = {(m.slots, m.effective_reads): m for m in chosen if m.slots > 1}
     for number, (_, memory) in enumerate(sorted(floors.items(), key=lambda item: item[0])):
         name = "the same reads at random slots" if number == 0 else None
         axes.plot(*uniform_mass(memory), color=GREY, linestyle="--", linewidth=1.2, label=name)
@@ -78,7 +78,7 @@ def slot_mass(run: str, memories: Sequence[MemoryUsage]) -> Figure:
 
 def key_map(run: str, memory: MemoryUsage) -> Figure:
     """Mass of the n x n product keys, relative to uniform, over the sub-keys of both halves."""
-    n = isqrt(memory.slots)
+    n = memory.subkeys or 1
     starts = np.arange(0, n, -(-n // MOST_PIXELS))
     size = np.diff(np.append(starts, n))
     mass = memory.masses_S.reshape(n, n)
@@ -193,6 +193,40 @@ def learning_curves(metrics: Mapping[str, Metrics]) -> Figure | None:
     axes.set(xlabel="step", ylabel="loss (nats a token)", ylim=(losses.min() - margin, losses.max() + margin))
     axes.legend(fontsize=9)
     return figure
+
+
+def draw_learning_curves(folder: Path, metrics: Mapping[str, Metrics]) -> Path | None:
+    """Draw the losses of some runs (by name) into a folder; None if no run has logged one."""
+    figure = learning_curves(metrics)
+    return None if figure is None else save(folder / "learning-curves.png", figure)
+
+
+def sorted_mass(memory: MemoryUsage) -> Line:
+    """Rank (from 1) and share of the mass of each slot that holds any, most used first; thinned out on a log scale."""
+    share = np.sort(memory.masses_S[memory.masses_S > 0])[::-1] / memory.masses_S.sum()
+    at = np.unique(np.geomspace(1, len(share), MOST_POINTS).astype(int))
+    return at, share[at - 1]
+
+
+def uniform_mass(memory: MemoryUsage) -> Line:
+    """Rank and share of the mass that the same reads would give at uniformly random slots, in falling rank."""
+    tables, reads = (1 if memory.shared else memory.heads), memory.effective_reads
+    n, chance = reads_of_a_slot(memory.slots // tables, reads)
+    rank = memory.slots * np.cumsum(chance[::-1])[::-1]
+    seen = (n > 0) & (rank >= 1) & (memory.slots * np.cumsum(chance) >= 0.5)
+    return rank[seen], n[seen] / (tables * reads)
+
+
+def training_lines(metrics: Metrics) -> dict[tuple[int, str], NDArray[np.float64]]:
+    """Of each memory, by layer and name: step, usage, KL, and those of random reading at each validation, (n, 5)."""
+    lines: dict[tuple[int, str], list[tuple[float, ...]]] = {}
+    for event in metrics:
+        for entry in (event.get("usage") or []) if event["event"] == "valid" else []:
+            floor = entry["uniform"]
+            if entry.get("kl") is not None and floor.get("kl") is not None:
+                point = (event["step"], entry["usage"], entry["kl"], floor["usage"], floor["kl"])
+                lines.setdefault((entry["layer"], entry["name"]), []).append(point)
+    return {memory: np.array(points) for memory, points in lines.items()}
 
 
 def points(events: Metrics, kind: str) -> NDArray[np.float64]:

@@ -1,9 +1,11 @@
-"""The positions of a text that read each slot of a memory most, kept in one pass.
+"""Where a text reads the slots of a memory: each slot's strongest positions, the text around them, what these share.
 
-N: tokens; H: heads (hash layers: tables); k: slots a head reads; r: H * k; R: reads of a batch; K: slots; U: slots that
-a batch reads; c: contexts kept a slot.
+N: tokens; H: heads, or tables; k: slots a head reads; r: H * k; R: reads of a batch; K: slots of the memory; U: slots
+that a batch reads; c: contexts kept of each slot.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,47 +13,51 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from pkmlm.analysis.counters import WatchedReads
-from pkmlm.analysis.slots import JUDGED
-from pkmlm.model.memory.base import memories
-from pkmlm.model.memory.usage_tap import UsageTap
+from pkmlm.analysis.counters import ReadListener
+from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.evaluate.documents import Documents
+from pkmlm.model.memory.usage_tap import UsageTap, usage_taps
 
-CONTEXTS = JUDGED  # kept a slot
+JUDGED, LEAST = 10, 3  # contexts in which a pattern is looked for, and how many must share it at least
+BEFORE, AFTER = 14, 6  # tokens shown around the one that reads
 
 
-class Strongest(NamedTuple):
-    """The positions that give each slot of a memory most weight, strongest first; ties by position.
+class TopPositions(NamedTuple):
+    """The positions that give each slot of a memory most weight, strongest first; of equal ones the earlier first.
 
     Attributes:
         weights_Kc: float32, the weight of the slot's value in the memory's answer there (summed over heads); -1: none.
-        positions_Kc: int64, scored positions of the text, counted from 0.
+        positions_Kc: int64, scored positions of the text, counted from 0; -1: none.
     """
 
     weights_Kc: NDArray[np.float32]
     positions_Kc: NDArray[np.int64]
 
 
-class SlotReaders(WatchedReads):
-    """Keeps the strongest readers of every slot while the `with` block runs.
+class TopContexts(ReadListener):
+    """Keeps the strongest positions of every slot while the `with` block runs.
 
-    Memory: 12 bytes for each slot and context kept, whatever the length of the text.
+    Takes 12 bytes for each slot and context kept, however long the text.
 
     Args:
+        model: whose memories are watched.
         contexts: kept of each slot.
-        memory: which one is watched, as in `memories`; None: all.
+        taps: of the memories that are watched; None: all.
     """
 
-    def __init__(self, model: nn.Module, contexts: int = CONTEXTS, memory: int | None = None):
-        watched = memories(model) if memory is None else [memories(model)[memory]]
-        self._memories = [_Readers(module.tap, module.values.weight_KD.device, contexts) for module in watched]
-        super().__init__([(memory.tap, memory.add) for memory in self._memories])
+    def __init__(self, model: nn.Module, contexts: int = JUDGED, taps: list[UsageTap] | None = None):
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._tops = [_Top(tap, device, contexts) for tap in (usage_taps(model) if taps is None else taps)]
+        super().__init__([(top.tap, top.add) for top in self._tops])
 
-    def strongest(self) -> list[Strongest]:
-        """What has been found, one entry a memory, in the model's order."""
-        return [Strongest(m.weights_Kc.cpu().numpy(), m.positions_Kc.cpu().numpy()) for m in self._memories]
+    def positions(self) -> list[TopPositions]:
+        """What has been found, one entry a tap, in order."""
+        return [TopPositions(top.weights_Kc.cpu().numpy(), top.positions_Kc.cpu().numpy()) for top in self._tops]
 
 
-class _Readers:
+class _Top:
+    """The strongest positions of one memory."""
+
     def __init__(self, tap: UsageTap, device: torch.device, contexts: int):
         self.tap, self.contexts, self.tokens = tap, contexts, 0
         self.weights_Kc = torch.full((tap.slots, contexts), -1.0, device=device)
@@ -81,8 +87,10 @@ class _Readers:
 
 
 def summed_reads(slots_NHk: Tensor, weights_NHk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The reads of each token with those of one slot by several heads summed: token, slot, weight (float32), (R,) each,
-    in the order of tokens, then slots.
+    """The reads of each token, with those of one slot by several heads summed.
+
+    Returns:
+        Token, slot and weight (float32) of each read, (R,), in the order of tokens, then slots.
     """
     slots_Nr, order_Nr = slots_NHk.flatten(1).sort(dim=1, stable=True)
     weights_Nr = weights_NHk.flatten(1).float().gather(1, order_Nr)
@@ -91,3 +99,103 @@ def summed_reads(slots_NHk: Tensor, weights_NHk: Tensor) -> tuple[Tensor, Tensor
     first_R = first_Nr.flatten()
     sums_R = weights_Nr.new_zeros(int(first_R.sum())).index_add_(0, first_R.cumsum(0) - 1, weights_Nr.flatten())
     return first_Nr.nonzero()[:, 0], slots_Nr.flatten()[first_R], sums_R
+
+
+class Context(NamedTuple):
+    """A position of a text that reads a slot.
+
+    Attributes:
+        position: counted in scored positions of the text, from 0.
+        document: its number, from 0.
+        place: in the window that the model read, from 0.
+        weight: of the slot's value in the memory's answer, summed over heads.
+        before: the text that leads up to the token read.
+        token: the token read.
+        after: the text that follows.
+        previous: the token before `token`; "" at the beginning of a document.
+        next: the token after `token`.
+    """
+
+    position: int
+    document: int
+    place: int
+    weight: float
+    before: str
+    token: str
+    after: str
+    previous: str
+    next: str
+
+
+def contexts_at(
+    positions: NDArray[np.int64], documents: Documents, tokenizer: Tokenizer, length: int
+) -> dict[int, Context]:
+    """The text around scored positions, in one pass over documents.
+
+    Position p reads token p - 1 of its document (at a document's beginning: the end-of-document token) and predicts
+    token p.
+
+    Args:
+        positions: any shape; negative ones are passed over.
+        documents: those that were scored.
+        tokenizer: that of their ids.
+        length: the model's context, for the place in the window.
+
+    Returns:
+        The context of each position, with weight 0.
+    """
+    wanted = np.unique(positions)
+    found, start = {}, 0
+    for number, ids in enumerate(documents.ids):
+        inside = wanted[np.searchsorted(wanted, start) : np.searchsorted(wanted, start + len(ids))]
+        for position in inside.tolist():
+            at = position - start
+            stop = min(len(ids), (at // length + 1) * length)  # of the window that scores it: see `windows`
+            before = [int(i) for i in ids[max(0, at - 1 - BEFORE) : max(0, at - 1)]]
+            found[position] = Context(
+                position=position,
+                document=number,
+                place=at - max(0, stop - length),
+                weight=0.0,
+                before=tokenizer.decode(before),
+                token=tokenizer.piece(int(ids[at - 1]) if at > 0 else tokenizer.eos),
+                after=tokenizer.decode(ids[at : at + AFTER].tolist()),
+                previous=tokenizer.piece(before[-1] if before else tokenizer.eos) if at > 0 else "",
+                next=tokenizer.piece(int(ids[at])),
+            )
+        start += len(ids)
+    return found
+
+
+class Pattern(NamedTuple):
+    """What at least half (and at least LEAST) of a slot's JUDGED strongest contexts have in common.
+
+    Attributes:
+        kind: "token" (the one read), "next", "previous" or "place" (in the model's window).
+        what: the token or the place.
+        shared: contexts that have it.
+        contexts: of how many.
+    """
+
+    kind: str
+    what: str
+    shared: int
+    contexts: int
+
+    def __str__(self) -> str:
+        what = self.what if self.kind == "place" else f'"{self.what}"'
+        return f"{self.kind} {what} {self.shared}/{self.contexts}"
+
+
+def find_pattern(contexts: Sequence[Context]) -> Pattern | None:
+    """What most of the JUDGED strongest contexts share (of equals the first of token, next, previous, place); None if
+    too few of them share anything.
+    """
+    contexts = contexts[:JUDGED]
+    best = None
+    for kind in ("token", "next", "previous", "place"):
+        counts = Counter(getattr(context, kind) for context in contexts)
+        what, shared = counts.most_common(1)[0] if counts else ("", 0)
+        if shared >= max(LEAST, len(contexts) / 2) and (best is None or shared > best.shared):
+            best = Pattern(kind, str(what), shared, len(contexts))
+    return best

@@ -1,20 +1,109 @@
-"""What single slots hold and who reads them: the facts of a slot, the patterns in its contexts, and their tables."""
+"""What single slots of a memory hold: how they are read, the tokens that their values raise, the contexts that read
+them; and the reports of `pkmlm slots`.
 
+H: heads, or tables; k: slots a head reads; R: reads of a token; S: some slots; K: slots of the memory; D: width of the
+model; V: vocabulary.
+"""
+
+import math
 from collections import Counter
-from collections.abc import Sequence
-from math import isqrt
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from pkmlm.analysis.usage import MemoryUsage
-from pkmlm.console import Column, Table, number
-from pkmlm.errors import UserError
+from pkmlm.analysis.counters import ReadListener, UsageCounters
+from pkmlm.analysis.slot_contexts import (
+    JUDGED,
+    Context,
+    Pattern,
+    TopContexts,
+    TopPositions,
+    contexts_at,
+    find_pattern,
+    summed_reads,
+)
+from pkmlm.analysis.usage import PAIRED_KINDS, MemoryUsage
+from pkmlm.console import token_progress
+from pkmlm.errors import UserError, printable
+from pkmlm.evaluate.documents import Documents, chosen_documents
+from pkmlm.evaluate.load import LoadedRun
+from pkmlm.evaluate.perplexity import score
+from pkmlm.evaluate.text_choice import TextChoice
+from pkmlm.model.memory.base import SparseMemory, memories
+from pkmlm.model.memory.usage_tap import UsageTap
+from pkmlm.model.transformer import Transformer
 
-JUDGED, LEAST = 10, 3  # contexts that are looked at for a pattern, and that it needs at least
-DEALS = 100  # of shuffled contexts
-SEED = 0  # of the shuffling
+WORDS = 8  # tokens shown that a value raises most, or lowers most
+CHUNK = 256  # values put through the output head at a time
+DEALS, SEED = 100, 0  # of contexts that are dealt at random
+MOST_HELD = 2000  # slots of a run that a page shows with words and contexts
+MOST_DESCRIBED = 10_000  # slots of one report: dealing their contexts at random takes 3 ms a slot
+MOST_KEPT = 1 << 28  # contexts of all slots of a memory together, 12 bytes each: 3 GB
+
+
+def find_memory(model: Transformer, layer: str | None) -> SparseMemory:
+    """The memory that "3" (the last one of layer 3), "3:ffn1" or None (the model's last one) names.
+
+    Raises:
+        UserError: there is none.
+    """
+    named = [(f"{memory.tap.layer}:{memory.tap.name}", memory) for memory in memories(model)]
+    if not named:
+        raise UserError("the model has no memory to look into", "give a run of a model with a memory or hash tables")
+    found = [memory for name, memory in named if layer in (None, str(memory.tap.layer), name)]
+    if not found:
+        raise UserError(f"--layer {layer}: no memory there (expected {', '.join(name for name, _ in named)})")
+    return found[-1]
+
+
+def slot_address(slot: int, tap: UsageTap) -> dict[str, Any]:
+    """Where a slot lies: its sub-keys (from 0), or its table (from 1) and bucket (from 0); empty if it has a number
+    only.
+    """
+    columns = _columns(tap)
+    if columns is None:
+        return {}
+    row, column = divmod(slot, columns)
+    return {"subkeys": [row, column]} if tap.shared else {"table": row + 1, "bucket": column}
+
+
+def slot_name(slot: int, tap: UsageTap) -> str:
+    """A slot as `--slot` takes it: 17:4 for sub-keys, 2:40 for table and bucket, or its number."""
+    address = slot_address(slot, tap)
+    return ":".join(map(str, address.get("subkeys") or address.values())) or str(slot)
+
+
+def slot_number(name: str, tap: UsageTap) -> int:
+    """The slot that a name (see `slot_name`) or a number stands for.
+
+    Raises:
+        UserError: there is none.
+    """
+    parts, columns = name.split(":"), _columns(tap)
+    numbers = [int(part) for part in parts if part.isascii() and part.isdecimal() and len(part) < 19]
+    found = -1
+    if len(numbers) == len(parts) == 1:
+        found = numbers[0]
+    elif len(numbers) == len(parts) == 2 and columns is not None:
+        row = numbers[0] if tap.shared else numbers[0] - 1
+        if row >= 0 and numbers[1] < columns:
+            found = row * columns + numbers[1]
+    if not 0 <= found < tap.slots:
+        last = slot_name(tap.slots - 1, tap)
+        names = f" or {slot_name(0, tap)} to {last}" if columns is not None else ""
+        raise UserError(f"--slot {name}: no such slot (expected 0 to {tap.slots - 1}{names})")
+    return found
+
+
+def _columns(tap: UsageTap) -> int | None:
+    """Sub-keys of a half, or buckets of a table; None where slots have a number only."""
+    if tap.kind in PAIRED_KINDS:
+        return math.isqrt(tap.slots)
+    return None if tap.shared else tap.slots // tap.heads
 
 
 class Word(NamedTuple):
@@ -24,75 +113,119 @@ class Word(NamedTuple):
     logit: float
 
 
-class Context(NamedTuple):
-    """A position of a text that reads a slot.
+class LogitLens:
+    """What the values of a memory say through the model's output head.
+
+    A value v adds w * v to the residual stream, which the final LayerNorm and the head then read. The lens gives the
+    head's answer to v alone: normalised without the norm's bias (the same for every slot), and relative to the mean
+    token. It leaves out the size of the rest of the stream, and what later blocks make of v: the earlier the layer, the
+    rougher the approximation (the "logit lens").
+
+    Args:
+        run: whose model and tokenizer speak.
+        memory: of that model.
 
     Attributes:
-        position: scored positions before it in the text; document: documents before it.
-        place: in the window that the model read, from 0.
-        weight: of the slot's value in the memory's answer, summed over heads.
-        before, token, after: the text that leads up to it, the token that it reads, and what follows.
-        previous, next: the tokens before and after `token`; "" where nothing is before.
+        applies: whether the values are added to the residual stream; those of a hash layer's qkv and ffn1 are not.
     """
 
-    position: int
-    document: int
-    place: int
-    weight: float
-    before: str
-    token: str
-    after: str
-    previous: str
-    next: str
+    def __init__(self, run: LoadedRun, memory: SparseMemory):
+        self.model, self.tokenizer = run.model, run.tokenizer
+        self.applies = memory.tap.residual
+        self.table_KD = memory.values.weight_KD.detach()
+
+    @torch.no_grad()
+    def logits(self, slots_S: Tensor) -> Tensor:
+        """What each slot's value adds to each token's logit, relative to the mean token, float32 (S, V)."""
+        v_SD = self.table_KD[slots_S].float()
+        v_SD = v_SD - v_SD.mean(dim=1, keepdim=True)
+        v_SD = v_SD / v_SD.square().mean(dim=1, keepdim=True).sqrt().clamp(min=1e-12)
+        logits_SV = self.model.head(v_SD * self.model.norm.weight)[:, : self.tokenizer.size]
+        return logits_SV - logits_SV.mean(dim=1, keepdim=True)
+
+    def top_tokens(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The token that each slot's value raises most."""
+        chunks = torch.from_numpy(slots).to(self.table_KD.device).split(CHUNK)
+        return np.concatenate([self.logits(slots_S).argmax(dim=1).cpu().numpy() for slots_S in chunks])
+
+    def words(self, slots: Iterable[int], most: int = WORDS) -> list[tuple[list[Word], list[Word]]]:
+        """For each slot the tokens that its value raises most, and those that it lowers most, strongest first."""
+        wanted = torch.tensor(list(slots), dtype=torch.int64, device=self.table_KD.device)
+        found: list[tuple[list[Word], list[Word]]] = []
+        for slots_S in wanted.split(CHUNK):
+            logits_SV = self.logits(slots_S)
+            sides = [self._named(logits_SV, sign, min(most, logits_SV.shape[1])) for sign in (1, -1)]
+            found += list(zip(*sides, strict=True))
+        return found
+
+    def _named(self, logits_SV: Tensor, sign: int, most: int) -> list[list[Word]]:
+        top = (sign * logits_SV).topk(most)
+        pairs = zip(top.indices.tolist(), (sign * top.values).tolist(), strict=True)
+        return [[Word(self.tokenizer.piece(t), logit) for t, logit in zip(*row, strict=True)] for row in pairs]
 
 
-class Pattern(NamedTuple):
-    """What at least half (and at least LEAST) of a slot's JUDGED strongest contexts have in common.
+class SlotIndex(NamedTuple):
+    """What a pass over a text finds of a memory's slots: how often each is read, and where with most weight."""
 
-    Attributes:
-        kind: "token" (the one read), "next", "previous" or "place" (in the model's window); what: which.
-        shared: contexts that have it; contexts: of how many.
+    memory: SparseMemory
+    usage: MemoryUsage
+    top: TopPositions
+
+
+def index_slots(
+    run: LoadedRun,
+    documents: Documents,
+    advance: Callable[[int], bool] | None = None,
+    contexts: int = JUDGED,
+    memory: SparseMemory | None = None,
+) -> list[SlotIndex]:
+    """One pass over documents that indexes the slots of a run's memories.
+
+    Args:
+        run: whose model reads.
+        documents: the text, for one pass.
+        advance: see `score`.
+        contexts: kept of each slot.
+        memory: the only one that is indexed; None: all.
+
+    Returns:
+        One entry a memory, in the model's order.
+
+    Raises:
+        UserError: see `measure_usage`.
     """
+    indexed = memories(run.model) if memory is None else [memory]
+    taps = [each.tap for each in indexed]
+    with UsageCounters(run.model, taps) as counters, TopContexts(run.model, contexts, taps) as tops:
 
-    kind: str
-    what: str
-    shared: int
-    contexts: int
+        def watch(mask_N: Tensor) -> None:
+            counters.only(mask_N)
+            tops.only(mask_N)
 
-    def __str__(self) -> str:
-        what = self.what if self.kind == "place" else quoted(self.what)
-        return f"{self.kind} {what} {self.shared}/{self.contexts}"
-
-
-def pattern_of(contexts: Sequence[Context]) -> Pattern | None:
-    """What most of the JUDGED strongest contexts share (of equals the first: token, next, previous, place); None: not
-    enough of them share anything.
-    """
-    contexts = contexts[:JUDGED]
-    best = None
-    for kind in ("token", "next", "previous", "place"):
-        counts = Counter(getattr(context, kind) for context in contexts)
-        what, shared = counts.most_common(1)[0] if counts else ("", 0)
-        if shared >= max(LEAST, len(contexts) / 2) and (best is None or shared > best.shared):
-            best = Pattern(kind, str(what), shared, len(contexts))
-    return best
+        score(run.model, documents, run.tokenizer.eos, watch=watch, advance=advance)
+    return [SlotIndex(*found) for found in zip(indexed, counters.memories(), tops.positions(), strict=True)]
 
 
-class Slot(NamedTuple):
+class SlotDetails(NamedTuple):
     """What is known of one slot.
 
     Attributes:
+        slot: its number in the memory.
         name: see `slot_name`.
-        at: {"subkeys": [i, j]} of a product key, {"table": t, "bucket": b} of a hash table (tables from 1), or {}.
-        reads, mass: on the text, over heads; heads: (head, reads, mass) of those that read it, most reads first.
+        address: see `slot_address`.
+        reads: on the text, by all heads.
+        mass: of these reads.
         share: of the memory's mass.
-        raises, lowers: None where the value does not reach the output.
-        contexts: that read it most, strongest first.
+        heads: (head, reads, mass) of those that read it, most reads first; empty where each has its own table.
+        raises: the tokens that its value raises most; None where the lens does not apply.
+        lowers: those that it lowers most.
+        pattern: what its contexts share.
+        contexts: that give it most weight, strongest first.
     """
 
     slot: int
     name: str
-    at: dict[str, Any]
+    address: dict[str, Any]
     reads: int
     mass: float
     share: float
@@ -105,39 +238,39 @@ class Slot(NamedTuple):
     @classmethod
     def of(
         cls,
+        tap: UsageTap,
         usage: MemoryUsage,
         slot: int,
         raises: list[Word] | None,
         lowers: list[Word] | None,
         contexts: list[Context],
-    ) -> "Slot":
+    ) -> "SlotDetails":
+        """The details of a slot of the memory of a tap, from its usage, words and contexts."""
         heads: list[tuple[int, int, float]] = []
-        if usage.shared:
+        if tap.shared:
             pairs = zip(usage.counts_HK[:, slot].tolist(), usage.masses_HK[:, slot].tolist(), strict=True)
             heads = [(head, reads, mass) for head, (reads, mass) in enumerate(pairs, start=1) if reads]
             heads.sort(key=lambda entry: -entry[1])
-        reads, mass = int(usage.counts_S[slot]), float(usage.masses_S[slot])
-        share = mass / max(float(usage.masses_S.sum()), 1e-300)
-        where = slot, usage.kind, usage.slots, usage.heads
+        mass = float(usage.masses_S[slot])
         return cls(
-            slot,
-            slot_name(*where),
-            address(*where),
-            reads,
-            mass,
-            share,
-            heads,
-            raises,
-            lowers,
-            pattern_of(contexts),
-            contexts,
+            slot=slot,
+            name=slot_name(slot, tap),
+            address=slot_address(slot, tap),
+            reads=int(usage.counts_S[slot]),
+            mass=mass,
+            share=mass / max(float(usage.masses_S.sum()), 1e-300),
+            heads=heads,
+            raises=raises,
+            lowers=lowers,
+            pattern=find_pattern(contexts),
+            contexts=contexts,
         )
 
     def as_json(self) -> dict[str, Any]:
         return {
             "slot": self.slot,
             "name": self.name,
-            **self.at,
+            **self.address,
             "reads": self.reads,
             "mass": self.mass,
             "share": self.share,
@@ -149,61 +282,44 @@ class Slot(NamedTuple):
         }
 
 
-def address(slot: int, kind: str, slots: int, heads: int) -> dict[str, Any]:
-    """Where a slot lies: its sub-keys (from 0), or its table (from 1) and bucket (from 0)."""
-    if kind == "product-key":
-        return {"subkeys": list(divmod(slot, isqrt(slots)))}
-    if kind == "hash":
-        table, bucket = divmod(slot, slots // heads)
-        return {"table": table + 1, "bucket": bucket}
-    return {}
+def slot_details(
+    run: LoadedRun, indexes: Sequence[SlotIndex], chosen: Sequence[Sequence[int]], documents: Documents
+) -> list[list[SlotDetails]]:
+    """Everything that is known of some slots of some memories.
 
-
-def slot_name(slot: int, kind: str, slots: int, heads: int) -> str:
-    """A slot as `--slot` takes it: 17:4 for sub-keys, 2:40 for table and bucket."""
-    at = address(slot, kind, slots, heads)
-    return ":".join(map(str, at.get("subkeys") or at.values())) or str(slot)
-
-
-def slot_number(name: str, kind: str, slots: int, heads: int) -> int:
-    """The slot that a name (see `slot_name`) or a number stands for.
-
-    Raises:
-        UserError: there is none.
+    Args:
+        run: that was indexed.
+        indexes: of the memories.
+        chosen: the slots of each.
+        documents: those of the index, to be read again for the text of contexts.
     """
-    parts = name.split(":")
-    numbers = [int(part) for part in parts if part.isascii() and part.isdecimal() and len(part) < 19]
-    found = -1
-    if len(numbers) == len(parts) == 1:
-        found = numbers[0]
-    elif len(numbers) == len(parts) == 2 and kind != "flat-key":
-        width = isqrt(slots) if kind == "product-key" else slots // heads
-        first = numbers[0] - (kind == "hash")
-        found = first * width + numbers[1] if first >= 0 and numbers[1] < width else -1
-    if not 0 <= found < slots:
-        last = slot_name(slots - 1, kind, slots, heads)
-        either = f" or {slot_name(0, kind, slots, heads)} to {last}" if ":" in last else ""
-        raise UserError(f"--slot {name}: no such slot (expected 0 to {slots - 1}{either})")
+    positions = [index.top.positions_Kc[slots].ravel() for index, slots in zip(indexes, chosen, strict=True)]
+    texts = contexts_at(
+        np.concatenate([np.zeros(0, np.int64), *positions]), documents, run.tokenizer, run.model.context
+    )
+
+    found = []
+    for index, slots in zip(indexes, chosen, strict=True):
+        lens = LogitLens(run, index.memory)
+        words = lens.words(slots) if lens.applies else [(None, None)] * len(slots)
+        details = []
+        for slot, (raises, lowers) in zip(slots, words, strict=True):
+            top = zip(*(array[slot].tolist() for array in index.top), strict=True)
+            contexts = [texts[position]._replace(weight=weight) for weight, position in top if position >= 0]
+            details.append(SlotDetails.of(index.memory.tap, index.usage, slot, raises, lowers, contexts))
+        found.append(details)
     return found
 
 
-class Holding(NamedTuple):
-    """What a page shows of single slots of one memory.
-
-    Attributes:
-        slots: the most read ones, with words and contexts.
-        first_S: int64 (slots,), which of `tokens` each slot's value raises most; -1: it is not read; None: values do
-            not reach the output.
-    """
-
-    slots: list[Slot]
-    first_S: NDArray[np.int64] | None
-    tokens: list[str]
+def most_read(usage: MemoryUsage, most: int) -> list[int]:
+    """The slots that hold most mass, in falling order, without those that hold none; of equal ones the first."""
+    order = np.argsort(-usage.masses_S, kind="stable")[:most]
+    return [int(slot) for slot in order if usage.masses_S[slot] > 0]
 
 
-def patterned(slots: Sequence[Slot]) -> dict[str, Any]:
-    """How many of some slots have a pattern, of which kind, and how many would if their contexts were dealt at random
-    among them (mean of DEALS deals).
+def count_patterns(slots: Sequence[SlotDetails]) -> dict[str, Any]:
+    """How many of some slots have a pattern, of which kind, and how many would have one (mean of DEALS deals) if their
+    contexts were dealt at random among them.
     """
     found = Counter(slot.pattern.kind for slot in slots if slot.pattern is not None)
     pool = [context for slot in slots for context in slot.contexts]
@@ -211,91 +327,178 @@ def patterned(slots: Sequence[Slot]) -> dict[str, Any]:
     for _ in range(DEALS if pool else 0):
         dealt = iter(random.permutation(len(pool)).tolist())
         for slot in slots:
-            hits += pattern_of([pool[next(dealt)] for _ in slot.contexts]) is not None
+            hits += find_pattern([pool[next(dealt)] for _ in slot.contexts]) is not None
     return {"slots": len(slots), "patterned": found.total(), "kinds": dict(found), "shuffled": hits / DEALS}
 
 
-def quoted(token: str) -> str:
-    """A token in quotation marks, so that its spaces show."""
-    return f'"{token}"'
+class PageSlots(NamedTuple):
+    """What a page shows of the slots of one memory.
+
+    Attributes:
+        slots: the most read ones, with words and contexts.
+        first_K: int64, which of `tokens` each slot's value raises most; -1: it is not read; None: the lens does not
+            apply.
+        tokens: that some value raises most.
+    """
+
+    slots: list[SlotDetails]
+    first_K: NDArray[np.int64] | None
+    tokens: list[str]
 
 
-def most_read(usage: MemoryUsage, most: int) -> list[int]:
-    """The slots of a memory that hold most mass, in falling order, without those that hold none; ties by number."""
-    order = np.argsort(-usage.masses_S, kind="stable")[:most]
-    return [int(slot) for slot in order if usage.masses_S[slot] > 0]
+def page_slots(run: LoadedRun, indexes: Sequence[SlotIndex], documents: Documents) -> list[PageSlots]:
+    """What a page shows of every memory's slots: details of the MOST_HELD most read ones (divided among the memories),
+    and the first word of each that is read.
+
+    Args:
+        run: that was indexed.
+        indexes: of its memories.
+        documents: those of the index, to be read again for the text of contexts.
+    """
+    each = max(1, MOST_HELD // max(1, len(indexes)))
+    details = slot_details(run, indexes, [most_read(index.usage, each) for index in indexes], documents)
+    found = []
+    for index, slots in zip(indexes, details, strict=True):
+        lens, first_K, tokens = LogitLens(run, index.memory), None, []
+        if lens.applies:
+            read = np.flatnonzero(index.usage.counts_S)
+            first_K = np.full(index.usage.slots, -1)
+            named, first_K[read] = np.unique(lens.top_tokens(read), return_inverse=True)
+            tokens = [run.tokenizer.piece(int(token)) for token in named]
+        found.append(PageSlots(slots, first_K, tokens))
+    return found
 
 
-def words_line(words: Sequence[Word] | None, most: int) -> str | None:
-    return None if words is None else " ".join(quoted(word.token) for word in words[:most])
+class TokenReads(NamedTuple):
+    """A token of a text and the slots that it reads most: (slot, weight), strongest first."""
+
+    token: str
+    slots: list[tuple[int, float]]
 
 
-def slots_table(title: str, slots: Sequence[Slot]) -> Table:
-    """The most read slots: how much, by whom, what they say, and what their contexts share."""
-    columns = [
-        Column("Slot"),
-        number("Reads"),
-        number("Mass", "{:.2%}"),
-        Column("Head"),
-        Column("Raises"),
-        Column("Pattern"),
+@torch.no_grad()
+def read_text(run: LoadedRun, memory: SparseMemory, ids: list[int], most: int) -> list[TokenReads]:
+    """Which slots of a memory each token of a text reads, the end-of-document token before it first.
+
+    Args:
+        run: whose model reads.
+        memory: of that model.
+        ids: of the text; it is read in windows of the model's context, each without the one before.
+        most: slots of a token.
+    """
+    found: list[TokenReads] = []
+
+    def listen(slots_NHk: Tensor, weights_NHk: Tensor) -> None:
+        for slots_Hk, weights_Hk, token in zip(slots_NHk, weights_NHk, window, strict=True):
+            _, slot_R, weight_R = summed_reads(slots_Hk[None], weights_Hk[None])
+            order_R = weight_R.sort(descending=True, stable=True).indices[:most]
+            pairs = zip(slot_R[order_R].tolist(), weight_R[order_R].tolist(), strict=True)
+            found.append(TokenReads(run.tokenizer.piece(token), list(pairs)))
+
+    stream = [run.tokenizer.eos, *ids]
+    with ReadListener([(memory.tap, listen)]):
+        for start in range(0, len(stream), run.model.context):
+            window = stream[start : start + run.model.context]
+            run.model.hidden(torch.tensor([window], device=run.device))
+    return found
+
+
+class SlotsReport(NamedTuple):
+    """What `pkmlm slots --json` prints, and the warnings about the text."""
+
+    record: dict[str, Any]
+    warnings: tuple[str, ...] = ()
+
+
+def report_most_read(run: LoadedRun, memory: SparseMemory, choice: TextChoice, top: int, quiet: bool) -> SlotsReport:
+    """The slots with most mass on a text, and how many of them have a pattern.
+
+    Args:
+        run: whose model reads.
+        memory: of that model.
+        choice: of the text.
+        top: how many slots.
+        quiet: no progress.
+
+    Raises:
+        UserError: more slots than can be described, or the text cannot be read.
+    """
+    if top > MOST_DESCRIBED:
+        message = f"--top: found {top} (expected at most {MOST_DESCRIBED} slots)"
+        raise UserError(message, "`pkmlm usage-report --export FILE` writes reads and mass of every slot")
+    index, documents = _index(run, memory, choice, JUDGED, quiet)
+    (slots,) = slot_details(run, [index], [most_read(index.usage, top)], chosen_documents(choice, run))
+    record = _head(run, memory) | {"split": documents.name, "tokens": index.usage.tokens}
+    record |= {"patterns": count_patterns(slots), "slots": [slot.as_json() for slot in slots]}
+    return SlotsReport(record, documents.warnings)
+
+
+def report_slot(
+    run: LoadedRun, memory: SparseMemory, choice: TextChoice, name: str, top: int, quiet: bool
+) -> SlotsReport:
+    """One slot, and its strongest contexts on a text.
+
+    Args:
+        run: whose model reads.
+        memory: of that model.
+        choice: of the text.
+        name: of the slot, see `slot_number`.
+        top: how many contexts.
+        quiet: no progress.
+
+    Raises:
+        UserError: there is no such slot, more contexts than can be kept, or the text cannot be read.
+    """
+    slots = memory.tap.slots
+    number = slot_number(name, memory.tap)
+    if top * slots > MOST_KEPT:
+        most = MOST_KEPT // slots
+        raise UserError(f"--top: found {top} (expected at most {most}: so many are kept of each of {slots:,} slots)")
+    index, documents = _index(run, memory, choice, max(top, JUDGED), quiet)
+    ((slot,),) = slot_details(run, [index], [[number]], chosen_documents(choice, run))
+    slot = slot._replace(contexts=slot.contexts[:top])
+    record = _head(run, memory) | {"split": documents.name, "tokens": index.usage.tokens, "slots": [slot.as_json()]}
+    return SlotsReport(record, documents.warnings)
+
+
+def report_prompt(run: LoadedRun, memory: SparseMemory, prompt: str, top: int) -> SlotsReport:
+    """The strongest slots of each token of a prompt.
+
+    Args:
+        run: whose model reads.
+        memory: of that model.
+        prompt: any text.
+        top: how many slots of a token.
+    """
+    tokens = read_text(run, memory, run.tokenizer.encode(prompt), top)
+    lens = LogitLens(run, memory)
+    distinct = sorted({slot for token in tokens for slot, _ in token.slots})
+    words = lens.words(distinct) if lens.applies else []
+    raised = {slot: [word._asdict() for word in raises] for slot, (raises, _) in zip(distinct, words, strict=False)}
+    record = _head(run, memory)
+    record["tokens"] = [
+        {
+            "token": token.token,
+            "slots": [
+                {"slot": slot, "name": slot_name(slot, memory.tap), "weight": weight, "raises": raised.get(slot)}
+                for slot, weight in token.slots
+            ],
+        }
+        for token in tokens
     ]
-    rows = [
-        [
-            slot.name,
-            slot.reads,
-            slot.share,
-            main_head(slot),
-            words_line(slot.raises, 2),
-            None if slot.pattern is None else str(slot.pattern),
-        ]
-        for slot in slots
-    ]
-    return Table(title, columns, rows)
+    return SlotsReport(record)
 
 
-def reading_table(title: str, tokens: Sequence[dict[str, Any]]) -> Table:
-    """Each token of a text with its strongest slots; entries as in `pkmlm slots RUN PROMPT --json`."""
-    columns = [Column("Token"), Column("Slot"), number("Weight", "{:.3f}"), Column("Raises")]
-    rows = [
-        [
-            "" if rank else quoted(entry["token"]),
-            slot["name"],
-            slot["weight"],
-            None if slot["raises"] is None else " ".join(quoted(word["token"]) for word in slot["raises"][:4]),
-        ]
-        for entry in tokens
-        for rank, slot in enumerate(entry["slots"])
-    ]
-    return Table(title, columns, rows)
+def _index(
+    run: LoadedRun, memory: SparseMemory, choice: TextChoice, contexts: int, quiet: bool
+) -> tuple[SlotIndex, Documents]:
+    documents = chosen_documents(choice, run)
+    with token_progress(f"reading {printable(run.name)}", documents.tokens, quiet) as advance:
+        (index,) = index_slots(run, documents, advance, contexts, memory)
+    return index, documents
 
 
-def main_head(slot: Slot) -> str | None:
-    """The head that reads a slot most, with its share of the reads."""
-    if not slot.heads:
-        return None
-    head, reads, _ = slot.heads[0]
-    return f"{head} {reads / slot.reads:.0%}"
-
-
-def slot_tables(title: str, slot: Slot, note: str) -> list[Table]:
-    """One slot: how it is read, its words (with `note` on how far they can be trusted), its contexts."""
-    heads = ", ".join(f"{head}: {reads / slot.reads:.0%}" for head, reads, _ in slot.heads[:8]) or None
-    columns = [number("Reads"), number("Mass", "{:.3%}"), Column("By heads"), Column("Pattern")]
-    row = [slot.reads, slot.share, heads, None if slot.pattern is None else str(slot.pattern)]
-    tables = [Table(title, columns, [row])]
-    if slot.raises is not None and slot.lowers is not None:
-        words = [
-            [quoted(up.token), up.logit, quoted(down.token), down.logit]
-            for up, down in zip(slot.raises, slot.lowers, strict=True)
-        ]
-        columns = [Column("Raises"), number("logit", "{:+.2f}"), Column("Lowers"), number("logit", "{:+.2f}")]
-        tables.append(Table(f"What its value says{note}", columns, words))
-    contexts = [[c.weight, c.document, c.place, f"{c.before}[{c.token}]{c.after}"] for c in slot.contexts]
-    columns = [number("Weight", "{:.3f}"), number("Doc"), number("Place"), Column("Context")]
-    where = (
-        "Read with the largest weights at [ ]"
-        if contexts
-        else "Not read in this text: its value may be old or untouched"
-    )
-    return [*tables, Table(where, columns, contexts)]
+def _head(run: LoadedRun, memory: SparseMemory) -> dict[str, Any]:
+    """What every report of slots begins with."""
+    tap = memory.tap
+    return {"run": run.name, "step": run.step, "layer": tap.layer, "name": tap.name, "kind": tap.kind}

@@ -1,24 +1,34 @@
-"""The usage report as tables, from its JSON entries (`pkmlm.analysis.usage`)."""
+"""Reports as tables: how memories are used, runs side by side, what slots hold, zero-shot tasks.
+
+Each table is made from what the report prints as JSON, and needs neither torch nor numpy.
+"""
 
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
+from pkmlm.analysis.compare import Facts, mean
 from pkmlm.console import NATS, SHARE, Column, Table, number
 
 Entry = dict[str, Any]
 
 MEASURES = ("usage", "kl", "gini", "top50", "top90", "top99", "effective")
+ACCURACY = "{:.4f}"
 
 
 def usage_tables(entries: Sequence[Entry]) -> list[Table]:
     """What people read: the texts, the memories, how evenly their slots are used, and each head or table."""
     run = [Column("Run")] if len(entries) > 1 else []
-    tables = [_texts(entries), _memories(entries, run), _evenness(entries, run), _parts(entries, run)]
+    tables = [
+        _usage_texts(entries),
+        _usage_memories(entries, run),
+        _usage_evenness(entries, run),
+        _usage_of_heads(entries, run),
+    ]
     return [table for table in tables if table.rows]
 
 
-def flat_table(entries: Sequence[Entry]) -> Table:
+def usage_rows(entries: Sequence[Entry]) -> Table:
     """One row a memory with every number but the heads', for CSV."""
     facts = ("layer", "name", "kind", "slots", "tokens", "reads")
     overlap = ("head_overlap", "head_overlap_uniform")
@@ -36,7 +46,7 @@ def flat_table(entries: Sequence[Entry]) -> Table:
     return Table("", [Column(name) for name in ("run", "step", "split", *names)], rows)
 
 
-def _texts(entries: Sequence[Entry]) -> Table:
+def _usage_texts(entries: Sequence[Entry]) -> Table:
     columns = [
         Column("Run"),
         number("Step"),
@@ -57,7 +67,7 @@ def _texts(entries: Sequence[Entry]) -> Table:
     return Table("How memories are used", columns, rows)
 
 
-def _memories(entries: Sequence[Entry], run: list[Column]) -> Table:
+def _usage_memories(entries: Sequence[Entry], run: list[Column]) -> Table:
     columns = [
         Column("Layer"),
         Column("Kind"),
@@ -83,7 +93,7 @@ def _memories(entries: Sequence[Entry], run: list[Column]) -> Table:
     return Table(title, run + columns, rows)
 
 
-def _evenness(entries: Sequence[Entry], run: list[Column]) -> Table:
+def _usage_evenness(entries: Sequence[Entry], run: list[Column]) -> Table:
     columns = [
         Column("Layer"),
         Column("By"),
@@ -101,7 +111,7 @@ def _evenness(entries: Sequence[Entry], run: list[Column]) -> Table:
     return Table(title, run + columns, rows)
 
 
-def _parts(entries: Sequence[Entry], run: list[Column]) -> Table:
+def _usage_of_heads(entries: Sequence[Entry], run: list[Column]) -> Table:
     usage = [number("Least usage", SHARE), number("mean", SHARE), number("random", SHARE)]
     kl = [number("Largest KL", NATS), number("mean", NATS), number("random", NATS)]
     columns = [Column("Layer"), *usage, *kl]
@@ -128,3 +138,276 @@ def _each(entries: Sequence[Entry]) -> Iterator[tuple[list[str], Entry]]:
 def _heads(memory: Entry) -> list[Entry]:
     heads: list[Entry] = memory["heads"] if "heads" in memory else memory["tables"]
     return heads
+
+
+def compare_tables(runs: Sequence[Facts]) -> list[Table]:
+    """What people read; tables without a number in them are left out."""
+    return [
+        table
+        for table in (_compare_training(runs), _compare_quality(runs), _compare_tasks(runs), _compare_usage(runs))
+        if any(value is not None for row in table.rows for value in row[1:])
+    ]
+
+
+def compare_rows(runs: Sequence[Facts]) -> Table:
+    """One row a run, for CSV: the facts, each task's accuracy, and the mean usage and KL over memories."""
+    plain = [key for key in (runs[0] if runs else {}) if key not in ("tasks", "usage")]
+    tasks = _task_names(runs)
+    rows = [
+        [run[key] for key in plain]
+        + [run["tasks"].get(task, {}).get("acc") for task in tasks]
+        + [mean(memory["mass"][key] for memory in run["usage"]) for key in ("usage", "kl")]
+        for run in runs
+    ]
+    return Table("", [Column(name) for name in (*plain, *tasks, "mean_usage", "mean_kl")], rows)
+
+
+def _compare_training(runs: Sequence[Facts]) -> Table:
+    columns = {
+        "run": Column("Run"),
+        "kind": Column("Kind"),
+        "dense": number("Dense"),
+        "memory": number("Memory"),
+        "step": number("Steps"),
+        "tokens": number("Tokens"),
+        "tokens_per_second": number("Tokens/s", "{:,.0f}"),
+        "seconds": number("sec", "{:,.0f}"),
+    }
+    if any(run["status"] not in (None, "finished") for run in runs):
+        columns["status"] = Column("Status")
+    return _of_keys("Weights and training", columns, runs)
+
+
+def _compare_quality(runs: Sequence[Facts]) -> Table:
+    columns = {
+        "run": Column("Run"),
+        "valid_loss": number("Valid (nats)", NATS),
+        "valid_step": number("at step"),
+        "valid_token_ppl": number("Valid ppl", "{:,.2f}"),
+        "test_token_ppl": number("Test ppl", "{:,.2f}"),
+        "test_word_ppl": number("word ppl", "{:,.1f}"),
+        "test_bits_per_byte": number("bits a byte", NATS),
+        "test_step": number("at step"),
+    }
+    return _of_keys("Best validation, and perplexity of the test split", columns, runs)
+
+
+def _of_keys(title: str, columns: dict[str, Column], runs: Sequence[Facts]) -> Table:
+    return Table(title, list(columns.values()), [[run[key] for key in columns] for run in runs])
+
+
+def _compare_tasks(runs: Sequence[Facts]) -> Table:
+    """Accuracies, and their average over the tasks that all runs with any have: over others it would say nothing."""
+    names, at_step = _task_names(runs), _at_step(runs, "tasks_step")
+    shared = [name for name in names if all(name in run["tasks"] for run in runs if run["tasks"])]
+    rows = [
+        [
+            run["run"],
+            *(run["tasks"].get(name, {}).get("acc") for name in names),
+            mean(run["tasks"].get(name, {}).get("acc") for name in shared),
+            *(run["tasks_step"] for _ in at_step),
+        ]
+        for run in runs
+    ]
+    average = number("average" if shared == names else f"average of {len(shared)}", "{:.3f}")
+    columns = [Column("Run"), *(number(name, "{:.3f}") for name in names), average, *at_step]
+    return Table("Zero-shot accuracy", columns, rows)
+
+
+def _compare_usage(runs: Sequence[Facts]) -> Table:
+    at_step = _at_step(runs, "usage_step")
+    columns = [
+        Column("Run"),
+        Column("Layer"),
+        number("Slots"),
+        number("Usage", SHARE),
+        number("random", SHARE),
+        number("KL (nats)", NATS),
+        number("random", NATS),
+        number("Gini", "{:.3f}"),
+        *at_step,
+    ]
+    rows = []
+    for run in runs:
+        for memory in run["usage"]:
+            mass, floor = memory["mass"], memory.get("uniform_mass") or {}  # older reports have none
+            numbers = [mass["usage"], memory["uniform"]["usage"], mass["kl"], floor.get("kl"), mass["gini"]]
+            numbers += [run["usage_step"] for _ in at_step]
+            rows.append([run["run"], f"{memory['layer']} {memory['name']}", memory["slots"], *numbers])
+    return Table("Memory use on the test split, by mass", columns, rows)
+
+
+def _at_step(runs: Sequence[Facts], key: str) -> list[Column]:
+    """The column that says when something was measured, where that was not at the last step of every run."""
+    return [number("at step")] if any(run[key] not in (None, run["step"]) for run in runs) else []
+
+
+def _task_names(runs: Sequence[Facts]) -> list[str]:
+    return list(dict.fromkeys(name for run in runs for name in run["tasks"]))
+
+
+def most_read_table(record: Entry) -> Table:
+    """The most read slots: how much, by whom, what they say, and what their contexts share."""
+    columns = [
+        Column("Slot"),
+        number("Reads"),
+        number("Mass", "{:.2%}"),
+        Column("Head"),
+        Column("Raises"),
+        Column("Pattern"),
+    ]
+    rows = [
+        [
+            slot["name"],
+            slot["reads"],
+            slot["share"],
+            _by_heads(slot, 1, "{head} {share:.0%}"),
+            _words(slot["raises"], 2),
+            pattern_text(slot["pattern"]),
+        ]
+        for slot in record["slots"]
+    ]
+    return Table(f"Slots with most mass: {_slots_title(record)}", columns, rows)
+
+
+def slot_tables(record: Entry, later_blocks: int) -> list[Table]:
+    """One slot: how it is read, its words, its contexts.
+
+    Args:
+        record: of `pkmlm slots RUN --slot N --json`.
+        later_blocks: blocks after the memory's, which the words leave out.
+    """
+    (slot,) = record["slots"]
+    columns = [number("Reads"), number("Mass", "{:.3%}"), Column("By heads"), Column("Pattern")]
+    row = [slot["reads"], slot["share"], _by_heads(slot, 8, "{head}: {share:.0%}"), pattern_text(slot["pattern"])]
+    tables = [Table(f"Slot {slot['name']}: {_slots_title(record)}", columns, [row])]
+    if slot["raises"] is not None and slot["lowers"] is not None:
+        plural = "s" if later_blocks > 1 else ""
+        note = f" (approximate: {later_blocks} later layer{plural} left out)" if later_blocks else ""
+        words = [
+            [quoted(up["token"]), up["logit"], quoted(down["token"]), down["logit"]]
+            for up, down in zip(slot["raises"], slot["lowers"], strict=True)
+        ]
+        columns = [Column("Raises"), number("logit", "{:+.2f}"), Column("Lowers"), number("logit", "{:+.2f}")]
+        tables.append(Table(f"What its value says{note}", columns, words))
+    contexts = [
+        [context["weight"], context["document"], context["place"], "{before}[{token}]{after}".format(**context)]
+        for context in slot["contexts"]
+    ]
+    columns = [number("Weight", "{:.3f}"), number("Doc"), number("Place"), Column("Context")]
+    title = "Read with the largest weights at [ ]"
+    if not contexts:
+        title = "Not read in this text: its value may be old or untouched"
+    return [*tables, Table(title, columns, contexts)]
+
+
+def prompt_table(record: Entry) -> Table:
+    """Each token of a prompt with its strongest slots."""
+    columns = [Column("Token"), Column("Slot"), number("Weight", "{:.3f}"), Column("Raises")]
+    rows = [
+        ["" if rank else quoted(token["token"]), slot["name"], slot["weight"], _words(slot["raises"], 4)]
+        for token in record["tokens"]
+        for rank, slot in enumerate(token["slots"])
+    ]
+    return Table(f"Strongest slots of each token: {_slots_title(record)}", columns, rows)
+
+
+def pattern_text(pattern: Entry | None) -> str | None:
+    """A pattern of contexts as people read it: next " the" 7/10."""
+    if pattern is None:
+        return None
+    what = pattern["what"] if pattern["kind"] == "place" else quoted(pattern["what"])
+    return f"{pattern['kind']} {what} {pattern['shared']}/{pattern['contexts']}"
+
+
+def quoted(token: str) -> str:
+    """A token in quotation marks, so that its spaces show."""
+    return f'"{token}"'
+
+
+def _slots_title(record: Entry) -> str:
+    where = f"{record['run']} at step {record['step']}, layer {record['layer']} {record['name']}"
+    return where + (f", {record['split']}" if "split" in record else "")
+
+
+def _words(words: Sequence[Entry] | None, most: int) -> str | None:
+    return None if words is None else " ".join(quoted(word["token"]) for word in words[:most])
+
+
+def _by_heads(slot: Entry, most: int, format: str) -> str | None:
+    """The heads that read a slot most, with their shares of its reads."""
+    heads = slot["heads"][:most]
+    return ", ".join(format.format(head=each["head"], share=each["reads"] / slot["reads"]) for each in heads) or None
+
+
+def task_report(record: dict[str, Any]) -> str:
+    """What people read of a record with "run", "step", "tasks" (see `task_facts`), "average_acc" and "harness"."""
+    tasks, harness = record["tasks"], record["harness"]
+    right = {name: facts for name, facts in tasks.items() if facts["acc"] is not None}
+    parts = [
+        table.render()
+        for table in (
+            _task_accuracies(
+                f"Zero-shot tasks: {record['run']} at step {record['step']}", right, record["average_acc"]
+            ),
+            _task_constant_answers(tasks),
+            _task_other_metrics(tasks),
+        )
+        if table.rows
+    ]
+    notes = []
+    if any(facts["truncated"] for facts in tasks.values()):
+        notes.append(f"cut: share of requests that lost their beginning: the context is {harness['context']} tokens")
+    if harness["limit"] is not None:
+        notes.append(f"only the first {harness['limit']} documents of each task: not to be compared with others")
+    shots = {name: facts["num_fewshot"] for name, facts in tasks.items() if facts["num_fewshot"]}
+    notes += [f"{name}: {count} examples before each question" for name, count in shots.items()]
+    return "\n".join(parts + ["".join(f"{note}\n" for note in notes)] * bool(notes))
+
+
+def _task_accuracies(title: str, tasks: dict[str, Any], average: float | None) -> Table:
+    columns = [
+        Column("Task"),
+        number("n"),
+        *(number(name, ACCURACY) for name in ("acc", "stderr", "acc_norm", "stderr", "chance")),
+        Column("cut", "right"),
+    ]
+    keys = ("n", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "chance")
+    rows = [[name, *(facts[key] for key in keys), _cut(facts)] for name, facts in tasks.items()]
+    if len(rows) > 1:
+        chances = [facts["chance"] for facts in tasks.values()]
+        rows.append(["average", None, average, None, None, None, None if None in chances else fmean(chances), None])
+    return Table(title, columns, rows)
+
+
+def _cut(facts: dict[str, Any]) -> str:
+    """The share of a task's requests that were cut; neither all nor none where it is only near to that."""
+    cut, requests = facts["truncated"], facts["requests"]
+    if cut in (0, requests):
+        return "all" if cut else "0"
+    return f"{min(max(cut / requests, 0.001), 0.999):.1%}"
+
+
+def _task_constant_answers(tasks: dict[str, Any]) -> Table:
+    rows = [[name, answer, share] for name, facts in tasks.items() for answer, share in (facts["always"] or {}).items()]
+    return Table(
+        "What the same answer to every question gives",
+        [Column("Task"), Column("Answer"), number("acc", ACCURACY)],
+        rows,
+    )
+
+
+def _task_other_metrics(tasks: dict[str, Any]) -> Table:
+    rows = [
+        [name, facts["n"], metric, value, _cut(facts)]
+        for name, facts in tasks.items()
+        for metric, value in facts["metrics"].items()
+    ]
+    columns = [
+        Column("Task"),
+        number("n"),
+        Column("Metric"),
+        number("value", "{:,.4f}"),
+        Column("cut", "right"),
+    ]
+    return Table("Other metrics", columns, rows)

@@ -1,25 +1,25 @@
-"""How evenly a memory is read: the numbers, from counts and masses of reads (PKM section 4.2).
+"""How evenly a memory is read: usage, KL, Gini and overlap from the counts of `UsageCounters` (PKM section 4.2).
 
-H: memory heads (hash layers: tables); K: slots that one head can read.
+Needs no torch, so that a report that is kept is read and drawn without it.
+
+H: memory heads (or tables, where each head has its own); K: slots that one head can read; S: slots of the memory.
 """
 
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pkmlm.runs.results import read_usage, write_usage
-
 Measures = dict[str, float | int | None]
 
+# Kinds whose slots are pairs of sub-keys: of n sub-keys a half, slot n * i + j has key i of the first, j of the second.
+PAIRED_KINDS = ("product-key", "peer")
 # Above so many reads a slot the sum over the binomial cancels to nothing; the series is then good to 1e-12.
 MANY_READS = 1e4
-ARRAYS = ("counts_HK", "masses_HK", "squares_H", "common_HH")  # of a MemoryUsage, as its run keeps them
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,14 @@ class MemoryUsage:
 
     Attributes:
         layer: the block, counted from 1.
-        name: "memory", or for hash layers "qkv", "ffn1", "ffn2".
-        kind: "product-key", "flat-key" or "hash".
+        name: which memory of the block: "memory", or for hash layers "qkv", "ffn1", "ffn2".
+        kind: of memory, as its tap says: "product-key", "flat-key", "hash".
         tokens: positions that were counted.
-        counts_HK: int64, reads of each slot by each head. The heads of a product-key or flat-key memory share
-            their slots; each table of a hash layer has its own.
+        counts_HK: int64, reads of each slot by each head.
         masses_HK: float64, the same reads, each weighing its weight after the softmax.
         squares_H: float64, the sum of the squared weights of each head's reads.
-        common_HH: int64, slots that two heads both read for one token, summed over tokens; None for hash
-            layers.
+        common_HH: int64, slots that two heads both read for one token, summed over tokens; None where each head has a
+            table of its own, as in hash layers.
     """
 
     layer: int
@@ -50,16 +49,23 @@ class MemoryUsage:
 
     @property
     def shared(self) -> bool:
-        """Whether all heads read the same slots."""
-        return self.kind != "hash"
+        """Whether all heads read the same slots; otherwise each has a table of its own."""
+        return self.common_HH is not None
 
     @property
     def heads(self) -> int:
+        """Heads, or tables."""
         return self.counts_HK.shape[0]
 
     @property
     def slots(self) -> int:
+        """Slots of the whole memory, S."""
         return self.counts_HK.shape[1] if self.shared else self.counts_HK.size
+
+    @property
+    def subkeys(self) -> int | None:
+        """Sub-keys of each half, if the slots are pairs of sub-keys."""
+        return math.isqrt(self.slots) if self.kind in PAIRED_KINDS else None
 
     @cached_property
     def reads(self) -> int:
@@ -77,8 +83,8 @@ class MemoryUsage:
 
     @cached_property
     def overlap_HH(self) -> NDArray[np.float64] | None:
-        """float64 (H, H): the mean share of its slots that a head has in common with another, for one token; None where
-        no two heads can meet.
+        """float64 (H, H): the mean share of its slots that a head has in common with another for one token; None where
+        there is one head, or each has its own table.
         """
         if self.common_HH is None or self.heads == 1 or not self.reads:
             return None
@@ -86,15 +92,15 @@ class MemoryUsage:
 
     @property
     def uniform_overlap(self) -> float:
-        """What independent heads that read uniformly would have in common: topk / slots."""
+        """The overlap of independent heads that read uniformly: topk / slots."""
         return self.reads / self.heads / self.tokens / self.slots
 
     def as_json(self) -> dict[str, Any]:
         """The memory's entry in `usage-report --format json`, all numbers unrounded.
 
-        `mass` and `heads` weigh reads by their weight, `count` counts them. `uniform` is what as many uniform random
-        reads give by count (for hash layers: each table is read once a token, so that the floor is a table's),
-        `uniform_mass` what they give by mass, and `uniform_head` the mean of that over single heads.
+        `mass` and `heads` (or `tables`) weigh reads by their weight, `count` counts them. `uniform` is what as many
+        uniformly random reads give by count (of one table, where each head has its own), `uniform_mass` what they give
+        by mass, and `uniform_head` the mean of that over single heads.
         """
         unit = "head" if self.shared else "table"
         entry = {
@@ -114,71 +120,79 @@ class MemoryUsage:
                 for number, found in enumerate(map(measures, self.masses_HK), start=1)
             ],
         }
-        return entry | self._overlap_json()
-
-    def _overlap_json(self) -> dict[str, Any]:
-        names = ("head_overlap", "head_overlap_uniform", "head_overlap_matrix")
         if self.overlap_HH is None:
-            return dict.fromkeys(names)
-        mean = float(self.overlap_HH[~np.eye(self.heads, dtype=bool)].mean())
-        return dict(zip(names, (mean, self.uniform_overlap, self.overlap_HH.tolist()), strict=True))
+            return entry | dict.fromkeys(("head_overlap", "head_overlap_uniform", "head_overlap_matrix"))
+        return entry | {
+            "head_overlap": float(self.overlap_HH[~np.eye(self.heads, dtype=bool)].mean()),
+            "head_overlap_uniform": self.uniform_overlap,
+            "head_overlap_matrix": self.overlap_HH.tolist(),
+        }
 
-    def brief(self) -> dict[str, Any]:
+    def as_event(self) -> dict[str, Any]:
         """The memory's entry in a `valid` line of metrics.jsonl: usage and KL of the mass, and of uniform reading."""
         mass = measures(self.masses_S)
-        where = {"layer": self.layer, "name": self.name}
-        return {**where, "usage": mass["usage"], "kl": mass["kl"], "uniform": self.uniform_mass}
+        return {
+            "layer": self.layer,
+            "name": self.name,
+            "usage": mass["usage"],
+            "kl": mass["kl"],
+            "uniform": self.uniform_mass,
+        }
 
     @property
     def uniform(self) -> Measures:
-        """What as many uniform random reads give by count (in one table of a hash layer, which a token reads once)."""
+        """What as many uniformly random reads give by count; of one table, where each head has its own."""
         return uniform_reading(self.counts_HK.shape[1], self.reads if self.shared else self.tokens)
 
     @cached_property
     def shares_H(self) -> NDArray[np.float64]:
-        """float64 (H,): of the mass, what each head reads; zeros where there is no mass."""
+        """float64 (H,): each head's share of the mass; zeros where there is no mass."""
         masses_H = self.masses_HK.sum(axis=1)
         return masses_H / (masses_H.sum() or 1.0)
 
     @property
-    def alike(self) -> int:
-        """How many reads of equal weight scatter as much as these; for hash layers those of a table, on average."""
+    def effective_reads(self) -> int:
+        """How many reads of equal weight scatter as much as these: of the memory, or of a table on average."""
         if self.shared:
-            return alike(self.masses_HK.sum(), self.squares_H.sum())
-        return round(fmean(map(alike, self.masses_HK.sum(axis=1), self.squares_H)))
+            return effective_reads(self.masses_HK.sum(), self.squares_H.sum())
+        return round(fmean(map(effective_reads, self.masses_HK.sum(axis=1), self.squares_H)))
 
     @property
     def uniform_mass(self) -> Measures:
-        """What the same reads give by mass if each keeps its weight and falls on a slot at random (of its table).
+        """What the same reads give by mass if each keeps its weight and falls on a random slot (of its table).
 
-        The expected KL is that of `alike` reads of equal weight, to first order: of peaked weights (32 that are drawn
-        from a Dirichlet distribution of 0.3) it is 2 % too high at 100 reads a slot, and 25 % at 3. The tables of a
-        hash layer keep their masses: how these differ from each other adds to the KL.
+        The expected KL is that of `effective_reads` reads of equal weight, to first order: for peaked weights (32 drawn
+        from a Dirichlet distribution of 0.3) it is 2 % too high at 100 reads a slot, and 25 % at 3. Tables keep their
+        masses, and the difference between these adds to the KL.
         """
         if not self.masses_HK.any():
             return {"usage": 0.0, "kl": None}
         if self.shared:
-            return self.uniform | {"kl": uniform_reading(self.slots, self.alike)["kl"]}
-        kls = zip(self.shares_H, self._kls_by_head(), strict=True)
+            return self.uniform | {"kl": uniform_reading(self.slots, self.effective_reads)["kl"]}
+        kls = zip(self.shares_H, self._uniform_kls(), strict=True)
         return self.uniform | {"kl": sum(p * (math.log(p * self.heads) + kl) for p, kl in kls if p > 0)}
 
     @property
     def uniform_head(self) -> Measures:
         """What the reads of one head give at random slots, by mass: the mean over heads that have any."""
         usage = uniform_reading(self.counts_HK.shape[1], self.reads // self.heads)["usage"]
-        kls = [kl for kl in self._kls_by_head() if kl is not None]
+        kls = [kl for kl in self._uniform_kls() if kl is not None]
         return {"usage": usage, "kl": fmean(kls) if kls else None}
 
-    def _kls_by_head(self) -> list[Any]:
-        """The KL of each head's reads at random slots, by mass; None for a head without any."""
-        reads = map(alike, self.masses_HK.sum(axis=1), self.squares_H)
+    def _uniform_kls(self) -> list[Any]:
+        """For each head the KL of its reads at random slots, by mass; None for a head without any."""
+        reads = map(effective_reads, self.masses_HK.sum(axis=1), self.squares_H)
         return [uniform_reading(self.counts_HK.shape[1], each)["kl"] for each in reads]
 
 
-def alike(mass: float, squares: float) -> int:
-    """How many weights that are all alike have this sum, squared, over the sum of their squares: (sum w)^2 / sum w^2.
+def effective_reads(mass: float, squares: float) -> int:
+    """Kish's effective sample size of weights: (sum w)^2 / sum w^2.
 
-    Masses of slots that are drawn for each weight at random vary as much as with so many equal weights.
+    The masses of slots that are drawn at random for each weight vary as much as those of so many equal weights.
+
+    Args:
+        mass: the sum of the weights.
+        squares: the sum of their squares.
     """
     return round(float(mass**2 / squares)) if squares > 0 else 0
 
@@ -186,13 +200,13 @@ def alike(mass: float, squares: float) -> int:
 def measures(reads_S: NDArray[Any]) -> Measures:
     """How evenly reads spread over slots.
 
-    With z the reads divided by their sum and S slots:
+    With S slots and z the reads divided by their sum:
 
     - usage: the fraction of slots with z != 0 (PKM section 4.2);
     - kl: log S + sum z log z, in nats: 0 for uniform reading, log S for a single slot (PKM section 4.2);
     - gini: 0 for uniform reading, 1 - 1/S for a single slot (XLM's value is lower by 1/S);
-    - top50, top90, top99: the least number of slots that hold that percentage of the reads;
-    - effective: exp of the entropy of z: as many slots, read uniformly, have its entropy.
+    - top50, top90, top99: the smallest number of slots that hold that percentage of the reads;
+    - effective: exp of the entropy of z: so many slots, read uniformly, have the same entropy.
 
     Args:
         reads_S: counts or masses, (slots,), none negative.
@@ -206,7 +220,7 @@ def measures(reads_S: NDArray[Any]) -> Measures:
     used = np.sort(reads_S[reads_S != 0])[::-1]
     z = used / total
     kl = max(0.0, math.log(slots) + float((z * np.log(z)).sum()))
-    # Slots in falling order; the unread ones come last and add nothing.
+    # Slots in falling order; unread ones come last and add nothing.
     gini = float(((slots + 1 - 2 * np.arange(1, used.size + 1)) * z).sum()) / slots
     held = np.cumsum(used)
     # A float64 sum is good to about 1e-9 of itself: a slot more only because of rounding would be wrong.
@@ -221,7 +235,7 @@ def measures(reads_S: NDArray[Any]) -> Measures:
 
 
 def uniform_reading(slots: int, reads: int) -> Measures:
-    """What `measures` of counts is expected to give for so many independent, uniformly random reads.
+    """What `measures` is expected to give for the counts of so many independent, uniformly random reads.
 
     With S slots and R reads, usage = 1 - (1 - 1/S)^R. A slot is read n ~ Bin(R, 1/S) times, so that the KL's
     expectation, log S + S E[n/R log n/R], is E[log((1 + m) S/R)] with m ~ Bin(R - 1, 1/S). Where reads are
@@ -243,10 +257,10 @@ def uniform_reading(slots: int, reads: int) -> Measures:
 
 
 def reads_of_a_slot(slots: int, reads: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """How often one of (two or more) slots is read: Bin(reads, 1/slots), where it is not negligible.
+    """How often one of two or more slots is read by uniformly random reads: Bin(reads, 1/slots).
 
     Returns:
-        Numbers of reads and their probabilities, float64 (window,) each; less than 1e-20 is left out.
+        Numbers of reads and their probabilities, float64 (window,) each; the window leaves out less than 1e-20.
     """
     mean = reads / slots
     reach = 10 * math.sqrt(mean) + 40
@@ -256,32 +270,3 @@ def reads_of_a_slot(slots: int, reads: int) -> tuple[NDArray[np.float64], NDArra
     logs = np.concatenate([[0.0], np.cumsum(steps)])
     chance = np.exp(logs - logs.max())
     return n, chance / chance.sum()
-
-
-def save_usage(stem: Path, entry: dict[str, Any], memories: list[MemoryUsage]) -> None:
-    """Keep a usage report in its run, so that tables and plots need no second forward pass.
-
-    Args:
-        stem: of `runs.results.usage_stem`.
-        entry: of `usage-report --format json`, with what it was measured on ("source").
-    """
-    arrays = {f"{number}-{name}": getattr(m, name) for number, m in enumerate(memories) for name in ARRAYS}
-    write_usage(stem, entry, {key: array for key, array in arrays.items() if array is not None})
-
-
-def load_usage(stem: Path, source: dict[str, Any]) -> tuple[dict[str, Any], list[MemoryUsage]] | None:
-    """What `save_usage` wrote; None where there is nothing whole, or it was measured on another `source`."""
-    found = read_usage(stem, source)
-    if found is None:
-        return None
-    entry, arrays = found
-    memories = []
-    try:
-        for number, facts in enumerate(entry["memories"]):
-            fields = {key: facts[key] for key in ("layer", "name", "kind", "tokens")}
-            fields |= {name: arrays[f"{number}-{name}"] for name in ARRAYS[:-1]}
-            memories.append(MemoryUsage(**fields, common_HH=arrays.get(f"{number}-common_HH")))
-        agree = [memory.as_json() for memory in memories] == entry["memories"]
-    except (ArithmeticError, LookupError, TypeError, ValueError):
-        return None
-    return (entry, memories) if agree else None

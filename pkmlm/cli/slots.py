@@ -1,25 +1,19 @@
 """`pkmlm slots`: what single slots of a memory hold, and who reads them."""
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from pkmlm.cli.options import PATH, json_option, prompt_argument, quiet_option, step_option, text_options
 from pkmlm.console import warn_each
-from pkmlm.errors import UserError, printable
+from pkmlm.errors import UserError
 
 if TYPE_CHECKING:
-    from pkmlm.analysis.usage import MemoryUsage
-    from pkmlm.console import Table
-    from pkmlm.evaluate.documents import Documents
-    from pkmlm.evaluate.load import LoadedRun
     from pkmlm.evaluate.text_choice import TextChoice
 
-MOST = {"slots": 20, "contexts": 10, "token": 3}  # rows of each kind of report
-ENOUGH = 10  # slots, to deal their contexts among them: of one alone they would come back
-MOST_KEPT = 1 << 28  # contexts of all slots of a memory together, 12 bytes each: 3 GB
-MOST_DESCRIBED = 10_000  # slots of one report: dealing their contexts at random takes 3 ms a slot
+DEFAULT_TOP = {"slots": 20, "contexts": 10, "token": 3}  # rows of each kind of report
+ENOUGH = 10  # slots whose contexts can be dealt at random among them: those of one alone would come back
 
 
 @click.command()
@@ -32,8 +26,8 @@ MOST_DESCRIBED = 10_000  # slots of one report: dealing their contexts at random
     "--top",
     type=click.IntRange(min=1),
     metavar="N",
-    help=f"How many to show. Default: {MOST['slots']} slots; with --slot, {MOST['contexts']} contexts of it; "
-    f"with PROMPT, {MOST['token']} slots for each token.",
+    help=f"How many to show. Default: {DEFAULT_TOP['slots']} slots; with --slot, {DEFAULT_TOP['contexts']} contexts "
+    f"of it; with PROMPT, {DEFAULT_TOP['token']} slots for each token.",
 )
 @step_option
 @json_option
@@ -67,8 +61,8 @@ def command(
       pkmlm slots runs/hash --layer 2:ffn2 --slot 3:40
       pkmlm slots runs/demo --text my.txt --top 200 --json
     """
-    from pkmlm.analysis.slot_details import find_memory
-    from pkmlm.evaluate.documents import chosen_documents
+    from pkmlm.analysis.slots import find_memory, report_most_read, report_prompt, report_slot
+    from pkmlm.analysis.tables import most_read_table, prompt_table, slot_tables
     from pkmlm.evaluate.load import load_run
 
     if prompt is not None and (slot is not None or choice.explicit):
@@ -77,124 +71,20 @@ def command(
     run = load_run(run_path, step)
     memory = find_memory(run.model, layer)
     if prompt is not None:
-        record, tables = of_prompt(run, memory, prompt, top or MOST["token"])
+        report = report_prompt(run, memory, prompt, top or DEFAULT_TOP["token"])
+        tables = [prompt_table(report.record)]
+    elif slot is not None:
+        report = report_slot(run, memory, choice, slot, top or DEFAULT_TOP["contexts"], quiet)
+        tables = slot_tables(report.record, later_blocks=len(run.model.blocks) - memory.tap.layer)
     else:
-        documents = [chosen_documents(choice, run) for _ in range(2)]
-        if slot is None:
-            record, tables = of_memory(run, memory, documents, top or MOST["slots"], quiet)
-        else:
-            record, tables = of_slot(run, memory, documents, slot, top or MOST["contexts"], quiet)
+        report = report_most_read(run, memory, choice, top or DEFAULT_TOP["slots"], quiet)
+        tables = [most_read_table(report.record)]
     if as_json:
-        click.echo(json.dumps(record, indent=2, allow_nan=False))
+        click.echo(json.dumps(report.record, indent=2, allow_nan=False))
     else:
         click.echo("\n".join(table.render() for table in tables), nl=False)
-        if found := record.get("patterns"):
-            among = f"{found['patterned']} of {found['slots']} slots have contexts that share a pattern"
+        if found := report.record.get("patterns"):
+            patterned = f"{found['patterned']} of {found['slots']} slots have contexts that share a pattern"
             by_chance = f"; shuffled: {found['shuffled']:.1f}" if found["slots"] >= ENOUGH else ""
-            click.echo(f"\n{among}{by_chance}")
-    if prompt is None:
-        warn_each(documents[0].warnings)
-
-
-def heading(run: "LoadedRun", memory: int) -> dict[str, Any]:
-    """What every report begins with."""
-    from pkmlm.model.memory.base import memories
-
-    tap = memories(run.model)[memory].tap
-    return {"run": run.name, "step": run.step, "layer": tap.layer, "name": tap.name, "kind": tap.kind}
-
-
-def title(record: dict[str, Any]) -> str:
-    """What a report is of."""
-    where = f"{record['run']} at step {record['step']}, layer {record['layer']} {record['name']}"
-    return where + (f", {record['split']}" if "split" in record else "")
-
-
-def indexed(
-    run: "LoadedRun", memory: int, documents: "Documents", contexts: int, quiet: bool
-) -> "tuple[MemoryUsage, Any]":
-    """The pass over a text."""
-    from pkmlm.analysis.slot_details import index_slots
-    from pkmlm.console import token_progress
-
-    with token_progress(f"reading {printable(run.name)}", documents.tokens, quiet) as advance:
-        (usage,), (strongest,) = index_slots(run, documents, advance, contexts, memory)
-    return usage, strongest
-
-
-def of_memory(
-    run: "LoadedRun", memory: int, documents: "list[Documents]", top: int, quiet: bool
-) -> "tuple[dict[str, Any], list[Table]]":
-    """The slots with most mass."""
-    from pkmlm.analysis.slot_contexts import CONTEXTS
-    from pkmlm.analysis.slot_details import Wanted, describe
-    from pkmlm.analysis.slots import most_read, patterned, slots_table
-
-    if top > MOST_DESCRIBED:
-        message = f"--top: found {top} (expected at most {MOST_DESCRIBED} slots)"
-        raise UserError(message, "`pkmlm usage-report --export FILE` writes reads and mass of every slot")
-    usage, strongest = indexed(run, memory, documents[0], CONTEXTS, quiet)
-    (slots,) = describe(run, [Wanted(memory, usage, strongest, most_read(usage, top))], documents[1])
-    record = heading(run, memory) | {"split": documents[0].name, "tokens": usage.tokens}
-    found = patterned(slots)
-    record |= {"patterns": found, "slots": [slot.as_json() for slot in slots]}
-    return record, [slots_table(f"Slots with most mass: {title(record)}", slots)]
-
-
-def of_slot(
-    run: "LoadedRun", memory: int, documents: "list[Documents]", name: str, top: int, quiet: bool
-) -> "tuple[dict[str, Any], list[Table]]":
-    """One slot in full."""
-    from pkmlm.analysis.slot_contexts import CONTEXTS
-    from pkmlm.analysis.slot_details import Wanted, describe
-    from pkmlm.analysis.slots import slot_number, slot_tables
-    from pkmlm.model.memory.base import memories
-
-    tap = memories(run.model)[memory].tap
-    number = slot_number(name, tap.kind, tap.slots, tap.heads)
-    if top * tap.slots > MOST_KEPT:
-        most = MOST_KEPT // tap.slots
-        raise UserError(
-            f"--top: found {top} (expected at most {most}: as many are kept of each of {tap.slots:,} slots)"
-        )
-    usage, strongest = indexed(run, memory, documents[0], max(top, CONTEXTS), quiet)
-    ((slot,),) = describe(run, [Wanted(memory, usage, strongest, [number])], documents[1])
-    slot = slot._replace(contexts=slot.contexts[:top])
-    record = heading(run, memory) | {"split": documents[0].name, "tokens": usage.tokens, "slots": [slot.as_json()]}
-    later = len(run.model.blocks) - tap.layer
-    note = f" (approximate: {later} later layer{'s' if later > 1 else ''} left out)" if later else ""
-    return record, slot_tables(f"Slot {slot.name}: {title(record)}", slot, note)
-
-
-def of_prompt(run: "LoadedRun", memory: int, prompt: str, top: int) -> "tuple[dict[str, Any], list[Table]]":
-    """Each token's strongest slots."""
-    from pkmlm.analysis.lens import Lens
-    from pkmlm.analysis.slot_details import read_text
-    from pkmlm.analysis.slots import reading_table, slot_name
-    from pkmlm.model.memory.base import memories
-
-    tap = memories(run.model)[memory].tap
-    readings = read_text(run, memory, run.tokenizer.encode(prompt), top)
-    lens = Lens(run, memory)
-    distinct = sorted({slot for reading in readings for slot, _ in reading.slots})
-    raised = (
-        {slot: up for slot, (up, _) in zip(distinct, lens.words(distinct), strict=True)} if lens.reaches_output else {}
-    )
-    record = heading(run, memory)
-    tokens = [
-        {
-            "token": token,
-            "slots": [
-                {
-                    "slot": slot,
-                    "name": slot_name(slot, tap.kind, tap.slots, tap.heads),
-                    "weight": weight,
-                    "raises": [word._asdict() for word in raised[slot]] if slot in raised else None,
-                }
-                for slot, weight in slots
-            ],
-        }
-        for token, slots in readings
-    ]
-    record |= {"tokens": tokens}
-    return record, [reading_table(f"Strongest slots of each token: {title(record)}", tokens)]
+            click.echo(f"\n{patterned}{by_chance}")
+    warn_each(report.warnings)

@@ -3,23 +3,19 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from pkmlm.cli.options import PATH, force_option, format_option, quiet_option, text_options
 from pkmlm.cli.outputs import free_file, free_folder
-from pkmlm.cli.usage_subject import Report, Subject, run_or_export, subject_of
-from pkmlm.console import warn_each
+from pkmlm.console import Format, warn_each
 from pkmlm.environment import launched_processes
 from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
-    from pkmlm.console import Format
     from pkmlm.distributed import World
     from pkmlm.evaluate.text_choice import TextChoice
-    from pkmlm.runs.directory import RunDirectory
 
 
 @click.command()
@@ -48,7 +44,7 @@ def command(
     run_paths: tuple[str, ...],
     choice: "TextChoice",
     step: str,
-    format: "Format",
+    format: Format,
     plots: str | None,
     html: str | None,
     export_file: str | None,
@@ -72,49 +68,49 @@ def command(
       torchrun --nproc-per-node 4 -m pkmlm usage-report runs/demo
     """
     from pkmlm.analysis.compare import open_runs
+    from pkmlm.analysis.tables import usage_rows, usage_tables
+    from pkmlm.analysis.usage_report import export_usage, run_or_export, usage_reports
 
     with launched() as world:
         runs, steps = open_runs(run_paths, run_or_export), list(dict.fromkeys(step.split(",")))
         if export_file is not None and len(runs) * len(steps) > 1:
             raise UserError("--export takes one run at one step", "write a file for each")
         folder, page = free_folder(plots, force), free_file("--html", html, force)
-        background = free_file("--export", export_file, force)
-        if page is not None and page == background:
+        arrays = free_file("--export", export_file, force)
+        if page is not None and page == arrays:
             raise UserError(f"--html and --export name one file, {page}", "name two")
         choice.refuse_standard_input("a text is read more than once")
-        named = [(f"{name}@{s}" if len(steps) > 1 else name, run, s) for name, run in runs.items() for s in steps]
-        found = reports_on(named, choice, quiet, world, look_into=page is not None)
+        reports = usage_reports(runs, steps, choice, quiet, world, details=page is not None)
     if world and world.rank > 0:
         return
-    entries = [{**report.entry, "run": subject.label} for subject, report in found]
-    try:  # first: they are not lost with an output that nobody reads any more
-        if any((folder, page, background)) and not any(entry["memories"] for entry in entries):
+    entries = [report.entry for report in reports]
+    try:  # files first, so that they are written also if nobody reads the output any more
+        if any((folder, page, arrays)) and not any(entry["memories"] for entry in entries):
             raise UserError("no model here has a memory to draw or export", "leave out --plots, --html and --export")
         if folder is not None:
-            draw(folder, found)
+            from pkmlm.analysis.plots import draw_usage
+
+            drawn = [draw_usage(folder, r.entry["run"], r.memories, r.run.metrics()) for r in reports]
+            click.echo(f"{sum(map(len, drawn))} pictures in {printable(str(folder))}", err=True)
         if page is not None:
-            write_page(page, entries, found)
-        if background is not None:
-            export(background, entries, found)
-    finally:  # nor is the report with a disk that is full
-        print_report(entries, format)
+            from pkmlm.analysis.page import write_page
+
+            write_page(page, reports)
+            click.echo(f"the page is {printable(str(page))} ({page.stat().st_size / 1e6:.1f} MB)", err=True)
+        if arrays is not None:
+            export_usage(arrays, reports[0])
+    finally:  # and the report is printed also if the disk is full
+        if format == "json":
+            click.echo(json.dumps({"runs": entries}, indent=2, allow_nan=False))
+        else:
+            tables = [usage_rows(entries)] if format == "csv" else usage_tables(entries)
+            click.echo("\n".join(table.render(format) for table in tables), nl=False)
         warn_each(warning for entry in entries for warning in entry.get("warnings") or [])
-
-
-def print_report(entries: list[dict[str, Any]], format: "Format") -> None:
-    """Print what was found of each run, in one of the formats of a table."""
-    from pkmlm.analysis.tables import flat_table, usage_tables
-
-    if format == "json":
-        click.echo(json.dumps({"runs": entries}, indent=2, allow_nan=False))
-        return
-    tables = [flat_table(entries)] if format == "csv" else usage_tables(entries)
-    click.echo("\n".join(table.render(format) for table in tables), nl=False)
 
 
 @contextmanager
 def launched() -> "Iterator[World | None]":
-    """The processes of a launcher; None without one: a report that is kept needs no torch."""
+    """The processes of a launcher. None without one: a report that is kept needs no torch."""
     if launched_processes() == 1:
         yield None
         return
@@ -122,98 +118,3 @@ def launched() -> "Iterator[World | None]":
 
     with init_distributed() as world, world.errors_on_rank_zero():
         yield world
-
-
-def reports_on(
-    named: "list[tuple[str, RunDirectory, str]]",
-    choice: "TextChoice",
-    quiet: bool,
-    world: "World | None",
-    *,
-    look_into: bool,
-) -> list[tuple[Subject, Report]]:
-    """A report of each run at each step. Rank 0 alone looks into slots: their strongest readers are not merged."""
-    from pkmlm.export.config import is_export
-
-    if look_into and world and world.rank > 0:
-        return []
-    world = None if look_into else world
-    for _, run, step in named:
-        if not is_export(run.path):
-            run.resolve(step)  # refuses a missing one before the first pass
-
-    def reported(label: str, run: "RunDirectory", step: str) -> tuple[Subject, Report]:
-        while True:
-            subject = subject_of(label, run, step, choice, world)
-            try:
-                if look_into:
-                    return subject, subject.keep(measured(subject, choice, quiet, None, look_into=True))
-                return subject, report_on(subject, choice, quiet, world)
-            except UserError:
-                if step.isdecimal() or subject.is_there:
-                    raise
-                # a training process has replaced the checkpoint since: look again
-
-    return [reported(*each) for each in named]
-
-
-def report_on(subject: Subject, choice: "TextChoice", quiet: bool, world: "World | None") -> Report:
-    """What is kept, or measured and then kept. All processes call it; the report of all but rank 0 is of no use."""
-    first = world is None or world.rank == 0
-    report = subject.kept()
-    if not (world.broadcast(report is not None) if world else report):
-        report = measured(subject, choice, quiet or not first, world)
-        report = subject.keep(report) if first else report
-    return report or Report({}, [], [])
-
-
-def measured(
-    subject: Subject, choice: "TextChoice", quiet: bool, world: "World | None", *, look_into: bool = False
-) -> Report:
-    """Pass over the text and count; to look into slots, note who reads them as well, and what."""
-    from pkmlm.analysis.counters import measure_usage
-    from pkmlm.analysis.slot_details import hold, index_slots
-    from pkmlm.console import token_progress
-    from pkmlm.evaluate.documents import chosen_documents
-    from pkmlm.evaluate.load import load_same
-
-    loaded = load_same(subject.run.path, subject.step, world)
-    documents = chosen_documents(choice, loaded)
-    strongest = None
-    with token_progress(f"reading {printable(loaded.name)}", documents.tokens, quiet) as advance:
-        if look_into:
-            memories, strongest = index_slots(loaded, documents, advance)
-        else:
-            memories = measure_usage(loaded, documents, advance, world)
-    found = [memory.as_json() for memory in memories]
-    entry = {"run": loaded.name, "step": loaded.step, "split": documents.name, "memories": found}
-    entry["warnings"] = list(documents.warnings)  # what is kept has them too
-    return Report(
-        entry, memories, hold(loaded, memories, strongest, chosen_documents(choice, loaded)) if strongest else []
-    )
-
-
-def draw(folder: Path, found: "list[tuple[Subject, Report]]") -> None:
-    """Draw each report's pictures."""
-    from pkmlm.analysis.plots import draw_usage
-
-    drawn = [draw_usage(folder, subject.label, report.memories, subject.run.metrics()) for subject, report in found]
-    click.echo(f"{sum(map(len, drawn))} pictures in {printable(str(folder))}", err=True)
-
-
-def write_page(path: Path, entries: list[dict[str, Any]], found: "list[tuple[Subject, Report]]") -> None:
-    """Write the page of all reports."""
-    from pkmlm.analysis.page import usage_page
-    from pkmlm.runs.files import write_text
-
-    memories, holdings = [report.memories for _, report in found], [report.holdings for _, report in found]
-    write_text(path, usage_page(entries, memories, holdings, [subject.run.metrics() for subject, _ in found]))
-    click.echo(f"the page is {printable(str(path))} ({path.stat().st_size / 1e6:.1f} MB)", err=True)
-
-
-def export(path: Path, entries: list[dict[str, Any]], found: "list[tuple[Subject, Report]]") -> None:
-    """Write the counts of the only report."""
-    from pkmlm.analysis.background import export_usage
-
-    ((subject, report),) = found
-    export_usage(path, entries[0], subject.fingerprint(), report.memories)

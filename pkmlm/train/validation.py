@@ -61,7 +61,7 @@ def validator(
             "token_ppl": result.token_ppl,
             "word_ppl": result.word_ppl,
             "bits_per_byte": result.bits_per_byte,
-            "usage": [memory.brief() for memory in counters.memories(groups.data)],
+            "usage": [memory.as_event() for memory in counters.memories(groups.data)],
         }
 
     return validate

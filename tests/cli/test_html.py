@@ -12,11 +12,15 @@ import pytest
 import torch
 
 from pkmlm.analysis.page import usage_page
-from pkmlm.analysis.slots import Context, Holding, Slot, Word
+from pkmlm.analysis.slot_contexts import Context
+from pkmlm.analysis.slots import PageSlots, SlotDetails, Word
 from pkmlm.analysis.usage import MemoryUsage
+from pkmlm.analysis.usage_report import RunUsage
 from pkmlm.data.corpus import Corpus
 from pkmlm.evaluate.load import load_run
 from pkmlm.model.memory.base import memories
+from pkmlm.model.memory.usage_tap import UsageTap
+from pkmlm.runs.directory import RunDirectory
 from tests.browser import Browser, find_chromium
 from tests.conftest import pkmlm
 
@@ -312,7 +316,7 @@ def test_every_control_and_figure_has_a_name(page: Path, browser: Browser) -> No
     assert browser.run("document.documentElement.lang") == "en"
 
 
-def made_up(n: int, text: str = WILD) -> tuple[MemoryUsage, Holding]:
+def made_up(n: int, text: str = WILD) -> tuple[MemoryUsage, PageSlots]:
     """A memory of n * n slots, half of them read, with texts; by default such as would like to be run."""
     random, slots = np.random.default_rng(0), n * n
     counts = (random.pareto(1, (4, slots)) * 20).astype(np.int64) * (random.random(slots) < 0.5)
@@ -322,18 +326,21 @@ def made_up(n: int, text: str = WILD) -> tuple[MemoryUsage, Holding]:
     context = Context(0, 0, 0, 0.5, text, text, text, text, text)
     words = [Word(text, 1.0)] * 8
     best = [int(slot) for slot in np.argsort(-usage.masses_S)[: min(2000, slots)]]
-    held = [Slot.of(usage, slot, words, words, [context._replace(position=i) for i in range(10)]) for slot in best]
+    tap = UsageTap(3, "memory", "product-key", slots, 4)
+    contexts = [context._replace(position=i) for i in range(10)]
+    held = [SlotDetails.of(tap, usage, slot, words, words, contexts) for slot in best]
     first = np.where(usage.counts_S > 0, random.integers(0, 8000, slots), -1)
-    return usage, Holding(held, first, [f"{text}{i}" for i in range(8000)])
+    return usage, PageSlots(held, first, [f"{text}{i}" for i in range(8000)])
 
 
-def page_of(usage: MemoryUsage, holding: Holding, path: Path) -> Path:
-    return page_of_several([usage], [holding], path)
+def page_of(usage: MemoryUsage, held: PageSlots, path: Path) -> Path:
+    return page_of_several([usage], [held], path)
 
 
-def page_of_several(usages: list[MemoryUsage], holdings: list[Holding], path: Path) -> Path:
+def page_of_several(usages: list[MemoryUsage], slots: list[PageSlots], path: Path) -> Path:
     entry = {"run": WILD, "step": 1, "split": WILD, "memories": [usage.as_json() for usage in usages]}
-    path.write_text(usage_page([entry], [usages], [holdings], [[]]), encoding="utf-8")
+    report = RunUsage(RunDirectory(path.with_suffix("")), entry, usages, slots)
+    path.write_text(usage_page([report]), encoding="utf-8")
     return path
 
 
@@ -341,7 +348,7 @@ def page_of_several(usages: list[MemoryUsage], holdings: list[Holding], path: Pa
 def test_labels_of_many_bars_do_not_overlap(browser: Browser, tmp_path: Path) -> None:
     counts = np.ones((64, 4), dtype=np.int64)
     usage = MemoryUsage(1, "qkv", "hash", 4, counts, counts / 2, counts.sum(axis=1) / 4, None)
-    browser.open(page_of(usage, Holding([], None, []), tmp_path / "bars.html"))
+    browser.open(page_of(usage, PageSlots([], None, []), tmp_path / "bars.html"))
     drawn = browser.run(
         """(async () => {
             const texts = [], write = CanvasRenderingContext2D.prototype.fillText;
@@ -366,8 +373,8 @@ def test_labels_of_many_bars_do_not_overlap(browser: Browser, tmp_path: Path) ->
 @in_browser
 def test_what_is_chosen_last_is_shown(browser: Browser, tmp_path: Path) -> None:
     """A large memory takes longer to unpack than a small one that is chosen right after it."""
-    usages, holdings = zip(made_up(16), made_up(32), strict=True)
-    browser.open(page_of_several(list(usages), list(holdings), tmp_path / "two.html"))
+    usages, slots = zip(made_up(16), made_up(32), strict=True)
+    browser.open(page_of_several(list(usages), list(slots), tmp_path / "two.html"))
     browser.run(
         """(() => {
             const choice = document.querySelector('.column select'), unpacked = numbers;
@@ -405,8 +412,8 @@ def test_text_of_a_corpus_is_never_run(browser: Browser, tmp_path: Path) -> None
 
 @in_browser
 def test_a_million_slots_take_ten_megabytes(browser: Browser, tmp_path: Path) -> None:
-    usage, holding = made_up(1024, "of words as long as they come " * 4)
-    path = page_of(usage, holding, tmp_path / "million.html")
+    usage, held = made_up(1024, "of words as long as they come " * 4)
+    path = page_of(usage, held, tmp_path / "million.html")
     assert path.stat().st_size < 10e6
     browser.open(path)
     slot = int(np.flatnonzero(usage.counts_S == 3)[0])

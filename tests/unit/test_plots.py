@@ -94,7 +94,7 @@ def test_large_maps_are_binned_and_keep_their_mean() -> None:
     n = 1100
     counts = RANDOM.integers(0, 3, (1, n * n))
     image = plots.key_map(
-        "r", MemoryUsage(1, "memory", "product-key", 9, counts, counts * 1.0, counts.sum(axis=1), None)
+        "r", MemoryUsage(1, "memory", "product-key", 9, counts, counts * 1.0, counts.sum(axis=1), np.eye(1))
     ).axes[0]
     relative = image.images[0].get_array()
     assert max(relative.shape) <= plots.MOST_PIXELS

@@ -9,21 +9,28 @@ import pytest
 import torch
 from torch import nn
 
-from pkmlm.analysis.counters import WatchedReads
-from pkmlm.analysis.lens import Lens
-from pkmlm.analysis.slot_contexts import _Readers, summed_reads
-from pkmlm.analysis.slot_details import (
+from pkmlm.analysis.counters import ReadListener
+from pkmlm.analysis.slot_contexts import (
     AFTER,
     BEFORE,
-    Wanted,
+    Context,
+    TopContexts,
     contexts_at,
-    describe,
-    find_memory,
-    hold,
-    index_slots,
-    read_text,
+    find_pattern,
+    summed_reads,
 )
-from pkmlm.analysis.slots import Context, Slot, pattern_of, patterned, slot_name, slot_number
+from pkmlm.analysis.slots import (
+    LogitLens,
+    SlotDetails,
+    count_patterns,
+    find_memory,
+    index_slots,
+    page_slots,
+    read_text,
+    slot_details,
+    slot_name,
+    slot_number,
+)
 from pkmlm.errors import UserError
 from pkmlm.evaluate.documents import documents_of_texts
 from pkmlm.evaluate.load import LoadedRun, load_run
@@ -47,22 +54,24 @@ def documents(run: LoadedRun):
 def test_the_kept_positions_are_those_of_a_full_sort(contexts: int) -> None:
     random = torch.Generator().manual_seed(0)
     tap = UsageTap(1, "memory", "product-key", 12, 2)
-    readers = _Readers(tap, torch.device("cpu"), contexts)
     reads, position = defaultdict(lambda: defaultdict(float)), 0
-    for tokens in (5, 1, 40, 17):
-        slots_NHk = torch.rand(tokens, 2, 12, generator=random).topk(3).indices
-        weights_NHk = torch.randint(0, 4, (tokens, 2, 3), generator=random) / 4  # many ties, zeros too
-        readers.add(slots_NHk, weights_NHk)
-        for token in range(tokens):
-            for slot, weight in zip(slots_NHk[token].flatten(), weights_NHk[token].flatten(), strict=True):
-                reads[int(slot)][position] += float(weight)
-            position += 1
+    with TopContexts(tap, contexts) as tops:
+        for tokens in (5, 1, 40, 17):
+            slots_NHk = torch.rand(tokens, 2, 12, generator=random).topk(3).indices
+            weights_NHk = torch.randint(0, 4, (tokens, 2, 3), generator=random) / 4  # many ties, zeros too
+            tap(slots_NHk, weights_NHk)
+            for token in range(tokens):
+                for slot, weight in zip(slots_NHk[token].flatten(), weights_NHk[token].flatten(), strict=True):
+                    reads[int(slot)][position] += float(weight)
+                position += 1
+    (top,) = tops.positions()
+    assert top.weights_Kc.shape == top.positions_Kc.shape == (12, contexts), "however long the text"
     for slot in range(12):
         expected = sorted(((-weight, at) for at, weight in reads[slot].items()))[:contexts]
-        kept = readers.positions_Kc[slot] >= 0
-        assert readers.positions_Kc[slot][kept].tolist() == [at for _, at in expected]
-        assert readers.weights_Kc[slot][kept].tolist() == [-weight for weight, _ in expected]
-        assert (readers.weights_Kc[slot][~kept] == -1).all()
+        kept = top.positions_Kc[slot] >= 0
+        assert top.positions_Kc[slot][kept].tolist() == [at for _, at in expected]
+        assert top.weights_Kc[slot][kept].tolist() == [-weight for weight, _ in expected]
+        assert (top.weights_Kc[slot][~kept] == -1).all()
 
 
 def test_reads_of_one_slot_by_two_heads_are_summed() -> None:
@@ -74,13 +83,13 @@ def test_reads_of_one_slot_by_two_heads_are_summed() -> None:
 
 def reads_of(run: LoadedRun, tokens: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    with WatchedReads([(memories(run.model)[0].tap, lambda *pair: seen.append(pair))]), torch.no_grad():
+    with ReadListener([(memories(run.model)[0].tap, lambda *pair: seen.append(pair))]), torch.no_grad():
         run.model.hidden(torch.from_numpy(tokens)[None])
     return seen[0]
 
 
 def test_index_equals_one_forward_a_window(run: LoadedRun) -> None:
-    (usage,), (strongest,) = index_slots(run, documents(run), contexts=4)
+    ((_, usage, top),) = index_slots(run, documents(run), contexts=4)
     reads, places, position = defaultdict(list), [], 0
     for ids in documents(run).ids:
         for window in windows(ids, run.tokenizer.eos, run.model.context, run.model.context):
@@ -95,10 +104,10 @@ def test_index_equals_one_forward_a_window(run: LoadedRun) -> None:
                 position += 1
     for slot in range(usage.slots):
         found = sorted(reads[slot], key=lambda pair: -pair[0])[:4]
-        kept = strongest.positions_Kc[slot] >= 0
-        np.testing.assert_allclose(strongest.weights_Kc[slot][kept], [weight for weight, _ in found], rtol=1e-4)
+        kept = top.positions_Kc[slot] >= 0
+        np.testing.assert_allclose(top.weights_Kc[slot][kept], [weight for weight, _ in found], rtol=1e-4)
         weight_at = {at: weight for weight, at in reads[slot]}
-        there = [weight_at[at] for at in strongest.positions_Kc[slot][kept].tolist()]
+        there = [weight_at[at] for at in top.positions_Kc[slot][kept].tolist()]
         np.testing.assert_allclose(there, [weight for weight, _ in found], rtol=1e-4)
     contexts = contexts_at(np.arange(position), documents(run), run.tokenizer, run.model.context)
     assert [contexts[p].place for p in range(position)] == places
@@ -124,16 +133,8 @@ def test_contexts_are_the_text_around_a_position(run: LoadedRun) -> None:
     assert len(found) == position
 
 
-def test_memory_does_not_grow_with_the_text() -> None:
-    readers = _Readers(UsageTap(1, "memory", "flat-key", 8, 1), torch.device("cpu"), 5)
-    before = {name: x.shape for name, x in vars(readers).items() if isinstance(x, torch.Tensor)}
-    for _ in range(20):
-        readers.add(torch.randint(0, 8, (100, 1, 1)), torch.rand(100, 1, 1))
-    assert {name: x.shape for name, x in vars(readers).items() if isinstance(x, torch.Tensor)} == before
-
-
 def test_the_lens_ranks_tokens_as_a_large_value_does(run: LoadedRun) -> None:
-    lens = Lens(run, 0)
+    lens = LogitLens(run, memories(run.model)[0])
     slots = [0, 7, 255]
     for slot, (raises, lowers) in zip(slots, lens.words(slots, 3), strict=True):
         value_D = run.model.blocks[1].parts["memory"].values.weight_KD[slot].detach()
@@ -152,48 +153,50 @@ def test_the_lens_ranks_tokens_as_a_large_value_does(run: LoadedRun) -> None:
 
 def test_rows_that_do_not_reach_the_stream_say_nothing(trained) -> None:
     hashed = load_run(trained("hash"))
-    names = [module.tap.name for module in memories(hashed.model)]
-    assert [Lens(hashed, i).reaches_output for i in range(3)] == [name == "ffn2" for name in names[:3]]
-    usages, strongest = index_slots(hashed, documents(hashed))
-    ((slot,),) = describe(hashed, [Wanted(0, usages[0], strongest[0], [17])], documents(hashed))
-    assert (slot.raises, slot.at, slot.name) == (None, {"table": 2, "bucket": 1}, "2:1")
-    assert slot.reads == usages[0].counts_HK[1, 1]
+    assert [LogitLens(hashed, memory).applies for memory in memories(hashed.model)[:3]] == [False, False, True]
+    index = index_slots(hashed, documents(hashed))[0]
+    ((slot,),) = slot_details(hashed, [index], [[17]], documents(hashed))
+    assert (slot.raises, slot.address, slot.name) == (None, {"table": 2, "bucket": 1}, "2:1")
+    assert slot.reads == index.usage.counts_HK[1, 1]
 
 
 def test_a_memory_whose_reads_have_no_weight_holds_nothing(run: LoadedRun) -> None:
-    (usage,), strongest = index_slots(run, documents(run))
-    weightless = replace(usage, masses_HK=np.zeros_like(usage.masses_HK))
-    (held,) = hold(run, [weightless], strongest, documents(run))
+    (index,) = index_slots(run, documents(run))
+    usage = replace(index.usage, masses_HK=np.zeros_like(index.usage.masses_HK))
+    (held,) = page_slots(run, [index._replace(usage=usage)], documents(run))
     assert held.slots == []
-    assert held.first_S is not None
-    assert ((held.first_S >= 0) == (usage.counts_S > 0)).all()
-    assert Lens(run, 0).first(np.zeros(0, np.int64)).size == 0
+    assert held.first_K is not None
+    assert ((held.first_K >= 0) == (usage.counts_S > 0)).all()
+    assert LogitLens(run, index.memory).top_tokens(np.zeros(0, np.int64)).size == 0
 
 
 def test_only_the_memory_that_is_asked_for_is_indexed(trained) -> None:
     hashed = load_run(trained("hash"))
-    usages, strongest = index_slots(hashed, documents(hashed))
-    (usage,), (own,) = index_slots(hashed, documents(hashed), memory=1)
-    assert (usage.layer, usage.name) == (usages[1].layer, usages[1].name)
-    assert np.array_equal(usage.counts_HK, usages[1].counts_HK)
-    assert np.array_equal(own.positions_Kc, strongest[1].positions_Kc)
+    of_all = index_slots(hashed, documents(hashed))[1]
+    (own,) = index_slots(hashed, documents(hashed), memory=memories(hashed.model)[1])
+    assert own.memory is of_all.memory
+    assert np.array_equal(own.usage.counts_HK, of_all.usage.counts_HK)
+    assert np.array_equal(own.top.positions_Kc, of_all.top.positions_Kc)
 
 
 def test_read_text_gives_the_strongest_slots_of_each_token(run: LoadedRun) -> None:
     ids = run.tokenizer.encode(TEXTS[0])
-    readings = read_text(run, 0, ids, 3)
+    memory = memories(run.model)[0]
+    readings = read_text(run, memory, ids, 3)
     assert [reading.token for reading in readings] == ["</s>", *map(run.tokenizer.piece, ids)]
     for reading in readings:
         weights = [weight for _, weight in reading.slots]
         assert weights == sorted(weights, reverse=True)
         assert len(reading.slots) == 3
-    long = read_text(run, 0, ids * 20, 1)
+    long = read_text(run, memory, ids * 20, 1)
     assert len(long) == 20 * len(ids) + 1, "more than one window"
 
 
 def test_find_memory_by_layer_and_name(trained) -> None:
     hashed = load_run(trained("hash")).model
-    assert [find_memory(hashed, name) for name in (None, "1", "1:qkv", "2:ffn1")] == [5, 2, 0, 4]
+    all_of_them = memories(hashed)
+    found = [find_memory(hashed, name) for name in (None, "1", "1:qkv", "2:ffn1")]
+    assert [all_of_them.index(memory) for memory in found] == [5, 2, 0, 4]
     with pytest.raises(UserError, match="expected 1:qkv, 1:ffn1"):
         find_memory(hashed, "3")
     with pytest.raises(UserError, match="no memory"):
@@ -201,48 +204,49 @@ def test_find_memory_by_layer_and_name(trained) -> None:
 
 
 def test_slot_names_go_there_and_back() -> None:
-    for kind, slots, heads in (("product-key", 64, 4), ("flat-key", 10, 2), ("hash", 32, 4)):
+    tables = UsageTap(1, "qkv", "hash", 32, 4, shared=False)
+    for tap in (UsageTap(1, "memory", "product-key", 64, 4), UsageTap(1, "memory", "flat-key", 10, 2), tables):
+        slots = tap.slots
         for slot in range(slots):
-            name = slot_name(slot, kind, slots, heads)
-            assert slot_number(name, kind, slots, heads) == slot
-            assert slot_number(str(slot), kind, slots, heads) == slot
+            assert slot_number(slot_name(slot, tap), tap) == slot
+            assert slot_number(str(slot), tap) == slot
         for wrong in ("-1", "x", str(slots), "1:99", "99:1", "", ":", "1:2:3", "\u0661"):
             with pytest.raises(UserError, match="no such slot"):
-                slot_number(wrong, kind, slots, heads)
+                slot_number(wrong, tap)
     with pytest.raises(UserError, match="expected 0 to 31 or 1:0 to 4:7"):
-        slot_number("0:3", "hash", 32, 4)
+        slot_number("0:3", tables)
 
 
 def context(token: str = "t", next: str = "n", previous: str = "p", place: int = 0) -> Context:
     return Context(0, 0, place, 0.5, "", token, "", previous, next)
 
 
-def slot_with(contexts: list[Context]) -> Slot:
-    return Slot(0, "0", {}, 1, 1.0, 0.1, [], None, None, pattern_of(contexts), contexts)
+def slot_with(contexts: list[Context]) -> SlotDetails:
+    return SlotDetails(0, "0", {}, 1, 1.0, 0.1, [], None, None, find_pattern(contexts), contexts)
 
 
 def test_a_pattern_is_what_half_of_the_contexts_share() -> None:
     different = [context(*(f"{kind}{i}" for kind in "tnp"), i) for i in range(10)]
-    assert pattern_of(different) is None
+    assert find_pattern(different) is None
     five = [c._replace(next="same") if i < 5 else c for i, c in enumerate(different)]
-    assert pattern_of(five) == ("next", "same", 5, 10)
-    assert pattern_of([c._replace(next="same") if i < 4 else c for i, c in enumerate(different)]) is None
+    assert find_pattern(five) == ("next", "same", 5, 10)
+    assert find_pattern([c._replace(next="same") if i < 4 else c for i, c in enumerate(different)]) is None
     six = [c._replace(place=99) if i > 3 else c for i, c in enumerate(five)]
-    assert pattern_of(six) == ("place", "99", 6, 10), "the one that more contexts share"
-    assert pattern_of([context()] * 10) == ("token", "t", 10, 10), "the first of equals"
-    assert pattern_of([context()] * 2) is None, "two are no pattern"
-    assert pattern_of([]) is None
-    assert pattern_of(five + different) == pattern_of(five), "ten are looked at"
+    assert find_pattern(six) == ("place", "99", 6, 10), "the one that more contexts share"
+    assert find_pattern([context()] * 10) == ("token", "t", 10, 10), "the first of equals"
+    assert find_pattern([context()] * 2) is None, "two are no pattern"
+    assert find_pattern([]) is None
+    assert find_pattern(five + different) == find_pattern(five), "ten are looked at"
 
 
 def test_shuffling_deals_the_same_contexts() -> None:
     apart = [slot_with([context(f"t{i}", f"n{i}{j}", f"p{i}{j}", 100 * i + j) for j in range(10)]) for i in range(20)]
-    found = patterned(apart)
+    found = count_patterns(apart)
     assert (found["slots"], found["patterned"], found["kinds"]) == (20, 20, {"token": 20})
     assert found["shuffled"] == 0.0
     alike = [slot_with([context("t", f"n{j}", f"p{j}", j) for j in range(10)]) for _ in range(5)]
-    assert patterned(alike)["shuffled"] == 5.0
-    assert patterned([]) == {"slots": 0, "patterned": 0, "kinds": {}, "shuffled": 0.0}
+    assert count_patterns(alike)["shuffled"] == 5.0
+    assert count_patterns([]) == {"slots": 0, "patterned": 0, "kinds": {}, "shuffled": 0.0}
     assert json.dumps(found)
 
 

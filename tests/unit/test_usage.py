@@ -17,7 +17,8 @@ from pkmlm.analysis import counters as counting
 from pkmlm.analysis import usage as numbers
 from pkmlm.analysis.counters import UsageCounters
 from pkmlm.analysis.tables import usage_tables
-from pkmlm.analysis.usage import MemoryUsage, load_usage, measures, reads_of_a_slot, save_usage, uniform_reading
+from pkmlm.analysis.usage import MemoryUsage, measures, reads_of_a_slot, uniform_reading
+from pkmlm.analysis.usage_report import load_usage, save_usage
 from pkmlm.errors import UserError
 from pkmlm.model.memory.usage_tap import UsageTap
 
@@ -106,7 +107,7 @@ def test_uniform_reading_is_what_sampling_gives() -> None:
 def test_uniform_mass_is_what_sampling_gives(kind: str) -> None:
     """Weights are as uneven as those of a peaked softmax, and one head's are three times the other's."""
     random, slots, tokens = np.random.default_rng(0), 256, 40_000
-    tap = UsageTap(1, "memory", kind, slots if kind == "product-key" else 2 * slots, 2)
+    tap = UsageTap(1, "memory", kind, slots if kind == "product-key" else 2 * slots, 2, shared=kind == "product-key")
     topk = 8 if kind == "product-key" else 1
     slots_NHk = random.integers(0, slots, (tokens, 2, topk))
     if kind == "hash":
@@ -199,7 +200,7 @@ def test_counters_equal_plain_counting(monkeypatch: pytest.MonkeyPatch) -> None:
         "usage": uniform_reading(slots, tokens * topk)["usage"],
         "kl": pytest.approx(np.mean(of_heads)),
     }
-    assert found.brief() == {
+    assert found.as_event() == {
         "layer": 5,
         "name": "memory",
         "usage": entry["mass"]["usage"],
@@ -209,7 +210,7 @@ def test_counters_equal_plain_counting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_counters_of_hash_tables() -> None:
-    model = Reader(UsageTap(1, "qkv", "hash", 12, 3))
+    model = Reader(UsageTap(1, "qkv", "hash", 12, 3, shared=False))
     rows_N31 = torch.tensor([[0, 4, 8], [0, 5, 11], [0, 7, 11]])[..., None]
     with UsageCounters(model) as counters:
         model((rows_N31, torch.full((3, 3, 1), 0.25)))
@@ -226,7 +227,7 @@ def test_counters_of_hash_tables() -> None:
 
 
 def test_counters_stay_exact_where_single_precision_saturates() -> None:
-    model = Reader(UsageTap(1, "ffn1", "hash", 2, 1))
+    model = Reader(UsageTap(1, "ffn1", "hash", 2, 1, shared=False))
     reads = torch.zeros(1 << 22, 1, 1, dtype=torch.int64), torch.ones(1 << 22, 1, 1)
     with UsageCounters(model) as counters:
         for _ in range(4):

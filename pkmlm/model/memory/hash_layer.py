@@ -61,7 +61,8 @@ class HashLayer(SparseMemory):
         self.temperature, self.scaled = spec.temperature, spec.score == "scaled"
         size = share * LIKE_LINEAR_STD * math.sqrt(dim)
         std = size / (math.sqrt(self.tables) * score_rms(bits, spec.temperature, self.scaled))
-        self.tap = UsageTap(layer, name, "hash", self.tables << bits, self.tables)
+        slots, residual = self.tables << bits, name == "ffn2"
+        self.tap = UsageTap(layer, name, "hash", slots, self.tables, shared=False, residual=residual)
         self.values = Values(self.tables << bits, width, std=std, group="tables")
 
     @uncompiled

@@ -14,12 +14,18 @@ class UsageTap(nn.Module):
         name: "memory", or for hash layers "qkv", "ffn1", "ffn2".
         kind: of the memory: "product-key", "flat-key" or "hash".
         slots: rows of the memory's table; of all tables together for hash layers.
-        heads: memory heads, or hash tables (table t owns the rows t * slots/heads ... (t + 1) * slots/heads - 1).
+        heads: memory heads, or tables.
+        shared: whether all heads read the same slots. Otherwise each has a table of its own: head h the rows from
+            h * slots / heads up to (h + 1) * slots / heads.
+        residual: whether the rows that are read, times their weights, are added to the residual stream as they are.
     """
 
-    def __init__(self, layer: int, name: str, kind: str, slots: int, heads: int):
+    def __init__(
+        self, layer: int, name: str, kind: str, slots: int, heads: int, *, shared: bool = True, residual: bool = True
+    ):
         super().__init__()
         self.layer, self.name, self.kind, self.slots, self.heads = layer, name, kind, slots, heads
+        self.shared, self.residual = shared, residual
 
     def forward(self, slots_NHk: Tensor, weights_NHk: Tensor) -> tuple[Tensor, Tensor]:
         """Slots read (int64, below `slots`) and their weights after the softmax (floating), unchanged."""

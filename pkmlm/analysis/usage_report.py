@@ -1,0 +1,248 @@
+"""What `usage-report` shows of each run: measured on a text, or read from RUN/usage, where it is kept.
+
+Needs torch only to measure.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from pkmlm.analysis.usage import MemoryUsage
+from pkmlm.console import token_progress, warn
+from pkmlm.data.index import read_index
+from pkmlm.data.sources import expand_glob
+from pkmlm.errors import UserError, printable
+from pkmlm.evaluate.text_choice import TextChoice
+from pkmlm.export.config import CONFIG, is_export
+from pkmlm.runs.directory import RunDirectory
+from pkmlm.runs.files import json_text, sha256_of
+from pkmlm.runs.manifest import MANIFEST, entry_of
+from pkmlm.runs.results import USAGE, read_usage, split_name, text_name, usage_stem, write_arrays, write_usage
+
+if TYPE_CHECKING:  # of modules that import torch
+    from pkmlm.analysis.slots import PageSlots
+    from pkmlm.distributed import World
+
+ARRAYS = ("counts_HK", "masses_HK", "squares_H", "common_HH")  # of a MemoryUsage, as its run keeps them
+
+
+class RunUsage(NamedTuple):
+    """How the memories of one checkpoint, or of an exported folder, are used on a text.
+
+    Attributes:
+        run: its folder; of an export only path, name and metrics (none) can be used.
+        entry: of `usage-report --format json`.
+        memories: what was counted.
+        slots: what a page shows of each memory's slots; empty unless that was asked for.
+    """
+
+    run: RunDirectory
+    entry: dict[str, Any]
+    memories: list[MemoryUsage]
+    slots: "list[PageSlots]"
+
+
+def run_or_export(path: str) -> RunDirectory:
+    """A run, or an exported folder as if it were one.
+
+    Raises:
+        UserError: there is neither.
+    """
+    return RunDirectory(path) if is_export(Path(path)) else RunDirectory.existing(path)
+
+
+def usage_reports(
+    runs: Mapping[str, RunDirectory],
+    steps: Sequence[str],
+    choice: TextChoice,
+    quiet: bool,
+    world: "World | None",
+    *,
+    details: bool,
+) -> list[RunUsage]:
+    """A report of each run at each step.
+
+    Args:
+        runs: by the name that they have in the report.
+        steps: "latest", "best" or a number.
+        choice: of the text.
+        quiet: no progress.
+        world: the processes that share each pass over the text; only rank 0's reports count. None: one process.
+        details: look into single slots, too, which rank 0 does alone: contexts of several processes are not merged.
+
+    Raises:
+        UserError: there is no such checkpoint or text, or it is damaged.
+    """
+    if details and world and world.rank > 0:
+        return []
+    for run in runs.values():
+        for step in steps:
+            if not is_export(run.path):
+                run.resolve(step)  # so that a missing one is refused before the first pass
+    reports = []
+    for name, run in runs.items():
+        for step in steps:
+            report = _report(run, step, choice, quiet, None if details else world, details)
+            report.entry["run"] = f"{name}@{step}" if len(steps) > 1 else name
+            reports.append(report)
+    return reports
+
+
+class _Kept(NamedTuple):
+    """Where a run keeps a report.
+
+    Attributes:
+        step: of the checkpoint.
+        stem: of the files.
+        source: what the report depends on: hashes of the checkpoint and of the text or the tokens, and how the text is
+            read.
+    """
+
+    step: int
+    stem: Path
+    source: dict[str, Any]
+
+
+def _report(
+    run: RunDirectory, step: str, choice: TextChoice, quiet: bool, world: "World | None", details: bool
+) -> RunUsage:
+    """The report that is kept of the same checkpoint and text, or a new one, which is then kept."""
+    while True:
+        kept = _kept(run, step, choice, world)
+        try:
+            found = load_usage(kept.stem, kept.source) if kept and not details else None
+            if world.broadcast(found is not None) if world else found is not None:
+                return RunUsage(run, *(found or ({}, [])), slots=[])
+            report = _measure(run, str(kept.step) if kept else step, choice, quiet, world, details)
+            break
+        except UserError:
+            if step.isdecimal() or kept is None or run.checkpoint(kept.step).exists():
+                raise
+            # Training has replaced the checkpoint meanwhile: find out which is the latest or the best now.
+    if kept and (world is None or world.rank == 0):
+        report.entry["source"] = kept.source
+        try:
+            save_usage(kept.stem, report.entry, report.memories)
+        except UserError as error:  # in another user's folder, say: the report still stands
+            warn(f"not kept for the next time: {error.message}")
+    return report
+
+
+def _kept(run: RunDirectory, step: str, choice: TextChoice, world: "World | None") -> _Kept | None:
+    """Where the report of a run's checkpoint is kept; None for an export, into which nothing is written.
+
+    Raises:
+        UserError: there is no such checkpoint or text.
+    """
+    texts = [] if choice.text is None else sorted(map(Path, expand_glob(choice.text)))
+    for text in texts:
+        if not text.is_file():
+            raise UserError(f"--text {text} is not a file")
+    if is_export(run.path):
+        return None
+    number = run.resolve(step)
+    number = world.broadcast(number) if world else number
+    source: dict[str, Any] = {"checkpoint": sha256_of(run.checkpoint(number) / MANIFEST)}
+    if choice.text is not None:
+        sha256 = " ".join(map(sha256_of, texts))
+        source |= {"text": sha256, "separator": choice.separator, "field": choice.field}
+        name = text_name(Path(choice.text).name, sha256, choice.separator, choice.field)
+    else:
+        name = split = choice.split or "test"
+        source["tokens"] = read_index(Path(choice.tokens_folder(run.path, run.recipe()))).sha256
+        if choice.data is not None and (world is None or world.rank == 0):  # the others keep nothing
+            name = split_name(run.path / USAGE, split, "tokens", source["tokens"])
+            if name != split:
+                warn(f"--data: the run has results of {split} on other tokens: these are kept as {name}")
+    return _Kept(number, usage_stem(run.path, name, number), source)
+
+
+def _measure(
+    run: RunDirectory, step: str, choice: TextChoice, quiet: bool, world: "World | None", details: bool
+) -> RunUsage:
+    """Pass over the text and count."""
+    from pkmlm.analysis.counters import measure_usage
+    from pkmlm.analysis.slots import index_slots, page_slots
+    from pkmlm.evaluate.documents import chosen_documents
+    from pkmlm.evaluate.load import load_same
+
+    loaded = load_same(run.path, step, world)
+    documents = chosen_documents(choice, loaded)
+    quiet = quiet or (world is not None and world.rank > 0)
+    slots: list[PageSlots] = []
+    with token_progress(f"reading {printable(loaded.name)}", documents.tokens, quiet) as advance:
+        if details:
+            indexes = index_slots(loaded, documents, advance)
+            memories = [index.usage for index in indexes]
+        else:
+            memories = measure_usage(loaded, documents, advance, world)
+    if details and memories:
+        slots = page_slots(loaded, indexes, chosen_documents(choice, loaded))
+    entry = {
+        "run": loaded.name,
+        "step": loaded.step,
+        "split": documents.name,
+        "memories": [memory.as_json() for memory in memories],
+        "warnings": list(documents.warnings),
+    }
+    return RunUsage(run, entry, memories, slots)
+
+
+def save_usage(stem: Path, entry: dict[str, Any], memories: list[MemoryUsage]) -> None:
+    """Keep a usage report in its run, so that tables and plots need no second forward pass.
+
+    Args:
+        stem: of `runs.results.usage_stem`.
+        entry: of `usage-report --format json`, with what it was measured on ("source").
+    """
+    arrays = {f"{number}-{name}": getattr(m, name) for number, m in enumerate(memories) for name in ARRAYS}
+    write_usage(stem, entry, {key: array for key, array in arrays.items() if array is not None})
+
+
+def load_usage(stem: Path, source: dict[str, Any]) -> tuple[dict[str, Any], list[MemoryUsage]] | None:
+    """What `save_usage` wrote; None where there is nothing whole, or it was measured on another `source`."""
+    found = read_usage(stem, source)
+    if found is None:
+        return None
+    entry, arrays = found
+    memories = []
+    try:
+        for number, facts in enumerate(entry["memories"]):
+            fields = {key: facts[key] for key in ("layer", "name", "kind", "tokens")}
+            fields |= {name: arrays[f"{number}-{name}"] for name in ARRAYS[:-1]}
+            memories.append(MemoryUsage(**fields, common_HH=arrays.get(f"{number}-common_HH")))
+        agree = [memory.as_json() for memory in memories] == entry["memories"]
+    except (ArithmeticError, LookupError, TypeError, ValueError):
+        return None
+    return (entry, memories) if agree else None
+
+
+def export_usage(path: Path, report: RunUsage) -> None:
+    """Write how memories are used on a text as arrays (.npz), for work that chooses slots by it.
+
+    Of each memory, by layer and name ("3.memory", "1.ffn2"):
+        3.memory.counts   int64 (heads, slots): reads of each slot by each head (hash layers: (tables, buckets))
+        3.memory.masses   float64, same shape: the sum of their weights after the softmax
+        3.memory.tokens   int64: positions that were counted
+    and of the whole: run, step, split, and sha256 (of the checkpoint's or the export's manifest, which lists that of
+    every file; of an export without one, as `transformers` saves it, of what it would say).
+    """
+    entry, folder = report.entry, report.run.path
+    if "source" in entry:
+        sha256 = entry["source"]["checkpoint"]
+    elif (folder / MANIFEST).exists():
+        sha256 = sha256_of(folder / MANIFEST)
+    else:
+        files = [folder / CONFIG, folder / "tokenizer.model", *sorted(folder.glob("*.safetensors"))]
+        sha256 = hashlib.sha256(json_text({file.name: entry_of(file) for file in files}).encode()).hexdigest()
+    arrays: dict[str, Any] = {key: np.array(entry[key]) for key in ("run", "step", "split")} | {
+        "sha256": np.array(sha256)
+    }
+    for memory in report.memories:
+        where = f"{memory.layer}.{memory.name}"
+        arrays[f"{where}.counts"], arrays[f"{where}.masses"] = memory.counts_HK, memory.masses_HK
+        arrays[f"{where}.tokens"] = np.array(memory.tokens)
+    write_arrays(path, arrays)
