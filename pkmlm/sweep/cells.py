@@ -1,22 +1,27 @@
-"""The runs of a grid: their recipes, and which of them have to be done before others."""
+"""The cells of a grid: their recipes, and what is known of their runs."""
 
 import hashlib
+import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pkmlm.analysis.compare import first_of
+from pkmlm.analysis.compare import Facts, facts_of, first_of
 from pkmlm.data.index import read_index
 from pkmlm.errors import UserError
 from pkmlm.recipe.check import warnings
-from pkmlm.recipe.dump import dump_recipe
+from pkmlm.recipe.dump import dump_recipe, flatten, scalar_text
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.nodes import shorten
 from pkmlm.recipe.schema import Recipe
+from pkmlm.runs.directory import RunDirectory
 from pkmlm.sweep.grid import Grid, Point, overlap
 from pkmlm.sweep.measures import MEASURES
 
-LONGEST = 200  # bytes of a cell's name, of the 255 that a file system allows: runs and their pictures are named by it
+WRONG_USAGE = 2  # exit code of a command
+PROVENANCE = ("versions", "commit", "device", "precision", "ranks", "earlier")  # keys of run.json
+MAX_NAME = 200  # bytes of a cell's name, of the 255 that file systems allow: runs and their plots have it in theirs
 
 
 @dataclass(frozen=True)
@@ -39,13 +44,13 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Also the name of its run directory."""
+        """The name of its run directory."""
         parts = [*self.point, *([] if self.tuned is None else [self.tuned]), f"seed-{self.seed}"]
         return "_".join("".join(c if c.isalnum() or c in "-.+" else "-" for c in part) for part in parts)
 
     @property
     def recipe_sha256(self) -> str:
-        """Of the whole recipe: what was measured of a run of another one is not this cell's."""
+        """Of the whole recipe: what was measured of a run of another recipe is not this cell's."""
         return hashlib.sha256(dump_recipe(self.recipe).encode()).hexdigest()
 
 
@@ -78,8 +83,8 @@ class Cells:
             hint = "name the axes' values apart, by more than their case"
             raise UserError(f"two cells of the grid have the name {twice}", hint)
         longest = max(names, key=lambda name: len(name.encode()))
-        if len(longest.encode()) > LONGEST:
-            found = f"a cell's name has {len(longest.encode())} bytes (expected at most {LONGEST})"
+        if len(longest.encode()) > MAX_NAME:
+            found = f"a cell's name has {len(longest.encode())} bytes (expected at most {MAX_NAME})"
             raise UserError(f"{found}: {shorten(longest)}", "name the axes' values shorter")
 
     def _cell(self, point: Point, seed: int, tuned: str | None) -> Cell:
@@ -114,13 +119,13 @@ class Cells:
                 if split not in splits:
                     raise UserError(f"{folder} has no {split} split, {why}", f"tokenize it with --{split} FILE")
 
-    def doubts(self) -> list[str]:
-        """What to warn of, a line each: what the cells' recipes say and hardly mean."""
-        told: dict[str, list[str]] = {}
+    def warnings(self) -> list[str]:
+        """The warnings of all cells' recipes, a line each, with the cells that they concern."""
+        found: dict[str, list[str]] = {}
         for cell in self.first.values():
             for text in warnings(cell.recipe, self.base, cell.overrides):
-                told.setdefault(text, []).append(cell.name)
-        return [f"{first_of(names, ', ')}: {text}" for text, names in told.items()]
+                found.setdefault(text, []).append(cell.name)
+        return [f"{first_of(names, ', ')}: {text}" for text, names in found.items()]
 
     def tuning(self, point: Point) -> list[Cell]:
         """The cells of a point's first seed, one for each value of the tuned key."""
@@ -140,3 +145,120 @@ class Cells:
 
     def __len__(self) -> int:
         return len(self.first) + len(self.grid.points()) * (len(self.grid.seeds) - 1)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a cell ended.
+
+    Attributes:
+        status: "measured", "diverged", "failed" or "stopped".
+        facts: of the run, where it was measured; see `facts_at_end`.
+        message: the last line of a failed command, or why training ended early.
+        exit_code: of a failure: 2 for wrong usage, else 1.
+    """
+
+    cell: Cell
+    status: str
+    facts: Facts
+    message: str = ""
+    exit_code: int = 1
+
+    @property
+    def loss(self) -> float:
+        """The last validation loss, by which tuned values are chosen; without validation, infinite."""
+        loss = self.facts.get("valid_loss")
+        return loss if isinstance(loss, float) else float("inf")
+
+
+def best(outcomes: Sequence[Outcome]) -> Outcome | None:
+    """The outcome with the lowest validation loss; None where none was measured, or where one was stopped or has failed
+    and runs again. A single outcome needs no validation.
+
+    Raises:
+        UserError: one of several was measured, but its validation loss is unknown.
+    """
+    if any(outcome.status in ("stopped", "failed") for outcome in outcomes):
+        return None
+    measured = [outcome for outcome in outcomes if outcome.status == "measured"]
+    unknown = [outcome.cell.name for outcome in measured if outcome.loss == float("inf")]
+    if len(measured) > 1 and unknown:
+        message = f"{unknown[0]} has lost its validation, so that no value can be chosen"
+        raise UserError(message, "delete its folder to train it again")
+    return min(measured, key=lambda outcome: outcome.loss, default=None)
+
+
+def facts_at_end(cell: Cell, run: RunDirectory) -> Facts:
+    """The facts of a cell's run at its last step: those of `facts_of` and "trained_by", its provenance in run.json.
+
+    What was measured of another step is left out, and so are few-shot tasks; validation is the last, not the best.
+    """
+    facts, last, recorded = facts_of(cell.name, run), run.done(), run.facts()
+    facts["trained_by"] = {key: recorded[key] for key in PROVENANCE if key in recorded}
+    valid = [event for event in run.metrics() if event["event"] == "valid"][-1:]
+    for key in ("step", "loss", "token_ppl", "bits_per_byte"):
+        facts[f"valid_{key}"] = valid[0].get(key) if valid else None
+    if facts["test_step"] != last:
+        facts |= {key: None for key in facts if key.startswith("test_")}
+    if facts["usage_step"] != last:
+        facts |= {"usage_step": None, "usage": []}
+    if facts["tasks_step"] != last:
+        facts |= {"tasks_step": None, "tasks": {}, "average_acc": None}
+    facts["tasks"] = {name: task for name, task in facts["tasks"].items() if not task.get("num_fewshot")}
+    return facts
+
+
+def finished(cell: Cell, folder: Path) -> Outcome | None:
+    """The outcome of a cell that has run before; None if it has not ended; "failed" if its files cannot be read."""
+    run = RunDirectory(folder / cell.name)
+    try:
+        if not run.recipe_file.exists():
+            return None
+        if not is_of(run, cell.recipe):  # without a checkpoint nothing is lost: it is trained anew
+            return Outcome(cell, "failed", {}, other_recipe(cell, run), WRONG_USAGE) if run.steps() else None
+        if run.facts().get("status") == "diverged":
+            return Outcome(cell, "diverged", {}, "as its run.json says; delete its folder to train it again")
+        step = run.done()
+        if step is None:
+            return None
+        message = "" if step >= cell.recipe.train.steps else f"eval.patience ended it at step {step}"
+        return Outcome(cell, "measured", facts_at_end(cell, run), message)
+    except UserError as error:
+        return Outcome(cell, "failed", {}, error.message, error.exit_code)
+
+
+def is_of(run: RunDirectory, recipe: Recipe) -> bool:
+    """Whether a run has a recipe, or differs from it only in the folder of the same tokens.
+
+    Raises:
+        UserError: files cannot be read.
+    """
+    own, folder = run.recipe(), recipe.data.dir
+    if own == recipe or folder is None or replace(own, data=recipe.data) != recipe:
+        return own == recipe
+    facts, index = run.facts(), read_index(Path(folder))
+    train = index.splits.get("train")
+    now = (index.tokenizer_sha256, train and train.hashes_sha256)
+    return (facts.get("tokenizer_sha256"), facts.get("data_sha256")) == now
+
+
+def other_recipe(cell: Cell, run: RunDirectory) -> str:
+    """Why a run in the cell's folder is not the cell's. Training it further would take it for complete in spite of
+    another eval.tokens, or train it on at learning rates that a run of these steps would not have had.
+    """
+    before, now = flatten(run.recipe()), flatten(cell.recipe)
+    changed = [
+        f"{key} {scalar_text(before[key])} (expected {scalar_text(now[key])})" for key in now if before[key] != now[key]
+    ]
+    return f"its run has {', '.join(changed)}: set it back with -s, or name another folder with -o"
+
+
+def steps_taken(cell: Cell, folder: Path) -> int:
+    """How many steps a running cell has logged, from the end of its log; 0 where the log does not say."""
+    try:
+        with open(RunDirectory(folder / cell.name).metrics_file, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))  # a line tells of each memory
+            last = file.read().splitlines()[-1]
+        return int(json.loads(last)["step"])
+    except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
+        return 0

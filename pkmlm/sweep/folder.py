@@ -1,4 +1,4 @@
-"""A sweep's folder: the runs in `cells/`, and made from them `results.json`, `table.md` and the plots."""
+"""A sweep's folder: the runs in `cells/`, and `results.json`, `table.md` and plots, which are made from them."""
 
 import shlex
 from collections.abc import Iterable, Mapping
@@ -12,13 +12,12 @@ from pkmlm.console import Table
 from pkmlm.errors import UserError
 from pkmlm.runs.files import make_folder, read_json, write_json, write_text
 from pkmlm.runs.results import Number
-from pkmlm.sweep.cells import Cell, Cells
+from pkmlm.sweep.cells import Cell, Cells, finished
 from pkmlm.sweep.results import Results, Speed
-from pkmlm.sweep.runner import finished
 
 
 class Timed(TypedDict):
-    """How fast the model of a point of the grid trains."""
+    """How fast the model of a point scores text."""
 
     point: dict[str, str]
     recipe: NotRequired[str | None]
@@ -38,11 +37,11 @@ class SweepResults(TypedDict):
 
 @dataclass(frozen=True)
 class SweepFolder:
-    """Where a grid's runs and results are.
+    """The folder of one grid at one scale.
 
     Attributes:
         grid: the name of the grid's file, without its ending.
-        scale: the grid's scale that is run; None: it has none.
+        scale: of the grid; None: it has none.
     """
 
     path: Path
@@ -55,19 +54,18 @@ class SweepFolder:
         return self.path / "cells"
 
     def settings(self) -> tuple[str, ...]:
-        """The overrides of the command line with which the results here were made.
+        """The `-s` overrides with which the results in the folder were made.
 
         Raises:
-            UserError: as `recall`.
+            UserError: the folder holds another grid's results, or other files.
         """
         return tuple(self._found().get("set") or ())
 
     def recall(self, results: Results) -> None:
-        """Take in the times of an earlier call: models of one table are timed together or not at all.
+        """Add the speeds that an earlier call measured to the results: all models of a table are timed together.
 
         Raises:
-            UserError: the table and results here are another grid's or of other settings, or this is something else
-                than a sweep.
+            UserError: the folder holds the results of another grid or of other overrides, or other files.
         """
         points, found = set(results.grid.points()), self._found()
         self._refuse_other_settings(results.cells, found)
@@ -77,7 +75,7 @@ class SweepFolder:
                 results.speeds[point] = Speed(speed.get("recipe"), speed["tokens_per_second"], speed.get("timed_on"))
 
     def _found(self) -> dict[str, Any]:
-        """The results.json that is here, of this grid; empty where there is none yet."""
+        """The folder's results.json, which is this grid's; empty where there is none yet."""
         file = self.path / "results.json"
         if not file.exists():
             self._refuse_other_files()
@@ -93,8 +91,8 @@ class SweepFolder:
         return found
 
     def _refuse_other_settings(self, cells: Cells, found: Mapping[str, Any]) -> None:
-        """Before the runs that are here fail one by one, others are trained, and a table of both takes their table's
-        place. Where all runs are those of the grid's cells, or there is nothing to lose, the settings may be others.
+        """Refuse other overrides, with which the runs here would fail one by one, others would be trained, and a table
+        of both would replace theirs; unless every run is one of the grid's cells, or there is nothing to lose.
         """
         theirs, ours = found.get("set"), list(cells.extra)
         if theirs in (None, ours):
@@ -112,17 +110,17 @@ class SweepFolder:
             raise UserError(f"{self.path} holds no sweep, but other files", "name a new folder with -o")
 
     def begin(self, results: Results) -> None:
-        """Note with which settings the runs here are made, before one has ended: `--table` then asks for the same."""
+        """Write the overrides of the runs before the first has ended: `--table` needs the same."""
         if not self._found().get("cells"):
             write_json(self.path / "results.json", results.as_json(self.grid, self.scale))
 
     def collect(self, results: Results) -> None:
-        """Take in the runs that are there already, if the grid needs any.
+        """Add the runs in the folder to the results, if the grid needs any.
 
         Raises:
-            UserError: nothing of this grid is there, so that an empty table would take the place of another's.
+            UserError: none of this grid has ended; an empty table must not replace another.
         """
-        if not results.trains:
+        if not results.grid.trains:
             return
         if not self.runs.is_dir():
             message = f"{self.path} holds no runs of a sweep (expected {self.runs})"
@@ -142,7 +140,7 @@ class SweepFolder:
             raise UserError(message, failed[0] if failed else "wait for one, or leave --table out to train them")
 
     def write(self, results: Results) -> list[Table]:
-        """Write the tables and results.json; the tables."""
+        """Write results.json and table.md; returns the tables."""
         tables = results.tables()
         make_folder(self.path)
         write_json(self.path / "results.json", results.as_json(self.grid, self.scale))

@@ -1,10 +1,12 @@
-"""What a grid can measure of its cells: where each number comes from and how it is shown."""
+"""What a grid can measure of its cells: where each number comes from and how it is printed."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pkmlm.analysis.compare import mean
+from pkmlm.cost import cost_of
+from pkmlm.cost_tables import vocab_size_of
 from pkmlm.evaluate.tasks import SUITES
 from pkmlm.recipe.schema import Recipe
 
@@ -19,9 +21,9 @@ class Measure:
     Attributes:
         heading: of its column; label: of a plot's axis, with the unit.
         format: of the number.
-        source: what has to be done for it: arithmetic, training, `eval`, `usage-report`, tasks, or timing all models.
-        read: takes it from what is known of a run (`runner.facts_at_end`), or from a point's "cost" (`facts_of_cost`)
-            and "speed" (tokens a second).
+        source: what it needs: arithmetic, training, `eval`, `usage-report`, tasks, or timing all models.
+        read: takes it from the facts of a run (`cells.facts_at_end`), or from a point's "cost" (`facts_of_cost`) and
+            "speed" (tokens a second).
     """
 
     heading: str
@@ -91,17 +93,17 @@ MEASURES: dict[str, Measure] = {
 
 
 def tasks_of(measures: Sequence[str]) -> list[str]:
-    """The zero-shot tasks that have to be scored: those that are measured, or all for their average alone."""
+    """The zero-shot tasks to score: those that are measured, or all where only their average is."""
+    if not any(MEASURES[name].source == "tasks" for name in measures):
+        return []
     return [name for name in TASKS if name in measures] or list(TASKS)
 
 
-def facts_of_cost(recipe: Recipe, vocab_size: int) -> dict[str, Any]:
-    """What `pkmlm cost` says of a recipe, for the measures: parameters, operations and parameters read for a token,
-    and operations and memory, over a whole sequence, of the block that holds most (the first of equals).
+def facts_of_cost(recipe: Recipe) -> dict[str, Any]:
+    """The numbers of `pkmlm cost` that measures read: parameters, operations and parameters read for a token, and the
+    operations and memory of the largest block over a whole sequence.
     """
-    from pkmlm.cost import cost_of
-
-    cost = cost_of(recipe, vocab_size)
+    cost = cost_of(recipe, vocab_size_of(recipe))
     block = max(cost.blocks, key=lambda block: block.memory)
     return {
         "dense": cost.dense,

@@ -1,4 +1,4 @@
-"""The figures of a grid: what was measured, and beside it what the paper has."""
+"""The figures of a grid: its measurements, beside the paper's numbers."""
 
 from itertools import groupby
 from pathlib import Path
@@ -16,7 +16,7 @@ from pkmlm.sweep.verdicts import Values
 
 
 def draw(results: Results, folder: Path) -> list[Path]:
-    """Draw the grid's figures into a folder and return the files; one without a point is not there afterwards."""
+    """Draw the grid's figures into a folder; returns their files. The file of a figure without points is removed."""
     drawn = []
     for figure in results.grid.figures:
         canvas, path = picture(results, figure), folder / f"{file_name(figure.y)}-by-{file_name(figure.x)}.png"
@@ -28,8 +28,8 @@ def draw(results: Results, folder: Path) -> list[Path]:
 
 
 def picture(results: Results, figure: Figure) -> Canvas | None:
-    """One figure: a panel of what was measured (bars from the least to the greatest of the seeds), and one of the
-    paper's numbers where it gives some that differ.
+    """One figure: a panel of the measurements, with bars from the least to the greatest of the seeds, and one of the
+    paper's numbers where it has different ones.
     """
     grid = results.grid
 
@@ -63,7 +63,7 @@ def panel(axes: Axes, grid: Grid, figure: Figure, value: Values) -> None:
     """The lines of one panel; along a measure, every point carries its name."""
     along_axis = figure.x in grid.axes
     for number, (name, points) in enumerate(lines(grid, figure, known(grid, figure, value)).items()):
-        if not points:  # not measured yet, or not in the paper
+        if not points:  # neither measured nor in the paper
             continue
         style = line_style(number) | {"marker": "o", "markersize": 5, "capsize": 3}
         if not along_axis:
@@ -104,13 +104,13 @@ def lines(grid: Grid, figure: Figure, points: list[Point]) -> dict[str | None, l
 
 
 def runs(grid: Grid, figure: Figure, points: list[Point]) -> list[list[Point]]:
-    """A line's points, which one stroke joins: those that differ along the last of the other axes alone."""
+    """The points of a line that one stroke joins: they differ along the last of the other axes alone."""
     others = [axis for axis in grid.axes if axis != figure.line]
     return [list(run) for _, run in groupby(points, lambda p: [grid.place(p)[axis] for axis in others[:-1]])]
 
 
 def own_name(grid: Grid, figure: Figure, point: Point) -> str:
-    """A point's name without that of its line, which the legend has; a number says of which axis it is."""
+    """A point's name without its line's, which is in the legend; a number gets the name of its axis."""
     places = {axis: name for axis, name in grid.place(point).items() if axis != figure.line}
     return " ".join(f"{axis} {name}" if name.isdecimal() else name for axis, name in places.items())
 

@@ -1,18 +1,18 @@
-"""What a grid has shown: its cells, each point's mean and spread over seeds, the paper's numbers, and the verdicts."""
+"""The results of a grid: mean and spread over seeds at each point, beside the paper's numbers and claims."""
 
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from math import floor, log10
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from pkmlm import __version__
 from pkmlm.console import Column, Table, number
 from pkmlm.runs.commit import source_commit
-from pkmlm.sweep.cells import Cell, Cells
+from pkmlm.sweep.cells import Cell, Cells, Outcome, best
 from pkmlm.sweep.grid import Grid, Point
 from pkmlm.sweep.measures import MEASURES
-from pkmlm.sweep.runner import Outcome, best
 from pkmlm.sweep.verdicts import Verdict, rank_correlations, verdict
 
 COSTS = ("dense", "memory", "operations", "bytes", "seconds")  # stand beside every perplexity
@@ -23,8 +23,8 @@ class Speed(NamedTuple):
 
     Attributes:
         recipe: `Cell.recipe_sha256` of the run that was timed.
-        rounds: tokens a second, one number a round.
-        timed_on: see `runtime.device.machine`.
+        rounds: tokens a second, one number for each round.
+        timed_on: the machine; see `device.machine`.
     """
 
     recipe: str | None
@@ -34,7 +34,7 @@ class Speed(NamedTuple):
 
 @dataclass
 class Results:
-    """The results of a grid, as far as they are there.
+    """What is known of a grid so far.
 
     Attributes:
         costs: what `facts_of_cost` says of each point's recipe.
@@ -49,18 +49,22 @@ class Results:
     speeds: dict[Point, Speed] = field(default_factory=dict)
 
     @property
-    def trains(self) -> bool:
-        """Whether runs are needed, not arithmetic alone."""
-        return any(MEASURES[name].source != "cost" for name in self.grid.measure)
-
-    @property
     def ended(self) -> int:
         """How many runs were measured or have diverged."""
         return sum(outcome.status in ("measured", "diverged") for outcome in self.outcomes.values())
 
     @property
+    def failed(self) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes.values() if outcome.status == "failed"]
+
+    @property
+    def exit_code(self) -> int:
+        """0 where no run has failed; 2 where wrong usage explains all failures; else 1."""
+        return min((outcome.exit_code for outcome in self.failed), default=0)
+
+    @property
     def lack_speeds(self) -> bool:
-        """Whether models are there that have to be timed."""
+        """Whether there are models that still have to be timed."""
         points = self.grid.points() if "speed" in self.grid.measure else []
         return any(self.chosen(point) and not self.rounds(point) for point in points)
 
@@ -78,13 +82,14 @@ class Results:
         return [first, *(one for one in others if one is not None and one.status == "measured")]
 
     def rounds(self, point: Point) -> list[float]:
-        """Tokens a second of a point's model, one number a round; none where it has not been timed."""
+        """Tokens a second of a point's model, one number for each round; empty where it has not been timed."""
         speed, chosen = self.speeds.get(point), self.chosen(point)
         return speed.rounds if speed and chosen and speed.recipe == chosen[0].cell.recipe_sha256 else []
 
     def by_seed(self, measure: str, point: Point) -> dict[int, float]:
-        """What was measured at a point, by seed; empty where nothing was. Arithmetic, and speed (the median of the
-        rounds), which no seed changes, stand under the first seed.
+        """The measurements of a point by seed; empty where there are none.
+
+        Costs and speed (the median of its rounds) do not depend on the seed and stand under the first.
         """
         read = MEASURES[measure].read
         if MEASURES[measure].source in ("cost", "speed"):
@@ -100,8 +105,8 @@ class Results:
         return tuple(self.by_seed(measure, point).values())
 
     def seeds_of(self, point: Point, measures: Sequence[str]) -> int:
-        """How many seeds are in what was measured at a point: in the least of these measures; where no seed changes any
-        of them, how many were trained.
+        """How many seeds a point has measurements of: the least over `measures`, or where none of these depends on the
+        seed, how many were trained.
         """
         seeded = [name for name in measures if MEASURES[name].source not in ("cost", "speed")]
         counts = [len(self.by_seed(name, point)) for name in seeded] or [len(self.chosen(point))]
@@ -112,7 +117,7 @@ class Results:
         return claimed + rank_correlations(self.grid, self.by_seed)
 
     def as_json(self, name: str, scale: str | None) -> dict[str, Any]:
-        """Everything, for results.json; a cell's "trained_by" is a place in the list of that name."""
+        """The content of results.json; "trained_by" of a cell is an index into the list of that name."""
         trainers: list[Any] = []
         for outcome in self.outcomes.values():
             if outcome.facts.get("trained_by") not in (None, *trainers):
@@ -159,27 +164,45 @@ class Results:
 
     def tables(self) -> list[Table]:
         """The paper-style table, the tuned values, and the verdicts."""
-        some = self.trains and self.ended < len(self.cells)
+        some = self.grid.trains and self.ended < len(self.cells)
         so_far = f": {self.ended} of {len(self.cells)} runs" if some else ""
         found = [self._points(self.grid.title + so_far, self.grid.measure)]
         costs = [name for name in COSTS if name not in self.grid.measure]
-        if self.trains and costs:
+        if self.grid.trains and costs:
             found.append(self._points("What each takes", costs))
         if self.grid.tune and len(self.grid.tune.values) > 1:
             found.append(self._tuning())
         verdicts = self.verdicts()
         if verdicts:
             columns = [Column("Claim or measure"), number("holds"), number("in every seed"), number("beyond them")]
-            columns_shown = 4 if self.trains else 2
+            columns_shown = 4 if self.grid.trains else 2
             rows = [each.row()[:columns_shown] for each in verdicts]
             found.append(Table("What holds", columns[:columns_shown], rows))
         return found
+
+    def plan(self) -> Table:
+        """The table of a dry run: what each point costs, and how long its runs train."""
+        grid = self.grid
+        tried = len(grid.tune.values) if grid.tune else 1
+        rows = []
+        for point in grid.points():
+            cost, train = self.costs[point], self.cells.tuning(point)[0].recipe.train
+            sizes = [cost["dense"], cost["memory"], cost["operations"] / 1e6]
+            tokens = train.steps * train.batch_tokens / 1e6
+            rows.append([*point, *sizes, train.steps, tokens, tried + len(grid.seeds) - 1])
+        *_, all_operations, _, all_tokens, _ = zip(*rows, strict=True)
+        columns = [Column(axis) for axis in grid.axes]
+        columns += [number("dense"), number("in memory"), millions("M ops/token", all_operations)]
+        if grid.trains:
+            columns += [number("steps"), millions("M tokens", all_tokens), number("runs")]
+        runs = len(self.cells) if grid.trains else "no"
+        return Table(f"{grid.title}: {runs} runs", columns, [row[: len(columns)] for row in rows])
 
     def _points(self, title: str, measures: Sequence[str]) -> Table:
         columns = [Column(axis) for axis in self.grid.axes]
         if self.grid.tune:
             columns.append(number(self.grid.tune.key.rpartition(".")[2]))
-        if self.trains:
+        if self.grid.trains:
             columns.append(number("seeds"))
         for measure in measures:
             columns.append(number(MEASURES[measure].heading))
@@ -192,7 +215,7 @@ class Results:
         row: list[Any] = list(point)
         if self.grid.tune:
             row.append(chosen[0].cell.tuned if chosen else None)
-        if self.trains:
+        if self.grid.trains:
             seeds, wanted = self.seeds_of(point, measures), len(self.grid.seeds)
             row.append(f"{seeds}/{wanted}" if 0 < seeds < wanted else seeds or None)
         for measure in measures:
@@ -203,7 +226,7 @@ class Results:
         return row
 
     def _ended(self, point: Point) -> str | None:
-        """How the runs of a point ended that was not measured: "diverged", say."""
+        """How the runs of a point that was not measured ended, for example "diverged"."""
         found = {self.outcomes[cell.name].status for cell in self.cells.tuning(point) if cell.name in self.outcomes}
         return " and ".join(sorted(found - {"measured", "stopped"})) or None
 
@@ -218,7 +241,7 @@ class Results:
         return Table(f"Validation (nats a token) of seed {self.grid.seeds[0]} by {self.grid.tune.key}", columns, rows)
 
     def _at_edge(self, point: Point) -> bool:
-        """Whether the best value is the first or the last of the list: one beyond it may be better still."""
+        """Whether the best value is the first or the last of the list, so that one beyond it may be better still."""
         assert self.grid.tune is not None
         chosen = self.chosen(point)
         return bool(chosen) and chosen[0].cell.tuned in (self.grid.tune.values[0], self.grid.tune.values[-1])
@@ -230,8 +253,14 @@ class Results:
         return outcome.facts.get("valid_loss") if outcome.status == "measured" else outcome.status
 
 
+def millions(name: str, values: Sequence[float]) -> Column:
+    """A column of millions: one decimal, and as many more as the least of them needs to show two digits."""
+    places = 1 - floor(log10(min(values)))
+    return number(name, f"{{:,.{max(1, places)}f}}")
+
+
 def shown(values: Sequence[float], format: str) -> str | None:
-    """The mean, and half of what lies between the least and the greatest where that is not 0: `104.13 +-0.52`."""
+    """The mean, and half the range from least to greatest unless it is 0: `104.13 +-0.52`."""
     if not values:
         return None
     text, half = format.format(fmean(values)), (max(values) - min(values)) / 2
@@ -239,7 +268,7 @@ def shown(values: Sequence[float], format: str) -> str | None:
 
 
 def cell_json(grid: Grid, outcome: Outcome, trainers: Sequence[Any]) -> dict[str, Any]:
-    """What results.json says of a cell."""
+    """A cell in results.json."""
     cell, facts = outcome.cell, outcome.facts
     kept = ("valid_loss", "test_token_ppl", "test_word_ppl", "test_bits_per_byte", "step", "tokens", "seconds")
     return {
@@ -261,11 +290,11 @@ def cell_json(grid: Grid, outcome: Outcome, trainers: Sequence[Any]) -> dict[str
 
 
 def progress_line(outcome: Outcome, measures: Sequence[str]) -> str:
-    """One line for a cell that has ended; of one that is only trained so far, its validation."""
-    told = [
+    """One line on a cell that has ended: its first measurements, or validation where it is only trained so far."""
+    numbers = [
         f"{MEASURES[name].heading} {MEASURES[name].format.format(value)}"
         for name in dict.fromkeys((*measures, "valid_loss"))
         if (value := MEASURES[name].read(outcome.facts)) is not None
     ]
-    what = ", ".join(told[:4] or [outcome.status])
+    what = ", ".join(numbers[:4] or [outcome.status])
     return f"{outcome.cell.name}: " + (f"{what}: {outcome.message}" if outcome.message else what)

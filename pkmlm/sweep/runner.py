@@ -1,8 +1,7 @@
-"""The cells of a grid, run by the commands that a person would use: each in processes of its own, so that what one of
-them does (a full memory, a divergence) harms no other, and all of it goes on where it was stopped.
+"""Runs the cells of a grid by the commands that a person would use, each in a process of its own: a cell that fills the
+memory or diverges harms no other, and a sweep that was stopped continues where it was.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -10,58 +9,29 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pkmlm.analysis.compare import Facts, facts_of
-from pkmlm.data.index import read_index
 from pkmlm.environment import usable_cores
 from pkmlm.errors import UserError
-from pkmlm.recipe.dump import dump_recipe, flatten, scalar_text
-from pkmlm.recipe.schema import Recipe
+from pkmlm.recipe.dump import dump_recipe
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import make_folder, write_text
 from pkmlm.signals import StopRequest
-from pkmlm.sweep.cells import Cell, Cells
+from pkmlm.sweep.cells import WRONG_USAGE, Cell, Cells, Outcome, best, facts_at_end, finished
 from pkmlm.sweep.measures import MEASURES, tasks_of
 
-WRONG_USAGE, DIVERGED = 2, 3  # exit codes of commands
-CIRCUMSTANCES = ("versions", "commit", "device", "precision", "ranks", "earlier")  # of run.json
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a cell ended.
-
-    Attributes:
-        status: "measured", "diverged", "failed" or "stopped".
-        facts: what is known of the run, where it was measured.
-        message: what a failed command said last, or why training ended early.
-        exit_code: of what has failed: 2 where the user asked for what cannot be, else 1.
-    """
-
-    cell: Cell
-    status: str
-    facts: Facts
-    message: str = ""
-    exit_code: int = 1
-
-    @property
-    def loss(self) -> float:
-        """The last validation loss, by which tuned values are chosen; without validation, infinite."""
-        loss = self.facts.get("valid_loss")
-        return loss if isinstance(loss, float) else float("inf")
+DIVERGED = 3  # exit code of a command
 
 
 class Runner:
     """Runs cells.
 
     Args:
-        folder: of the run directories, and in `.recipes` of their recipes.
+        folder: of the run directories; its `.recipes` receives their recipes.
         measures: names of `MEASURES`.
         jobs: cells at a time; each gets its share of the usable cores.
         devices: values of CUDA_VISIBLE_DEVICES, at least as many as jobs; empty: as this process has it.
-        task_data: of `pkmlm eval --task-data`.
+        task_data: as of `pkmlm eval --task-data`.
     """
 
     def __init__(
@@ -82,13 +52,13 @@ class Runner:
         self.asked: set[int] = set()  # processes that have been asked to stop
         self.ended = False
 
-    def run(self, cells: Cells, done: Callable[[Outcome], None], tick: Callable[[list[Cell]], None]) -> None:
+    def run(self, cells: Cells, on_end: Callable[[Outcome], None], on_tick: Callable[[list[Cell]], None]) -> None:
         """Run all cells: of every point the first seed at each tuned value, then the other seeds at the best of them.
-        What is to be chosen from is trained, and measured only if it is chosen.
+        A cell that competes with others is measured only once it has been chosen.
 
         Args:
-            done: is told of every cell that has ended, in this thread.
-            tick: is told some times a second which cells are running.
+            on_end: called in this thread with the outcome of every cell that has ended.
+            on_tick: called a few times a second with the cells that are running.
         """
         outcomes: dict[tuple[str, ...], list[Outcome]] = {}
         pool = ThreadPoolExecutor(self.jobs)
@@ -98,11 +68,11 @@ class Runner:
             }
             while waiting:
                 ended, waiting = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
-                tick(list(self.running))
+                on_tick(list(self.running))
                 if self.stopping:
                     self._stop_children()
                 for outcome in (future.result() for future in ended):
-                    done(outcome)
+                    on_end(outcome)
                     known = outcomes.setdefault(outcome.cell.point, [])
                     known.append(outcome)
                     if len(known) == len(cells.tuning(outcome.cell.point)) and not self.stopping:
@@ -119,7 +89,7 @@ class Runner:
         return self.ended or self.stop.exit_code is not None
 
     def _end(self, pool: ThreadPoolExecutor) -> None:
-        """Leave nothing behind: where an error ends the sweep, cells wait and commands run."""
+        """Stop the commands that run, and drop the cells that wait: an error may have ended the sweep."""
         self.ended = True
         pool.shutdown(wait=False, cancel_futures=True)
         while self.running:
@@ -131,7 +101,7 @@ class Runner:
         self.running.append(cell)
         try:
             return self._measured(cell, measure)
-        except UserError as error:  # its folder holds another run, say: the other cells go on
+        except UserError as error:  # its folder holds another run, for example: the other cells continue
             return Outcome(cell, "failed", {}, error.message, error.exit_code)
         finally:
             self.running.remove(cell)
@@ -147,10 +117,10 @@ class Runner:
             if code:
                 status = "stopped" if self.stopping else "diverged" if code == DIVERGED else "failed"
                 return Outcome(cell, status, {}, said, WRONG_USAGE if code == WRONG_USAGE else 1)
-        return finished(cell, self.folder) or Outcome(cell, "failed", {}, "its run is not there any more")
+        return finished(cell, self.folder) or Outcome(cell, "failed", {}, "its run has disappeared")
 
     def commands(self, cell: Cell, measure: bool = True) -> Iterable[list[str]]:
-        """The arguments of `pkmlm`, one call after the other, without what has been done already."""
+        """The arguments of the `pkmlm` commands that remain to be done, one after the other."""
         run, model = RunDirectory(self.folder / cell.name), cell.recipe.model
         path = str(run.path)
         if finished(cell, self.folder) is None:
@@ -161,7 +131,9 @@ class Runner:
         if not measure:
             return
         facts, folder = facts_at_end(cell, run), cell.recipe.data.dir
-        tokens = ["--data", folder] if folder and folder != run.recipe().data.dir else []  # they have moved since
+        tokens = (
+            ["--data", folder] if folder and folder != run.recipe().data.dir else []
+        )  # they have moved since training
         if "eval" in self.sources and facts["test_step"] is None:
             yield ["eval", path, "-q", *tokens]
         remembers = model.projections == "hash" or model.memory.kind != "none"
@@ -172,7 +144,7 @@ class Runner:
             yield ["eval", path, "-q", "--tasks", ",".join(self.tasks), *data]
 
     def _call(self, arguments: Sequence[str]) -> tuple[int, str]:
-        """Run one command; its exit code and the last thing that it said."""
+        """Run one command; its exit code and its last error, or last line."""
         environment = dict(os.environ)
         environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // self.jobs)))
         if self.devices:
@@ -194,12 +166,12 @@ class Runner:
             if self.devices:
                 self.free_devices.append(device)
         lines = said.strip().splitlines()
-        told = [line for line in lines if line.startswith("error: ")] or lines
-        last = told[-1].removeprefix("error: ") if told else ""
+        errors = [line for line in lines if line.startswith("error: ")] or lines
+        last = errors[-1].removeprefix("error: ") if errors else ""
         return child.returncode, killed(arguments[0], -child.returncode, last) if child.returncode < 0 else last
 
     def _stop_children(self) -> None:
-        """Ask the running commands to stop, each once: it saves a checkpoint; a second request would end it at once."""
+        """Ask each running command once to stop and save a checkpoint; a second request would end it at once."""
         for child in list(self.children):
             if child.pid not in self.asked:
                 self.asked.add(child.pid)
@@ -207,100 +179,7 @@ class Runner:
 
 
 def killed(command: str, number: int, last: str) -> str:
-    """What to say of a command that a signal has ended, which it cannot say itself; `last`: what it said last."""
+    """The message of a command that a signal has killed; `last` is its last line."""
     name = next((each.name for each in signal.Signals if each == number), f"signal {number}")
-    why = "if nobody did it, memory ran out" if number == signal.SIGKILL else last  # no word comes of a SIGKILL
+    why = "if nobody did it, memory ran out" if number == signal.SIGKILL else last
     return f"pkmlm {command} was killed ({name})" + (f": {why}" if why else "")
-
-
-def best(outcomes: Sequence[Outcome]) -> Outcome | None:
-    """The one of lowest validation loss; None where none was measured, or one is to be tried again as it was stopped or
-    has failed. A single one needs no validation.
-
-    Raises:
-        UserError: one of several was measured, but its validation is not known.
-    """
-    if any(outcome.status in ("stopped", "failed") for outcome in outcomes):
-        return None
-    measured = [outcome for outcome in outcomes if outcome.status == "measured"]
-    unknown = [outcome.cell.name for outcome in measured if outcome.loss == float("inf")]
-    if len(measured) > 1 and unknown:
-        message = f"{unknown[0]} has lost its validation, so that no value can be chosen"
-        raise UserError(message, "delete its folder to train it again")
-    return min(measured, key=lambda outcome: outcome.loss, default=None)
-
-
-def facts_at_end(cell: Cell, run: RunDirectory) -> Facts:
-    """What is known of a cell's run (see `facts_of`) and "trained_by", of run.json: under what circumstances. What was
-    measured of another step than its last is left out, and so are tasks asked after examples; validation is the last
-    one, not the best.
-    """
-    facts, last, recorded = facts_of(cell.name, run), run.done(), run.facts()
-    facts["trained_by"] = {key: recorded[key] for key in CIRCUMSTANCES if key in recorded}
-    valid = [event for event in run.metrics() if event["event"] == "valid"][-1:]
-    for key in ("step", "loss", "token_ppl", "bits_per_byte"):
-        facts[f"valid_{key}"] = valid[0].get(key) if valid else None
-    if facts["test_step"] != last:
-        facts |= {key: None for key in facts if key.startswith("test_")}
-    if facts["usage_step"] != last:
-        facts |= {"usage_step": None, "usage": []}
-    if facts["tasks_step"] != last:
-        facts |= {"tasks_step": None, "tasks": {}, "average_acc": None}
-    facts["tasks"] = {name: task for name, task in facts["tasks"].items() if not task.get("num_fewshot")}
-    return facts
-
-
-def finished(cell: Cell, folder: Path) -> Outcome | None:
-    """The outcome of a cell that was run before, or None; "failed" where its files cannot be read."""
-    run = RunDirectory(folder / cell.name)
-    try:
-        if not run.recipe_file.exists():
-            return None
-        if not is_of(run, cell.recipe):  # without a checkpoint nothing is lost: it is trained anew
-            return Outcome(cell, "failed", {}, other_recipe(cell, run), WRONG_USAGE) if run.steps() else None
-        if run.facts().get("status") == "diverged":
-            return Outcome(cell, "diverged", {}, "as its run.json says; delete its folder to train it again")
-        step = run.done()
-        if step is None:
-            return None
-        message = "" if step >= cell.recipe.train.steps else f"eval.patience ended it at step {step}"
-        return Outcome(cell, "measured", facts_at_end(cell, run), message)
-    except UserError as error:
-        return Outcome(cell, "failed", {}, error.message, error.exit_code)
-
-
-def is_of(run: RunDirectory, recipe: Recipe) -> bool:
-    """Whether a run is of a recipe, wherever the tokens that it was trained on are now.
-
-    Raises:
-        UserError: files cannot be read.
-    """
-    own, folder = run.recipe(), recipe.data.dir
-    if own == recipe or folder is None or replace(own, data=recipe.data) != recipe:
-        return own == recipe
-    facts, index = run.facts(), read_index(Path(folder))
-    train = index.splits.get("train")
-    now = (index.tokenizer_sha256, train and train.hashes_sha256)
-    return (facts.get("tokenizer_sha256"), facts.get("data_sha256")) == now
-
-
-def other_recipe(cell: Cell, run: RunDirectory) -> str:
-    """What to say of a run that is not the cell's: training would take it for complete, say, in spite of other
-    eval.tokens, or train it longer, at other rates than one that begins with as many steps.
-    """
-    before, now = flatten(run.recipe()), flatten(cell.recipe)
-    changed = [
-        f"{key} {scalar_text(before[key])} (expected {scalar_text(now[key])})" for key in now if before[key] != now[key]
-    ]
-    return f"its run has {', '.join(changed)}: set it back with -s, or name another folder with -o"
-
-
-def steps_taken(cell: Cell, folder: Path) -> int:
-    """How many steps a running cell has logged, from the end of its log; 0 where that cannot be told."""
-    try:
-        with open(RunDirectory(folder / cell.name).metrics_file, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))  # a line tells of each memory
-            last = file.read().splitlines()[-1]
-        return int(json.loads(last)["step"])
-    except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
-        return 0

@@ -1,4 +1,4 @@
-"""How fast the models of a grid score text: all of them in turn in one process, so that none is luckier."""
+"""How fast the models of a grid score text: timed interleaved in one process, so that load falls on all alike."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -18,10 +18,11 @@ ROUNDS = 7
 
 
 def time_scoring(runs: Mapping[Point, tuple[Path, str]], say: Callable[[str], None]) -> dict[Point, list[float]]:
-    """Tokens a second that each run's model scores of the test split, one number a round.
+    """Tokens a second that each run's model scores of the test split, one number for each round.
 
     Args:
-        runs: the run directories, and where their tokens are now.
+        runs: the run directory of each point, and the folder of its tokens.
+        say: prints a line on the progress.
 
     Raises:
         UserError: a run or the test split cannot be read; (exit code 1) memory does not hold all models together.

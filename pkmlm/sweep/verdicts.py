@@ -1,8 +1,8 @@
-"""Whether the orderings that a paper states are in what was measured."""
+"""Whether the measurements show the orderings that a paper claims."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from operator import lt
 from statistics import correlation, fmean
 from typing import Any
@@ -19,11 +19,12 @@ class Verdict:
     """How far a claim holds, or how a measure's order agrees with the paper's.
 
     Attributes:
-        pairs: comparisons that could be made, each by the seeds that both have; held: of which the means have the
-            claimed order.
-        seeded: of the pairs, those of two seeds or more; in_every: of which each seed by itself has the claimed order;
-            clear: of which every seed of one is beyond every seed of the other.
-        correlation: Spearman's rank correlation with the paper, over points; None for claims.
+        pairs: how many pairs of points were measured, each compared by the seeds that both have.
+        held: of these, how many have means in the claimed order.
+        seeded: of the pairs, how many have two seeds or more in common.
+        in_every: of these, how many have the claimed order in each seed.
+        clear: of these, how many have every seed of one point beyond every seed of the other.
+        correlation: Spearman's rank correlation with the paper over points; None for a claim.
     """
 
     text: str
@@ -42,8 +43,11 @@ class Verdict:
 
 
 def verdict(grid: Grid, claim: Claim, values: BySeed) -> Verdict:
-    """Compare all pairs of points that the claim speaks of and that were measured, by the seeds that both have: a seed
-    shifts perplexity by more than models do.
+    """Compare all measured pairs of points that a claim orders, by the seeds that both have: a seed shifts perplexity
+    by more than models do.
+
+    Args:
+        values: gives a measure at a point, by seed.
     """
     found = [(values(claim.measure, less), values(claim.measure, more)) for less, more in pairs_of(grid, claim)]
     both = [[(less[seed], more[seed]) for seed in less.keys() & more.keys()] for less, more in found]
@@ -60,30 +64,28 @@ def verdict(grid: Grid, claim: Claim, values: BySeed) -> Verdict:
 
 
 def pairs_of(grid: Grid, claim: Claim) -> Iterator[tuple[Point, Point]]:
-    """The pairs (less, greater) that a claim orders: alike in all axes that it does not name."""
-    points = [grid.place(point) for point in grid.points()]
-    allowed = [p for p in points if all(p[axis] in names for axis, names in claim.at.items())]
+    """The pairs (less, greater) of points that a claim orders: equal in all axes that it does not name."""
+    allowed = [p for p in grid.points() if all(grid.place(p)[axis] in names for axis, names in claim.at.items())]
     along = claim.rising or claim.falling
     if along:
-        for rest in dict.fromkeys(tuple(sorted((a, v) for a, v in p.items() if a != along)) for p in allowed):
-            row = [p for p in allowed if set(rest) <= set(p.items())]
+        at = list(grid.axes).index(along)
+        rows: dict[Point, list[Point]] = {}
+        for point in allowed:
+            rows.setdefault(point[:at] + point[at + 1 :], []).append(point)
+        for row in rows.values():
             for first, second in pairwise(row):
-                yield named(*((first, second) if claim.rising else (second, first)))
+                yield (first, second) if claim.rising else (second, first)
         return
-    for more in allowed:
-        for less in allowed:
-            wanted = claim.greater.items() <= more.items() and claim.less.items() <= less.items()
-            if wanted and all(more[axis] == less[axis] for axis in grid.axes if axis not in claim.greater):
-                yield named(less, more)
-
-
-def named(less: dict[str, str], more: dict[str, str]) -> tuple[Point, Point]:
-    return tuple(less.values()), tuple(more.values())
+    for greater, less in product(allowed, allowed):
+        more, fewer = grid.place(greater), grid.place(less)
+        named = claim.greater.items() <= more.items() and claim.less.items() <= fewer.items()
+        if named and all(more[axis] == fewer[axis] for axis in grid.axes if axis not in claim.greater):
+            yield less, greater
 
 
 def rank_correlations(grid: Grid, values: BySeed) -> list[Verdict]:
-    """Spearman's correlation of measured means with the paper's numbers, for each measure that has three or more; the
-    means are over the seeds that all of these points have.
+    """Spearman's correlation of the measured means with the paper's numbers, for each measure of three points or more.
+    Means are over the seeds that all of these points have.
     """
     found = []
     for measure in grid.measure:

@@ -17,14 +17,14 @@ from threading import Thread
 
 import pytest
 
-from pkmlm.cli.sweep import devices_of
+from pkmlm.cli.sweep import parse_devices
 from pkmlm.errors import UserError
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.lock import locked
 from pkmlm.signals import StopRequest, handled
-from pkmlm.sweep.cells import Cell, Cells
+from pkmlm.sweep.cells import Cell, Cells, Outcome, facts_at_end
 from pkmlm.sweep.grid import read_grid
-from pkmlm.sweep.runner import Outcome, Runner, facts_at_end
+from pkmlm.sweep.runner import Runner
 from pkmlm.sweep.speed import time_scoring
 from tests.conftest import pkmlm
 
@@ -238,7 +238,7 @@ def test_models_are_timed_on_tokens_of_their_own_tokenizer(trained, tokens, nove
         time_scoring({("x",): (run, str(others))}, print)
 
 
-def test_a_stopped_sweep_goes_on(grid, tmp_path):
+def test_a_stopped_sweep_resumes(grid, tmp_path):
     folder = tmp_path / "swept"
     run = RunDirectory(folder / "cells" / "none_seed-1")
 
@@ -251,7 +251,7 @@ def test_a_stopped_sweep_goes_on(grid, tmp_path):
         asking.start()
         said = pkmlm("sweep", grid, "-o", folder, "-s", "train.steps=5000", code=75).stderr
         asking.join()
-    assert "the same command goes on" in said
+    assert "stopped on request" in said
     assert run.facts()["status"] == "stopped", "the cell saved a checkpoint"
     assert not (folder / "cells" / "256_seed-1").exists()
     assert pkmlm("sweep", grid, "-o", folder, "--table", code=2).stderr == (
@@ -399,7 +399,7 @@ def test_devices_are_gpus_each_once(grid, tmp_path, names, found):
 
 def test_gpus_have_numbers_or_names():
     names = "0,11,GPU-5f3a2b1c-0001-4d5e-8f9a-0b1c2d3e4f5a,MIG-GPU-5f3a2b1c/1/0,MIG-41b3e2"
-    assert devices_of(names) == names.split(",")
+    assert parse_devices(names) == names.split(",")
 
 
 def test_each_command_has_a_device_of_its_own(grid, tmp_path):

@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from pkmlm.cli.sweep import plan, tell_failures, with_costs
 from pkmlm.errors import UserError
 from pkmlm.recipe.dump import dump_recipe
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.nodes import parse, yaml_text
 from pkmlm.runs.files import write_json
-from pkmlm.sweep.cells import Cells
+from pkmlm.sweep.cells import Cells, Outcome, steps_taken
 from pkmlm.sweep.folder import SweepFolder
 from pkmlm.sweep.grid import Grid, read_grid
 from pkmlm.sweep.measures import MEASURES
 from pkmlm.sweep.plots import draw, picture
 from pkmlm.sweep.results import Results, Speed
-from pkmlm.sweep.runner import Outcome, killed, steps_taken
+from pkmlm.sweep.run import costs_of
+from pkmlm.sweep.runner import killed
 from pkmlm.sweep.verdicts import pairs_of, rank_correlations, verdict
 from tests.conftest import ROOT
 
@@ -76,18 +76,10 @@ def grid_of(folder: Path, text: str = GRID, scale: str | None = "large") -> Grid
     return read_grid(folder / "grid.yaml", scale)[0]
 
 
-@pytest.mark.parametrize(
-    ("number", "last", "said"),
-    [
-        (signal.SIGKILL, "", "pkmlm eval was killed (SIGKILL): if nobody did it, memory ran out"),
-        (signal.SIGKILL, "warning: x", "pkmlm eval was killed (SIGKILL): if nobody did it, memory ran out"),
-        (signal.SIGBUS, "Bus error", "pkmlm eval was killed (SIGBUS): Bus error"),
-        (signal.SIGSEGV, "", "pkmlm eval was killed (SIGSEGV)"),
-        (37, "", "pkmlm eval was killed (signal 37)"),
-    ],
-)
-def test_what_is_said_of_a_command_that_a_signal_ended(number, last, said):
-    assert killed("eval", number, last) == said
+def test_a_command_that_a_signal_ended_is_named_with_the_signal():
+    assert "memory" in killed("eval", signal.SIGKILL, "warning: x")
+    for number, name in ((signal.SIGBUS, "SIGBUS"), (37, "37")):
+        assert all(word in killed("eval", number, "Bus error") for word in ("pkmlm eval", name, "Bus error"))
 
 
 def test_a_cells_steps_are_those_of_its_last_line_however_long(folder):
@@ -153,98 +145,63 @@ def test_the_papers_numbers_are_found_in_lists_and_mappings(folder):
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "said"),
+    ("before", "after", "words"),
     [
-        ("measure: [perplexity,", "measure: [perplexty,", "measure: found perplexty (expected a measure: perplexity"),
-        ("norm: no}, less", "norms: no}, less", "claims: found norms (expected an axis: slots, norm)"),
-        ("less: {norm: yes}", "less: {norm: maybe}", "claims: found maybe (expected a value of norm: no, yes)"),
-        ("falling: slots}", "falling: size}", "claims: found size (expected an axis"),
-        ("falling: slots}", "falling: slots, rising: slots}", "claims: expected greater: and less:"),
-        ("y: perplexity, line", "y: kl, line", "figures: found kl (expected another measure of this grid"),
-        (
-            "y: perplexity, line: norm",
-            "y: perplexity, line: slots",
-            "figures: found slots (expected another axis: norm)",
-        ),
-        ("less: {norm: yes}", "less: {norm: no}", "norm helps: expected other values of the same axes"),
-        ("less: {norm: yes}", "less: {slots: none}", "norm helps: expected other values of the same axes"),
-        ("text: size helps, ", "", "claims: one has no text"),
-        ("tune: {values: [1e-3, 2e-3, 4e-3]}", "tune: {values: []}", "tune has no values (expected some of optim.lr)"),
-        ("    256: {", "    '': {", "axes.slots has no values, or one without a name"),
-        (
-            "tune: {",
-            "tune: {key: model.memory.num_keys, ",
-            "model.memory.num_keys is set by its tune and by its axis slots",
-        ),
-        (
-            "query_norm: batch,",
-            "query_norm: batch, train: {seed: 3},",
-            "train.seed is set by its seeds and by its axis norm",
-        ),
-        (
-            "query_norm: batch,",
-            "query_norm: batch, model.memory.num_keys: 3,",
-            "is set by its axis slots and by its axis norm",
-        ),
-        ("x: slots", "x: slot", "figures: found slot (expected an axis or a measure"),
-        ("line: norm", "line: nor", "figures: found nor (expected another axis"),
-        ("without:", "only: {slot: []}\nwithout:", "only: found slot (expected an axis: slots, norm)"),
-        ("at: {norm: yes,", "at: {nor: [],", "claims: found nor (expected an axis: slots, norm)"),
-        ("    256: {", "    NONE: {}\n    256: {", "two cells of the grid have the name none_no_1e-3_seed-1"),
-        ("none, norm: yes", "none, norm: ye", "without: found ye (expected a value of norm"),
-        ("base: base.yaml", "bas: base.yaml", "unknown key bas (did you mean base?)"),
-        ("base: base.yaml\n", "", "base is missing or empty"),
-        ("seeds: [1, 2]", "seeds: [one]", "grid.yaml:3:"),
-        ("seeds: [1, 2]", "seeds: []", "seeds is missing or empty"),
+        ("base: base.yaml", "bas: base.yaml", "unknown key bas|base"),
+        ("base: base.yaml\n", "", "base"),
+        ("seeds: [1, 2]", "seeds: [one]", "grid.yaml:3:|seeds|one"),
+        ("seeds: [1, 2]", "seeds: []", "seeds"),
         ("seeds: [1, 2]", "seeds: [1, -2]", "slots none, norm no: -s train.seed=-2: train.seed"),
-        ("y: perplexity, line", "y: perplexity, log: x, line", "figures: found log: x along the axis slots"),
+        ("seeds: [1, 2]", "seeds: [1, 2, 1]", "grid.yaml:3:15: seeds: found 1"),
+        ("    256: {", "    '': {", "axes.slots"),
+        ("  norm:\n", "  norm: 3\n  more:\n", "axes.norm: found 3"),
+        ("    none: {model.memory.kind: none}", "    none: [3]", "recipe keys"),
         ("no: {model: {", "no: {mode: {", "slots none, norm no: -s mode.memory.query_norm=none: unknown key mode"),
         ("num_keys: 8}", "num_keys: -8}", "slots 64, norm no: "),
-        ("    none: {model.memory.kind: none}", "    none: [3]", "expected recipe keys"),
-        ("  norm:\n", "  norm: 3\n  more:\n", "axes.norm: found 3 (expected a mapping)"),
-        ("usage, rising", "usge, rising", "claims: found usge (expected a measure of this grid"),
-        ("seeds: [1, 2]", "seeds: [1, 2, 1]", "grid.yaml:3:15: seeds: found 1 twice (expected each once)"),
-        ("[1e-3, 2e-3, 4e-3]", "[1e-3, 2e-3, 1e-3]", "tune.values: found 1e-3 twice"),
+        ("    256: {", "    NONE: {}\n    256: {", "none_no_1e-3_seed-1"),
+        ("    256: {", f"    {'x' * 200}: {{}}\n    256: {{", "216 bytes|200"),
+        ("without:", "only: {slot: []}\nwithout:", "only: found slot|slots, norm"),
+        ("without:", "only: {norm: [no],\n  slots: [65]}\nwithout:", "14:3: only: found 65"),
+        ("none, norm: yes", "none, norm: ye", "without: found ye|no, yes"),
+        ("{slots: none, norm: yes}", "{slots: none}, {slots: non}", "13:26: without: found non"),
+        ("tune: {values: [1e-3, 2e-3, 4e-3]}", "tune: {values: []}", "tune|optim.lr"),
+        ("[1e-3, 2e-3, 4e-3]", "[1e-3, 2e-3, 1e-3]", "tune.values: found 1e-3"),
+        ("tune: {", "tune: {key: model.memory.num_keys, ", "model.memory.num_keys|its tune|its axis slots"),
+        ("query_norm: batch,", "query_norm: batch, train: {seed: 3},", "train.seed|its seeds|its axis norm"),
+        ("query_norm: batch,", "query_norm: batch, model.memory.num_keys: 3,", "its axis slots|its axis norm"),
+        ("measure: [perplexity,", "measure: [perplexty,", "measure: found perplexty|perplexity"),
+        ("measure: [perplexity, usage", "measure: [perplexity, usag", "15:23: measure: found usag"),
         ("measure: [perplexity,", "measure: [usage, perplexity,", "measure: found usage twice"),
+        ("  perplexity: {none", "  perplexities: {}\n  perplexity: {none", "17:3: paper: found perplexities"),
+        ("no: 20.5", "no: abc", "paper.perplexity.256.no: found abc"),
+        ("no: 20.5", "no: [20.5]", "paper.perplexity.256.no: found a list"),
+        ("none: [23.0]", "none: 23.0", "paper.perplexity.none: found 23.0|norm: no, yes"),
+        ("[22.0, 21.0]", "[22.0, 21.0, 20.0]", "paper.perplexity.64: found a list of 3|norm: no, yes"),
+        ("{no: 20.5", "{on: 20.5", "paper.perplexity.256: found a mapping|norm: no, yes"),
+        ("norm: no}, less", "norms: no}, less", "claims: found norms|slots, norm"),
+        ("less: {norm: yes}", "less: {norm: maybe}", "claims: found maybe|no, yes"),
+        ("less: {norm: yes}", "less: {norm: no}", "norm helps"),
+        ("less: {norm: yes}", "less: {slots: none}", "norm helps"),
+        ("falling: slots}", "falling: size}", "20:5: claims: found size"),
+        ("falling: slots}", "falling: slots, rising: slots}", "claims|greater|rising"),
+        ("text: size helps, ", "", "20:5: claims|text"),
+        ("at: {norm: yes,", "at: {nor: [],", "21:5: claims: found nor|slots, norm"),
+        ("usage, rising", "usge, rising", "claims: found usge"),
+        ("y: perplexity, line", "y: kl, line", "figures: found kl"),
+        ("y: perplexity, line: norm", "y: perplexity, line: slots", "figures: found slots|norm"),
+        ("y: perplexity, line", "y: perplexity, log: x, line", "figures|log: x|slots"),
+        ("x: slots", "x: slot", "figures: found slot"),
         ("{x: usage, y: perplexity}", "{x: slots, y: perplexity}", "figures: found perplexity by slots twice"),
-        ("no: 20.5", "no: abc", "paper.perplexity.256.no: found abc (expected a number)"),
-        ("no: 20.5", "no: [20.5]", "paper.perplexity.256.no: found a list of 1 (expected a number)"),
-        ("none: [23.0]", "none: 23.0", "paper.perplexity.none: found 23.0 (expected by norm: no, yes)"),
-        ("[22.0, 21.0]", "[22.0, 21.0, 20.0]", "paper.perplexity.64: found a list of 3 (expected by norm: no, yes)"),
-        ("{no: 20.5", "{on: 20.5", "paper.perplexity.256: found a mapping (expected by norm: no, yes)"),
-        ("large: {axes: {slots: {256: {model.memory.heads: 2}}}}", "large: 5", "scales.large: found 5 (expected a map"),
-        (
-            "    256: {",
-            f"    {'x' * 200}: {{}}\n    256: {{",
-            "a cell's name has 216 bytes (expected at most 200): xxx",
-        ),
+        ("{x: usage, y: perplexity}", "{x: usag, y: perplexity}", "22:50: figures: found usag"),
+        ("large: {axes: {slots: {256: {model.memory.heads: 2}}}}", "large: 5", "scales.large: found 5"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(folder, before, after, said):
+def test_what_is_wrong_in_a_grid_is_named_in_one_line(folder, before, after, words):
     assert before in GRID
     with pytest.raises(UserError) as error:
         Cells(grid_of(folder, GRID.replace(before, after, 1)), folder / "base.yaml")
-    assert said in error.value.message
+    assert all(word in error.value.message for word in words.split("|")), error.value.message
     assert "\n" not in error.value.message
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "place"),
-    [
-        ("falling: slots}", "falling: size}", "20:5: claims: found size "),
-        ("at: {norm: yes,", "at: {nor: [],", "21:5: claims: found nor "),
-        ("text: size helps, ", "", "20:5: claims: one has no text"),
-        ("{x: usage, y: perplexity}", "{x: usag, y: perplexity}", "22:50: figures: found usag "),
-        ("{slots: none, norm: yes}", "{slots: none}, {slots: non}", "13:26: without: found non "),
-        ("measure: [perplexity, usage", "measure: [perplexity, usag", "15:23: measure: found usag "),
-        ("without:", "only: {norm: [no],\n  slots: [65]}\nwithout:", "14:3: only: found 65 "),
-        ("  perplexity: {none", "  perplexities: {}\n  perplexity: {none", "17:3: paper: found perplexities "),
-    ],
-)
-def test_an_error_in_a_list_names_the_entry(folder, before, after, place):
-    assert before in GRID
-    with pytest.raises(UserError, match=f"grid.yaml:{place}"):
-        grid_of(folder, GRID.replace(before, after, 1))
 
 
 def test_a_grid_is_a_small_file(tmp_path):
@@ -412,7 +369,7 @@ def test_wrong_usage_is_the_exit_code_where_nothing_else_has_failed(folder):
         (third, Outcome(third, "failed", {}, "the disk is full"), 1),
     ):
         results.add(outcome)
-        assert tell_failures(results) == code, cell.name
+        assert results.exit_code == code, cell.name
 
 
 def test_a_diverged_rate_is_never_the_best(folder):
@@ -602,7 +559,8 @@ def test_the_papers_grids_are_possible_at_every_scale(path, monkeypatch):
         grid, _ = read_grid(path, scale)
         cells = Cells(grid, path.parent / grid.base, ["model.vocab_size=50000"])
         assert len(cells) >= len(grid.points())
-        assert max(map(len, plan(with_costs(grid, cells)).render().splitlines())) <= 80, "a dry run fits a terminal"
+        plan = Results(grid, cells, costs_of(cells)).plan().render()
+        assert max(map(len, plan.splitlines())) <= 80, "a dry run fits a terminal"
         for measure in grid.paper:
             assert any(grid.paper_value(measure, point) is not None for point in grid.points()), (path, measure)
         tested |= {claim.text for claim in grid.claims if list(pairs_of(grid, claim))}

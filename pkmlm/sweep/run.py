@@ -1,0 +1,203 @@
+"""The life of a sweep: check what it needs, train and measure its cells, time the models, publish the tables."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.markup import escape
+from rich.progress import MofNCompleteColumn, TaskID, TimeElapsedColumn
+
+from pkmlm.analysis.compare import differences
+from pkmlm.console import progress_bars, warn_each
+from pkmlm.device import machine
+from pkmlm.errors import UserError, printable
+from pkmlm.runs.directory import RunDirectory
+from pkmlm.runs.files import make_folder
+from pkmlm.runs.lock import locked
+from pkmlm.signals import stop_on_signals
+from pkmlm.sweep.cells import Cell, Cells, Outcome, steps_taken
+from pkmlm.sweep.folder import SweepFolder
+from pkmlm.sweep.grid import Point, read_grid
+from pkmlm.sweep.measures import facts_of_cost, tasks_of
+from pkmlm.sweep.plots import draw
+from pkmlm.sweep.results import Results, Speed, progress_line
+from pkmlm.sweep.runner import Runner
+from pkmlm.sweep.speed import time_scoring
+
+Say = Callable[[str], None]
+
+
+def open_sweep(
+    grid_file: Path, scale: str | None, overrides: Sequence[str], output: str | None, *, table_only: bool = False
+) -> tuple[Results, SweepFolder | None]:
+    """Read a grid, make its cells and count what its points cost.
+
+    Args:
+        scale: of the grid; None: its first.
+        overrides: `key=value` for all cells.
+        output: the sweep's folder; None for a dry run.
+        table_only: without overrides, take those with which the folder's results were made.
+
+    Raises:
+        UserError: the grid, a cell's recipe or the folder cannot be.
+    """
+    grid, scale = read_grid(grid_file, scale)
+    folder = SweepFolder(Path(output), grid_file.stem, scale) if output else None
+    if folder and table_only and not overrides:
+        overrides = folder.settings()
+    cells = Cells(grid, grid_file.parent / grid.base, overrides)
+    return Results(grid, cells, costs_of(cells)), folder
+
+
+def costs_of(cells: Cells) -> dict[Point, dict[str, Any]]:
+    """What `facts_of_cost` counts of every point's model."""
+    return {point: facts_of_cost(cells.tuning(point)[0].recipe) for point in cells.grid.points()}
+
+
+def run_sweep(
+    results: Results,
+    folder: SweepFolder,
+    *,
+    table_only: bool = False,
+    jobs: int = 1,
+    devices: Sequence[str] = (),
+    task_data: str | None = None,
+    quiet: bool = False,
+) -> int:
+    """Run the cells of a grid that have not ended, time their models, and write and print the tables.
+
+    Args:
+        results: those of the grid before any run; receives outcomes and speeds.
+        table_only: run nothing; publish what the folder holds.
+        jobs: cells at a time.
+        devices: GPUs as CUDA_VISIBLE_DEVICES names them, a cell on each; empty: as this process has them.
+        task_data: as of `pkmlm eval --task-data`.
+        quiet: no progress on standard error.
+
+    Returns:
+        The exit code: 0, that of the failures, or that of the signal which stopped the sweep.
+
+    Raises:
+        UserError: a device or data is missing, or the folder is in use, or holds another sweep; (exit code 1) the
+            models could not be timed, and the tables lack their speeds.
+    """
+    folder.recall(results)
+    code, problem = 0, None
+    if table_only:
+        folder.collect(results)
+    else:
+        if devices:
+            use_devices(devices)
+        if results.grid.trains:
+            code = run_cells(results, folder, jobs, devices, task_data, quiet)
+        if not code and results.lack_speeds:
+            folder.write(results)  # now: the timing may fail
+            try:
+                time_models(results, folder, quiet)
+            except UserError as error:
+                problem = UserError(f"nothing was timed: {error.message}", error.hint, exit_code=1)
+    if results.ended or not results.grid.trains:  # an empty table must not replace one that is there
+        publish(results, folder)
+    if problem:
+        raise problem
+    if code:
+        return code
+    for outcome in results.failed:
+        print(f"error: {printable(outcome.cell.name)}: {printable(outcome.message)}", file=sys.stderr)
+    return results.exit_code
+
+
+def use_devices(devices: Sequence[str]) -> None:
+    """Make GPUs those of this process, which times the models on the first of them, and of its children.
+
+    Of MIG instances only the first is looked for: CUDA shows a process no more than one.
+
+    Raises:
+        UserError: one does not exist; torch would train on the CPU without a word.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    found = torch.cuda.device_count()
+    if found < (1 if devices[0].startswith("MIG-") else len(devices)):
+        message = f"--device {','.join(devices)}: there is no GPU {devices[found]} here"
+        raise UserError(message, "pkmlm doctor lists the devices")
+
+
+def run_cells(
+    results: Results,
+    folder: SweepFolder,
+    jobs: int,
+    devices: Sequence[str],
+    task_data: str | None,
+    quiet: bool,
+) -> int:
+    """Train and measure; the exit code of the signal that stopped it, or 0."""
+    results.cells.refuse_missing_data()
+    warn_each(results.cells.warnings())
+    if tasks := tasks_of(results.grid.measure):  # bad ones are refused before hours of training
+        from pkmlm.evaluate.lm_eval import load_tasks  # takes seconds
+
+        load_tasks(",".join(tasks), Path(task_data) if task_data else None, None)
+    total, runs = len(results.cells), folder.runs
+    make_folder(runs)
+    lock = locked(runs / ".lock", f"the sweep {folder.path}")
+    with lock, stop_on_signals() as stop, cell_progress(folder, quiet) as (say, show_running):
+
+        def on_end(outcome: Outcome) -> None:
+            chosen = outcome.cell.name in results.outcomes  # it was trained before; now it is measured
+            results.add(outcome)
+            if outcome.status != "stopped":
+                place = "chosen" if chosen else f"{len(results.outcomes)}/{total}"
+                say(f"{place} {progress_line(outcome, results.grid.measure)}")
+
+        folder.begin(results)
+        say(f"{total} runs in {folder.path}, {jobs} at a time")
+        Runner(runs, results.grid.measure, jobs, devices, task_data, stop).run(results.cells, on_end, show_running)
+        if stop.exit_code is not None:
+            print("stopped on request; the same command resumes it", file=sys.stderr)
+    return stop.exit_code or 0
+
+
+@contextmanager
+def cell_progress(folder: SweepFolder, quiet: bool) -> Iterator[tuple[Say, Callable[[list[Cell]], None]]]:
+    """Yield a function that prints a line, and one that takes the running cells: on a terminal each has a bar."""
+    with progress_bars(quiet, MofNCompleteColumn(), TimeElapsedColumn()) as progress:
+        console = progress.console
+        bars: dict[str, TaskID] = {}
+
+        def show_running(running: list[Cell]) -> None:
+            for name in bars.keys() - {cell.name for cell in running}:
+                progress.remove_task(bars.pop(name))
+            for cell in running:
+                if cell.name not in bars:
+                    bars[cell.name] = progress.add_task(escape(cell.name), total=cell.recipe.train.steps)
+                progress.update(bars[cell.name], completed=steps_taken(cell, folder.runs))
+
+        def say(text: str) -> None:
+            if not quiet:
+                wrap = console.is_terminal  # elsewhere a long line stays one line
+                console.print(printable(text), markup=False, emoji=False, highlight=False, soft_wrap=not wrap)
+
+        yield say, show_running
+
+
+def time_models(results: Results, folder: SweepFolder, quiet: bool) -> None:
+    """Time the models of all points, interleaved."""
+    cells = {point: chosen[0].cell for point in results.grid.points() if (chosen := results.chosen(point))}
+    runs = {point: (folder.runs / cell.name, cell.recipe.data.dir or "") for point, cell in cells.items()}
+    timed = time_scoring(runs, lambda text: None if quiet else print(f"timing: {text}", file=sys.stderr))
+    results.speeds = {point: Speed(cells[point].recipe_sha256, rounds, machine()) for point, rounds in timed.items()}
+
+
+def publish(results: Results, folder: SweepFolder) -> None:
+    """Write tables, results.json and plots, print the tables, and warn where runs differ in more than the grid says."""
+    names = [outcome.cell.name for point in results.grid.points() for outcome in results.chosen(point)]
+    warn_each(differences({name: RunDirectory(folder.runs / name) for name in names}))
+    tables, drawn = folder.write(results), draw(results, folder.path)
+    sys.stdout.write("\n".join(table.render() for table in tables))
+    if drawn:
+        plots = "1 plot" if len(drawn) == 1 else f"{len(drawn)} plots"
+        print(f"{plots} in {printable(str(folder.path))}", file=sys.stderr)
