@@ -167,9 +167,9 @@ def _measure(
     from pkmlm.analysis.counters import measure_usage
     from pkmlm.analysis.slots import index_slots, page_slots
     from pkmlm.evaluate.documents import chosen_documents
-    from pkmlm.evaluate.load import load_same
+    from pkmlm.evaluate.load import load_on_all_ranks
 
-    loaded = load_same(run.path, step, world)
+    loaded = load_on_all_ranks(run.path, step, world)
     documents = chosen_documents(choice, loaded)
     quiet = quiet or (world is not None and world.rank > 0)
     slots: list[PageSlots] = []

@@ -1,15 +1,11 @@
 """`pkmlm export`: a trained model as a folder for `transformers`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
 
 from pkmlm.cli.options import PATH, force_option, step_option
 from pkmlm.errors import printable
-
-if TYPE_CHECKING:
-    from pkmlm.runs.directory import RunDirectory
 
 
 @click.command()
@@ -39,7 +35,7 @@ def command(run_path: str, output: str, step: str, dtype: str, force: bool) -> N
     import torch
 
     from pkmlm.evaluate.load import load_run
-    from pkmlm.export.card import card_of
+    from pkmlm.export.card import card_of, known_scores
     from pkmlm.export.config import Origin
     from pkmlm.export.folder import check_free, write_export
     from pkmlm.runs.directory import RunDirectory
@@ -50,29 +46,9 @@ def command(run_path: str, output: str, step: str, dtype: str, force: bool) -> N
     loaded = load_run(run.path, step, torch.device("cpu"))
     origin = Origin(loaded.name, loaded.step, loaded.tokens)
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
-    card = card_of(loaded.recipe, origin, parameters, dtype, scores_of(run, loaded.step))
+    card = card_of(loaded.recipe, origin, parameters, dtype, known_scores(run, loaded.step))
     size = write_export(folder, loaded.model, loaded.recipe, loaded.tokenizer, origin, card, dtype=dtype, force=force)
     click.echo(
         f"{printable(output)}: {printable(loaded.name)} at step {loaded.step:,}, {parameters:,} parameters, "
         f"{size / 1e6:,.1f} MB in {dtype}"
     )
-
-
-def scores_of(run: "RunDirectory", step: int) -> dict[str, dict[str, Any]]:
-    """What is known of a step, by what was scored: the splits that `pkmlm eval` read whole; where it has not read the
-    valid split, what training's validation read of it.
-    """
-    from pkmlm.runs.results import EVAL, perplexity_file, read_evaluation
-
-    scores: dict[str, dict[str, Any]] = {}
-    for split in ("valid", "test"):
-        kept = run.path / EVAL / perplexity_file(split, step, None)
-        if kept.exists():
-            scores[f"{split} split"] = read_evaluation(kept).get("perplexity") or {}
-    if "valid split" not in scores:
-        tokens = run.recipe().eval.tokens
-        part = f"first {tokens:,} tokens of the valid split" if tokens else "valid split"
-        for line in run.metrics():
-            if line["event"] == "valid" and line["step"] == step:
-                scores[part] = line
-    return {name: found for name, found in scores.items() if found.get("token_ppl") and found.get("bits_per_byte")}

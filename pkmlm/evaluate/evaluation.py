@@ -8,7 +8,7 @@ from pkmlm.console import token_progress
 from pkmlm.distributed import World
 from pkmlm.errors import UserError
 from pkmlm.evaluate.documents import chosen_documents
-from pkmlm.evaluate.load import LoadedRun, load_same
+from pkmlm.evaluate.load import LoadedRun, load_on_all_ranks
 from pkmlm.evaluate.perplexity import score
 from pkmlm.evaluate.text_choice import TextChoice
 from pkmlm.runs.results import EVAL, perplexity_file, split_name, tasks_file, text_name, write_evaluation
@@ -101,7 +101,7 @@ def evaluate_run(
     quiet = quiet or world.rank > 0
     if world.size > 1:
         choice.refuse_standard_input("several processes cannot read one standard input")
-    run = load_same(path, step, world)
+    run = load_on_all_ranks(path, step, world)
     record: dict[str, Any] = {"run": run.name, "step": run.step, **NO_PERPLEXITY, **NO_TASKS}
     samples: list[dict[str, Any]] = []
     warnings: list[str] = []

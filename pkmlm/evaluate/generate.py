@@ -33,14 +33,17 @@ class Sampling:
 
 
 @torch.no_grad()
-def generate(model: Transformer, prompt: list[int], sampling: Sampling, most: int, vocab_size: int) -> Iterator[int]:
+def generate(
+    model: Transformer, prompt: list[int], sampling: Sampling, max_tokens: int, vocab_size: int
+) -> Iterator[int]:
     """Yield the ids that continue a prompt, one at a time, also past the model's context.
 
-    The cache holds the context; when it is full, the model reads the later half of it again and goes on from there.
+    The cache holds the context; when it is full, the model reads the later half of it again and continues from there.
 
     Args:
-        prompt: ids, one at least; of more than the context the last are read.
-        most: how many ids are drawn.
+        prompt: ids, one at least; if there are more than the context holds, the last of them are read.
+        sampling: how each token is drawn.
+        max_tokens: how many ids are drawn.
         vocab_size: only ids below it are drawn: a model may have more rows than its tokenizer has pieces.
 
     Raises:
@@ -50,17 +53,17 @@ def generate(model: Transformer, prompt: list[int], sampling: Sampling, most: in
     random = torch.Generator(device).manual_seed(sampling.seed)
     ids, cache = list(prompt), KVCache(model.context)
     pending = ids[-model.context :]
-    for _ in range(most):
+    for _ in range(max_tokens):
         if cache.length + len(pending) > model.context:
             cache, pending = KVCache(model.context), ids[-max(1, model.context // 2) :]
         h_1TD = model.hidden(torch.tensor([pending], device=device), cache)
-        token = draw(model.head(h_1TD[0, -1])[:vocab_size].float(), sampling, random)
+        token = sample_token(model.head(h_1TD[0, -1])[:vocab_size].float(), sampling, random)
         ids.append(token)
         pending = [token]
         yield token
 
 
-def draw(logits_V: Tensor, sampling: Sampling, random: torch.Generator) -> int:
+def sample_token(logits_V: Tensor, sampling: Sampling, random: torch.Generator) -> int:
     """One token id by temperature, then top-k, then top-p.
 
     Raises:
@@ -84,7 +87,7 @@ def draw(logits_V: Tensor, sampling: Sampling, random: torch.Generator) -> int:
 
 
 def stream_text(tokenizer: Tokenizer, prompt: list[int], ids: Iterable[int]) -> Iterator[str]:
-    """The text that `ids` add after `prompt`, in pieces; a character whose bytes are not all there yet is held back.
+    """The text that `ids` add after `prompt`, as it comes; a character waits for all of its bytes.
 
     Ends before the end-of-document token.
     """

@@ -1,10 +1,10 @@
-"""Log-likelihoods of tokens after others, where many of the sequences begin alike.
+"""Log-likelihoods of tokens after others, where many of the sequences share a prefix.
 
-The choices of a question share their context, and often more. They are laid out as a tree: each shared beginning is
-read once, and a token sees its own ancestors. Memories, tables and norms work on single tokens, so nothing but the
+The choices of a question share their context, and often more. They are laid out as a prefix tree: each shared prefix
+is read once, and a token attends to its own ancestors. Memories, tables and norms work on single tokens, so only the
 order of sums differs from reading each sequence by itself.
 
-B: rows of a batch; T: tokens of a row; D: model width; M: scored tokens of a batch; C: of a part; V: vocabulary.
+B: rows of a batch; T: tokens of a row; D: model width; M: scored tokens of a batch; C: of a chunk; V: vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,8 +20,8 @@ from pkmlm.device import at_least_fp32
 from pkmlm.model.attention import AttentionLayout
 from pkmlm.model.transformer import Transformer
 
-LOGITS = 1 << 24  # logits held at a time: 64 MB in fp32
-LEAST_SHARED = 1 / 4  # of its tokens that a sequence must have in common with the one before, to be read with it
+LOGITS = 1 << 24  # logits of a chunk: 64 MB in fp32
+MIN_SHARED = 1 / 4  # of its tokens that a sequence must share with the one before it to stand in the same tree
 
 
 class Window(NamedTuple):
@@ -44,11 +44,11 @@ class Score(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Tree:
-    """Windows that are read together, each shared beginning once.
+class PrefixTree:
+    """Windows that are read together, each shared prefix once.
 
     Attributes:
-        windows: which of the list they come from.
+        windows: their places in the list that they come from.
         tokens: (T,) ids; a parent stands before its children.
         paths: for each window, where its tokens stand in `tokens`.
         targets: for each window, its targets.
@@ -61,10 +61,15 @@ class Tree:
 
 
 def continuation_windows(before: Sequence[int], continuation: Sequence[int], context: int) -> list[Window]:
-    """The windows in which a continuation is scored once, after as much of what stands before it as fits (at least one
-    token).
+    """The windows in which each token of a continuation is scored once.
 
-    One that is itself longer than the context is scored half a context at a time.
+    Each has as many tokens before it as fit into the context, at least one. A continuation that is itself longer than
+    the context is scored half a context at a time.
+
+    Args:
+        before: ids that stand before the continuation, one at least.
+        continuation: ids to score.
+        context: the most tokens that the model reads.
     """
     whole = np.array([*before, *continuation], dtype=np.int64)
     size = len(continuation) if len(continuation) <= context else max(1, context // 2)
@@ -75,53 +80,57 @@ def continuation_windows(before: Sequence[int], continuation: Sequence[int], con
     return found
 
 
-def plant(windows: Sequence[Window], most: int) -> list[Tree]:
-    """Trees of neighbouring windows that share enough to be read together, of at most about `most` tokens each."""
+def build_prefix_trees(windows: Sequence[Window], max_tokens: int) -> list[PrefixTree]:
+    """Trees of neighbouring windows that share enough to be read together.
+
+    Args:
+        max_tokens: of a tree; a window that is longer has one of its own.
+    """
     groups: list[list[int]] = []
     size = 0
     for index, window in enumerate(windows):
-        shared = common(windows[groups[-1][-1]].tokens, window.tokens) if groups else 0
-        if shared >= LEAST_SHARED * len(window.tokens) and size + len(window.tokens) - shared <= most:
+        shared = shared_prefix(windows[groups[-1][-1]].tokens, window.tokens) if groups else 0
+        if shared >= MIN_SHARED * len(window.tokens) and size + len(window.tokens) - shared <= max_tokens:
             groups[-1].append(index)
             size += len(window.tokens) - shared
         else:
             groups.append([index])
             size = len(window.tokens)
-    return [tree(windows, group) for group in groups]
+    return [build_prefix_tree(windows, group) for group in groups]
 
 
-def tree(windows: Sequence[Window], group: Sequence[int]) -> Tree:
-    """The tree of a group of windows: in sorted order each shares most with the one before it."""
+def build_prefix_tree(windows: Sequence[Window], group: Sequence[int]) -> PrefixTree:
+    """The tree of a group of windows, given by their places. In sorted order each shares most with the one before."""
     order = sorted(group, key=lambda index: windows[index].tokens.tolist())
     paths: list[np.ndarray] = []
     parts: list[np.ndarray] = []
     count = 0
     for place, index in enumerate(order):
         ids = windows[index].tokens
-        shared = common(windows[order[place - 1]].tokens, ids) if place else 0
+        shared = shared_prefix(windows[order[place - 1]].tokens, ids) if place else 0
         new = np.arange(count, count + len(ids) - shared)
         paths.append(np.concatenate([paths[-1][:shared], new]) if place else new)
         parts.append(ids[shared:])
         count += len(new)
-    return Tree(order, np.concatenate(parts), paths, [windows[index].targets for index in order])
+    return PrefixTree(order, np.concatenate(parts), paths, [windows[index].targets for index in order])
 
 
-def common(a: np.ndarray, b: np.ndarray) -> int:
-    """How many tokens two sequences share at their beginnings."""
+def shared_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """The length of the longest common prefix of two sequences."""
     length = min(len(a), len(b))
     differ = np.flatnonzero(a[:length] != b[:length])
     return int(differ[0]) if len(differ) else length
 
 
 @torch.no_grad()
-def score_trees(model: Transformer, trees: Sequence[Tree]) -> Iterator[tuple[int, Score]]:
-    """The score of each window of a batch of trees, with its index; in the model's own precision."""
+def score_trees(model: Transformer, trees: Sequence[PrefixTree]) -> Iterator[tuple[int, Score]]:
+    """The score of each window of a batch of trees, with its place in the list of windows; in the model's precision."""
     device = next(model.parameters()).device
     longest = max(len(each.tokens) for each in trees)
     tokens_BT = np.zeros((len(trees), longest), dtype=np.int64)
     for row, each in enumerate(trees):
         tokens_BT[row, : len(each.tokens)] = each.tokens
-    layout = None if all(len(each.paths) == 1 for each in trees) else layout_of(trees, longest, device)
+    layout = None if all(len(each.paths) == 1 for each in trees) else attention_layout(trees, longest, device)
     h_BTD = model.hidden(torch.from_numpy(tokens_BT).to(device), layout=layout)
     windows = [window for each in trees for window in each.windows]
     targets = [ids for each in trees for ids in each.targets]
@@ -130,7 +139,7 @@ def score_trees(model: Transformer, trees: Sequence[Tree]) -> Iterator[tuple[int
         for row, each in enumerate(trees)
         for path, ids in zip(each.paths, each.targets, strict=True)
     ]
-    # Windows with a common beginning may score the same token after the same state: the head runs once for such a pair.
+    # Windows with a shared prefix may score the same token after the same state: the head runs once for such a pair.
     pairs, inverse = np.unique(np.stack([np.concatenate(at), np.concatenate(targets)]), axis=1, return_inverse=True)
     at_M, targets_M = torch.from_numpy(pairs).to(device)
     nll_M, greedy_M = (part.cpu()[inverse] for part in score_targets(model, h_BTD.flatten(0, 1)[at_M], targets_M))
@@ -139,8 +148,12 @@ def score_trees(model: Transformer, trees: Sequence[Tree]) -> Iterator[tuple[int
         yield window, Score(-float(nll.sum()), bool(greedy.all()))
 
 
-def layout_of(trees: Sequence[Tree], longest: int, device: torch.device) -> AttentionLayout:
-    """Each token at its depth, seeing its ancestors and itself (padding sees itself alone)."""
+def attention_layout(trees: Sequence[PrefixTree], longest: int, device: torch.device) -> AttentionLayout:
+    """Each token at its depth, attending to its ancestors and itself (padding attends to itself alone).
+
+    Args:
+        longest: tokens of a row.
+    """
     positions_BT = np.zeros((len(trees), longest), dtype=np.int64)
     mask_BTT = np.zeros((len(trees), longest, longest), dtype=bool)
     mask_BTT[:, range(longest), range(longest)] = True
@@ -153,11 +166,15 @@ def layout_of(trees: Sequence[Tree], longest: int, device: torch.device) -> Atte
 
 def score_targets(model: Transformer, h_MD: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
     """-log p of each target after its hidden state (float64, from an fp32 log-softmax), and whether it is the most
-    likely token. The head runs on a part of the states at a time.
+    likely token. The head runs on a chunk of the states at a time.
+
+    Args:
+        h_MD: hidden states.
+        targets_M: ids.
     """
     nll, greedy = [], []
-    step = max(1, LOGITS // model.embedding.num_embeddings)
-    for h_CD, targets_C in zip(h_MD.split(step), targets_M.split(step), strict=True):
+    chunk_size = max(1, LOGITS // model.embedding.num_embeddings)
+    for h_CD, targets_C in zip(h_MD.split(chunk_size), targets_M.split(chunk_size), strict=True):
         logits_CV = at_least_fp32(model.head(h_CD))
         nll.append(cross_entropy(logits_CV, targets_C, reduction="none").double())
         greedy.append(logits_CV.gather(-1, targets_C[:, None])[:, 0] == logits_CV.amax(-1))

@@ -29,7 +29,7 @@ class LoadedRun:
         tokens: trained on until then.
         exported: it is an exported folder, a product that no results are written into.
         model: in evaluation mode, in fp32.
-        data: sha256 of "tokenizer" and of the splits "train" and "valid" in training, as far as they are known.
+        data: sha256 of "tokenizer" and of the splits "train" and "valid" that it was trained on; empty for an export.
     """
 
     path: Path
@@ -49,7 +49,11 @@ class LoadedRun:
 
 
 def load_run(path: str | Path, step: str = "latest", device: torch.device | None = None) -> LoadedRun:
-    """Load a checkpoint of a run: "latest", "best" or a step; or an exported folder, which holds one step.
+    """Load a checkpoint of a run, or an exported folder, which holds one step.
+
+    Args:
+        step: "latest", "best" or a number.
+        device: None: CUDA where there is one, else the CPU.
 
     Raises:
         UserError: no such run or checkpoint, or it is damaged.
@@ -78,13 +82,13 @@ def load_run(path: str | Path, step: str = "latest", device: torch.device | None
     if tokenizer.sha256 != progress.data.get("tokenizer", tokenizer.sha256):
         message = f"{run.tokenizer_file} is not the tokenizer that the run was trained with"
         raise UserError(message, "copy it again from the tokens that the run was trained on")
-    refuse_strange(model, run.checkpoint(number))
+    check_values(model, run.checkpoint(number))
     frozen = model.eval().requires_grad_(False)
     return LoadedRun(run.path, number, progress.tokens, recipe, frozen, tokenizer, device, data=progress.data)
 
 
-def load_same(path: str | Path, step: str, world: World | None) -> LoadedRun:
-    """Load a run in all processes, from the same checkpoint, also where one appears meanwhile; damage is told once."""
+def load_on_all_ranks(path: str | Path, step: str, world: World | None) -> LoadedRun:
+    """Load a run on all ranks, from the same checkpoint even if one appears meanwhile; only one rank reports damage."""
     if world is None:
         return load_run(path, step)
     with world.collective_errors():
@@ -102,13 +106,13 @@ def load_export(path: Path, step: str, device: torch.device) -> LoadedRun:
     recipe, origin, model, tokenizer = read_export(path, device)
     if step not in ("latest", str(origin.step)):
         raise UserError(f"{path} is an export of step {origin.step} (found --step {step})", "leave --step out")
-    refuse_strange(model, path)
+    check_values(model, path)
     frozen = model.requires_grad_(False)
     return LoadedRun(path, origin.step, origin.tokens, recipe, frozen, tokenizer, device, exported=True)
 
 
-def refuse_strange(model: Transformer, path: Path) -> None:
-    """Refuse weights that no training saves, whatever their hashes say.
+def check_values(model: Transformer, path: Path) -> None:
+    """Refuse weights that no training saves, whatever their hashes.
 
     Raises:
         UserError: (exit code 1) one is not finite, or a variance is negative.

@@ -19,7 +19,7 @@ from pkmlm.evaluate.documents import Documents
 from pkmlm.evaluate.likelihood import Window, score_targets
 from pkmlm.model.transformer import Transformer
 
-BATCH = 16  # windows a forward
+BATCH = 16  # windows of a forward pass
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,12 @@ def score(
     Args:
         prefix: the token that stands before every document (the end-of-document token).
         stride: tokens scored by each window after a document's first; None: the context.
-        batch: windows a forward.
-        watch: called before each forward with the positions that are scored, a bool tensor (B * T,).
-        advance: called after each forward with the tokens scored so far; False ends the pass.
-        world: processes that take turns at the batches, each with the whole model and all documents; each of them gets
-            the result, which is that of one process. All take as many forwards: where they divide the model's
-            parameters, they fetch them together. None: this one alone.
+        batch: windows of a forward pass.
+        watch: called before each forward pass with the positions that are scored, a bool tensor (B * T,).
+        advance: called after each forward pass with the tokens scored so far; ends the evaluation by returning False.
+        world: ranks that take turns at the batches, each with all documents; each of them gets the result, which is
+            that of one process. All run as many forward passes, for ranks that shard the parameters gather them
+            together. None: this process alone.
 
     Returns:
         None if `advance` ended it.
@@ -132,8 +132,8 @@ def score(
 def score_windows(
     model: Transformer, group: list[Window], watch: Callable[[Tensor], None] | None = None
 ) -> list[Tensor]:
-    """-log p of the targets of each window of a batch, in float64 (padded on the right, which a causal model does not
-    see).
+    """-log p of the targets of each window of a batch, in float64; a causal model does not see the padding, which is
+    on the right.
     """
     device = next(model.parameters()).device
     longest = max(len(window.tokens) for window in group)

@@ -7,6 +7,8 @@ from pkmlm.errors import printable
 from pkmlm.export.config import Origin
 from pkmlm.recipe.check import memory_layers
 from pkmlm.recipe.schema import Model, Recipe
+from pkmlm.runs.directory import RunDirectory
+from pkmlm.runs.results import EVAL, perplexity_file, read_evaluation
 
 
 def card_of(recipe: Recipe, origin: Origin, parameters: int, dtype: str, scores: dict[str, dict[str, Any]]) -> str:
@@ -14,7 +16,7 @@ def card_of(recipe: Recipe, origin: Origin, parameters: int, dtype: str, scores:
 
     Args:
         parameters: of the whole model.
-        scores: "token_ppl" and "bits_per_byte" by what was scored.
+        scores: "token_ppl" and "bits_per_byte" by what was scored, see `known_scores`.
     """
     model = recipe.model
     length = min(40, model.context // 2)  # the model sees no further than its context
@@ -71,3 +73,21 @@ def described(model: Model) -> str:
     memory, where = model.memory, f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
     size = f"{memory.num_keys**2:,} slots"
     return f"{kind}; {memory.kind} memory of {size} in {where}, {memory.heads} heads x {memory.topk} reads"
+
+
+def known_scores(run: RunDirectory, step: int) -> dict[str, dict[str, Any]]:
+    """The scores of a step, by what was scored: the splits that `pkmlm eval` read whole, or else what training's
+    validation read of the valid split.
+    """
+    scores: dict[str, dict[str, Any]] = {}
+    for split in ("valid", "test"):
+        kept = run.path / EVAL / perplexity_file(split, step, None)
+        if kept.exists():
+            scores[f"{split} split"] = read_evaluation(kept).get("perplexity") or {}
+    if "valid split" not in scores:
+        tokens = run.recipe().eval.tokens
+        part = f"first {tokens:,} tokens of the valid split" if tokens else "valid split"
+        for line in run.metrics():
+            if line["event"] == "valid" and line["step"] == step:
+                scores[part] = line
+    return {name: found for name, found in scores.items() if found.get("token_ppl") and found.get("bits_per_byte")}

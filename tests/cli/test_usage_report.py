@@ -59,13 +59,13 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_looked_for_again(
     run_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a training process replaces its own."""
-    run, load_same = run_of("product-key"), load.load_same
+    run, load_on_all_ranks = run_of("product-key"), load.load_on_all_ranks
 
     def too_late(*arguments: object) -> object:
         shutil.rmtree(run / "checkpoints" / "step-00000030", ignore_errors=True)
-        return load_same(*arguments)  # type: ignore[arg-type]
+        return load_on_all_ranks(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(load, "load_same", too_late)
+    monkeypatch.setattr(load, "load_on_all_ranks", too_late)
     said = pkmlm("usage-report", run, "--step", "30", code=2).stderr
     assert "has no checkpoint at step 30 (has 20)" in said
     shutil.copytree(run / "checkpoints" / "step-00000020", run / "checkpoints" / "step-00000030")

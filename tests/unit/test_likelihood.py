@@ -7,12 +7,12 @@ import torch
 from pkmlm.evaluate import likelihood
 from pkmlm.evaluate.likelihood import (
     Window,
+    attention_layout,
+    build_prefix_tree,
+    build_prefix_trees,
     continuation_windows,
-    layout_of,
-    plant,
     score_targets,
     score_trees,
-    tree,
 )
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Hash, Memory, Model, Recipe, Train
@@ -81,7 +81,7 @@ QUESTIONS = windows_of(
 
 
 def test_beginnings_stand_in_a_tree_once():
-    trees = plant(QUESTIONS, 100)
+    trees = build_prefix_trees(QUESTIONS, 100)
     assert [sorted(each.windows) for each in trees] == [[0, 1, 2], [3, 4], [5], [6]]
     assert sorted(trees[0].tokens.tolist()) == [1, 2, 3, 4, 9, 9]
     assert len(trees[1].tokens) == 5
@@ -91,11 +91,11 @@ def test_beginnings_stand_in_a_tree_once():
 
 
 def test_a_tree_ends_where_it_would_grow_too_large():
-    assert [each.windows for each in plant(QUESTIONS[:3], 5)] == [[0, 1], [2]]
+    assert [each.windows for each in build_prefix_trees(QUESTIONS[:3], 5)] == [[0, 1], [2]]
 
 
 def test_padding_sees_itself():
-    layout = layout_of(plant(QUESTIONS, 100), 8, torch.device("cpu"))
+    layout = attention_layout(build_prefix_trees(QUESTIONS, 100), 8, torch.device("cpu"))
     assert layout.mask_BTT.any(-1).all()  # what sees nothing is NaN in some of torch's kernels, and spoils the rest
     assert layout.positions_BT.tolist()[0] == [0, 1, 2, 3, 3, 4, 0, 0]
 
@@ -103,8 +103,8 @@ def test_padding_sees_itself():
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_tree_scores_as_its_windows_do_one_by_one(kind):
     model = model_of(kind)
-    found = dict(score_trees(model, plant(QUESTIONS, 100)))
-    alone = dict(score_trees(model, [tree(QUESTIONS, [index]) for index in range(len(QUESTIONS))]))
+    found = dict(score_trees(model, build_prefix_trees(QUESTIONS, 100)))
+    alone = dict(score_trees(model, [build_prefix_tree(QUESTIONS, [index]) for index in range(len(QUESTIONS))]))
     assert sorted(found) == sorted(alone) == list(range(len(QUESTIONS)))
     with torch.no_grad():
         for index, window in enumerate(QUESTIONS):
@@ -123,7 +123,7 @@ def test_greedy_targets_are_known_as_such():
         for _ in range(3):
             ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
     other = [*ids[:-1], (ids[-1] + 1) % 30]
-    found = dict(score_trees(model, plant(windows_of([ids, other], 3), 100)))
+    found = dict(score_trees(model, build_prefix_trees(windows_of([ids, other], 3), 100)))
     assert (found[0].greedy, found[1].greedy) == (True, False)
 
 

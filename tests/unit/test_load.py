@@ -45,8 +45,8 @@ def test_numbers_that_cannot_be(trained, tmp_path, name, value, said):
 
 def test_scores_that_are_not_finite_draw_nothing():
     from pkmlm.errors import UserError
-    from pkmlm.evaluate.generate import Sampling, draw
+    from pkmlm.evaluate.generate import Sampling, sample_token
 
     for temperature in (0.0, 1.0):
         with pytest.raises(UserError, match="not finite"):
-            draw(torch.tensor([0.0, float("inf")]), Sampling(temperature), torch.Generator())
+            sample_token(torch.tensor([0.0, float("inf")]), Sampling(temperature), torch.Generator())

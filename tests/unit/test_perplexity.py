@@ -150,7 +150,7 @@ def test_generation_is_the_same_with_and_without_a_cache(trained):
 
 
 def test_sampling_keeps_to_top_k_and_top_p():
-    from pkmlm.evaluate.generate import Sampling, draw
+    from pkmlm.evaluate.generate import Sampling, sample_token
 
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
     random = torch.Generator().manual_seed(0)
@@ -164,7 +164,7 @@ def test_sampling_keeps_to_top_k_and_top_p():
         (Sampling(temperature=1e-300), {0}),  # 0 in fp32
         (Sampling(top_p=1e-300), {0}),
     ]:
-        assert {draw(logits.clone(), sampling, random) for _ in range(200)} == allowed
+        assert {sample_token(logits.clone(), sampling, random) for _ in range(200)} == allowed
 
 
 def test_streamed_text_is_the_decoded_text(tokens: Path):
