@@ -127,7 +127,7 @@ def latest_state(run: RunDirectory) -> Facts:
     """The state.json of the latest checkpoint; empty if there is none."""
     steps = run.steps()
     state = run.checkpoint(steps[-1]) / STATE if steps else None
-    hint = "the checkpoint is damaged: `pkmlm train` goes on from the one before it"
+    hint = "the checkpoint is damaged: `pkmlm train` goes back to the one before it"
     found: Facts = {}
     if state and state.exists():
         found = read_json(state, "the checkpoint's state", hint, exit_code=1, schema=CheckpointState)

@@ -1,1 +1,6 @@
-"""What runs keep: their directories, the files in them, and how these are written so that none is ever half there."""
+"""What a run keeps: its directory, results and checkpoints, and how files are written so that none is ever half there.
+
+files.py changes files, manifest.py checks them, lock.py keeps a second training out; results.py knows the names and
+schemas of all results, directory.py the paths and pointers of a run, checkpoint.py writes, verifies and reads
+checkpoints. Everything above calls this folder; it may import `errors`, `recipe`, `device` and `distributed`.
+"""

@@ -89,7 +89,7 @@ class RunDirectory:
             raise UserError(message, f"{again}, or train under another -o", exit_code=1) from None
 
     def refuse_foreign(self) -> None:
-        """Refuse, before anything is written, a folder in which training would overwrite what is not a run's.
+        """Refuse, before anything is written, a folder in which training would overwrite what no run wrote.
 
         Raises:
             UserError: there is no run at the path, but a file, or a folder with a file of a name that a run would
@@ -115,7 +115,7 @@ class RunDirectory:
                 raise UserError(f"-o {self.path} is a folder of runs: it holds {name}", hint)
 
     def refuse_orphans(self) -> None:
-        """Refuse to train anew where results are of checkpoints that are gone: they would be taken for the new ones'.
+        """Refuse to train anew where results of deleted checkpoints would be taken for those of the new ones.
 
         Raises:
             UserError: there are such results.
@@ -138,7 +138,7 @@ class RunDirectory:
             yield
 
     def refuse_replaced(self) -> None:
-        """Refuse to write where the run is another's by now: its folder was deleted, and maybe made anew, meanwhile.
+        """Refuse to write into a folder that was deleted, and perhaps made anew by another run, since it was locked.
 
         Raises:
             UserError: (exit code 1) it is.
@@ -193,7 +193,7 @@ class RunDirectory:
         return int(match[1]) if match and int(match[1]) in self.steps() else None
 
     def done(self) -> int | None:
-        """The step at which training has finished, or stopped for lack of patience, as the file `done` says it."""
+        """The step in the file `done`, at which training finished or ran out of patience; None where there is none."""
         try:
             match = re.search(r" at step ([0-9]{1,18})\Z", read_bytes(self.path / "done").decode().rstrip())
         except (OSError, UnicodeDecodeError):
@@ -201,7 +201,7 @@ class RunDirectory:
         return int(match[1]) if match else None
 
     def point(self, name: str, step: int) -> None:
-        """Let the pointer `name` ("best", "latest") name a checkpoint."""
+        """Point `name` ("best", "latest") at a checkpoint."""
         self.refuse_replaced()
         write_text(self.path / name, f"step-{step:08d}\n")
 
@@ -215,7 +215,7 @@ class RunDirectory:
         return facts
 
     def status(self) -> str | None:
-        """How training goes or has ended: run.json's word, or "killed" where its process is gone without one."""
+        """How training stands or has ended: the status in run.json, or "killed" where its process left none."""
         status: str | None = self.facts().get("status")
         return "killed" if status == "running" and abandoned(self.path / ".lock") else status
 
@@ -240,7 +240,7 @@ class RunDirectory:
             raise UserError(message, hint, exit_code=1)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All whole lines of metrics.jsonl; a line torn by a kill is passed over."""
+        """All whole lines of metrics.jsonl; a line torn by a kill is skipped."""
         return list(read_metrics(self.metrics_file))
 
     def cut_metrics(self, step: int) -> None:

@@ -1,6 +1,5 @@
 """What a forked child does."""
 
-import os
 import resource
 import sys
 from pathlib import Path
@@ -17,7 +16,6 @@ def command(
     file_size: int = 0,
     init_scale: float = 0.0,
     drop: str = "",
-    cwd: str = "",
 ) -> int:
     """Run a command line; return its exit code.
 
@@ -30,8 +28,6 @@ def command(
     """
     from pkmlm.cli import main
 
-    if cwd:
-        os.chdir(cwd)
     if phases:
         places = TOKENIZING if words[0] == "tokenize" else TRAINING
         Phases(Path(phases), phases_of(places)).watch(places)
