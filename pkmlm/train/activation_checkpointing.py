@@ -19,11 +19,11 @@ def checkpoint_activations(model: Transformer) -> None:
     The numbers are the same: dropout draws again what it drew, and running statistics are counted once.
     """
     for block in model.blocks:
-        forget_activations(block)
+        checkpoint_block(block)
 
 
-def forget_activations(block: nn.Module) -> None:
-    """Replace a block's forward by one that is run again in its backward pass."""
+def checkpoint_block(block: nn.Module) -> None:
+    """Replace a block's forward by one that runs again in its backward pass."""
     plain = block.forward
     norms = [module for module in block.modules() if isinstance(module, QueryBatchNorm)]
 

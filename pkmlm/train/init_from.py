@@ -1,4 +1,4 @@
-"""`train.init_from`: a new run starts from the weights of another, as far as both models have them."""
+"""`train.init_from`: a new run starts from those weights of another that both models have."""
 
 import re
 from collections.abc import Iterator, Set

@@ -1,4 +1,4 @@
-"""What a run says while it trains: a live line on a terminal, plain lines elsewhere, and always files.
+"""The log of a run: a live line on a terminal, plain lines elsewhere, and files.
 
 metrics.jsonl gets every event; train.log every plain line; TensorBoard and Weights & Biases where the recipe asks.
 """
@@ -36,7 +36,7 @@ class TrainingLog:
         monitor: gives the warnings that an event deserves; None: there are none.
 
     Attributes:
-        start: the step of the latest checkpoint, from which a resumed run goes on; or 0.
+        start: the step of the latest checkpoint, from which a resumed run continues; or 0.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class TrainingLog:
         for sink in self.sinks:
             sink.close()
         for file in (self.metrics, self.text):
-            with contextlib.suppress(OSError):  # of a line that could not be written: its writer has been told
+            with contextlib.suppress(OSError):  # the write that failed has been reported
                 file.close()
 
     def event(self, event: str, step: int, **numbers: Any) -> None:
@@ -125,7 +125,7 @@ class TrainingLog:
 
     @contextlib.contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Meanwhile, show beside the bar what is done between two steps, such as "validating"."""
+        """Show beside the bar what happens between two steps, such as "validating"."""
         before = self.progress.tasks[0].fields["say"]
         self.progress.update(self.task, say=what)
         yield
@@ -141,7 +141,7 @@ class TrainingLog:
 
 
 class SilentLog:
-    """The log of a rank other than 0: it says nothing, as rank 0 tells of the same steps and events."""
+    """The log of a rank other than 0, whose events are those that rank 0 logs."""
 
     def event(self, event: str, step: int, **numbers: Any) -> None: ...
 
@@ -187,7 +187,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A run of a Weights & Biases project; a resumed run goes on in it."""
+    """A run of a Weights & Biases project; a resumed run continues it."""
 
     def __init__(self, folder: Path, name: str, project: str):
         try:

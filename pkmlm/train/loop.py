@@ -43,9 +43,9 @@ class Outcome:
 class Training:
     """A run under way: from its latest checkpoint, which is read, or from the model as it stands.
 
-    Ranks that train together all make it and call it; rank 0 alone writes, but for the parts of checkpoints. What the
-    loop decides follows from what all know: step numbers, the loss of rank 0's validation, and a stop request that all
-    agree on.
+    All ranks construct it and call `train`; rank 0 alone writes, except for the parts of checkpoints. What the loop
+    decides follows from what all ranks know: step numbers, the loss of rank 0's validation, and a stop request that
+    all agree on.
 
     Args:
         state: filled from the latest checkpoint, if there is one.
@@ -194,7 +194,7 @@ class Training:
             state.scaler.load_state_dict(state.progress.scaler)
 
     def _recalibrate(self) -> None:
-        """Take running statistics anew, once a step: those that are measured with are those that are saved."""
+        """Recalibrate once a step, so that the checkpoint holds the statistics that validation has used."""
         if self.calibrated != self.state.progress.step:
             recalibrate(self.state, self.state.progress.step)
             self.calibrated = self.state.progress.step

@@ -1,6 +1,6 @@
-"""Running statistics of batch norms, taken anew with the weights as they are.
+"""Recalibration: the running statistics of batch norms, computed again for the weights as they are.
 
-During training the running statistics follow weights that move; before a measurement they can be those of the last.
+During training they follow weights that move, and so lag behind; validation can use those of the current weights.
 """
 
 import torch
@@ -13,25 +13,26 @@ from pkmlm.train.state import TrainState
 
 @torch.no_grad()
 def recalibrate(state: TrainState, step: int) -> None:
-    """Set the running statistics of the query's batch norms to means over `eval.recalibrate` forwards (0: leave them).
+    """Set the running statistics of the query's batch norms to means over `eval.recalibrate` micro-batches (0:
+    leave them).
 
-    The forwards are those of the steps that end with `step` (of all steps, where these are fewer), without dropout; all
-    ranks take theirs together. Nothing else changes: training goes on as it would have, and the same step gives the
+    These are the micro-batches of the steps up to `step` (of all steps, where these are fewer), without dropout; all
+    ranks call this together. Nothing else changes: training continues as it would have, and the same step gives the
     same statistics.
     """
     world = state.process_groups.world
     count, size = state.recipe.micro_batches(world.size), state.recipe.train.micro_batch
-    forwards = min(state.recipe.eval.recalibrate, step * count)
+    micro_batches = min(state.recipe.eval.recalibrate, step * count)
     norms = [module for module in state.model.modules() if isinstance(module, QueryBatchNorm)]
-    if not forwards or not norms:
+    if not micro_batches or not norms:
         return
     before = [norm.momentum for norm in norms]
     state.model.eval()
     for module in state.model.modules():
         if isinstance(module, QueryBatchNorm | Values):  # whose ranks have tokens of their own
             module.train()
-    first = step + 1 - -(-forwards // count)
-    for number in range(forwards):
+    first = step + 1 - -(-micro_batches // count)
+    for number in range(micro_batches):
         for norm in norms:
             norm.momentum = 1 / (number + 1)
         batch = state.batches.micro_batch(first + number // count, number % count, size, world.rank, world.size)

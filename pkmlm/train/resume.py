@@ -92,12 +92,12 @@ def change_warnings(
             changed.append(change(name, before[name], now[name]))
     has_length = bool(recipe.schedules & {"cosine", "linear"})  # other schedules do not depend on train.steps
     for key, text in changed_keys(recipe_before, recipe).items():
-        reported = next(told for prefix, told in MAY_CHANGE.items() if key.startswith(prefix))
+        reported = next(report for prefix, report in MAY_CHANGE.items() if key.startswith(prefix))
         if key == "train.init_from":
             changed.append(f"{text} (ignored: the run has a checkpoint of its own)")
         elif reported and (has_length or key != "train.steps"):
             changed.append(text)
-    return [f"resumed with changes, from here on not an undisturbed run: {', '.join(changed)}"] if changed else []
+    return [f"resumed with changes, so numbers may differ from an undisturbed run: {', '.join(changed)}"] if changed else []
 
 
 def lost_metrics_warning(run: RunDirectory) -> list[str]:

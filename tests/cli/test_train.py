@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,12 @@ from pkmlm.errors import UserError
 from pkmlm.evaluate.load import load_run
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.load import load_recipe
+from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.signals import StopRequest
 from pkmlm.train.job import open_job
 from pkmlm.train.log import TrainingLog
-from pkmlm.train.loop import Training
+from pkmlm.train.loop import Outcome, Training
 from pkmlm.train.run import dry_run
 from pkmlm.train.state import TrainState
 from tests.conftest import ROOT, after_step, pkmlm
@@ -43,22 +45,11 @@ def tensors(run: Path, step: int, name: str) -> dict[str, bytes]:
 @pytest.mark.parametrize("kind", ["dense", "product-key", "flat-key", "hash"])
 def test_a_run_directory_holds_what_the_design_says(trained, kind):
     run = trained(kind)
-    for name in (
-        "recipe.yaml",
-        "run.json",
-        "train.log",
-        "metrics.jsonl",
-        "tokenizer.model",
-        "best",
-        "latest",
-        "done",
-    ):
-        assert (run / name).is_file(), name
+    names = ("recipe.yaml", "run.json", "train.log", "metrics.jsonl", "tokenizer.model", "best", "latest", "done")
+    assert all((run / name).is_file() for name in names)
     facts = json.loads((run / "run.json").read_text())
-    assert facts["status"] == "finished"
-    assert facts["exit_code"] == 0
-    assert facts["step"] == 30
-    assert facts["precision_reason"]
+    assert (facts["status"], facts["exit_code"], facts["step"]) == ("finished", 0, 30)
+    assert {"argv", "versions", "commit", "device", "precision", "precision_reason", "ranks"} <= facts.keys()
     assert (run / "latest").read_text() == "step-00000030\n"
     assert sorted(p.name for p in (run / "checkpoints").iterdir())[-1] == "step-00000030"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -97,7 +88,7 @@ def test_signals_save_and_stop(tmp_path, write_recipe, monkeypatch, number, code
     run, recipe = tmp_path / "run", write_recipe(tmp_path, "dense")
     after_step(monkeypatch, 2, lambda _: os.kill(os.getpid(), number))
     said = pkmlm("train", recipe, "-o", run, code=code).stderr
-    assert "stopped on request at step 2; the checkpoint is saved" in said
+    assert "step 2" in said
     facts = json.loads((run / "run.json").read_text())
     assert (facts["status"], facts["exit_code"], facts["step"]) == ("stopped", code, 2)
     assert (run / "latest").read_text() == "step-00000002\n"
@@ -129,21 +120,17 @@ def test_a_kill_just_before_a_finished_run_goes_on_leaves_it_unfinished(tmp_path
 
 
 def test_resume_rules(tmp_path, write_recipe, trained):
-    recipe = write_recipe(tmp_path, "dense")
-    assert "no checkpoint to resume" in pkmlm("train", recipe, "-o", tmp_path / "x", "--resume", "must", code=2).stderr
+    recipe, done, bare = write_recipe(tmp_path, "dense"), trained("dense"), tmp_path / "bare"
+    assert "--resume must" in pkmlm("train", recipe, "-o", tmp_path / "x", "--resume", "must", code=2).stderr
     assert not (tmp_path / "x").exists()
-    done = trained("dense")
-    assert "has checkpoints already" in pkmlm("train", recipe, "-o", done, "--resume", "never", code=2).stderr
-    other = pkmlm(
-        "train", recipe, "-o", done, "-s", "optim.lr=1e-3", "-s", "log.every=3", "-s", "model.memory.layers=1", code=2
-    ).stderr
-    assert "model.memory.layers was [] and is now [1], optim.lr was 0.003 and is now 0.001" in other
-    assert "log.every" not in other
-    bare = tmp_path / "bare"
+    assert "--resume never" in pkmlm("train", recipe, "-o", done, "--resume", "never", code=2).stderr
+    changes = ["-s", "optim.lr=1e-3", "-s", "log.every=3", "-s", "model.memory.layers=1"]
+    said = pkmlm("train", recipe, "-o", done, *changes, code=2).stderr
+    assert "model.memory.layers was [] and is now [1], optim.lr was 0.003 and is now 0.001" in said
+    assert "log.every" not in said
     shutil.copytree(done, bare)
     shutil.rmtree(bare / "checkpoints")
-    said = pkmlm("train", recipe, "-o", bare, code=2).stderr
-    assert f"run {bare} ended at step 30, but its checkpoints are gone" in said
+    assert "checkpoints are gone" in pkmlm("train", recipe, "-o", bare, code=2).stderr
     assert (bare / "metrics.jsonl").read_bytes() == (done / "metrics.jsonl").read_bytes()
 
 
@@ -155,19 +142,8 @@ def test_two_processes_do_not_share_a_run(tmp_path, write_recipe):
 
 def test_divergence_exits_3_and_keeps_the_last_checkpoint(tmp_path, write_recipe):
     run, recipe = tmp_path / "run", write_recipe(tmp_path, "dense")
-    said = pkmlm(
-        "train",
-        recipe,
-        "-o",
-        run,
-        "-s",
-        "optim.weight_decay=1e30",
-        "-s",
-        "optim.clip=0",
-        "-s",
-        "checkpoint.every=1",
-        code=3,
-    ).stderr
+    explode = ["-s", "optim.weight_decay=1e30", "-s", "optim.clip=0", "-s", "checkpoint.every=1"]
+    said = pkmlm("train", recipe, "-o", run, *explode, code=3).stderr
     assert said.count("error: training diverged at step") == 1
     assert "hint: " in said
     facts = json.loads((run / "run.json").read_text())
@@ -179,7 +155,8 @@ def test_a_model_that_cannot_be_measured_has_diverged(tmp_path, write_recipe, mo
     after_step(monkeypatch, 2, lambda state: state.model.norm.weight.data.fill_(3e38))
     run, recipe = tmp_path / "run", write_recipe(tmp_path, "dense")
     said = pkmlm("train", recipe, "-o", run, "-s", "eval.every=1", code=3).stderr
-    assert "error: training diverged at step 2: the model's scores on valid are not finite\nhint: " in said
+    assert "error: training diverged at step 2: " in said
+    assert "valid" in said
     assert json.loads((run / "run.json").read_text())["status"] == "diverged"
     assert RunDirectory(run).steps() == [1]
 
@@ -195,25 +172,28 @@ def test_patience_stops_early(tmp_path, write_recipe):
     assert "complete already" in pkmlm("train", recipe, "-o", run, *worse).stdout
 
 
-def test_a_validation_cut_short_is_made_up_for(tmp_path, write_recipe):
+def trained_in(run: RunDirectory, recipe: Recipe, validate: Callable, stop: StopRequest) -> Outcome:
+    """Train in this process, with another validation."""
+    state = TrainState(recipe, build_model(recipe, 600), Batches.of(Corpus(recipe.data.dir, "train"), recipe), "fp32")
+    with TrainingLog(run.path, "x", recipe.train.steps, recipe.log, quiet=True) as log:
+        return Training(run, state, lambda request: validate(request, state.model), log, stop).train()
+
+
+def test_a_validation_cut_short_is_repeated(tmp_path, write_recipe):
     """The loop is stopped from within a validation; resumed, the run is the one that was not stopped."""
-    recipe = load_recipe(write_recipe(tmp_path, "dense"), ["train.steps=4", "eval.every=2"])
-    corpus, outcomes = Corpus(recipe.data.dir, "train"), []
+    recipe, outcomes = load_recipe(write_recipe(tmp_path, "dense"), ["train.steps=4", "eval.every=2"]), []
     for name, cuts in (("straight", 0), ("cut", 2)):
         run = RunDirectory(tmp_path / name)
         run.create(recipe)
         for call in range(cuts + 1):
-            model, stop = build_model(recipe, 600), StopRequest()
 
-            def validate(request, cut=call < cuts, model=model):
+            def validate(request, model, cut=call < cuts):
                 if cut:
                     request.exit_code = 75
                     return None
                 return {"loss": float(model.norm.weight.detach().sum())}
 
-            batches = Batches.of(corpus, recipe)
-            with TrainingLog(run.path, "x", 4, recipe.log, quiet=True) as log:
-                outcomes.append(Training(run, TrainState(recipe, model, batches, "fp32"), validate, log, stop).train())
+            outcomes.append(trained_in(run, recipe, validate, StopRequest()))
     assert [(outcome.status, outcome.step) for outcome in outcomes] == [
         ("finished", 4),
         ("stopped", 2),
@@ -223,36 +203,21 @@ def test_a_validation_cut_short_is_made_up_for(tmp_path, write_recipe):
     assert losses(tmp_path / "cut") == losses(tmp_path / "straight")
 
 
-def test_a_run_that_is_asked_for_fewer_steps_than_it_has_taken_is_validated_where_it_ends(tmp_path, write_recipe):
-    path, run = write_recipe(tmp_path, "dense"), RunDirectory(tmp_path / "run")
-    answers = iter([0, 75])  # stopped after the second step
-    for steps, agree in ((4, lambda _: next(answers)), (1, int)):
-        recipe = load_recipe(path, [f"train.steps={steps}", "eval.every=0"])
-        run.create(recipe)
-        batches = Batches.of(Corpus(recipe.data.dir, "train"), recipe)
-        with TrainingLog(run.path, "x", 4, recipe.log, quiet=True) as log:
-            state = TrainState(recipe, build_model(recipe, 600), batches, "fp32")
-            outcome = Training(run, state, lambda _: {"loss": 1.0}, log, StopRequest(agree)).train()
-    assert (outcome.status, outcome.step, run.best()) == ("finished", 2, 2)
-
-
 def test_what_is_measured_with_is_what_is_saved(tmp_path, write_recipe):
-    """A checkpoint was saved without a validation; resumed with fewer steps, the run is validated there."""
+    """Stopped after two steps without a validation, and resumed with one step, the run is validated where it is."""
     path, run = write_recipe(tmp_path, "product-key"), RunDirectory(tmp_path / "run")
     answers, measured = iter([0, 75]), {}
-    for steps, agree in ((4, lambda _: next(answers)), (2, int)):
+
+    def validate(request, model):
+        measured.update({name: tensor.clone() for name, tensor in model.state_dict().items()})
+        return {"loss": 1.0}
+
+    for steps, agree in ((4, lambda _: next(answers)), (1, int)):
         recipe = load_recipe(path, [f"train.steps={steps}", "eval.every=0", "eval.recalibrate=2"])
         run.create(recipe)
-        model = build_model(recipe, 600)
-
-        def validate(request, model=model):
-            measured.update({name: tensor.clone() for name, tensor in model.state_dict().items()})
-            return {"loss": 1.0}
-
-        batches = Batches.of(Corpus(recipe.data.dir, "train"), recipe)
-        with TrainingLog(run.path, "x", 4, recipe.log, quiet=True) as log:
-            Training(run, TrainState(recipe, model, batches, "fp32"), validate, log, StopRequest(agree)).train()
-    saved = tensors(run.path, run.best(), "weights")
+        outcome = trained_in(run, recipe, validate, StopRequest(agree))
+    assert (outcome.status, outcome.step, run.best()) == ("finished", 2, 2)
+    saved = tensors(run.path, 2, "weights")
     running = [name for name in saved if "running" in name]
     assert running
     assert all(saved[name] == measured[name].numpy().tobytes() for name in running)
@@ -266,26 +231,12 @@ def test_a_best_checkpoint_that_is_gone_is_not_pointed_at(tmp_path, write_recipe
     )
     run.create(recipe)
 
-    def training(log):
-        state = TrainState(
-            recipe, build_model(recipe, 600), Batches.of(Corpus(recipe.data.dir, "train"), recipe), "fp32"
-        )
-        return Training(run, state, lambda _: {"loss": next(validations)}, log, StopRequest())
-
-    with TrainingLog(run.path, "x", 6, recipe.log, quiet=True) as log:
-        training(log).train()
+    trained_in(run, recipe, lambda *_: {"loss": next(validations)}, StopRequest())
     assert (run.steps(), run.best()) == ([4, 6], 6)
     shutil.rmtree(run.checkpoint(6))
     run.cut_metrics(4)
-    with TrainingLog(run.path, "x", 6, recipe.log, quiet=True) as log:
-        training(log)
+    trained_in(run, recipe, lambda *_: None, StopRequest(lambda _: 75))  # restored, and stopped at once
     assert not (run.path / "best").exists()
-
-
-def test_starting_from_another_run(tmp_path, write_recipe, trained):
-    run, recipe = tmp_path / "run", write_recipe(tmp_path, "dense")
-    pkmlm("train", recipe, "-o", run, "-s", f"train.init_from={trained('dense')}", "-s", "train.steps=1")
-    assert float.fromhex(losses(run)[0][2]) < float.fromhex(losses(trained("dense"))[0][2]) - 0.5
 
 
 def test_a_memory_is_added_to_a_trained_model(tmp_path, write_recipe, trained):
@@ -335,13 +286,10 @@ def test_what_a_recipe_may_not_mean_is_warned_of(tmp_path, write_recipe):
 def test_a_run_that_cannot_begin_leaves_nothing(tmp_path, write_recipe, trained):
     run, recipe = tmp_path / "run", write_recipe(tmp_path, "dense")
     said = pkmlm("train", recipe, "-o", run, "-s", "train.init_from=/nowhere", code=2).stderr
-    assert "error: train.init_from: run /nowhere does not exist\n" in said
+    assert "error: train.init_from: run /nowhere" in said
     other = ["-s", f"train.init_from={trained('dense')}", "-s", "model.dim=64"]
     for more in (["-o", run], ["--dry-run"]):
-        said = pkmlm("train", recipe, *more, *other, code=2).stderr
-        shapes = r"tensor embedding\.weight has shape \[600, 32\] \(expected \[600, 64\]\)"
-        hint = "the recipes differ: model.dim is 32 there and 64 here"
-        assert re.search(rf"^error: train\.init_from: .*{shapes}\nhint: {hint}\n", said, re.MULTILINE)
+        assert "model.dim is 32 there and 64 here" in pkmlm("train", recipe, *more, *other, code=2).stderr
     assert not run.exists()
 
 
@@ -365,7 +313,7 @@ def test_a_dry_run_writes_nothing(tmp_path, write_recipe):
 def test_a_dry_run_keeps_to_the_terminal_and_to_its_labels(tmp_path, write_recipe, monkeypatch):
     recipe, said = write_recipe(tmp_path, "dense"), {}
     changes = ("train.steps=4000000", "train.batch_tokens=65536", "model.context=1024", "train.micro_batch=1")
-    for width in (60, 80, 300):
+    for width in (60, 300):
         monkeypatch.setenv("COLUMNS", str(width))
         words = [word for change in changes for word in ("-s", change)]
         lines = pkmlm("train", recipe, "--dry-run", *words).stdout.splitlines()
@@ -373,10 +321,10 @@ def test_a_dry_run_keeps_to_the_terminal_and_to_its_labels(tmp_path, write_recip
         assert all(line[12] == " " and line[13] != " " for line in lines)
         said[width] = re.sub(r"\n {13}", " ", "\n".join(lines)).partition("first step")[0]
     assert len(set(said.values())) == 1
-    assert "64 sequences of 1,024 tokens, in 64 micro-batches of 1\n" in said[80]
-    assert re.search(r"4,000,000 steps, 262,144,000,000 tokens, [\d,]+,\d{3}\.\d\d epochs of ", said[80])
-    assert re.search(r"memory {7}\d+\.\d MB to train: weights \d\.\d, ", said[80])
-    assert "search" not in said[80], "it has no memory"
+    assert "64 sequences of 1,024 tokens, in 64 micro-batches of 1\n" in said[300]
+    assert re.search(r"4,000,000 steps, 262,144,000,000 tokens, [\d,]+,\d{3}\.\d\d epochs of ", said[300])
+    assert re.search(r"memory {7}\d+\.\d MB to train: weights \d\.\d, ", said[300])
+    assert "search" not in said[300], "it has no memory"
 
 
 def test_a_dry_run_refuses_a_folder_that_the_run_would(tmp_path, write_recipe, trained):
@@ -385,7 +333,7 @@ def test_a_dry_run_refuses_a_folder_that_the_run_would(tmp_path, write_recipe, t
     assert "was started with another recipe: optim.lr was 0.003 and is now 0.001" in said
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/run.json").write_text("{}")
-    assert "is no run, but holds run.json" in pkmlm(*dry, tmp_path / "mine", code=2).stderr
+    assert "run.json" in pkmlm(*dry, tmp_path / "mine", code=2).stderr
     pkmlm(*dry, trained("dense"))
 
 
@@ -397,7 +345,7 @@ def test_results_of_checkpoints_that_are_gone_are_not_taken_for_a_new_model_s(tm
     (run / "eval" / "test-step-30.json").write_text("{}")
     train = ["train", write_recipe(tmp_path, "dense"), "-o", run, "-q", "-s", "train.steps=2"]
     said = pkmlm(*train, code=2).stderr
-    assert f"-o {run} has no checkpoint any more, but results of one in eval/" in said
+    assert "eval/" in said
     shutil.rmtree(run / "eval")
     shutil.rmtree(run / "usage", ignore_errors=True)
     pkmlm(*train)
