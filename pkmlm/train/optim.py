@@ -12,8 +12,8 @@ from pkmlm.model.memory.key_memory import KeyMemory
 from pkmlm.model.memory.values import Values, tables_of
 from pkmlm.recipe.schema import Recipe, TablesOptim, ValuesOptim
 from pkmlm.train.lr_schedule import LrSchedule
+from pkmlm.train.parallel import is_shard, local_part
 from pkmlm.train.row_adam import RowAdam, empty_state
-from pkmlm.train.shard import is_shard, local_part
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pkmlm.runs.checkpoint import Progress, Tables
 from pkmlm.train.activation_checkpointing import checkpoint_activations
 from pkmlm.train.compile import compile_dense_parts
 from pkmlm.train.optim import optimizer_state, parameter_groups
-from pkmlm.train.shard import shard_dense_parts
+from pkmlm.train.parallel import data_parallel_loss, shard_dense_parameters
 
 
 class TrainState:
@@ -30,6 +30,7 @@ class TrainState:
 
     Attributes:
         param_groups: the parameters that move together, with their optimizers.
+        data_parallel: what to call for `model.loss` where several ranks train; None: nothing is to be summed.
         scaler: the loss scaler, enabled in fp16 alone.
         progress: steps, tokens, seconds, and fp16 steps skipped in a row.
     """
@@ -48,12 +49,14 @@ class TrainState:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
         self.progress = Progress()
         if recipe.parallel.shard and self.process_groups.world.size > 1:
-            shard_dense_parts(model, self.process_groups.world.size)
+            shard_dense_parameters(model, self.process_groups.world.size)
         self.param_groups = parameter_groups(model, recipe)  # after sharding, which replaces parameters
         if recipe.train.compile:
             compile_dense_parts(model)
         if recipe.train.recompute:
             checkpoint_activations(model)
+        dense = list(self.param_groups[0].parameters.values())
+        self.data_parallel = data_parallel_loss(model, dense, self.process_groups.world)
 
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor], Tables]:
         """What a checkpoint holds: the model's tensors, the optimizers', and which of the model's are tables."""

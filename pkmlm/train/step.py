@@ -1,6 +1,7 @@
 """One optimizer step: micro-batches forward and backward, one verdict on the gradient, one update of every group."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from pkmlm.device import autocast, to_device
 from pkmlm.errors import UserError
 from pkmlm.seeds import derived_seed
-from pkmlm.train.exchange import exchange_gradients
+from pkmlm.train.parallel import all_gather_row_gradients
 from pkmlm.train.state import TrainState
 
 SCALE_FLOOR = 1.0
@@ -53,7 +54,9 @@ def train_step(state: TrainState, step: int) -> StepResult:
     buffers_before = [buffer.clone() for buffer in state.model.buffers()] if fp16 else []
 
     loss_share = _accumulate_gradients(state, step)
-    exchange_gradients(state.param_groups, state.process_groups)
+    for group in state.param_groups:
+        for gradient in group.row_gradients:
+            all_gather_row_gradients(gradient, state.process_groups.data)
     if fp16:
         for group in state.param_groups:
             group.unscale(scaler)
@@ -78,20 +81,23 @@ def train_step(state: TrainState, step: int) -> StepResult:
 
 
 def _accumulate_gradients(state: TrainState, step: int) -> Tensor:
-    """Accumulate the gradient of the mean over the global batch; return that mean, 0-d, detached. Both are this rank's
-    share: a sum over its tokens.
+    """Accumulate the gradient of the mean over the global batch; return that mean, 0-d, detached. The mean is this
+    rank's share, a sum over its tokens; so are gradients of tables. Those of dense parameters are sums over all ranks.
     """
     world, scaler = state.process_groups.world, state.scaler
     scored = state.batches.scored(step)
     # By `scale`, and not `get_scale`: the former also makes the scaler's tensors, which unscaling needs.
     loss_scale = float(scaler.scale(torch.ones((), device=state.device))) if scaler.is_enabled() else 1.0
     total = torch.zeros((), device=state.device)
-    for index in range(state.recipe.micro_batches(world.size)):
+    count, compute_loss = state.recipe.micro_batches(world.size), state.data_parallel or state.model.loss
+    for index in range(count):
         batch = state.batches.micro_batch(step, index, state.recipe.train.micro_batch, world.rank, world.size)
         tokens_BT, targets_BT = (to_device(part, state.device) for part in batch)
-        with autocast(state.device, state.precision):
-            loss = state.model.loss(tokens_BT, targets_BT, loss_scale / scored)
-        loss.backward()
+        last = index == count - 1
+        with nullcontext() if last or state.data_parallel is None else state.data_parallel.no_sync():
+            with autocast(state.device, state.precision):
+                loss = compute_loss(tokens_BT, targets_BT, loss_scale / scored)
+            loss.backward()
         total = total + loss.detach() / loss_scale
     return total
 

@@ -27,7 +27,7 @@ from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Hash, Memory, Model, Optim, Parallel, Recipe, Train, ValuesOptim
 from pkmlm.runs import checkpoint
 from pkmlm.train import validation  # noqa: F401 (loaded once, for all children)
-from pkmlm.train.exchange import exchange_reads
+from pkmlm.train.parallel import all_gather_row_gradients
 from pkmlm.train.recalibrate import recalibrate
 from pkmlm.train.state import TrainState
 from pkmlm.train.step import StepResult, train_step
@@ -78,13 +78,13 @@ def command_dividing(words: list[str]) -> None:
     """A command line, and on standard error among how many ranks it divided the dense parameters."""
     from pkmlm.train import state
 
-    divide = state.shard_dense_parts
+    divide = state.shard_dense_parameters
 
     def told(model: Transformer, ranks: int) -> None:
         print(f"dense parts among {ranks}", file=sys.stderr)
         divide(model, ranks)
 
-    state.shard_dense_parts = told
+    state.shard_dense_parameters = told
     command(words)
 
 
@@ -199,7 +199,7 @@ def divided_tables(rows: int, reads_travel: bool, double: bool) -> None:
         for number in range(8):
             slots, weights, grad = random_reads(number, rows, dtype)
             whole(slots, weights).backward(grad)
-        exchange_reads(table.gradient, ranks.data)
+        all_gather_row_gradients(table.gradient, ranks.data)
         assert (len(table.gradient.joined()[0]) == 40) is reads_travel
         torch.testing.assert_close(table.gradient.dense(), whole.gradient.dense()[:, own], rtol=1e-6, atol=1e-6)
         squares = ranks.memory.all_sum(table.gradient.norm().square())
@@ -272,7 +272,7 @@ def bytes_sent(memory: int) -> None:
             torch.arange(4096 * 128).view(4096, 128) % 1000
         )  # few rows, for speed: what is sent does not depend on it
         table(slots, torch.ones(4096, 128, requires_grad=True)).sum().backward()
-        exchange_reads(table.gradient, ranks.data)
+        all_gather_row_gradients(table.gradient, ranks.data)
         assert len(table.gradient.joined()[0]) == 8192
         print(world.comm_stats.sent)
 

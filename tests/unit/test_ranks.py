@@ -17,8 +17,6 @@ from pkmlm.model import init
 from pkmlm.model.memory.values import gathered_reads, returned
 from pkmlm.recipe.check import check_ranks, check_recipe
 from pkmlm.recipe.schema import Hash, Memory, Model, Parallel, Recipe, Train
-from pkmlm.train import exchange
-from pkmlm.train.exchange import buckets
 
 KEYS = (46_340, 46_341)  # their squares lie on both sides of 2^31
 MEMORY = Memory(kind="product-key", layers=("2",))
@@ -109,12 +107,6 @@ def test_reads_travel_where_they_are_fewer_bytes_than_rows():
     assert few == (4096 * (128 * 8 + 512 * 4), (1 << 20) * (512 * 4 + 1))
     reads, rows = exchange_bytes(65536, 64, 1 << 14, 1536, ranks=8)
     assert reads > rows
-
-
-def test_buckets_end_where_they_are_full(monkeypatch):
-    monkeypatch.setattr(exchange, "BUCKET", 10)
-    tensors = [torch.zeros(size) for size in (3, 8, 12, 1, 2)]
-    assert [[len(tensor) for tensor in bucket] for bucket in buckets(tensors)] == [[3, 8], [12], [1, 2]]
 
 
 def test_a_gradient_that_goes_by_other_ranks_is_not_differentiated_again():
