@@ -200,8 +200,8 @@ def read_rows(file: Path) -> Rows:
     """The rows of a file of JSON lines; blank lines are passed over.
 
     Raises:
-        UserError: the file cannot be read or holds no row; a line is not a JSON object, or lacks a field of the first;
-            a field is of another type than in the lines before.
+        UserError: the file cannot be read or holds no row; a line is not a JSON object; a field is of another type than
+            in the lines before. A field that is missing is null.
     """
     with read_errors(file):
         content = file.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
@@ -213,8 +213,6 @@ def read_rows(file: Path) -> Rows:
             rows.append(json_object(content[number - 1].decode(), where))
         except UnicodeDecodeError as error:
             raise UserError(f"{where}: not UTF-8 ({error.reason})") from None
-        if lacking := [field for field in rows[0] if field not in rows[-1]]:
-            raise UserError(f"{where}: no field {lacking[0]!r}, which the rows before it have")
     if not rows:
         raise UserError(f"{file} holds no rows (expected one JSON object on each line)")
     try:
@@ -301,7 +299,7 @@ def check_document(task: ConfigurableTask, document: Json, shots: int, stock: bo
 
     Args:
         shots: few-shot examples before the question.
-        stock: lm-eval's own definition, for which a null is as bad as a missing field.
+        stock: lm-eval's own definition, whose functions may take a null for something else.
 
     Raises:
         Exception: whatever the task's functions raise; ValueError: what they give cannot be scored.
