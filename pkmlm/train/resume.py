@@ -97,7 +97,11 @@ def change_warnings(
             changed.append(f"{text} (ignored: the run has a checkpoint of its own)")
         elif reported and (has_length or key != "train.steps"):
             changed.append(text)
-    return [f"resumed with changes, so numbers may differ from an undisturbed run: {', '.join(changed)}"] if changed else []
+    return (
+        [f"resumed with changes, so numbers may differ from an undisturbed run: {', '.join(changed)}"]
+        if changed
+        else []
+    )
 
 
 def lost_metrics_warning(run: RunDirectory) -> list[str]:
