@@ -130,8 +130,6 @@ def test_mistakes_are_told_in_one_line(trained, tmp_path):
     for command in ("eval", "usage-report", "slots"):
         said = pkmlm(command, trained("dense"), "--split", "test", "--field", "text", code=2).stderr
         assert said.startswith("error: --field goes with --text")
-    for temperature in ("nan", "inf"):
-        assert "--temperature" in pkmlm("generate", trained("dense"), "--temperature", temperature, code=2).stderr
     (tmp_path / "a.jsonl").write_text('{"text": "It was"}')
     pkmlm("eval", trained("dense"), "--text", tmp_path / "a.jsonl", "--field", "text")
     options = ["--text", tmp_path / "a.jsonl", "--separator", "x"]

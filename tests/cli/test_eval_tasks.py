@@ -272,9 +272,6 @@ doc_to_target: colour
 """
 
 
-F1 = "metric_list: [{metric: f1}]  # of two choices, not of three\n"
-
-
 def test_a_task_of_ones_own(run, tmp_path):
     (tmp_path / "colours.jsonl").write_text('{"thing": "Snow", "colour": 0}\n{"thing": "Soot", "colour": 1}\n')
     (tmp_path / "own.yaml").write_text(OWN.format(file=tmp_path / "nowhere.jsonl"))
@@ -284,17 +281,6 @@ def test_a_task_of_ones_own(run, tmp_path):
     (tmp_path / "colours.jsonl").write_text('{"thing": "Snow", "colour": 0}\n{"thing": "Soot", "colour": 2}\n')
     said = pkmlm("eval", run, "--tasks", tmp_path / "own.yaml", "--task-data", tmp_path, code=2).stderr
     assert f"{tmp_path / 'own.yaml'} cannot be used with {tmp_path / 'colours.jsonl'}:2: the answer is 2 " in said
-    (tmp_path / "own.yaml").write_text(OWN.format(file="none") + 'description: "{{ [].__class__ }}"\n')
-    (tmp_path / "colours.jsonl").write_text('{"thing": "Snow", "colour": 0}\n')
-    said = pkmlm("eval", run, "--tasks", tmp_path / "own.yaml", "--task-data", tmp_path, code=2).stderr
-    assert "own.yaml cannot be used with" in said
-    assert "colours.jsonl:1: SecurityError" in said
-    assert said.count("\n") == 1
-    (tmp_path / "own.yaml").write_text(OWN.format(file="none").replace("black]", "black, red]") + F1)
-    rows = ('{"thing": "Snow", "colour": 0}\n', '{"thing": "Soot", "colour": 1}\n', '{"thing": "Blood", "colour": 2}\n')
-    (tmp_path / "colours.jsonl").write_text("".join(rows))
-    said = pkmlm("eval", run, "--tasks", tmp_path / "own.yaml", "--task-data", tmp_path, code=2).stderr
-    assert said.startswith(f"error: --tasks: {tmp_path / 'own.yaml'}: ")
     (tmp_path / "own.yaml").write_text(OWN.format(file="none") + "num_fewshot: 9\nfewshot_split: test\n")
     said = pkmlm("eval", run, "--tasks", tmp_path / "own.yaml", "--task-data", tmp_path, code=2).stderr
     assert "own.yaml cannot be used with" in said
@@ -308,11 +294,7 @@ def test_mistakes_are_told_in_one_line(run, rows, tmp_path):
         return said.stderr
 
     assert "goes with --tasks" in told("--limit", 3)
-    assert "names no task" in told("--tasks", ",")
-    assert "piqa" in told("--tasks", "pika", "--task-data", rows)
     assert "is not a folder" in told("--tasks", "piqa", "--task-data", tmp_path / "none")
-    assert "piqa.jsonl" in told("--tasks", "piqa", "--task-data", tmp_path)
-    assert "generate_until" in told("--tasks", "gsm8k", "--task-data", rows)
     assert "--stride" in told("--tasks", "wsc", "--task-data", rows, "--stride", 4)
     taken = tmp_path / "taken.jsonl"
     taken.write_text("mine")

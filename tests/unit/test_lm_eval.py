@@ -256,6 +256,8 @@ def test_no_template_runs_code(tmp_path):
     ):
         path.write_text(OWN + f'doc_to_text: "{{{{ {reach} }}}}"\n')
         assert re.search("unsafe|undefined", refused(path, tmp_path).message)
+    path.write_text(OWN + 'doc_to_text: q\ndescription: "{{ [].__class__ }}"\n')
+    assert "mine.jsonl:1: SecurityError" in refused(path, tmp_path).message
     assert not (tmp_path / "ran").exists()
 
 
