@@ -1,1 +1,6 @@
-"""A memory, measured: which slots are read, what they hold, runs side by side, and the tables, plots and page of it."""
+"""A memory, measured, and what people see of it.
+
+`counters` counts reads, `usage` computes KL and usage from the counts, `slots` and `slot_contexts` look into single
+slots, `drift` watches training, `usage_report` and `compare` read what runs keep; `tables`, `plots` and `page` show it.
+Training (validation, drift), sweeps and the commands use it; it may import evaluate/ and everything below.
+"""

@@ -6,16 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from pkmlm.analysis.drift import Drift, RecentReads
 from pkmlm.errors import NotFinite, UserError
 from pkmlm.model.memory.key_memory import KeyMemory
 from pkmlm.runs import checkpoint
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import remove_file
 from pkmlm.signals import StopRequest
-from pkmlm.train.drift import Drift
 from pkmlm.train.log import RunLog
 from pkmlm.train.monitor import ValidationHistory
-from pkmlm.train.read_slots import RecentReads
 from pkmlm.train.recalibrate import recalibrate
 from pkmlm.train.state import TrainState
 from pkmlm.train.step import diverged, train_step
@@ -95,7 +94,7 @@ class Training:
                 self._save()
                 return self._outcome("patience")
             self._train_step()
-            self.drift.record(self.state.progress.step, self.log)
+            self.drift.record(self.state.progress.step, self.log.event)
 
     def _train_step(self) -> None:
         """Take the next step and log it: one "train" event, and the line that people see."""

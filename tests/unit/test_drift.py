@@ -8,13 +8,23 @@ import numpy as np
 import pytest
 import torch
 
+from pkmlm.analysis import drift as drifting
+from pkmlm.analysis.drift import Drift, RecentReads
+from pkmlm.data.batches import Batches
+from pkmlm.distributed import World
+from pkmlm.model.memory.base import memories
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.load import load_recipe
+from pkmlm.recipe.schema import Memory, Model, Recipe, Train
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.results import drift_file, read_arrays
-from pkmlm.train import drift as drifting
-from pkmlm.train.drift import Drift
+from pkmlm.train.state import TrainState
+from pkmlm.train.step import train_step
 from tests.conftest import pkmlm
+from tests.golden.test_curves import Stream
+
+MEMORY = Memory(kind="product-key", layers=("2",), num_keys=32, heads=2, topk=2, key_dim=8)
+MODEL = Model(dim=16, layers=2, heads=2, context=16, memory=MEMORY)
 
 
 class Events:
@@ -49,7 +59,7 @@ def test_slots_die_wake_and_stay_unread(watched, tmp_path: Path) -> None:
             read(drift, 1, 2, 3)
         else:
             read(drift, 3, 4)
-        drift.record(step, log)
+        drift.record(step, log.event)
     first, second = (line["memories"][0] for line in log.told)
     assert [(line["step"], line["since"], line["began"]) for line in log.told] == [(15, 0, 0), (30, 15, 0)]
     assert (first["read"], first["died"], first["woke"], first["never"]) == (3, 0, 0, 253)
@@ -65,7 +75,7 @@ def test_the_last_window_is_recorded_unless_it_is_short(watched, tmp_path: Path,
     recipe = replace(recipe, eval=replace(recipe.eval, every=every))
     log, drift = Events(), Drift(tmp_path / "usage", recipe, model, 0)
     for step in range(1, 31):
-        drift.record(step, log)
+        drift.record(step, log.event)
     assert [line["step"] for line in log.told] == recorded
 
 
@@ -77,7 +87,7 @@ def test_moved_is_the_distance_of_sampled_values(watched, tmp_path: Path) -> Non
     read(drift, *range(256))
     with torch.no_grad():
         table += torch.arange(256)[:, None] * 0.001
-    drift.record(15, log)
+    drift.record(15, log.event)
     way = (table.detach() - before).norm(dim=1)
     with np.load(tmp_path / "usage" / "drift-step-15.npz") as arrays:
         sample = arrays["0-sample_S"]
@@ -88,9 +98,9 @@ def test_moved_is_the_distance_of_sampled_values(watched, tmp_path: Path) -> Non
         float((way / before.norm(dim=1))[sample].median()), rel=1e-4
     )
     read(drift, *range(256))
-    drift.record(30, log)
+    drift.record(30, log.event)
     assert log.told[1]["memories"][0]["moved"] == 0.0, "since the record before"
-    drift.record(45, log)
+    drift.record(45, log.event)
     assert log.told[2]["memories"][0]["moved"] is None, "nothing was read since"
 
 
@@ -100,7 +110,7 @@ def test_values_beyond_measure_have_moved_by_no_number(watched, tmp_path: Path, 
     log, drift = Events(), Drift(tmp_path / "usage", recipe, model, 0)
     drift.memories[0].values.weight_KD.data.fill_(value)
     read(drift, *range(256))
-    drift.record(15, log)
+    drift.record(15, log.event)
     assert log.told[0]["memories"][0]["moved"] is None
 
 
@@ -112,7 +122,7 @@ def test_going_on_from_a_checkpoint_changes_no_record(watched, tmp_path: Path) -
         drift = Drift(folder, recipe, model, 0)
         for step in range(1, 31):
             read(drift, step % 7, 50 + step)
-            drift.record(step, log)
+            drift.record(step, log.event)
             if step == stop:
                 drift.keep(step)
                 drift = Drift(folder, recipe, model, step)
@@ -125,7 +135,7 @@ def test_what_is_kept_goes_with_its_checkpoint(watched, tmp_path: Path) -> None:
     drift = Drift(tmp_path / "usage", recipe, model, 0)
     drift.keep(10)
     drift.keep(12)
-    drift.record(15, Events())
+    drift.record(15, Events().event)
     drift.forget([12, 15])
     assert sorted(file.name for file in drift.folder.iterdir()) == ["drift-step-15.npz", "kept-step-12.npz"]
 
@@ -134,7 +144,7 @@ def test_a_file_that_is_damaged_or_of_another_memory_begins_anew(watched, tmp_pa
     recipe, model, read = watched
     drift = Drift(tmp_path / "usage", recipe, model, 0)
     read(drift, 5)
-    drift.record(15, Events())
+    drift.record(15, Events().event)
     assert Drift(tmp_path / "usage", recipe, model, 15).memories[0].last_K[5] == 15
     file = drift_file(tmp_path / "usage", 15)
     whole = file.read_bytes()
@@ -158,7 +168,7 @@ def test_a_file_that_is_damaged_or_of_another_memory_begins_anew(watched, tmp_pa
     file.write_bytes(whole)
     log, late = Events(), Drift(tmp_path / "none", recipe, model, 15)
     read(late, 1, 2)
-    late.record(30, log)
+    late.record(30, log.event)
     (told,) = log.told
     assert (told["since"], told["began"]) == (15, 15)
     found = told["memories"][0]
@@ -183,3 +193,28 @@ def test_training_records_drift(trained, kind: str) -> None:
     kept = {f"kept-step-{step}.npz" for step in RunDirectory(run).steps() if step % 15 and memories}
     assert {file.name for file in run.glob("usage/kept-*")} == kept
     assert pkmlm("compare", run).stdout, "other readers of metrics.jsonl pass over it"
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("micro_batch", [8, 4])
+def test_the_progress_line_tells_the_share_of_the_last_whole_window(monkeypatch, recompute, micro_batch):
+    monkeypatch.setattr(drifting, "WINDOW", 3)
+    train = Train(steps=9, batch_tokens=128, micro_batch=micro_batch, recompute=recompute)
+    recipe = Recipe(model=MODEL, train=train)
+    model = build_model(recipe, 40)
+    state = TrainState(recipe, model, Batches(Stream(), 16, 8, 1), "fp32")
+    (memory,) = memories(model)
+    tap, reads, seen = memory.tap, RecentReads(memory, World()), []
+    tap.register_forward_hook(lambda _, inputs, out: seen.append(out[0].flatten()))
+    told = []
+    for step in range(1, 7):
+        train_step(state, step)
+        if step in (1, 4):
+            model.eval()
+            model(torch.arange(16)[None])  # no training: nobody counts it
+            seen.pop()
+        told.append(reads.after_step())
+    half = len(seen) // 2
+    shares = [len(torch.cat(part).unique()) / tap.slots for part in (seen[:half], seen[half:])]
+    first, second = (f"layer 2 reads {share:.0%}" for share in shares)
+    assert told == ["", "", first, first, first, second]

@@ -1,6 +1,6 @@
-"""Drift: which slots training reads, and how far their values move, from one record to the next.
+"""Drift: which slots of the memories training reads, and how far their values move from one record to the next.
 
-N: tokens; H: heads; k: slots a head reads; K: slots; S: slots sampled; D: width of a value.
+K: slots; S: slots sampled; D: width of a value.
 """
 
 import math
@@ -21,26 +21,70 @@ from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.files import remove_file
 from pkmlm.runs.results import drift_file, drift_state_file, read_arrays, write_arrays
 from pkmlm.seeds import derived_seed
-from pkmlm.train.log import RunLog
-from pkmlm.train.read_slots import ReadSlots
 
-SAMPLE = 2048  # values of a memory whose way is measured
-READ = ("read_K", "last_K", "sample_S")
+SAMPLE = 2048  # values of a memory whose movement is measured
+WINDOW = 100  # steps over which the progress line counts slots
+NOTED = ("read_K", "last_K", "sample_S")  # of a memory, in both kinds of files
+
+
+class ReadSlots:
+    """Notes which slots of a memory training reads.
+
+    Args:
+        memory: whose tap is listened to from now on.
+        ranks: those that train the memory together.
+
+    Attributes:
+        read_K: whether each slot has been read (bool), by this rank; by any, after `merge_ranks`.
+    """
+
+    def __init__(self, memory: SparseMemory, ranks: World):
+        self.tap, self.ranks = memory.tap, ranks
+        self.read_K = torch.zeros(self.tap.slots, dtype=torch.bool, device=memory.values.weight_KD.device)
+        self.tap.register_forward_hook(self._note)
+
+    def _note(self, tap: nn.Module, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+        if tap.training:
+            self.read_K.index_fill_(0, output[0].flatten(), True)
+
+    def merge_ranks(self) -> None:
+        """Note what other ranks have read, too; all of them call it together."""
+        self.read_K = self.ranks.all_any(self.read_K)
+
+
+class RecentReads(ReadSlots):
+    """The share of a memory's slots that training has read in the last whole window of steps, for the progress line."""
+
+    def __init__(self, memory: SparseMemory, ranks: World):
+        super().__init__(memory, ranks)
+        self.steps = 0
+        self.share: float | None = None
+
+    def after_step(self) -> str:
+        """Count a step, which all ranks do together; the share as text, empty until the first window is whole."""
+        self.steps += 1
+        if self.steps % WINDOW == 0:
+            self.merge_ranks()
+            self.share = float(self.read_K.float().mean())
+            self.read_K.zero_()
+        return "" if self.share is None else f"layer {self.tap.layer} reads {self.share:.0%}"
 
 
 class Drift:
-    """Records a "drift" event in metrics.jsonl every `eval.every` steps, and at the end if that comes at least half as
-    many steps later; and RUN/usage/drift-step-N.npz.
+    """Records a "drift" event every `eval.every` steps, and at the end if that comes at least half as many steps later,
+    and RUN/usage/drift-step-N.npz with it.
 
     Reads of all slots are noted; the values of SAMPLE slots, drawn from the recipe's seed, are compared with those of
-    the record before. What a run needs that goes on from a checkpoint between two records is in kept-step-N.npz, as
-    long as there is the checkpoint; without a whole one, recording begins there.
+    the record before. A checkpoint between two records has its state in kept-step-N.npz as long as it exists; a resume
+    without a whole one starts a new record.
 
     Args:
         folder: RUN/usage.
+        recipe: of the run.
+        model: whose memories are watched.
         step: of the model's weights.
         world: the ranks that train the model, all of which call each method; rank 0 writes.
-        allowed: called before each write; raises a UserError where the folder is another's by now.
+        allowed: called before each write; raises a UserError if the folder has become another run's.
     """
 
     def __init__(
@@ -55,67 +99,73 @@ class Drift:
         self.world, self.allowed = world or World(), allowed
         self.folder, self.every, self.last = folder, recipe.eval.every, recipe.train.steps
         seed = derived_seed(recipe.train.seed, "drift")
-        self.memories = [_Memory(module, seed, self.world) for module in memories(model)]
+        self.memories = [_MemoryDrift(memory, seed, self.world) for memory in memories(model)]
         self.began = self.since = step
-        self._go_on(step)
+        self._resume(step)
         self.began, self.since = self.world.broadcast([self.began, self.since])
 
-    def record(self, step: int, log: RunLog) -> None:
-        """After a step: record it, if that is due."""
+    def record(self, step: int, log_event: Callable[..., None]) -> None:
+        """Record a step, if that is due.
+
+        Args:
+            step: that was just taken.
+            log_event: `RunLog.event`, which takes the event's name, the step, and its numbers by name.
+        """
         # A window of less than half of `eval.every` is too short to call a slot dead.
         ends = step == self.last and (step - self.since) * 2 >= self.every
         if not self.memories or step == self.since or not (ends or (self.every > 0 and step % self.every == 0)):
             return
         first = self.since == self.began
         for memory in self.memories:
-            memory.meet()
+            memory.merge_ranks()
         found = [memory.record(self.since, step, first) for memory in self.memories]
-        log.event("drift", step, since=self.since, began=self.began, memories=[numbers for numbers, _ in found])
+        log_event("drift", step, since=self.since, began=self.began, memories=[numbers for numbers, _ in found])
         self.since = step
         self._write(drift_file(self.folder, step), step, [moved for _, moved in found])
         for memory in self.memories:
             memory.begin()
 
     def keep(self, step: int) -> None:
-        """Beside a checkpoint between two records: keep what a run that goes on from it needs."""
+        """Keep, beside a checkpoint between two records, what a resume from it needs."""
         if not self.memories or step == self.since:
             return
         for memory in self.memories:
-            memory.meet()
+            memory.merge_ranks()
         before = [{"before_SD": memory.before_SD} for memory in self.memories]
         self._write(drift_state_file(self.folder, step), step, before)
 
     def forget(self, steps: list[int]) -> None:
-        """Delete what was kept beside checkpoints, but for those of `steps`."""
+        """Delete what was kept beside checkpoints that are not among those of `steps`."""
         kept = {drift_state_file(self.folder, step) for step in steps}
         for file in self.folder.glob(drift_state_file(self.folder, "*").name):
             if file not in kept:
                 remove_file(file)
 
     def _write(self, path: Path, step: int, more: list[dict[str, Tensor]]) -> None:
-        """Write what each memory has noted, and `more` of it."""
+        """Write what each memory has noted, and `more` of each."""
         arrays = {
             f"{number}-{name}": tensor.cpu().numpy()
             for number, (memory, own) in enumerate(zip(self.memories, more, strict=True))
-            for name, tensor in ({name: getattr(memory, name) for name in READ} | own).items()
+            for name, tensor in ({name: getattr(memory, name) for name in NOTED} | own).items()
         }
         with self.world.collective_errors():
             if self.world.rank == 0:
                 self.allowed()
                 write_arrays(path, {"steps": np.array([self.began, self.since, step]), **arrays})
 
-    def _go_on(self, step: int) -> None:
+    def _resume(self, step: int) -> None:
+        """Take up the state that an earlier process left at this step, if it is whole."""
         try:
             files = (drift_state_file(self.folder, step), drift_file(self.folder, step))
             arrays = read_arrays(next(file for file in files if file.exists()))
-            held = [memory.held(number, arrays) for number, memory in enumerate(self.memories)]
+            noted = [memory.noted(number, arrays) for number, memory in enumerate(self.memories)]
             began, since, at = (int(number) for number in arrays["steps"])
         except (StopIteration, UserError, KeyError, ValueError, TypeError, OverflowError):
             return
         if not 0 <= began <= since <= at == step:
             return
         self.began, self.since = began, since
-        for memory, (read_K, last_K, before_SD) in zip(self.memories, held, strict=True):
+        for memory, (read_K, last_K, before_SD) in zip(self.memories, noted, strict=True):
             device = memory.read_K.device
             if before_SD is not None:  # a checkpoint between two records
                 memory.read_K = torch.from_numpy(read_K).to(device)
@@ -123,7 +173,7 @@ class Drift:
             memory.last_K = torch.from_numpy(last_K).to(device)
 
 
-class _Memory(ReadSlots):
+class _MemoryDrift(ReadSlots):
     """What is noted of one memory: slots read since the last record, and the step of the last record that read each."""
 
     def __init__(self, memory: SparseMemory, seed: int, ranks: World):
@@ -139,7 +189,7 @@ class _Memory(ReadSlots):
         return side_by_side(self.values.ranks.all_gather(own_Sd), self.values.ranks.size)
 
     def record(self, since: int, step: int, first: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Numbers of the event, and how far each sampled value moved (2-norm, (S,)) with its norm before.
+        """The numbers of the event, and how far each sampled value has moved (2-norm, (S,)), with its norm before.
 
         `read` counts slots read since the record before; `died`: read in the window before that, not in this one;
         `woke`: read now, not in the window before. Both are 0 in the first record. `never` counts those never read.
@@ -170,13 +220,13 @@ class _Memory(ReadSlots):
         self.read_K.zero_()
         self.before_SD = self._values()
 
-    def held(self, number: int, arrays: dict[str, np.ndarray]) -> tuple[Any, Any, Any]:
-        """Arrays of an earlier process.
+    def noted(self, number: int, arrays: dict[str, np.ndarray]) -> tuple[Any, Any, Any]:
+        """The read_K, last_K and before_SD (or None) that an earlier process wrote of this memory.
 
         Raises:
-            ValueError, KeyError: they belong to another memory.
+            ValueError, KeyError: they are of another memory.
         """
-        read_K, last_K, sample_S = (arrays[f"{number}-{name}"] for name in READ)
+        read_K, last_K, sample_S = (arrays[f"{number}-{name}"] for name in NOTED)
         before_SD = arrays.get(f"{number}-before_SD")
         kept = [(read_K, self.read_K), (last_K, self.last_K), (before_SD, self.before_SD)]
         alike = all(
