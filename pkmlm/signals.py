@@ -1,6 +1,9 @@
-"""Stopping on request: a signal sets a flag, which the loop reads at the end of a step."""
+"""Signals that ask a command to stop: Ctrl-C (SIGINT), SIGTERM and SIGHUP (the terminal has gone).
 
-import ctypes
+Training notes the first and stops after its step, with a checkpoint saved; a second ends the process at once. All other
+commands end with Ctrl-C, but not in the middle of an import.
+"""
+
 import os
 import select
 import signal
@@ -11,20 +14,37 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
-SAME_REQUEST = 1.0  # seconds: make and launchers pass on a signal that the process group has had already
-PATIENCE = 5.0  # seconds from a second request that no handler answers to the end of the process
-AGAIN = 0.1  # seconds from one try to reach the handler to the next
+SAME_REQUEST = 1.0  # seconds: make and launchers pass on a signal that the whole process group has received already
+GRACE = 5.0  # seconds from a second request until a process that does not answer it is ended
+RETRY = 0.05  # seconds from one attempt to raise KeyboardInterrupt to the next
 Handler = Callable[[int, FrameType | None], None]
 EXIT_CODES: dict[int, int] = {signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGINT: 130}
 
 
+def interrupt_after_imports() -> None:
+    """Let Ctrl-C wait until libraries are imported, which takes seconds for torch. Within an import, some swallow
+    KeyboardInterrupt and stay half loaded; others end the process with SIGABRT. SIGINT stays ignored where it is.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib."):
+            frame = frame.f_back
+        if frame is None:
+            raise KeyboardInterrupt
+        again = threading.Timer(RETRY, os.kill, (os.getpid(), number))
+        again.daemon = True
+        again.start()
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+
+
 class StopRequest:
-    """Whether a signal asked to stop, and which exit code it stands for (None: nobody asked).
+    """Whether a signal has asked to stop, and the exit code that it stands for (None: nobody has asked).
 
     Args:
-        agree: the largest of what it is called with on all ranks. One rank is asked, and all stop at the same place:
-            whether to stop is therefore asked by all of them together.
+        agree: the largest of what all ranks call it with: when one rank is asked, all stop after the same step.
+            Whether to stop is therefore asked by all of them together.
     """
 
     def __init__(self, agree: Callable[[int], int] = int) -> None:
@@ -37,89 +57,71 @@ class StopRequest:
 
 
 @contextmanager
-def stop_on_signals(agree: Callable[[int], int] = int, told: str = "") -> Iterator[StopRequest]:
-    """Note signals that ask to stop, instead of dying; one more than a second later ends the process at once
-    (KeyboardInterrupt).
+def stop_on_signals(agree: Callable[[int], int] = int, message: str = "") -> Iterator[StopRequest]:
+    """Note signals that ask to stop, instead of dying; one more than a second later raises KeyboardInterrupt.
+
+    A thread listens, too: the interpreter runs no handler while it waits for a library, which may take long (half
+    precision on a CPU) or for ever (a collective with a rank that has died). If KeyboardInterrupt cannot be raised
+    within `GRACE`, the thread ends the process.
 
     Args:
         agree: see `StopRequest`.
-        told: a line for standard error when the first comes.
+        message: a line for standard error when the first signal comes.
     """
-    request, second = StopRequest(agree), SecondRequest()
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if second.heard.is_set():
-            second.answered.set()
-            raise KeyboardInterrupt
-        if request.exit_code is None:
-            request.exit_code = EXIT_CODES[signal.Signals(number)]
-            signal_at_parents_death(0)  # it comes for each dying thread of the parent: one is enough
-
-    with watched(second, told), handled(note):
-        yield request
-
-
-class SecondRequest:
-    """A signal more than `SAME_REQUEST` seconds after the first: whether it was heard, and whether a handler has ended
-    what was to be ended.
-    """
-
-    def __init__(self) -> None:
-        self.heard, self.answered = threading.Event(), threading.Event()
-
-
-@contextmanager
-def watched(second: SecondRequest, told: str) -> Iterator[None]:
-    """Hear signals in a thread: the interpreter runs no handler while it waits for a call of a library, which may be
-    long (half precision on a CPU) or never end (another rank's share of a sum). The thread alone has a clock, since it
-    alone sees when a signal comes.
-    """
+    request, insisting, answered = StopRequest(agree), threading.Event(), threading.Event()
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    thread = threading.Thread(target=_hear, args=(reader, second, told), daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(before)
-        second.answered.set()
-        os.write(writer, b"\0")  # a forked child may hold the pipe open: its end would not be seen
-        thread.join()
-        os.close(writer)
-        os.close(reader)
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if insisting.is_set():
+            answered.set()
+            raise KeyboardInterrupt
+        if request.exit_code is None:
+            request.exit_code = EXIT_CODES[number]
+
+    def listen() -> None:
+        asked_at = 0.0
+        while not answered.is_set():
+            for number in os.read(reader, 64):
+                if number not in EXIT_CODES:
+                    continue
+                if not asked_at:
+                    asked_at = time.monotonic()
+                    print_over_prompt(message)
+                elif time.monotonic() - asked_at > SAME_REQUEST:
+                    insisting.set()
+                    for _ in range(round(GRACE / RETRY)):  # one that comes just before a sleep would not wake it
+                        signal.pthread_kill(threading.main_thread().ident or 0, number)
+                        if answered.wait(RETRY):
+                            return
+                    os._exit(EXIT_CODES[signal.SIGINT])
+
+    thread = threading.Thread(target=listen, daemon=True)
+    with handled(note):
+        before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        thread.start()
+        try:
+            yield request
+        finally:
+            signal.set_wakeup_fd(before)
+            answered.set()
+            os.write(writer, b"\0")  # not by closing it: a forked child may hold the pipe open
+            thread.join()
+            os.close(writer)
+            os.close(reader)
 
 
-def _hear(reader: int, second: SecondRequest, told: str) -> None:
-    """Say that the first request was heard; have a second one handled, and end the process where no handler answers it
-    in `PATIENCE`.
-    """
-    asked_at = 0.0
-    while not second.answered.is_set():
-        requests = [number for number in os.read(reader, 64) if number in EXIT_CODES]
-        if requests and not asked_at:
-            asked_at = time.monotonic()
-            say(told)
-        elif requests and time.monotonic() - asked_at > SAME_REQUEST:
-            second.heard.set()
-            for _ in range(round(PATIENCE / AGAIN)):
-                if second.answered.wait(AGAIN):
-                    return
-                signal.pthread_kill(threading.main_thread().ident or 0, requests[-1])  # it wakes from a sleep, too
-            os._exit(EXIT_CODES[signal.SIGINT])
-
-
-def say(told: str) -> None:
-    """A line on standard error, over the terminal's ^C; nothing where the terminal has gone or nobody reads."""
+def print_over_prompt(message: str) -> None:
+    """Print a line on standard error, over the terminal's ^C; nothing if it is empty, or nobody reads."""
     with suppress(OSError, ValueError, TypeError):
-        if told and select.select([], [sys.stderr], [], 0)[1]:
-            print(("\r\x1b[2K" if sys.stderr.isatty() else "") + told, file=sys.stderr, flush=True)
+        if message and select.select([], [sys.stderr], [], 0)[1]:
+            print(("\r\x1b[2K" if sys.stderr.isatty() else "") + message, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def handled(handler: Handler) -> Iterator[None]:
-    """Let a function have SIGTERM, SIGHUP (the terminal has gone) and SIGINT; the handlers that stood before are put
-    back at the end. Under nohup, SIGHUP stays ignored.
+    """Let a function handle SIGTERM, SIGHUP and SIGINT, and put the former handlers back at the end. Under nohup,
+    SIGHUP stays ignored.
     """
     heeded = [each for each in EXIT_CODES if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in heeded}
@@ -128,10 +130,3 @@ def handled(handler: Handler) -> Iterator[None]:
     finally:
         for number, former in before.items():
             signal.signal(number, former)
-
-
-def signal_at_parents_death(number: int) -> None:
-    """Have the system send this process a signal when the one that started it has ended (0: none); Linux alone can."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "prctl"):
-        libc.prctl(PR_SET_PDEATHSIG, number)

@@ -13,9 +13,9 @@ from typing import Any
 import click
 
 from pkmlm import __version__
-from pkmlm.cli import interrupts
 from pkmlm.console import discard_output, prepare_streams
 from pkmlm.errors import UserError, printable
+from pkmlm.signals import interrupt_after_imports
 
 # A file that is not or cannot be there: the user has named a wrong one (exit code 2).
 WRONG_NAME = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL)
@@ -140,7 +140,7 @@ def main() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else its stack traces come before our error lines
     prepare_streams()
-    interrupts.prepare()
+    interrupt_after_imports()
     settings: dict[str, bool] = {}
     try:
         code = cli.main(prog_name="pkmlm", standalone_mode=False, obj=settings)

@@ -80,27 +80,19 @@ def launch(processes: int, run: str | None) -> int:
 
 
 def passing_on(passed: list[int]) -> Handler:
-    """What sends signals on to all processes that were started, each of which leads a session of its own, and adds
-    them to `passed`."""
+    """A handler that sends signals on to all ranks, and adds them to `passed`."""
     import psutil
 
     def send(number: int, frame: FrameType | None) -> None:
         passed.append(number)
-        ranks = [child for child in psutil.Process().children() if leads_session(child.pid)]
+        # Each rank leads a session of its own once it has started; a child that does not is not a rank yet.
+        ranks = [child.pid for child in psutil.Process().children() if os.getsid(child.pid) == child.pid]
         for rank in ranks:
-            with suppress(psutil.NoSuchProcess):
-                rank.send_signal(number)
-        if not ranks:  # not one has been started yet
+            os.kill(rank, number)
+        if not ranks:
             raise SystemExit(EXIT_CODES[number])
 
     return send
-
-
-def leads_session(process: int) -> bool:
-    """Whether a process began a session of its own."""
-    with suppress(ProcessLookupError):
-        return os.getsid(process) == process
-    return False
 
 
 def outcome(failures: "Mapping[int, ProcessFailure]", passed: list[int], run: str | None) -> int:
