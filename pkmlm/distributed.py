@@ -26,12 +26,12 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 @dataclass
 class CommStats:
-    """What this process has sent to others, and where it is.
+    """What this rank has sent to others, and where it stands.
 
     Attributes:
-        sent: bytes, as the usual ring and pairwise algorithms send them.
-        step: the training step that it is in, for errors; 0: none.
-        failed: the rank whose error ended a block that all were in; None: none, or it is not known which.
+        sent: bytes, as the usual ring and pairwise algorithms send them; without those of FSDP2, which does not say.
+        step: the training step, for errors; 0: none.
+        failed: the rank whose error ended a block of `collective_errors`; None: none, or it is not known which.
     """
 
     sent: float = 0.0
@@ -106,7 +106,7 @@ class World:
         return out
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """What each rank gives, by rank: anything that JSON can say."""
+        """The values of all ranks, by rank; JSON must be able to hold them."""
         if self.size == 1:
             return [value]
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -115,17 +115,17 @@ class World:
         return [json.loads(row.numpy().tobytes()) for row in self.all_gather(padded)]
 
     def broadcast(self, value: Any) -> Any:
-        """What rank 0 gives."""
+        """The value of rank 0, on all ranks."""
         return self.gather_objects(value if self.rank == 0 else None)[0]
 
     @contextmanager
     def collective_errors(self) -> Iterator[None]:
-        """A block that ends well on all ranks or on none; where one rank alone can fail, others must not wait for it
-        in a collective of the block.
+        """Let a block succeed on all ranks or on none. A block in which one rank alone can fail must hold no collective:
+        the others would wait in it.
 
         Raises:
-            UserError: that of the first rank whose block raised one, there.
-            SystemExit: with its exit code, on the other ranks: the error is told once.
+            UserError: on the first rank whose block raised one, that error.
+            SystemExit: on the other ranks, with its exit code: the error is reported once.
         """
         failure = None
         try:
@@ -145,13 +145,13 @@ class World:
         raise UserError(where + failure.message, failure.hint, failure.exit_code) from failure
 
     def on_rank_zero(self, error: UserError) -> UserError | SystemExit:
-        """What to raise for an error that all ranks meet alike: rank 0 tells it, the others end with its exit code."""
+        """What to raise for an error that all ranks meet alike: rank 0 reports it, the others exit with its code."""
         return error if self.rank == 0 else SystemExit(error.exit_code)
 
     @contextmanager
     def errors_on_rank_zero(self) -> Iterator[None]:
-        """Let a mistake of the user's, which all ranks meet alike, be told by rank 0 alone; a rank's failure is its
-        own.
+        """Report a user's mistake, which all ranks meet alike, on rank 0 alone. Failures of one machine (exit code 1)
+        are reported by the rank that has them.
         """
         try:
             yield
@@ -170,7 +170,7 @@ class World:
         self.comm_stats.sent += size
 
     def network_error(self, error: BaseException) -> UserError:
-        """What to say of an error of the network: it never knows which rank has brought it about."""
+        """The one-line error for a network failure, which never says which rank has caused it."""
         at = f", step {self.comm_stats.step}" if self.comm_stats.step else ""
         what, hint = "the connection to another rank is lost", "the first rank to end says why"
         if re.search("timed? ?out", str(error), re.IGNORECASE):
@@ -183,7 +183,7 @@ class World:
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """How the processes of a training run share its work; alone, each is a world of one.
+    """How the ranks of a training run share its work; a single process is a world of one.
 
     Attributes:
         world: all of them; each takes its own sequences.
@@ -197,7 +197,12 @@ class ProcessGroups:
 
 
 def build_process_groups(world: World, memory: int = 1) -> ProcessGroups:
-    """The ranks of a run whose tables are divided among `memory` ranks (a divisor of the world's size)."""
+    """The process groups of a run; all ranks call it.
+
+    Args:
+        world: all ranks.
+        memory: how many ranks divide each table; a divisor of the world's size.
+    """
     if world.size == 1:
         return ProcessGroups(world)
     neighbours = [list(range(first, first + memory)) for first in range(0, world.size, memory)]
@@ -206,7 +211,11 @@ def build_process_groups(world: World, memory: int = 1) -> ProcessGroups:
 
 
 def _part(world: World, parts: list[list[int]]) -> World:
-    """The one of these parts of the world that this rank is in; its ranks wait for each other as long as all do."""
+    """The part of the world that this rank is in, with the same timeout.
+
+    Args:
+        parts: the ranks of each part; every rank of the world is in one.
+    """
     if len(parts) == 1:
         return world
     if len(parts) == world.size:
@@ -216,7 +225,7 @@ def _part(world: World, parts: list[list[int]]) -> World:
 
 
 def is_network_error(error: BaseException) -> bool:
-    """Whether torch reports a network failure, which may come from outside `World` (FSDP sends by itself)."""
+    """Whether torch reports a network failure, perhaps outside `World` (DDP and FSDP2 send by themselves)."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 

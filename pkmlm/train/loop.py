@@ -99,13 +99,14 @@ class Training:
     def _train_step(self) -> None:
         """Take the next step and log it: one "train" event, and the line that people see."""
         state, progress = self.state, self.state.progress
-        began = time.monotonic()
+        began, sent_before = time.monotonic(), self.world.comm_stats.sent
         result = train_step(state, progress.step + 1)
         seconds = time.monotonic() - began
         progress.step += 1
         progress.tokens += state.batches.scored(progress.step)
         progress.seconds += seconds
         tokens_per_second = self.recipe.train.batch_tokens / seconds
+        counts_bytes = self.world.size > 1 and not self.recipe.parallel.shard  # FSDP2 does not say what it sends
         norms = {("grad_norm" if name == "dense" else f"grad_norm_{name}"): norm for name, norm in result.norms.items()}
         self.log.event(
             "train",
@@ -115,6 +116,7 @@ class Training:
             tokens=progress.tokens,
             tokens_per_second=round(tokens_per_second, 1),
             **{name: finite_or_none(norm) for name, norm in norms.items()},
+            **({"bytes_sent": round(self.world.comm_stats.sent - sent_before)} if counts_bytes else {}),
             **({"skipped": True} if result.skipped else {}),
         )
         if result.skipped:
