@@ -120,7 +120,7 @@ class World:
 
     @contextmanager
     def collective_errors(self) -> Iterator[None]:
-        """Let a block succeed on all ranks or on none. A block in which one rank alone can fail must hold no collective:
+        """Let a block succeed on all ranks or on none. A block in which one rank alone can fail holds no collective:
         the others would wait in it.
 
         Raises:
