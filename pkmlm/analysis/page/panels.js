@@ -122,7 +122,7 @@ function overlap(facts, colours) {
 }
 
 function buckets(facts, counts) {
-  if (facts.kind !== "hash") return null;
+  if (!facts.tables) return null;
   const each = facts.slots / facts.tables.length;
   const choice = make("select", {}, ...facts.tables.map((t) => make("option", {}, String(t.table))));
   const place = make("div");

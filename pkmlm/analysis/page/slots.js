@@ -10,13 +10,13 @@ const SIDES = {
 };
 
 function grid(facts) {
-  const rows = facts.kind === "hash" ? facts.tables.length : Math.sqrt(facts.slots);
+  const rows = facts.tables ? facts.tables.length : Math.sqrt(facts.slots);
   return { rows, columns: facts.slots / rows };
 }
 
 function slotName(facts, shape, slot) {
   const row = Math.floor(slot / shape.columns), column = slot % shape.columns;
-  if (facts.kind === "hash") return `${row + 1}:${column}`;
+  if (facts.tables) return `${row + 1}:${column}`;
   return facts.kind === "product-key" ? `${row}:${column}` : String(slot);
 }
 
@@ -26,7 +26,7 @@ function slotNumber(facts, shape, name) {
   if (!named) return null;
   const first = Number(named[1]);
   if (named[2] === undefined) return first < facts.slots ? first : null;
-  const row = first - (facts.kind === "hash" ? 1 : 0), column = Number(named[2]);
+  const row = first - (facts.tables ? 1 : 0), column = Number(named[2]);
   const there = row >= 0 && row < shape.rows && column < shape.columns;
   return there ? row * shape.columns + column : null;
 }
