@@ -1,5 +1,6 @@
 """Corruptions of checkpoints and of tokens: each must be found, in one line, with the right exit code."""
 
+import json
 import random
 import shutil
 from pathlib import Path
@@ -71,6 +72,8 @@ def spoil_checkpoint(ground: Ground, number: int) -> tuple[bool, str]:
         what = spoil(folder, draw)
     code, said = said_by("eval", run, "--split", "valid")
     of_moments = what.startswith("optimizer.") and not what.endswith("swap")  # of no interest but to training
+    # So is what the manifest says of the optimizer's file; all else of a manifest, evaluation must refuse.
+    of_moments |= code == 0 and what.startswith("manifest.json: bit") and only_optimizer_differs(folder, sound)
     told = of_moments and damage_of(folder)
     shutil.rmtree(folder)
     shutil.copytree(sound / "checkpoints" / folder.name, folder)
@@ -79,6 +82,16 @@ def spoil_checkpoint(ground: Ground, number: int) -> tuple[bool, str]:
         right = code == 0 and bool(told)
         return right, "moments" if right else f"{what}: evaluation exit {code}, training told {told!r}"
     return judged(code, said, {1, 2}, what)
+
+
+def only_optimizer_differs(folder: Path, sound: Path) -> bool:
+    """Whether a manifest differs from that of the sound run in the entry of the optimizer's file alone."""
+    found, whole = (
+        json.loads((place / "manifest.json").read_text()) for place in (folder, sound / "checkpoints" / folder.name)
+    )
+    for manifest in (found, whole):
+        manifest["files"].pop("optimizer.safetensors")
+    return bool(found == whole)
 
 
 def damage_of(folder: Path) -> str:
