@@ -1,6 +1,7 @@
 """The house rules that a program can check: which way imports go, and what must not stand in the source."""
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,17 @@ def test_imports_go_one_way(path):
         if parts[0] != "pkmlm" or len(parts) < 2 or parts[1] not in FLOORS:
             continue
         assert parts[1] == own or FLOORS[parts[1]] < FLOORS[own], f"{path.name} imports {name}"
+
+
+def test_no_imports_go_in_a_circle():
+    modules = {".".join(("pkmlm", *path.relative_to(PACKAGE).with_suffix("").parts)): path for path in OWN}
+    order = TopologicalSorter()
+    for module, path in modules.items():
+        for name in imports(ast.parse(path.read_text())):
+            owner = name if name in modules else name.rpartition(".")[0]
+            if owner in modules and owner != module:
+                order.add(module, owner)
+    order.prepare()  # raises CycleError, which names the circle
 
 
 @pytest.mark.parametrize(
