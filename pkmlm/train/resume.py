@@ -1,11 +1,20 @@
-"""Whether a run that exists may be resumed, and what has changed since it last trained."""
+"""Whether a run that exists may be resumed, what has changed since it last trained, and the provenance in run.json."""
 
+import platform
+import sys
 from typing import Any
 
+import numpy as np
+import torch
+
+from pkmlm import __version__
+from pkmlm.cost import cost_of
+from pkmlm.device import DeviceSettings, name_of
 from pkmlm.errors import UserError
 from pkmlm.recipe.dump import flatten, scalar_text
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.checkpoint import read_progress
+from pkmlm.runs.commit import source_commit
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.train.job import Job
 
@@ -25,6 +34,7 @@ MAY_CHANGE = {
     "checkpoint.": False,
     "log.": False,
 }
+ENVIRONMENT = ("versions", "commit", "device", "precision", "precision_reason", "ranks")  # of the provenance
 
 
 def refuse_resume_option(run: RunDirectory, resume: str) -> None:
@@ -126,3 +136,35 @@ def changed_keys(before: Recipe, now: Recipe) -> dict[str, str]:
 
 def change(name: str, old: Any, new: Any) -> str:
     return f"{name} was {old} and is now {new}"
+
+
+def provenance(job: Job, settings: DeviceSettings, ranks: int) -> dict[str, Any]:
+    """The command line, versions, commit, device and parameters of a run that this process trains."""
+    return {
+        "argv": sys.argv[1:],
+        "versions": {
+            "pkmlm": __version__,
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
+        "commit": source_commit(),
+        "device": name_of(settings.device),
+        "precision": settings.precision,
+        "precision_reason": settings.reason,
+        "ranks": ranks,
+        "parameters": cost_of(job.recipe, job.vocab_size).as_json()["parameters"],
+    }
+
+
+def with_earlier(before: dict[str, Any], now: dict[str, Any], step: int) -> dict[str, Any]:
+    """The provenance of a resumed run, which lists under "earlier" that of processes that differed.
+
+    Args:
+        before: run.json as the process that trained up to `step` has left it.
+        now: the `provenance` of this process.
+    """
+    earlier = list(before.get("earlier") or ())
+    if "versions" in before and any(before.get(key) != now[key] for key in ENVIRONMENT):
+        earlier.append({"until_step": step, **{key: before.get(key) for key in ENVIRONMENT}})
+    return {**now, "earlier": earlier}

@@ -3,11 +3,14 @@ writes nothing.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
+from shutil import get_terminal_size
+from textwrap import fill
 
 from pkmlm.console import warn
+from pkmlm.cost import cost_of
 from pkmlm.data.batches import Batches
 from pkmlm.device import DeviceSettings, held_bytes, is_out_of_memory, select_device
 from pkmlm.distributed import ProcessGroups, World, build_process_groups, is_network_error
@@ -24,20 +27,22 @@ from pkmlm.train.job import Job, no_validation_warning
 from pkmlm.train.log import RunLog, SilentLog, TrainingLog
 from pkmlm.train.loop import Outcome, Training
 from pkmlm.train.monitor import TrainingMonitor
-from pkmlm.train.out_of_memory import out_of_memory_error, too_large_warning
-from pkmlm.train.plan import plan, print_labelled
-from pkmlm.train.provenance import provenance, with_earlier
+from pkmlm.train.out_of_memory import out_of_memory_error, too_large_warning, training_bytes
 from pkmlm.train.resume import (
     change_warnings,
     is_complete,
     lost_metrics_warning,
+    provenance,
     refuse_changed_recipe,
     refuse_other_data,
     refuse_resume_option,
+    with_earlier,
 )
 from pkmlm.train.state import TrainState
 from pkmlm.train.step import train_step
 from pkmlm.train.validation import validator
+
+LABEL = 13  # characters before a line of what --dry-run prints
 
 
 def train(job: Job, output: str, world: World, *, resume: str = "auto", quiet: bool = False) -> int:
@@ -115,6 +120,34 @@ def dry_run(job: Job, output: str | None, world: World, *, resume: str = "auto")
         size, where = held_bytes(settings.device)
         line = f"first step   loss {loss:.3f}, {seconds:.2f} s (with warm-up), {size / 1e6:,.0f} MB {where}"
         print_labelled([line])
+
+
+def plan(job: Job, settings: DeviceSettings, ranks: int) -> list[str]:
+    """A line for each of device, parameters, batch, length and memory, with its label before it."""
+    recipe, train = job.recipe, job.recipe.train
+    cost = cost_of(recipe, job.vocab_size)
+    micro_batches, sequences = recipe.micro_batches(ranks), recipe.sequences
+    each = f" on each of {ranks} processes" if ranks > 1 else ""
+    held = training_bytes(job, settings.precision, ranks)
+    sizes = {name: f"{size / 1e6:,.1f}" for name, size in held.items()}
+    parts = ", ".join(f"{name} {size}" for name, size in sizes.items() if size != "0.0")
+    return [
+        f"recipe       {recipe.name}",
+        f"device       {settings.device}, {settings.precision} ({settings.reason})",
+        f"parameters   {cost.dense:,} dense, {cost.memory:,} in memory, {cost.read_per_token:,} read for a token",
+        f"batch        {sequences:,} sequence{'s' if sequences > 1 else ''} of {recipe.model.context:,} tokens, "
+        f"in {micro_batches:,} micro-batch{'es' if micro_batches > 1 else ''} of {train.micro_batch:,}{each}",
+        f"training     {train.steps:,} steps, {train.steps * train.batch_tokens:,} tokens, "
+        f"{job.epochs:,.2f} epochs of {job.corpus.tokens:,}",
+        f"memory       {sum(held.values()) / 1e6:,.1f} MB to train{each}: {parts}",
+    ]
+
+
+def print_labelled(lines: Iterable[str]) -> None:
+    """Print lines, each wrapped to the terminal's width (80 characters where there is none) under its label."""
+    width, indent = get_terminal_size().columns, " " * LABEL
+    for line in lines:
+        print(fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False), flush=True)
 
 
 def refuse_output(run: RunDirectory, resume: str) -> None:

@@ -9,8 +9,7 @@ from pkmlm.model.memory.values import table_ranks
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.checkpoint import Progress, Tables
-from pkmlm.train.activation_checkpointing import checkpoint_activations
-from pkmlm.train.compile import compile_dense_parts
+from pkmlm.train.compile_and_recompute import checkpoint_activations, compile_dense_parts
 from pkmlm.train.optim import optimizer_state, parameter_groups
 from pkmlm.train.parallel import data_parallel_loss, shard_dense_parameters
 

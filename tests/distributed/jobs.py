@@ -28,9 +28,9 @@ from pkmlm.recipe.schema import Hash, Memory, Model, Optim, Parallel, Recipe, Tr
 from pkmlm.runs import checkpoint
 from pkmlm.train import validation  # noqa: F401 (loaded once, for all children)
 from pkmlm.train.parallel import all_gather_row_gradients
-from pkmlm.train.recalibrate import recalibrate
 from pkmlm.train.state import TrainState
 from pkmlm.train.step import StepResult, train_step
+from pkmlm.train.validation import recalibrate
 from tests.golden.test_curves import Stream
 
 SMALL = {"dim": 16, "layers": 2, "heads": 2, "context": 16}

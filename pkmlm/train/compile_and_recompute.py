@@ -1,13 +1,19 @@
-"""`train.compile`: the dense parts of a model through torch.compile."""
+"""`train.compile`: the dense parts of a model run through torch.compile; `train.recompute`: blocks compute activations
+twice rather than keep them. Both replace the forward of modules; parameters keep their names.
+"""
 
 import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from pkmlm.errors import UserError
 from pkmlm.model.attention import Attention
+from pkmlm.model.memory.query import QueryBatchNorm
 from pkmlm.model.memory.values import tables_of
 from pkmlm.model.transformer import FFN, Transformer
 
@@ -58,3 +64,41 @@ def try_compiler(device: torch.device) -> None:
             "install a C++ compiler (g++ or clang), or leave train.compile false",
             exit_code=1,
         ) from None
+
+
+def checkpoint_activations(model: Transformer) -> None:
+    """Let each block keep only its input in training, and compute the rest again when its backward pass comes.
+
+    The numbers are the same: dropout draws again what it drew, and running statistics are counted once.
+    """
+    for block in model.blocks:
+        checkpoint_block(block)
+
+
+def checkpoint_block(block: nn.Module) -> None:
+    """Replace a block's forward by one that runs again in its backward pass."""
+    plain = block.forward
+    norms = [module for module in block.modules() if isinstance(module, QueryBatchNorm)]
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), uncounted(norms)
+
+    @functools.wraps(plain)
+    def forward(*inputs: Any) -> Any:
+        if not (block.training and torch.is_grad_enabled()):
+            return plain(*inputs)
+        return checkpoint(plain, *inputs, use_reentrant=False, context_fn=contexts)
+
+    block.forward = forward
+
+
+@contextmanager
+def uncounted(norms: list[QueryBatchNorm]) -> Iterator[None]:
+    """Forwards in this block have been counted in the running statistics already."""
+    for norm in norms:
+        norm.counts = False
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.counts = True
