@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -147,29 +148,23 @@ def test_steps_and_dtypes(trained, tmp_path):
     assert its["step"] == 20
     assert its["perplexity"]["nll"] == pytest.approx(ours["perplexity"]["nll"], rel=1e-3)
     assert its["perplexity"]["nll"] != ours["perplexity"]["nll"]
-    said = pkmlm("eval", tmp_path / "early", "--step", 30, code=2).stderr
-    assert "is an export of step 20 (found --step 30)" in said
+    assert "--step 30" in pkmlm("eval", tmp_path / "early", "--step", 30, code=2).stderr
     best = (run / "best").read_text().strip()
     pkmlm("export", run, "-o", tmp_path / "best", "--step", "best")
     assert json.loads((tmp_path / "best/config.json").read_text())["trained"]["step"] == int(best[5:])
 
 
-def test_the_card_says_what_the_weights_started_from(trained, tmp_path, write_recipe):
-    start = ("-s", f"train.init_from={trained('dense')}", "-s", "train.steps=6")
-    pkmlm("train", write_recipe(tmp_path, "dense"), "-o", tmp_path / "run", "-q", *start)
-    pkmlm("export", tmp_path / "run", "-o", tmp_path / "exported")
-    card = (tmp_path / "exported/README.md").read_text()
-    assert " tokens (6 steps), from the weights of dense, whose own training is not counted\n" in card
-
-
 def test_the_card_says_what_the_model_is(trained, tmp_path):
     run = shutil.copytree(trained("product-key"), tmp_path / "my-run")
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+    recipe["train"]["init_from"] = str(trained("dense"))
+    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     found = json.loads(pkmlm("eval", run, "--json").stdout)["perplexity"]
     pkmlm("export", run, "-o", tmp_path / "exported")
     card = (tmp_path / "exported/README.md").read_text()
     assert "\n# my-run\n" in card
     tokens = json.loads((run / "checkpoints/step-00000030/state.json").read_text())["tokens"]
-    assert f"{tokens:,} tokens (30 steps)" in card
+    assert f"{tokens:,} tokens (30 steps), from the weights of dense" in card
     assert "product-key memory of 256 slots in layer 2" in card
     assert f"- test split: perplexity {found['token_ppl']:,.2f} a token" in card
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
@@ -197,21 +192,19 @@ def test_nothing_is_lost_without_force(exports, trained, tmp_path):
     pkmlm("export", run, "-o", target, "--force")
     assert json.loads((target / "config.json").read_text())["projections"] == "dense"
     (tmp_path / "file").write_text("")
-    assert "is a file" in pkmlm("export", run, "-o", tmp_path / "file", code=2).stderr
-    assert "which no export wrote" in pkmlm("export", run, "-o", run, "--force", code=2).stderr
+    pkmlm("export", run, "-o", tmp_path / "file", code=2)
+    pkmlm("export", run, "-o", run, "--force", code=2)
     (tmp_path / "empty").mkdir()
     pkmlm("export", run, "-o", tmp_path / "empty")
-    assert "no checkpoint at step 7" in pkmlm("export", run, "-o", tmp_path / "x", "--step", 7, code=2).stderr
-    assert f"{target} is an export (expected a run)" in pkmlm("export", target, "-o", tmp_path / "x", code=2).stderr
+    assert "step 7" in pkmlm("export", run, "-o", tmp_path / "x", "--step", 7, code=2).stderr
+    assert str(target) in pkmlm("export", target, "-o", tmp_path / "x", code=2).stderr
     assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize("name", ["README.md", "config.json"])
-def test_force_replaces_nothing_but_an_export(exports, trained, tmp_path, name):
-    kept = tmp_path / name
+def test_force_replaces_nothing_but_an_export(trained, tmp_path):
+    kept = tmp_path / "config.json"
     kept.write_text('{"model_type": "gpt2"}')
-    said = pkmlm("export", trained("dense"), "-o", tmp_path, "--force", code=2).stderr
-    assert "is no export, which --force could replace" in said
+    pkmlm("export", trained("dense"), "-o", tmp_path, "--force", code=2)
     assert kept.read_text() == '{"model_type": "gpt2"}'
 
 
@@ -261,42 +254,35 @@ def other_place(folder: Path) -> None:
     (folder / "manifest.json").write_text(json.dumps(content))
 
 
-HALF_INDEX = '{"weight_map": {"model.norm.weight": "../model.safetensors"}}'
-DAMAGES = {
-    "a flipped bit": (damaged_byte, 1, "model.safetensors: sha256 "),
-    "no weights": (without("model.safetensors"), 1, "model.safetensors is missing"),
-    "no tokenizer": (without("tokenizer.model"), 1, "tokenizer.model is missing"),
-    "changed configuration": (text_in("config.json", "{}"), 1, "config.json: 2 bytes (expected "),
-    "changed code": (text_in("modeling_pkmlm.py", "import os"), 1, "modeling_pkmlm.py: 9 bytes (expected "),
-    "a changed setting": (text_in("tokenizer_config.json", "{}"), 1, "tokenizer_config.json: 2 bytes (expected "),
-    "damaged manifest": (text_in("manifest.json", "[]"), 1, "manifest.json is no manifest"),
-    "manifest of strings": (text_in("manifest.json", '{"files": {"config.json": 1}}'), 1, "is no manifest"),
-    "a manifest of elsewhere": (other_place, 1, "is no manifest of an export"),
-    "newer": (text_in("manifest.json", '{"version": 9, "files": {"config.json": 1, "tokenizer.model": 2}}'), 1, "9"),
-    "another kind of model": (config_with(model_type="gpt2"), 2, "model_type 'gpt2' (expected 'pkmlm')"),
-    "no configuration": (without("config.json"), 1, "config.json is missing"),
-    "no JSON": (text_in("config.json", "{", trusted=True), 1, "is not valid JSON"),
-    "a list": (text_in("config.json", "[1]", trusted=True), 1, "model_type None"),
-    "another size": (config_with(dim=48), 1, "has shape "),
-    "more layers": (config_with(layers=3), 1, "is missing"),
-    "impossible": (config_with(heads=5), 1, "5 heads do not divide"),
-    "a wrong type": (config_with(dim="wide"), 1, "model.dim: found the text"),
-    "no origin": (config_with(trained=[1]), 1, "trained"),
-    "a strange origin": (config_with(trained={"step": "x"}), 1, "trained"),
-    "garbage for weights": (text_in("model.safetensors", "garbage", trusted=True), 1, "cannot read the weights"),
-    "garbage for a tokenizer": (text_in("tokenizer.model", "garbage", trusted=True), 1, "is not a SentencePiece"),
+DAMAGES = {  # what is done, the exit code, what the error names, and whether to delete the manifest is offered
+    "a flipped bit": (damaged_byte, 1, "model.safetensors: sha256", True),
+    "no weights": (without("model.safetensors"), 1, "model.safetensors", False),
+    "no tokenizer": (without("tokenizer.model"), 1, "tokenizer.model", False),
+    "changed code": (text_in("modeling_pkmlm.py", "import os"), 1, "modeling_pkmlm.py: 9 bytes", True),
+    "a damaged manifest": (text_in("manifest.json", "[]"), 1, "manifest.json", True),
+    "a manifest of elsewhere": (other_place, 1, "manifest", True),
+    "another kind of model": (config_with(model_type="gpt2"), 2, "'gpt2'", False),
+    "no configuration": (without("config.json"), 1, "config.json", False),
+    "no JSON": (text_in("config.json", "{", trusted=True), 1, "config.json", False),
+    "a list": (text_in("config.json", "[1]", trusted=True), 1, "model_type None", False),
+    "another size": (config_with(dim=48), 1, "shape", False),
+    "more layers": (config_with(layers=3), 1, "is missing", False),
+    "impossible": (config_with(heads=5), 1, "5 heads", False),
+    "a wrong type": (config_with(dim="wide"), 1, "model.dim", False),
+    "a strange origin": (config_with(trained={"step": "x"}), 1, "trained", False),
+    "garbage for weights": (text_in("model.safetensors", "garbage", trusted=True), 1, "weights", False),
+    "garbage for a tokenizer": (text_in("tokenizer.model", "garbage", trusted=True), 1, "tokenizer.model", False),
 }
 
 
-@pytest.mark.parametrize(("damage", "code", "said"), DAMAGES.values(), ids=[name.replace(" ", "-") for name in DAMAGES])
-def test_a_damaged_export_is_told_in_one_line(exports, tmp_path, damage, code, said):
+@pytest.mark.parametrize(("damage", "code", "named", "trust"), DAMAGES.values(), ids=map(str, DAMAGES))
+def test_a_damaged_export_is_told_in_one_line(exports, tmp_path, damage, code, named, trust):
     folder = shutil.copytree(exports["dense"], tmp_path / "exported")
     damage(folder)
     error = pkmlm("eval", folder, code=code).stderr
-    assert said in error
+    assert named in error
     assert len(error.splitlines()) <= 2
-    helps = any(part in said for part in ("sha256 ", " bytes (expected ", "no manifest"))
-    assert ("or delete manifest.json" in error) == helps
+    assert ("delete manifest.json" in error) == trust
 
 
 def test_a_model_larger_than_its_weights_is_told_before_memory_is_taken(exports, tmp_path):
@@ -315,16 +301,13 @@ def test_an_index_names_only_files_of_its_folder(exports, tmp_path):
     folder = shutil.copytree(exports["dense"], tmp_path / "exported")
     for name in ("manifest.json", "model.safetensors"):
         (folder / name).unlink()
-    index = folder / "model.safetensors.index.json"
-    for text, said in (
-        (HALF_INDEX, "is no index of weights"),
-        ("{", "is not valid JSON"),
-        ("[]", "is not as it was written"),
-        ('{"weight_map": {"model.norm.weight": 5}}', "weight_map.model.norm.weight is '5'"),
-        ('{"weight_map": {}}', "is missing"),
+    for text in (
+        '{"weight_map": {"model.norm.weight": "../model.safetensors"}}',
+        "{",
+        '{"weight_map": {"model.norm.weight": 5}}',
     ):
-        index.write_text(text)
-        assert said in pkmlm("eval", folder, code=1).stderr
+        (folder / "model.safetensors.index.json").write_text(text)
+        assert "model.safetensors.index.json" in pkmlm("eval", folder, code=1).stderr
 
 
 def test_weights_that_are_whole_numbers_are_refused(exports, tmp_path):
