@@ -17,7 +17,7 @@ from pkmlm.errors import UserError
 from pkmlm.evaluate.documents import Documents
 from pkmlm.evaluate.load import LoadedRun
 from pkmlm.evaluate.perplexity import score
-from pkmlm.model.memory.usage_tap import UsageTap, usage_taps
+from pkmlm.model.memory.base import UsageTap, usage_taps
 
 # Pairs of slots that are compared at once: as many as a core's cache holds; a GPU wants few large calls.
 COMPARISONS = {"cpu": 1 << 18, "cuda": 1 << 26}

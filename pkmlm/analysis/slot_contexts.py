@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pkmlm.analysis.counters import ReadListener
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.evaluate.documents import Documents
-from pkmlm.model.memory.usage_tap import UsageTap, usage_taps
+from pkmlm.model.memory.base import UsageTap, usage_taps
 
 JUDGED, LEAST = 10, 3  # contexts in which a pattern is looked for, and how many must share it at least
 BEFORE, AFTER = 14, 6  # tokens shown around the one that reads

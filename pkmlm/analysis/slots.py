@@ -33,8 +33,7 @@ from pkmlm.evaluate.documents import Documents, chosen_documents
 from pkmlm.evaluate.load import LoadedRun
 from pkmlm.evaluate.perplexity import score
 from pkmlm.evaluate.text_choice import TextChoice
-from pkmlm.model.memory.base import SparseMemory, memories
-from pkmlm.model.memory.usage_tap import UsageTap
+from pkmlm.model.memory.base import SparseMemory, UsageTap, memories
 from pkmlm.model.transformer import Transformer
 
 WORDS = 8  # tokens shown that a value raises most, or lowers most

@@ -18,8 +18,7 @@ from pkmlm.analysis.usage import MemoryUsage
 from pkmlm.analysis.usage_report import RunUsage
 from pkmlm.data.corpus import Corpus
 from pkmlm.evaluate.load import load_run
-from pkmlm.model.memory.base import memories
-from pkmlm.model.memory.usage_tap import UsageTap
+from pkmlm.model.memory.base import UsageTap, memories
 from pkmlm.runs.directory import RunDirectory
 from tests.browser import Browser, find_chromium
 from tests.conftest import pkmlm

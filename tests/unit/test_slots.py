@@ -35,8 +35,7 @@ from pkmlm.errors import UserError
 from pkmlm.evaluate.documents import documents_of_texts
 from pkmlm.evaluate.load import LoadedRun, load_run
 from pkmlm.evaluate.perplexity import score, windows
-from pkmlm.model.memory.base import memories
-from pkmlm.model.memory.usage_tap import UsageTap
+from pkmlm.model.memory.base import UsageTap, memories
 
 TEXTS = ["It was a dark night.\n", "He said nothing; " * 40, "x", "The end of the road was near, she said. " * 12]
 

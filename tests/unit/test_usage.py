@@ -20,7 +20,7 @@ from pkmlm.analysis.tables import usage_tables
 from pkmlm.analysis.usage import MemoryUsage, measures, reads_of_a_slot, uniform_reading
 from pkmlm.analysis.usage_report import load_usage, save_usage
 from pkmlm.errors import UserError
-from pkmlm.model.memory.usage_tap import UsageTap
+from pkmlm.model.memory.base import UsageTap
 
 
 def test_measures_by_hand() -> None:

@@ -1,4 +1,7 @@
-"""Sparsely read memories, used by the transformer: memories with keys (`key_memory`), MemoryFormer's hash tables
-(`hash_layer`). Each is a `base.SparseMemory` that reads rows of `values.Values` through a `usage_tap`. A new kind is a
-new file here and a line in the transformer's table of kinds.
+"""Sparsely read memories: memories with keys (`key_memory`) and MemoryFormer's hash tables (`hash_layer`).
+
+Each is a `base.SparseMemory`: it reads rows of its `values.Values` through a tap, on which usage is observed. The
+transformer builds them; costs, the optimizer and the analyses find them by what `base` defines. They may import
+kernels, device, distributed, recipe, and of the model only `init`. A new kind is a new file here and a line in the
+transformer's table of kinds.
 """

@@ -1,4 +1,7 @@
-"""What all memories have in common: a table of which a token reads few rows, a tap on the reads, and their cost."""
+"""What all memories have in common: a table of which a token reads few rows, a tap on the reads, and their cost.
+
+N: tokens; H: heads (for hash layers: tables); k: reads of a head (for hash layers: 1).
+"""
 
 import functools
 from abc import ABC, abstractmethod
@@ -8,11 +11,36 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from pkmlm.model.memory.usage_tap import UsageTap
 from pkmlm.model.memory.values import Values
 
 Layer = TypeVar("Layer")
 Forward = Callable[[Layer, Tensor], Tensor]
+
+
+class UsageTap(nn.Module):
+    """The identity on a memory's reads: register a forward hook on it to observe them.
+
+    Attributes:
+        layer: the block, counted from 1.
+        name: "memory", or for hash layers "qkv", "ffn1", "ffn2".
+        kind: of the memory: "product-key", "flat-key" or "hash".
+        slots: rows of the memory's table; of all tables together for hash layers.
+        heads: memory heads, or tables.
+        shared: whether all heads read the same slots. Otherwise each has a table of its own: head h the rows from
+            h * slots / heads up to (h + 1) * slots / heads.
+        residual: whether the rows that are read, times their weights, are added to the residual stream as they are.
+    """
+
+    def __init__(
+        self, layer: int, name: str, kind: str, slots: int, heads: int, *, shared: bool = True, residual: bool = True
+    ):
+        super().__init__()
+        self.layer, self.name, self.kind, self.slots, self.heads = layer, name, kind, slots, heads
+        self.shared, self.residual = shared, residual
+
+    def forward(self, slots_NHk: Tensor, weights_NHk: Tensor) -> tuple[Tensor, Tensor]:
+        """Slots read (int64, below `slots`) and their weights after the softmax (floating), unchanged."""
+        return slots_NHk, weights_NHk
 
 
 class SparseMemory(nn.Module, ABC):
@@ -47,6 +75,11 @@ class SparseMemory(nn.Module, ABC):
 def memories(model: nn.Module) -> list[SparseMemory]:
     """Every memory of a model, in the order of their taps."""
     return [module for module in model.modules() if isinstance(module, SparseMemory)]
+
+
+def usage_taps(model: nn.Module) -> list[UsageTap]:
+    """Every tap of a model, by layer and in the order in which the block reads."""
+    return [module for module in model.modules() if isinstance(module, UsageTap)]
 
 
 def uncompiled(forward: Forward[Layer]) -> Forward[Layer]:

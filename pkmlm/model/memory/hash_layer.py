@@ -12,8 +12,7 @@ from torch.nn.functional import gelu
 
 from pkmlm.device import at_least_fp32
 from pkmlm.kernels import ops
-from pkmlm.model.memory.base import SparseMemory, uncompiled
-from pkmlm.model.memory.usage_tap import UsageTap
+from pkmlm.model.memory.base import SparseMemory, UsageTap, uncompiled
 from pkmlm.model.memory.values import Values
 from pkmlm.recipe.schema import Hash
 

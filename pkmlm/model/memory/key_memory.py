@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from pkmlm.device import at_least_fp32
 from pkmlm.kernels import ops
 from pkmlm.model.init import InitSpec, Uniform
-from pkmlm.model.memory.base import SparseMemory, uncompiled
+from pkmlm.model.memory.base import SparseMemory, UsageTap, uncompiled
 from pkmlm.model.memory.query import Query
-from pkmlm.model.memory.usage_tap import UsageTap
 from pkmlm.model.memory.values import Values
 from pkmlm.recipe.schema import Memory
 
