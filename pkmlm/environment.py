@@ -1,8 +1,9 @@
-"""What this process finds around it: the processes that a launcher has started, and usable cores; free of torch."""
+"""What this process finds around it: a launcher's processes, usable cores, the commit of its code; free of torch."""
 
 import os
 import re
 from datetime import timedelta
+from pathlib import Path
 
 from pkmlm.errors import UserError
 
@@ -45,3 +46,19 @@ def collective_timeout() -> float:
 def usable_cores() -> int:
     """The cores that this process may use: those of the machine, or fewer where it is held to some of them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def source_commit(git: Path | None = None) -> str | None:
+    """The commit that a .git folder is at, by default that of this package's checkout; None where there is none."""
+    git = git or Path(__file__).resolve().parents[1] / ".git"
+    try:
+        head = os.fsdecode((git / "HEAD").read_bytes()).strip()  # a branch's name is bytes, as that of a file is
+        if not head.startswith("ref: "):
+            return head
+        name = head.removeprefix("ref: ")
+        if (git / name).exists():
+            return (git / name).read_text().strip()
+        packed = os.fsdecode((git / "packed-refs").read_bytes()).splitlines()
+        return next((line.split()[0] for line in packed if line.endswith(f" {name}")), None)
+    except OSError:
+        return None

@@ -18,8 +18,7 @@ from pkmlm.errors import UserError, printable
 from pkmlm.evaluate.text_choice import TextChoice
 from pkmlm.export.config import CONFIG, is_export
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.files import json_text, sha256_of
-from pkmlm.runs.manifest import MANIFEST, entry_of
+from pkmlm.runs.files import MANIFEST, entry_of, json_text, sha256_of
 from pkmlm.runs.results import USAGE, read_usage, split_name, text_name, usage_stem, write_arrays, write_usage
 
 if TYPE_CHECKING:  # of modules that import torch

@@ -33,8 +33,18 @@ from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.check import require_softmax
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.checkpoint import check_tensors, write_tensors
-from pkmlm.runs.files import exists, read_json, write_json, write_text, writing, writing_folder
-from pkmlm.runs.manifest import MANIFEST, check_files, entry_of, read_manifest
+from pkmlm.runs.files import (
+    MANIFEST,
+    check_files,
+    entry_of,
+    exists,
+    read_json,
+    read_manifest,
+    write_json,
+    write_text,
+    writing,
+    writing_folder,
+)
 
 VERSION = 1
 TOKENIZER = "tokenizer.model"

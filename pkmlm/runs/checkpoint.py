@@ -27,8 +27,13 @@ from pkmlm.distributed import ProcessGroups, World
 from pkmlm.errors import UserError
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import (
+    MANIFEST,
     Damaged,
+    Manifest,
+    check_files,
+    entry_of,
     read_json,
+    read_manifest,
     remove_folder,
     rename_folder,
     sync_file,
@@ -36,7 +41,6 @@ from pkmlm.runs.files import (
     write_json,
     writing_folder,
 )
-from pkmlm.runs.manifest import MANIFEST, Manifest, check_files, entry_of, read_manifest
 from pkmlm.runs.results import STATE, CheckpointState
 
 VERSION = 1
@@ -117,11 +121,21 @@ def save(
         optimizer = {name: full_tensor(tensor, lead).contiguous() for name, tensor in optimizer.items()}
         contents = {WEIGHTS: (weights, tables), OPTIMIZER: (optimizer, moments_of(tables))}
         with world.collective_errors():
-            own = write_share(folder, contents, ranks)
+            own: dict[str, dict[str, Tensor]] = {}  # the tensors that this rank writes, by file
+            for name, (tensors, tables) in contents.items():
+                divided = tables if ranks.memory.size > 1 else {}
+                if lead:
+                    own[name] = {key: tensor for key, tensor in tensors.items() if key not in divided}
+                if divided and ranks.data.rank == 0:  # the first ranks that hold different columns
+                    part = part_name(name, ranks.memory.rank, ranks.memory.size)
+                    own[part] = {key: tensors[key] for key in divided}
+            for name, tensors in own.items():
+                write_tensors(folder / name, tensors)
+            entries = {name: entry_of(folder / name) for name in own}
             if lead:
                 write_json(folder / STATE, asdict(progress))
-                own[STATE] = entry_of(folder / STATE)
-        files = {name: entry for share in world.gather_objects(own) for name, entry in share.items()}
+                entries[STATE] = entry_of(folder / STATE)
+        files = {name: entry for share in world.gather_objects(entries) for name, entry in share.items()}
         with world.collective_errors():
             if lead:
                 files = {name: files[name] for name in file_names(ranks.memory.size)}
@@ -130,24 +144,6 @@ def save(
                 stack.close()
                 verify(path)
                 run.point("latest", progress.step)
-
-
-def write_share(
-    folder: Path, contents: dict[str, tuple[dict[str, Tensor], Tables]], ranks: ProcessGroups
-) -> dict[str, Any]:
-    """Write this rank's share of a checkpoint's tensors, and return the manifest's entries for it: rank 0 writes what
-    all ranks hold, and the first ranks that hold different columns write these.
-    """
-    parts, shares = ranks.memory.size, {}
-    for name, (tensors, tables) in contents.items():
-        divided = tables if parts > 1 else {}
-        if ranks.world.rank == 0:
-            shares[name] = {key: tensor for key, tensor in tensors.items() if key not in divided}
-        if divided and ranks.data.rank == 0:
-            shares[part_name(name, ranks.memory.rank, parts)] = {key: tensors[key] for key in divided}
-    for file, share in shares.items():
-        write_tensors(folder / file, share)
-    return {file: entry_of(folder / file) for file in shares}
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
@@ -188,23 +184,12 @@ def load(path: Path, weights: dict[str, Tensor], optimizer: dict[str, Tensor], t
 
 
 def load_weights(path: Path, weights: dict[str, Tensor], tables: Tables, *, strict: bool = True) -> Differences:
-    """Copy the weights of a verified checkpoint folder into those of a model; into tables, this rank's columns.
-
-    Args:
-        strict: whether model and checkpoint must have the same tensors; if not, those that both have are copied.
-
-    Raises:
-        UserError: names, shapes or dtypes are not those of the model; then nothing has been copied.
-    """
+    """Copy the weights of a verified checkpoint folder into those of a model; see `load_tensors`."""
     return load_tensors(path / WEIGHTS, weights, tables, strict=strict)
 
 
 def check_weights(path: Path, weights: dict[str, Tensor], tables: Tables, *, strict: bool = True) -> Differences:
-    """Check what `load_weights` would load. The model may be on the device "meta": nothing of its size is allocated.
-
-    Raises:
-        UserError: as `load_weights`.
-    """
+    """Check what `load_weights` would load. The model may be on the device "meta": nothing of its size is allocated."""
     with open_tensors(path / WEIGHTS, weights, tables, strict=strict) as (differences, *_):
         return differences
 
@@ -229,13 +214,9 @@ def verify(path: Path, *, optimizer: bool = True) -> None:
     manifest = read_manifest(path, "checkpoint", VERSION, hint, schema=CheckpointManifest)
     files = manifest["files"]
     if path.name != f"step-{manifest['step']:08d}":
-        problem = f"it is that of step {str(manifest['step'])[:20]}"
-    elif files.keys() != set(file_names(max(1, (len(files) - len(FILES)) // 2))):
-        problem = f"its files are {str(list(files))[:60]}"
-    else:
-        problem = None
-    if problem is not None:
-        raise Damaged(f"{path / MANIFEST} is damaged: {problem}", hint, exit_code=1)
+        raise Damaged(f"{path / MANIFEST} is that of step {str(manifest['step'])[:20]}", hint, exit_code=1)
+    if files.keys() != set(file_names(max(1, (len(files) - len(FILES)) // 2))):
+        raise Damaged(f"{path / MANIFEST} is damaged: its files are {str(list(files))[:60]}", hint, exit_code=1)
     names = [name for name in files if optimizer or not name.startswith(Path(OPTIMIZER).stem)]
     check_files(path, files, names, hint)
 
@@ -272,7 +253,7 @@ def quarantine_damaged_checkpoints(run: RunDirectory) -> list[str]:
 
 
 def file_names(parts: int) -> tuple[str, ...]:
-    """The files of a checkpoint whose tables are in so many parts, but for its manifest."""
+    """The files of a checkpoint whose tables are in `parts` parts, but for its manifest."""
     divided = [part_name(name, part, parts) for part in range(parts) for name in (WEIGHTS, OPTIMIZER)]
     return (*FILES, *(divided if parts > 1 else []))
 
@@ -303,7 +284,7 @@ def load_tensors(path: Path, tensors: dict[str, Tensor], tables: Tables, *, stri
 
     Args:
         tables: those of `tensors` that hold one rank's columns of a table, with the ranks.
-        strict: as in `load_weights`.
+        strict: whether the files must have the same tensors and no others; if not, those that both have are copied.
 
     Raises:
         UserError: a file is damaged (exit code 1), or does not hold these tensors; then nothing has been copied.
@@ -314,21 +295,21 @@ def load_tensors(path: Path, tensors: dict[str, Tensor], tables: Tables, *, stri
             if name in differences.missing:
                 continue
             if ranks is None or (not parts and ranks.size == 1):
-                copy_whole(tensor, whole.get_tensor(name))
+                value = whole.get_tensor(name)
+                if hasattr(tensor, "to_local"):  # a DTensor, of which this rank holds a part
+                    from torch.distributed.tensor import distribute_tensor  # takes half as long as torch to import
+
+                    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+                    value = distribute_tensor(value.to(tensor.device), mesh, placements, src_data_rank=None)
+                tensor.copy_(value)
                 continue
-            for part, stored, held in column_slices(tensor.shape[1], ranks, max(1, len(parts))):
-                file = parts[part] if parts else whole
-                tensor[:, held].copy_(file.get_slice(name)[:, stored])
+            files, held = parts or [whole], tensor.shape[1]  # columns that this rank holds, of those in each file
+            first, stored = ranks.rank * held, held * ranks.size // len(files)
+            for part in range(first // stored, (first + held - 1) // stored + 1):
+                low, high = max(first, part * stored), min(first + held, (part + 1) * stored)
+                columns = files[part].get_slice(name)[:, low - part * stored : high - part * stored]
+                tensor[:, low - first : high - first].copy_(columns)
     return differences
-
-
-def column_slices(width: int, ranks: World, parts: int) -> Iterator[tuple[int, slice, slice]]:
-    """Where this rank's `width` columns of a table lie: part, columns of the part, and columns of this rank."""
-    first, stored = ranks.rank * width, width * ranks.size // parts
-    for part in range(first // stored, (first + width - 1) // stored + 1):
-        low, high = max(first, part * stored), min(first + width, (part + 1) * stored)
-        start = part * stored
-        yield part, slice(low - start, high - start), slice(low - first, high - first)
 
 
 @contextmanager
@@ -401,13 +382,3 @@ def full_tensor(tensor: Any, lead: bool) -> Tensor:
     whole: Tensor = tensor.full_tensor()
     part: Tensor = tensor.to_local()
     return whole.cpu() if lead else part
-
-
-def copy_whole(tensor: Any, value: Tensor) -> None:
-    """Copy a whole tensor into one, or into the part of it that this rank holds."""
-    if hasattr(tensor, "to_local"):
-        from torch.distributed.tensor import distribute_tensor  # takes half as long as torch itself to import
-
-        value = value.to(tensor.device)
-        value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
-    tensor.copy_(value)

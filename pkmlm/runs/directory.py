@@ -16,6 +16,8 @@ from pkmlm.recipe.dump import dump_recipe
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.files import (
+    abandoned,
+    locked,
     make_folder,
     read_bytes,
     read_json,
@@ -25,7 +27,6 @@ from pkmlm.runs.files import (
     write_json,
     write_text,
 )
-from pkmlm.runs.lock import abandoned, locked
 from pkmlm.runs.results import EVAL, USAGE, RunFacts, read_metrics
 
 CHECKPOINT = re.compile(r"step-([0-9]{8,18})")

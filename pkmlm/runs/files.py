@@ -2,34 +2,41 @@
 
 A file is written under a temporary name in its own folder, synced, and renamed; so is a folder. Readers therefore see
 the old content or the new, never a part. Temporary names begin with `.tmp-`; a killed process may leave one behind.
-Only logs grow in place, a line at a time.
+Only logs grow in place, a line at a time. A manifest says what a folder's files hold, and a lock keeps a second
+process out.
 """
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import re
 import secrets
 import shutil
+import socket
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
+
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from pkmlm.errors import UserError, read_errors
 
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
+MANIFEST = "manifest.json"
+LOCK_PATIENCE = 0.2  # seconds; `abandoned` holds a lock for less
 
 
 class Damaged(UserError):
     """A file is missing, or is not what was written."""
 
 
-TEMPORARY = re.compile(r"\.tmp-([0-9a-f]{8}|new|old)(-.*)?")
+# Writing.
 
 
 @contextmanager
@@ -42,7 +49,10 @@ def writing(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
     """
     text = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
     with write_errors(path):
-        refuse_special(path)
+        with suppress(FileNotFoundError):
+            mode_of = path.lstat().st_mode
+            if not (stat.S_ISREG(mode_of) or stat.S_ISLNK(mode_of) or stat.S_ISDIR(mode_of)):
+                raise OSError(errno.EINVAL, "it is no regular file", str(path))
         temporary = temporary_name(path, secrets.token_hex(4))
         file = open(temporary, mode.replace("w", "x"), **text)  # type: ignore[call-overload]  # noqa: SIM115
         try:
@@ -108,37 +118,22 @@ def temporary_name(path: Path, mark: str) -> Path:
 def remove_leftovers(folder: Path) -> None:
     """Delete what killed processes left half-written in a folder that no living one writes in."""
     for place in folder.glob(".tmp-*"):
-        if TEMPORARY.fullmatch(place.name) and not place.is_symlink():
+        if re.fullmatch(r"\.tmp-([0-9a-f]{8}|new|old)(-.*)?", place.name) and not place.is_symlink():
             with suppress(OSError):
                 shutil.rmtree(place) if place.is_dir() else place.unlink()
-
-
-def refuse_special(path: Path) -> None:
-    """Refuse to write over a device, a pipe or a socket."""
-    with suppress(FileNotFoundError):
-        mode = path.lstat().st_mode
-        if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode) or stat.S_ISDIR(mode)):
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
 
 
 def make_folder(path: Path) -> None:
     """Make a folder and those above it that are missing, and sync them; a folder that exists is left as it is."""
     with write_errors(path):
         missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-        if link := next(filter(Path.is_symlink, missing), None):
-            message = f"{link} is a link to {os.readlink(link)}, where nothing is"
-            raise UserError(message, "make that folder, or name another")
         path.mkdir(parents=True, exist_ok=True)
         for folder in reversed(missing):
             sync_folder(folder.parent)
 
 
 def refuse_link(path: Path) -> None:
-    """Refuse a link where a run has a folder of its own: what is written there would go elsewhere.
-
-    Raises:
-        UserError: it is one.
-    """
+    """Refuse (UserError) a link where a run has a folder of its own: what is written there would go elsewhere."""
     if path.is_symlink():
         raise UserError(f"{path} is a link (expected a folder)", "put the whole run where there is room, by its -o")
 
@@ -161,7 +156,6 @@ def remove_folder(path: Path) -> None:
 
 
 def remove_file(path: Path) -> None:
-    """Delete a file, if it exists."""
     with write_errors(path):
         path.unlink(missing_ok=True)
 
@@ -196,42 +190,23 @@ def write_errors(path: Path) -> Iterator[None]:
         raise UserError(f"cannot write {where}: {error.strerror or error}", exit_code=1) from error
 
 
-def exists(path: Path) -> bool:
-    """Whether a name leads to something. (From Python 3.14 on, `Path.exists` says no where that cannot be seen.)
-
-    Raises:
-        OSError: that cannot be seen, or no name is so long.
+def sync_file(path: Path) -> None:
+    """Sync a file that a library has written into a new folder, and give it the permissions that a new file has: those
+    of the folder show them, while the process's umask can be read only by changing it, also for other threads.
     """
+    with write_errors(path):
+        os.chmod(path, path.parent.stat().st_mode & 0o666)
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        path.stat()
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            raise
-        return False
-    return True
-
-
-def size_of(path: Path) -> int | None:
-    """The bytes of a regular file; None where there is none.
-
-    Raises:
-        OSError: it cannot be seen whether there is one.
-    """
-    try:
-        found = path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return found.st_size if stat.S_ISREG(found.st_mode) else None
-
-
-def read_bytes(path: Path) -> bytes:
-    """The bytes of a regular file.
-
-    Raises:
-        OSError: it cannot be read, or is something else.
-    """
-    with open(path, "rb", opener=regular) as file:
-        return file.read()
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -247,6 +222,37 @@ def write_json(path: Path, value: Any) -> None:
 def json_text(value: Any) -> str:
     """What `write_json` writes."""
     return json.dumps(value, indent=2, allow_nan=False) + "\n"
+
+
+# Reading.
+
+
+def exists(path: Path) -> bool:
+    """Whether a name leads to something; that it cannot be seen, or that no name is so long, is an OSError. (From
+    Python 3.14 on, `Path.exists` says no instead.)
+    """
+    try:
+        path.stat()
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
+        return False
+    return True
+
+
+def size_of(path: Path) -> int | None:
+    """The bytes of a regular file; None where there is none. That it cannot be seen is an OSError."""
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+
+def read_bytes(path: Path) -> bytes:
+    """The bytes of a regular file; that it cannot be read, or is something else, is an OSError."""
+    with open(path, "rb", opener=regular) as file:
+        return file.read()
 
 
 def read_json(
@@ -292,10 +298,8 @@ def check_json(value: Any, schema: Any) -> Any:
     Raises:
         TypeError: it has not; the message says where, and what stands there.
     """
-    from pydantic import ValidationError  # imported here, for `--help` imports this file
-
     try:
-        validator(schema).validate_python(value, strict=True)
+        _adapter(schema).validate_python(value, strict=True)
     except ValidationError as problem:
         error = problem.errors(include_url=False)[0]
         place, found = list(error["loc"]), f"is {str(error['input'])[:40]!r}"
@@ -307,30 +311,8 @@ def check_json(value: Any, schema: Any) -> Any:
 
 
 @cache
-def validator(schema: Any) -> "TypeAdapter[Any]":
-    """Pydantic's validator of a type, built once."""
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(schema)
-
-
-def sync_file(path: Path) -> None:
-    """Sync a file that a library has written into a new folder, and give it the permissions that a new file has: those
-    of the folder show them, while the process's umask can be read only by changing it, also for other threads.
-    """
-    with write_errors(path):
-        os.chmod(path, path.parent.stat().st_mode & 0o666)
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Make renames in a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _adapter(schema: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(schema)  # building one takes long
 
 
 def sha256_of(path: Path) -> str:
@@ -344,3 +326,139 @@ def sha256_of(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+# Manifests.
+
+
+class ManifestEntry(TypedDict):
+    """What a manifest says of a file."""
+
+    bytes: int
+    sha256: str
+
+
+class ManifestVersion(TypedDict):
+    """What the manifests of all versions hold."""
+
+    version: int
+
+
+class Manifest(ManifestVersion):
+    """What the manifests of this version hold."""
+
+    files: dict[str, ManifestEntry]
+
+
+def entry_of(path: Path) -> ManifestEntry:
+    """What the manifest says of a file."""
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+
+
+def read_manifest(
+    folder: Path, what: str, version: int, hint: str, *, schema: Any = Manifest, version_exit_code: int = 2
+) -> Any:
+    """The manifest of a folder.
+
+    Args:
+        what: what errors call the folder ("checkpoint", say).
+        version: the version that this build reads; another is a UserError with `version_exit_code`.
+        schema: of the manifest.
+
+    Raises:
+        Damaged: (exit code 1) it is missing, or not what was written.
+        UserError: it is of another version; (1) it cannot be read.
+    """
+    path = folder / MANIFEST
+    manifest = read_json(path, f"the {what}'s manifest", hint, exit_code=1, schema=ManifestVersion)
+    if manifest["version"] != version:
+        message = f"{path}: {what} version {manifest['version']} (this build reads {version})"
+        raise UserError(message, exit_code=version_exit_code)
+    try:
+        return check_json(manifest, schema)
+    except TypeError as error:
+        raise Damaged(f"the {what}'s manifest {path} is not as it was written: {error}", hint, exit_code=1) from None
+
+
+def check_files(folder: Path, files: dict[str, ManifestEntry], names: Iterable[str], hint: str) -> None:
+    """Compare files with what the manifest says of them.
+
+    Raises:
+        Damaged: (exit code 1) one is missing, or has another size or other bytes.
+        UserError: (exit code 1) one cannot be read, which proves nothing.
+    """
+    for name in names:
+        file, expected = folder / name, files[name]
+        with read_errors(file, exit_code=1):
+            size = size_of(file)
+        if size is None:
+            raise Damaged(f"{file} is missing", hint, exit_code=1)
+        if size != expected["bytes"]:
+            raise Damaged(f"{file}: {size} bytes (expected {expected['bytes']})", hint, exit_code=1)
+        found, wanted = sha256_of(file), expected["sha256"]
+        if found != wanted:
+            raise Damaged(f"{file}: sha256 {found[:16]}... (expected {wanted[:16]}...)", hint, exit_code=1)
+
+
+# Locks.
+#
+# Not the package `filelock`: its older versions empty the file that says who holds the lock, where a file system has no
+# locks it refuses or leaves a file that outlives a kill, and it cannot look at a lock without taking it.
+
+
+@contextmanager
+def locked(path: Path, what: str) -> Iterator[Callable[[], bool]]:
+    """Hold a lock file for this process; the kernel releases it however the process ends.
+
+    Yields:
+        whether it still keeps others out: no longer once somebody has deleted the file.
+
+    Raises:
+        UserError: (exit code 1) another process holds it; `what` names what is locked.
+    """
+    with write_errors(path):
+        file = open(path, "a+b", buffering=0, opener=no_link)  # noqa: SIM115 (closing releases the lock)
+    with file:
+        until = time.monotonic() + LOCK_PATIENCE
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    file.seek(0)
+                    holder = file.read(100).decode(errors="replace").strip() or "another process"
+                    hint = "wait for it, stop it, or choose another -o"
+                    raise UserError(f"{what} is in use by {holder}", hint, exit_code=1) from None
+                time.sleep(LOCK_PATIENCE / 20)
+            except OSError:
+                break  # a file system without locks (a cluster's, often): nobody can be kept out
+        with write_errors(path):
+            file.truncate(0)
+            file.write(f"process {os.getpid()}{here()}".encode())
+
+        def keeps() -> bool:
+            with suppress(OSError):
+                return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
+            return False
+
+        yield keeps
+
+
+def abandoned(path: Path) -> bool:
+    """Whether a process of this machine held the file last, and nobody holds it now. (On a cluster's file system, the
+    locks of another machine's processes may not be seen.)
+    """
+    try:
+        with open(path, "rb") as file:
+            if not file.read(100).decode(errors="replace").endswith(here()):
+                return False
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # held, or no locks, or no such file
+        return False
+    return True
+
+
+def here() -> str:
+    """This machine, as a lock file names it."""
+    return f" on {socket.gethostname()}"

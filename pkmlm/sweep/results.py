@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from pkmlm import __version__
 from pkmlm.console import Column, Table, number
-from pkmlm.runs.commit import source_commit
+from pkmlm.environment import source_commit
 from pkmlm.sweep.cells import Cell, Cells, Outcome, best
 from pkmlm.sweep.grid import Grid, Point
 from pkmlm.sweep.measures import MEASURES

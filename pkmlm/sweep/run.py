@@ -16,8 +16,7 @@ from pkmlm.console import progress_bars, warn_each
 from pkmlm.device import machine
 from pkmlm.errors import UserError, printable
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.files import make_folder
-from pkmlm.runs.lock import locked
+from pkmlm.runs.files import locked, make_folder
 from pkmlm.signals import stop_on_signals
 from pkmlm.sweep.cells import Cell, Cells, Outcome, steps_taken
 from pkmlm.sweep.folder import SweepFolder

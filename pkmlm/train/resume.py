@@ -10,11 +10,11 @@ import torch
 from pkmlm import __version__
 from pkmlm.cost import cost_of
 from pkmlm.device import DeviceSettings, name_of
+from pkmlm.environment import source_commit
 from pkmlm.errors import UserError
 from pkmlm.recipe.dump import flatten, scalar_text
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.checkpoint import read_progress
-from pkmlm.runs.commit import source_commit
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.train.job import Job
 

@@ -20,7 +20,7 @@ import pytest
 from pkmlm.cli.sweep import parse_devices
 from pkmlm.errors import UserError
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.lock import locked
+from pkmlm.runs.files import locked
 from pkmlm.signals import StopRequest, handled
 from pkmlm.sweep.cells import Cell, Cells, Outcome, facts_at_end
 from pkmlm.sweep.grid import read_grid

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pkmlm.console import Column, Table
-from pkmlm.runs.commit import source_commit
+from pkmlm.environment import source_commit
 from tests.forks import ROOT, Forks
 from tests.torture import crashes, damage, disks, kills, mutants, records, sizes, stops
 from tests.torture.oracle import Ground, forget_one, saved_items

@@ -108,7 +108,6 @@ CHANGES |= {"makedirs", "truncate", "ftruncate", "chmod"}
 METHODS = {"mkdir", "unlink", "rmdir", "touch", "write_text", "write_bytes", "symlink_to", "hardlink_to", "chmod"}
 WRITES = {
     ("console.py", "open(os.devnull, 'w')"),  # in place of a standard stream that is closed
-    ("runs/lock.py", "open(path, 'a+b', buffering=0, opener=no_link)"),  # it holds nothing but a number
     ("runs/checkpoint.py", "save_file(tensors, path, metadata)"),  # into a folder that is not there yet
 }
 

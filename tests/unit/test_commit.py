@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pkmlm.runs.commit import commit_of
+from pkmlm.environment import source_commit
 
 COMMIT = "9eb039a7d1a1f9b2a7c3b1c6f0d5e4a3b2c1d0e9"
 
@@ -13,26 +13,22 @@ def write(git: Path, name: str, text: str) -> None:
 
 
 def test_a_commit_is_found_wherever_git_keeps_it(tmp_path: Path) -> None:
-    assert commit_of(tmp_path / ".git") is None
+    (tmp_path / ".git").write_text("gitdir: elsewhere\n")  # a worktree's
+    assert source_commit(tmp_path / ".git") is None
     write(tmp_path, "HEAD", f"{COMMIT}\n")  # detached
-    assert commit_of(tmp_path) == COMMIT
+    assert source_commit(tmp_path) == COMMIT
     write(tmp_path, "HEAD", "ref: refs/heads/main\n")
-    assert commit_of(tmp_path) is None  # no commit so far
+    assert source_commit(tmp_path) is None  # no commit so far
     other = f"# pack-refs with: peeled\n{'0' * 40} refs/heads/x/refs/heads/main2\n"
     write(tmp_path, "packed-refs", f"{other}{COMMIT} refs/heads/main\n")
-    assert commit_of(tmp_path) == COMMIT
+    assert source_commit(tmp_path) == COMMIT
     write(tmp_path, "refs/heads/main", f"{COMMIT[::-1]}\n")  # newer than what was packed
-    assert commit_of(tmp_path) == COMMIT[::-1]
+    assert source_commit(tmp_path) == COMMIT[::-1]
 
 
 def test_a_branch_may_have_a_name_of_any_bytes(tmp_path: Path) -> None:
     branch = b"refs/heads/gr\xf6\xdfe"  # as another locale writes it
     (tmp_path / "HEAD").write_bytes(b"ref: " + branch + b"\n")
-    assert commit_of(tmp_path) is None
+    assert source_commit(tmp_path) is None
     (tmp_path / "packed-refs").write_bytes(COMMIT.encode() + b" " + branch + b"\n")
-    assert commit_of(tmp_path) == COMMIT
-
-
-def test_a_worktree_has_no_folder(tmp_path: Path) -> None:
-    (tmp_path / ".git").write_text("gitdir: elsewhere\n")
-    assert commit_of(tmp_path / ".git") is None
+    assert source_commit(tmp_path) == COMMIT

