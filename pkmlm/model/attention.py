@@ -64,40 +64,44 @@ def rotation(start: int, length: int, width: int, device: torch.device) -> tuple
 
 
 def rotate(x_BhTe: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the first 2w entries of each head by position (halves paired, as in GPT-NeoX); keep the rest."""
+    """Rotate the first 2w entries of each head by position (halves paired, as in GPT-NeoX); keep the rest.
+
+    Args:
+        x_BhTe: queries or keys, floating; the result has their shape and dtype.
+        cos_sin: from `rotation`: (T, w) each, or anything that broadcasts to (B, h, T, w).
+    """
     cos_Tw, sin_Tw = (part.to(x_BhTe.dtype) for part in cos_sin)
     width = cos_Tw.shape[-1]
     a, b, rest = x_BhTe[..., :width], x_BhTe[..., width : 2 * width], x_BhTe[..., 2 * width :]
     return torch.cat([a * cos_Tw - b * sin_Tw, b * cos_Tw + a * sin_Tw, rest], -1)
 
 
-def efficient_attention(model: Model) -> nn.Module | None:
-    """The module that maps q, k and v (B, h, T, e) to causally attended values; None for the softmax."""
-    options = model.attention_options
-    match model.attention:
-        case "linformer":
-            return Linformer(options.block, options.rank, model.dropout)
-        case "cosformer":
-            return CosFormer(model.context)
-        case "performer":
-            return Performer(model.dim // model.heads, options.features)
-    return None
-
-
 class Attention(nn.Module):
-    """Multi-head causal attention. With anything but a softmax it reads whole sequences alone: no cache, no layout.
+    """Multi-head causal attention. With anything but a softmax it reads whole sequences only: no cache, no layout.
 
     Args:
+        model: the recipe's section: its `dim`, `heads`, `context`, `dropout`, `attention` and `attention_options`.
         qkv: maps (B, T, D) to (B, T, 3D): a linear map, or one hash layer for all three (MemoryFormer).
         out: the output projection; None where there is none (MemoryFormer).
         index: of the block, counted from 0, for the cache.
+
+    Attributes:
+        efficient: maps q, k and v, each (B, h, T, e), to the attended values; None: softmax attention.
     """
 
     def __init__(self, model: Model, qkv: nn.Module, out: nn.Module | None, index: int):
         super().__init__()
         self.heads, self.dropout, self.index = model.heads, model.dropout, index
         self.qkv, self.out = qkv, out
-        self.efficient = efficient_attention(model)
+        self.efficient: nn.Module | None = None
+        options = model.attention_options
+        match model.attention:
+            case "linformer":
+                self.efficient = Linformer(options.block, options.rank, model.dropout)
+            case "cosformer":
+                self.efficient = CosFormer(model.context)
+            case "performer":
+                self.efficient = Performer(model.dim // model.heads, options.features)
 
     def forward(
         self,
@@ -106,10 +110,11 @@ class Attention(nn.Module):
         cache: KVCache | None,
         layout: AttentionLayout | None = None,
     ) -> Tensor:
-        """The attention's output (B, T, D).
+        """The attention's output (B, T, D), in the dtype of its last map.
 
         Args:
-            cos_sin: cosines and sines from `rotation`, for rotary positions.
+            x_BTD: the normalised residual stream, floating.
+            cos_sin: cosines and sines from `rotation`, for rotary positions; None: no rotation.
             cache: keys and values of the tokens before; the new ones are added to it.
             layout: positions and mask of tokens that are no plain sequence; then there is no cache.
 

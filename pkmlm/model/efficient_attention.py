@@ -32,6 +32,7 @@ def causal_linear_attention(q_BhTM: Tensor, k_BhTM: Tensor, log_scale_BhT: Tenso
         q_BhTM, k_BhTM: features, none negative, in fp32 or wider.
         log_scale_BhT: s, the logarithms of the keys' sizes. m_i, the largest until i, keeps all exponents at 0 or
             below; no output depends on later positions, not even by rounding.
+        v_BhTe: values, in the dtype of the features.
     """
     length = v_BhTe.shape[2]
     size = min(CHUNK, length)
@@ -78,6 +79,9 @@ class CosFormer(nn.Module):
     the sine of the own position: M = 2e of them. L is the model's context: the current length would leak how many
     tokens follow. Rotary positions rotate before the ReLU, so that no weight is negative; weights then depend on more
     than the distance.
+
+    Args:
+        context: L.
     """
 
     def __init__(self, context: int):
@@ -108,6 +112,10 @@ class Performer(nn.Module):
 
     The directions are drawn once from the seed, are the same for all heads of a layer, and are saved with the weights;
     they are not drawn again in training, as the authors' may be.
+
+    Args:
+        width: of a head (e).
+        features: M.
 
     Attributes:
         directions_Me: w, in blocks of e orthogonal rows, each as long as one of N(0, I).
@@ -146,6 +154,11 @@ class Linformer(nn.Module):
     the paper's headwise sharing, and by blocks, so that all blocks train them and any length can be read. A sequence of
     one block is softmax attention. Keys are rotated by rotary positions before they are projected.
 
+    Args:
+        block: positions of a block (c).
+        rank: rows that stand for a block (r).
+        dropout: probability, in training, that a weight is dropped.
+
     Attributes:
         key_map_rc, value_map_rc: E and F.
     """
@@ -176,7 +189,7 @@ class Linformer(nn.Module):
         return out_Nnce.unflatten(0, (batch, -1)).flatten(2, 3)[:, :, :length]
 
     def _seen(self, blocks: int, device: torch.device) -> Tensor:
-        """What each position sees: (n, c, S), bool."""
+        """Which rows and keys each position sees: (n, c, S), bool."""
         rank, block = self.key_map_rc.shape
         block_K = torch.arange(blocks - 1, device=device).repeat_interleave(rank)
         earlier_n1K = (block_K < torch.arange(blocks, device=device)[:, None])[:, None]

@@ -16,7 +16,7 @@ from pkmlm.seeds import generator
 
 
 class Normal(NamedTuple):
-    """A matrix of N(0, std^2); or, of one with `width` columns, those from `first` on (as many as the tensor has)."""
+    """Entries of N(0, std^2). With `width`, the tensor holds columns of a matrix of so many, from column `first` on."""
 
     std: float
     width: int | None = None
@@ -24,10 +24,14 @@ class Normal(NamedTuple):
 
 
 class Uniform(NamedTuple):
+    """Entries of U(-bound, bound)."""
+
     bound: float
 
 
 class Constant(NamedTuple):
+    """One value in every entry."""
+
     value: float
 
 
@@ -36,6 +40,7 @@ class OrthogonalRows(NamedTuple):
 
 
 InitSpec = Normal | Uniform | Constant | OrthogonalRows
+BLOCK = 1 << 16  # rows drawn at a time, a multiple of 16: torch draws normal numbers by sixteen
 
 
 def linear_std(dim_in: int, dim_out: int) -> float:
@@ -46,9 +51,6 @@ def linear_std(dim_in: int, dim_out: int) -> float:
     steps move all embeddings alike: gradients of norm 10 to 75 in the warm-up, and losses 0.2 nats higher ever after.
     """
     return math.sqrt(2 / (5 * min(dim_in, dim_out)))
-
-
-BLOCK = 1 << 16  # rows drawn at a time, a multiple of 16: torch draws normal numbers by sixteen
 
 
 def init_spec_of(module: nn.Module) -> dict[str, InitSpec]:
@@ -67,7 +69,11 @@ def init_spec_of(module: nn.Module) -> dict[str, InitSpec]:
 
 @torch.no_grad()
 def initialise(model: nn.Module, seed: int) -> None:
-    """Fill every parameter and buffer of a model (its tensors must have storage).
+    """Fill every parameter and buffer of a model.
+
+    Args:
+        model: its tensors must have storage.
+        seed: the recipe's `train.seed`.
 
     Raises:
         KeyError: a module owns a tensor for which it states no initial value (a programmer's mistake).
@@ -99,7 +105,7 @@ def orthogonal_rows(rows: int, width: int, random: torch.Generator) -> torch.Ten
 
 
 def draw_columns(tensor: Tensor, std: float, width: int | None, first: int, random: torch.Generator) -> None:
-    """Fill a matrix as `Normal` says, drawn in fp32 by blocks of rows, which gives the numbers of drawing it whole."""
+    """Fill a matrix as `Normal` says. Its numbers are drawn in fp32 by blocks of rows; they equal those of one draw."""
     width = width or tensor.shape[1]
     for block in tensor.split(BLOCK) if width >= 16 else [tensor]:
         drawn = torch.empty(len(block), width, dtype=torch.float32).normal_(0, std, generator=random)

@@ -1,4 +1,4 @@
-"""The loss of a model's head, from hidden states: no logits of all tokens ever exist.
+"""The loss of a model's head, from hidden states, by chunks of tokens: the logits of all tokens never exist at once.
 
 N: tokens; D: model width; V: vocabulary; C: tokens of a chunk.
 """
@@ -14,11 +14,16 @@ from pkmlm.kernels.matmul import matmul_nt, matmul_tn
 
 # Logits at a time, by device: 8 MB in fp32 stay in a CPU's cache; a GPU wants few large calls (512 MB, not measured).
 LOGITS = {"cpu": 1 << 21, "cuda": 1 << 27}
-LEAST_TOKENS = 512  # fewer at a time, and adding up the head's gradient would show
+LEAST_TOKENS = 512  # with fewer at a time, adding up the head's gradient would cost time
 
 
 def tokens_of_chunk(device: str, vocab_size: int) -> int:
-    """Tokens of a chunk, whose logits exist at once, on a kind of device ("cpu" or "cuda")."""
+    """Tokens of a chunk, whose logits exist at once.
+
+    Args:
+        device: the kind, "cpu" or "cuda".
+        vocab_size: logits of a token.
+    """
     return max(LEAST_TOKENS, LOGITS[device] // vocab_size)
 
 
@@ -73,12 +78,15 @@ def summed_loss(h_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, scale: float
     states), with gradients to both. The products run in the autocast's dtype, and gradients of W add up in its own.
 
     Args:
-        targets_N: int64; of a token that is not scored, negative.
-        scale: that of the loss in fp16 belongs here: the gradients are computed now, and would overflow without it.
+        h_ND: hidden states, floating.
+        weight_VD: the head's weights, floating.
+        targets_N: int64; negative for a token that is not scored.
+        scale: factor of the loss. That of fp16 training belongs here: the gradients are computed now, and would
+            overflow without it.
     """
     kind = h_ND.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_VD.dtype
-    if not torch.is_grad_enabled():  # which a function of autograd does not see
+    if not torch.is_grad_enabled():  # an autograd function does not see it
         h_ND, weight_VD = h_ND.detach(), weight_VD.detach()
     loss: Tensor = _SummedLoss.apply(h_ND, weight_VD, targets_N, scale, dtype)
     return loss

@@ -28,7 +28,13 @@ KEY_MEMORIES: dict[str, type[KeyMemory]] = {each.kind: each for each in (Product
 
 
 class ResidualLinear(Linear):
-    """The last map of a residual branch: it starts smaller by the root of the number of branches (GPT-2)."""
+    """The last map of a residual branch.
+
+    Args:
+        dim_in, dim_out: widths of the input and of the output.
+        bias: whether a bias is added.
+        share: factor of the initial weights; GPT-2's is one over the root of the number of branches.
+    """
 
     def __init__(self, dim_in: int, dim_out: int, bias: bool, share: float):
         super().__init__(dim_in, dim_out, bias)
@@ -40,7 +46,12 @@ class ResidualLinear(Linear):
 
 
 class FFN(nn.Module):
-    """Two linear maps with an activation between."""
+    """Two linear maps with an activation between.
+
+    Args:
+        model: the recipe's section: its `dim`, `ffn_dim` (null: four times `dim`), `bias` and `activation`.
+        share: as for `ResidualLinear`.
+    """
 
     def __init__(self, model: Model, share: float):
         super().__init__()
@@ -50,7 +61,7 @@ class FFN(nn.Module):
         self.activation: Callable[[Tensor], Tensor] = gelu if model.activation == "gelu" else relu
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """(B, T, D)."""
+        """(B, T, D) to (B, T, D), in the dtype of the maps."""
         out: Tensor = self.down(self.activation(self.up(x_BTD)))
         return out
 
@@ -60,7 +71,12 @@ class Block(nn.Module):
 
     sequential: z = x + attention(norm(x)), y = z + parts(norm(z)); parallel: y = x + attention(norm(x)) +
     parts(norm(x)).
-    The residual stream itself is never normalised (MemoryFormer's eq. 15 read as its code has it).
+    The residual stream itself is never normalised (MemoryFormer's eq. 15 as its released code reads it).
+
+    Args:
+        model: the recipe's section: its `dim`, `residual` and `dropout`.
+        attention: maps the normalised stream (B, T, D) to what is added to it.
+        parts: each maps (B, T, D) to (B, T, D); by name, "ffn" and "memory".
     """
 
     def __init__(self, model: Model, attention: Attention, parts: dict[str, nn.Module]):
@@ -79,7 +95,7 @@ class Block(nn.Module):
         cache: KVCache | None,
         layout: AttentionLayout | None = None,
     ) -> Tensor:
-        """The residual stream after the block (B, T, D); the other arguments are those of `Attention`."""
+        """The residual stream after the block (B, T, D), from that before it; the rest as for `Attention.forward`."""
         z_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), cos_sin, cache, layout))
         h_BTD = self.norm(x_BTD if self.parallel else z_BTD)
         for part in self.parts.values():
@@ -88,7 +104,13 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens to logits. Build it with `build_model`."""
+    """Tokens to logits. Build it with `build_model`, which also draws its weights.
+
+    Args:
+        model: the recipe's section.
+        vocab_size: rows of the embedding (V).
+        blocks: the blocks, from the first to the last.
+    """
 
     def __init__(self, model: Model, vocab_size: int, blocks: list[Block]):
         super().__init__()
@@ -105,6 +127,7 @@ class Transformer(nn.Module):
         """The final norm's output (B, T, D).
 
         Args:
+            tokens_BT: int64, below V.
             cache: keys and values of the tokens before; the new ones are added to it.
             layout: positions (within the context) and mask of tokens that are no plain sequence; excludes a cache.
 
@@ -114,12 +137,18 @@ class Transformer(nn.Module):
         start, length = (cache.length if cache else 0), tokens_BT.shape[1]
         if layout is None and start + length > self.context:
             raise ValueError(f"{start + length} positions do not fit the context of {self.context}")
-        at = slice(start, start + length) if layout is None else layout.positions_BT
         x_BTD = self.embedding(tokens_BT)
         if self.positions is not None:
+            at = slice(start, start + length) if layout is None else layout.positions_BT
             x_BTD = x_BTD + self.positions.weight[at]
         x_BTD = self.dropout(x_BTD)
-        cos_sin = self._rotation(start, length, layout, tokens_BT.device) if self.rotary_width else None
+        cos_sin = None
+        if self.rotary_width and layout is None:
+            cos_sin = rotation(start, length, self.rotary_width, tokens_BT.device)
+        elif self.rotary_width and layout is not None:
+            cos_Cw, sin_Cw = rotation(0, self.context, self.rotary_width, tokens_BT.device)
+            at_B1T = layout.positions_BT[:, None]
+            cos_sin = cos_Cw[at_B1T], sin_Cw[at_B1T]
         for block in self.blocks:
             x_BTD = block(x_BTD, cos_sin, cache, layout)
         if cache is not None:
@@ -127,23 +156,15 @@ class Transformer(nn.Module):
         normed: Tensor = self.norm(x_BTD)
         return normed
 
-    def _rotation(
-        self, start: int, length: int, layout: AttentionLayout | None, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        if layout is None:
-            return rotation(start, length, self.rotary_width, device)
-        cos_Cw, sin_Cw = rotation(0, self.context, self.rotary_width, device)
-        at_B1T = layout.positions_BT[:, None]
-        return cos_Cw[at_B1T], sin_Cw[at_B1T]
-
     def head(self, h_BTD: Tensor) -> Tensor:
-        """Logits (..., V) of hidden states."""
+        """Logits (..., V) of hidden states (..., D)."""
         return linear(h_BTD, (self.untied_head or self.embedding).weight)
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor, scale: float = 1.0) -> Tensor:
         """`summed_loss` of the logits at all positions: 0-d, nats.
 
         Args:
+            tokens_BT: int64, below V.
             targets_BT: int64, the token that follows each position; negative: not scored.
             scale: factor of the loss, see `summed_loss`.
         """
@@ -151,7 +172,7 @@ class Transformer(nn.Module):
         return summed_loss(self.hidden(tokens_BT).flatten(0, 1), weight_VD, targets_BT.flatten(), scale)
 
     def forward(self, tokens_BT: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Logits (B, T, V): at each position, of the token after it."""
+        """Logits (B, T, V): at each position, of the token after it. The arguments are those of `hidden`."""
         return self.head(self.hidden(tokens_BT, cache))
 
 
@@ -164,6 +185,7 @@ def build_block(recipe: Recipe, layer: int, micro_batches: int) -> Block:
     """A block of a recipe's model, without initial weights.
 
     Args:
+        recipe: its `model` section is read.
         layer: counted from 1.
         micro_batches: forwards of an optimizer step, over which batch-normalised queries take their momentum.
     """
@@ -196,19 +218,28 @@ def build_model(
 ) -> Transformer:
     """The model of a recipe, initialised from its seed; on the meta device, only its shape.
 
-    A model built on "meta" and then given storage (`to_empty`) and `initialise` holds the same numbers.
+    A model built on "meta" holds the same numbers once it has storage (`to_empty`) and is initialised (`initialise`).
 
     Args:
+        recipe: a checked recipe.
         vocab_size: rows of the embedding (`model.vocab_size` may be null).
+        device: where the weights lie; "meta": nowhere.
         ranks: process groups that train the model; each rank holds its columns of the tables, and all the rest.
         init_weights: False leaves the weights uninitialized, for a checkpoint to be loaded into them.
+
+    Raises:
+        UserError: the model does not fit into the device's memory.
     """
     with torch.device("meta"):
         micro_batches = recipe.micro_batches(ranks.world.size if ranks else 1)
         blocks = [build_block(recipe, layer, micro_batches) for layer in range(1, recipe.model.layers + 1)]
         model = Transformer(recipe.model, vocab_size, blocks)
-        if ranks is not None:
-            attach_process_groups(model, ranks)
+        if ranks is not None:  # divide the tables, and let batch norms see the tokens of all ranks
+            for module in model.modules():
+                if isinstance(module, Values):
+                    module.divide(ranks.memory)
+                elif isinstance(module, QueryBatchNorm):
+                    module.ranks = ranks.world
     if torch.device(device).type != "meta":
         try:
             model.to_empty(device=device)
@@ -221,12 +252,3 @@ def build_model(
         if init_weights:
             initialise(model, recipe.train.seed)
     return model
-
-
-def attach_process_groups(model: Transformer, ranks: ProcessGroups) -> None:
-    """Divide the tables of a model without storage, and let its batch norms see the tokens of all ranks."""
-    for module in model.modules():
-        if isinstance(module, Values):
-            module.divide(ranks.memory)
-        elif isinstance(module, QueryBatchNorm):
-            module.ranks = ranks.world

@@ -20,7 +20,7 @@ LIKE_LINEAR_STD = 0.02
 
 
 def score_rms(bits: int, temperature: float, scaled: bool) -> float:
-    """Root mean square of a bucket's score over z ~ N(0, 1)^bits; `scaled`: of sum|z| * p(z)."""
+    """Root mean square of a bucket's score p(z) over z ~ N(0, 1)^bits; with `scaled`, of sum|z| * p(z)."""
     z = np.linspace(0, 12, 24001)
     density = 2 * np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi) * (z[1] - z[0])
     density[0] /= 2
@@ -41,11 +41,12 @@ class HashLayer(SparseMemory):
     a model of width 128 0.33 nats.
 
     Args:
-        dim, width: in and out. `dim` is a multiple of `bits`.
+        dim, width: of the input, a multiple of `bits`, and of the output.
         bits: of a code; a table has 2^bits rows.
-        spec: of the recipe: its `temperature` and `score`.
-        share: the size of the output beside that of the linear map (residual branches start smaller).
-        layer, name: for the usage report.
+        spec: the recipe's section: its `temperature` and `score`.
+        layer: the block it stands in, counted from 1.
+        name: "qkv", "ffn1" or "ffn2", for the usage report.
+        share: the initial size of the output over that of the linear map (residual branches start smaller).
 
     Raises:
         ValueError: `dim` is no multiple of `bits`.
@@ -66,7 +67,7 @@ class HashLayer(SparseMemory):
 
     @uncompiled
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """(B, T, W) in the dtype of the rows read. Signs and scores are taken in fp32, whatever the autocast."""
+        """(B, T, D) to (B, T, W), in the dtype of the rows read. Signs and scores are always taken in fp32."""
         with torch.autocast(x_BTD.device.type, enabled=False):
             z_NKb = at_least_fp32(x_BTD).reshape(-1, self.tables, self.bits)
             first_row_K = torch.arange(self.tables, device=x_BTD.device) << self.bits
@@ -93,6 +94,11 @@ class MemoryBlock(nn.Module):
     The paper has no activation there; `hash.activation: gelu` puts one before the norm.
 
     The second layer's chunks are `extra_bits` wider (table 5), which widens the output of the first.
+
+    Args:
+        dim: model width, a multiple of `spec.bits`.
+        spec: the recipe's section.
+        layer, share: as for `HashLayer`; `share` is of the second layer.
     """
 
     def __init__(self, dim: int, spec: Hash, layer: int, share: float):
@@ -105,7 +111,7 @@ class MemoryBlock(nn.Module):
         self.gelu = spec.activation == "gelu"
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """(B, T, D), in the dtype of the rows read."""
+        """(B, T, D) to (B, T, D), in the dtype of the rows read."""
         h_BTW = self.first(x_BTD)
         out: Tensor = self.second(self.norm(gelu(h_BTW) if self.gelu else h_BTW))
         return out

@@ -49,11 +49,11 @@ class KeyMemory(SparseMemory):
 
     @abstractmethod
     def select(self, q_NHq: Tensor) -> tuple[Tensor, Tensor]:
-        """The k best slots of each query: scores (N, H, k), differentiable, and slots (N, H, k), int64."""
+        """The k best slots of each query, highest first: scores (N, H, k), differentiable; slots (N, H, k), int64."""
 
     @uncompiled
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """The memory's answer (B, T, D), in the dtype of the rows read; search and softmax are in fp32."""
+        """(B, T, D) to (B, T, D), in the dtype of the rows read; search and softmax are in fp32."""
         q_NHq = self.query(x_BTD.flatten(0, 1))
         with torch.autocast(x_BTD.device.type, enabled=False):
             scores_NHk, slots_NHk = self.select(at_least_fp32(q_NHq))
@@ -67,7 +67,7 @@ class KeyMemory(SparseMemory):
         return keys + self.reads * self.values.width
 
     def saved_per_token(self) -> int:
-        """Queries before and after their norm; for each read a weight, its slot and, of product keys, both sub-keys."""
+        """Queries before and after their norm; for each read its weight, its slot and, if any, both sub-keys."""
         return 2 * self.query.heads * self.query.key_dim + self.reads * self.saved_per_read
 
 
@@ -75,9 +75,10 @@ class ProductKeyMemory(KeyMemory):
     """A memory of n^2 slots searched with 2n sub-keys a head (eq. 4).
 
     Each head has its own two sets of sub-keys; they start at U(+-1/sqrt(f)) (not in the paper; the authors' code).
+    The arguments are those of `KeyMemory`.
 
     Raises:
-        ValueError: as `KeyMemory`, or the width of a query is odd.
+        ValueError: `memory` is of another kind, or its `key_dim` is odd.
     """
 
     kind = "product-key"
@@ -101,7 +102,10 @@ class ProductKeyMemory(KeyMemory):
 
 
 class FlatKeyMemory(KeyMemory):
-    """A memory of num_keys^2 slots with a whole key each, for each head: a search of O(slots), not O(sqrt(slots))."""
+    """A memory of num_keys^2 slots, each of which has a whole key for each head (table 4).
+
+    A search takes O(slots), not O(sqrt(slots)). Arguments and errors are those of `KeyMemory`.
+    """
 
     kind = "flat-key"
     saved_per_read = 5

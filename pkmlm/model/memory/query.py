@@ -1,4 +1,5 @@
-"""From the residual stream to queries: a map and a normalisation, over the tokens of all ranks where it is batch's.
+"""From the residual stream to queries: a linear map or a small network, then a normalisation. Batch normalisation takes
+its statistics over the tokens of all ranks.
 
 N: tokens (of this rank); D: model width; H: heads; q: width of a query; F: H * q; W: ranks.
 """
@@ -26,7 +27,7 @@ class Query(nn.Module):
 
     Args:
         dim: model width.
-        memory: of the recipe: its `query`, `query_norm`, `heads` and `key_dim`.
+        memory: the recipe's section: its `query`, `query_norm`, `heads` and `key_dim`.
         momentum: of the batch normalisation's running statistics, for one forward.
     """
 
@@ -46,7 +47,7 @@ class Query(nn.Module):
                 self.norm = nn.RMSNorm(memory.key_dim, eps=1e-6)
 
     def forward(self, x_ND: Tensor) -> Tensor:
-        """Queries (N, H, q) in fp32 (fp64 for fp64 input); the maps run in the autocast's dtype, the norm in fp32."""
+        """(N, D) to queries (N, H, q), in fp32 (fp64 for fp64 input). The maps run in the autocast's dtype."""
         q_NF = self.map(x_ND)
         with torch.autocast(x_ND.device.type, enabled=False):
             q_NF = at_least_fp32(q_NF)
@@ -57,14 +58,14 @@ class Query(nn.Module):
 
 
 class UnitLinear(Linear):
-    """A linear map that keeps the size of a normalised input at the start: queries start alike under any norm."""
+    """A linear map that at first keeps the size of a normalised input, so that queries start alike under any norm."""
 
     def init_spec(self) -> dict[str, InitSpec]:
         return {"weight": Normal(self.in_features**-0.5), "bias": Constant(0.0)}
 
 
 class QueryBatchNorm(nn.Module):
-    """Batch normalisation of queries over the tokens of one forward, in fp32 (sec. 3.1, table 2).
+    """Batch normalisation of queries over the tokens of one forward, in fp32 (Lample et al. 2019, sec. 3.1, table 2).
 
     In training the statistics are those of the batch (biased variance), and running statistics follow with the unbiased
     variance, as `torch.nn.BatchNorm1d`; in evaluation the running statistics are used. In training, therefore, a query
@@ -76,6 +77,7 @@ class QueryBatchNorm(nn.Module):
         momentum: weight of one forward in the running statistics.
 
     Attributes:
+        running_mean, running_var: the running statistics (F), in fp32.
         counts: whether forwards in training change the running statistics.
         ranks: those whose tokens are normalised together.
     """
@@ -97,6 +99,7 @@ class QueryBatchNorm(nn.Module):
         return {"weight": one, "bias": zero, "running_mean": zero, "running_var": one}
 
     def forward(self, x_NF: Tensor) -> Tensor:
+        """(N, F) to (N, F), in fp32. In training on several ranks, all of them call this."""
         if self.training and self.ranks.size > 1:
             return self._over_ranks(x_NF)
         mean_F, var_F = self.running_mean, self.running_var

@@ -1,6 +1,7 @@
 """The rows that a memory reads: values of a key memory, or the tables of a hash layer.
 
-Ranks may divide the columns of a table among them: two collectives are then on its way, with their gradients.
+Ranks may divide the columns of a table among them. A read then takes two collectives, each with its gradient: all
+ranks gather all reads, and each sends the columns that it has summed back to the rank whose tokens they belong to.
 
 N: tokens (of this rank); r: reads of a token; K: rows; D: width of the table; d: columns of one rank (D / M); M: ranks
 that divide the columns; A: all their tokens (M * N).
@@ -21,14 +22,15 @@ HALF_ON = ("cuda",)  # the CPU's kernels read fp32
 
 
 class Values(nn.Module):
-    """A table of rows, read as weighted sums.
+    """A table of rows, read as weighted sums (Lample et al. 2019, eq. 3; Ding et al. 2024, eq. 13).
 
     Args:
         rows, width: shape of the table.
-        std: standard deviation of its initial entries.
+        std: standard deviation of its initial entries, which are normal.
         group: the parameter group that it trains in: "values" or "tables" (`pkmlm.train.optim`).
 
     Attributes:
+        weight_KD: the table (fp32), or this rank's columns of it.
         width: of a row, all columns.
         gradient: where backward passes collect the reads that make the table's gradient, once `keep_reads` was called;
             None before: the gradient is then a dense tensor in `weight_KD.grad`.
@@ -81,8 +83,12 @@ class Values(nn.Module):
         if self.ranks.size == 1:
             return self._columns(slots_Nr, weights_Nr)
         if self.training:
-            return returned(self._columns(*gathered_reads(slots_Nr, weights_Nr, self.ranks)), self.ranks)
-        return side_by_side(self.ranks.all_gather(self._columns(slots_Nr, weights_Nr)), self.ranks.size)
+            weights_Ar = _AllGather.apply(weights_Nr, self.ranks)
+            slots_Ar = self.ranks.all_gather(slots_Nr.int()).long()  # slots are below 2^31
+            parts_Ad = _AllToAll.apply(self._columns(slots_Ar, weights_Ar), self.ranks)
+        else:
+            parts_Ad = self.ranks.all_gather(self._columns(slots_Nr, weights_Nr))
+        return side_by_side(parts_Ad, self.ranks.size)
 
     def _columns(self, slots_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
         return ops.weighted_row_sum(self.weight_KD, slots_Nr, weights_Nr, self.gradient, self._half())
@@ -134,7 +140,7 @@ def table_ranks(model: nn.Module) -> dict[str, World]:
     return {name: table.ranks for name, table in tables_of(model).items()}
 
 
-class _Gathered(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     """Rows of all ranks, on each; the gradient of a row is the sum of what all ranks make of it."""
 
     @staticmethod
@@ -148,7 +154,7 @@ class _Gathered(torch.autograd.Function):
         return ctx.ranks.reduce_scatter(grad), None
 
 
-class _Exchanged(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     """Parts of each rank's rows, on the ranks that they belong to; gradients take the way back."""
 
     @staticmethod
@@ -160,18 +166,6 @@ class _Exchanged(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.ranks.all_to_all(grad), None
-
-
-def gathered_reads(slots_Nr: Tensor, weights_Nr: Tensor, ranks: World) -> tuple[Tensor, Tensor]:
-    """The reads of all ranks' tokens, on each: slots and weights (M * N, r). Slots, below 2^31, travel as int32."""
-    weights: Tensor = _Gathered.apply(weights_Nr, ranks)
-    return ranks.all_gather(slots_Nr.int()).long(), weights
-
-
-def returned(out_Ad: Tensor, ranks: World) -> Tensor:
-    """From this rank's columns for all ranks' tokens (M * N, d), all columns for this rank's tokens: (N, D)."""
-    columns: Tensor = _Exchanged.apply(out_Ad, ranks)
-    return side_by_side(columns, ranks.size)
 
 
 def side_by_side(parts_Ad: Tensor, ranks: int) -> Tensor:
