@@ -1,10 +1,9 @@
 """`pkmlm recipe`: check recipes, show one in full, list every key, print the schema."""
 
 import json
-import os
-import re
 import shutil
 import traceback
+from pathlib import Path
 
 import click
 
@@ -55,8 +54,7 @@ def check(settings: dict[str, bool], files: tuple[str, ...], overrides: tuple[st
             for text in warnings(recipe, file, overrides):
                 warn(f"{file}: {text}")
         except UserError as error:
-            named = re.search(rf"(?<!\S){re.escape(os.path.normpath(file))}(?![^\s:])", error.message)
-            if not named:  # the mistake is in an override or in the file's base
+            if f" {Path(file)}" not in f" {error.message}":  # the mistake is in an override or in the file's base
                 error.message = f"{file}: {error.message}"
             code = max(code, print_error(error))
             if settings["verbose"]:
@@ -75,8 +73,8 @@ def show(file: str, overrides: tuple[str, ...]) -> None:
       pkmlm recipe show recipes/demo.yaml
       pkmlm recipe show recipes/demo.yaml -s optim.lr=1e-3 > mine.yaml
     """
-    from pkmlm.recipe.dump import dump_recipe
     from pkmlm.recipe.load import load_recipe
+    from pkmlm.recipe.schema import dump_recipe
 
     click.echo(dump_recipe(load_recipe(file, overrides)), nl=False)
 
@@ -92,7 +90,7 @@ def keys(format: Format) -> None:
       pkmlm recipe keys --format md > keys.md
     """
     from pkmlm.console import Column, Table
-    from pkmlm.recipe.dump import list_keys
+    from pkmlm.recipe.schema import list_keys
 
     if format != "table":
         columns = [Column("key"), Column("type"), Column("default"), Column("help")]

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from pkmlm.errors import UserError
-from pkmlm.recipe.dump import flatten, scalar_text
 from pkmlm.recipe.nodes import Node, parse, parse_override, yaml_text
-from pkmlm.recipe.schema import Model, Recipe
+from pkmlm.recipe.schema import Model, Recipe, flatten, scalar_text
 
 MAX_PARAMETERS = 2**40
 MAX_SLOTS = 2**31  # with more than one rank: ranks exchange slot numbers as int32
@@ -49,8 +48,7 @@ def check_recipe(recipe: Recipe, places: Mapping[str, str] | None = None) -> Rec
         )
     check_sizes(check, recipe.model)
     check_attention(check, recipe)
-    check_batch(check, recipe)
-    check_schedules(check, recipe)
+    check_training(check, recipe)
     if recipe.model.projections == "hash":
         check_hash(check, recipe.model)
         if recipe.train.compile:
@@ -152,35 +150,27 @@ def check_attention(check: Check, recipe: Recipe) -> None:
         near = nearest_divisors(model.dim, model.heads)
         check.fail("model.heads", f"{model.heads} heads do not divide model.dim {model.dim}", near, "model.dim")
     if model.attention == "linformer":
-        check_linformer(check, model)
+        block, rank, keys = model.attention_options.block, model.attention_options.rank, "model.attention_options"
+        if block >= model.context:
+            message = f"a block of {block} leaves no earlier one in a context of {model.context} (model.context)"
+            check.fail(f"{keys}.block", message, f"less than {model.context}", "model.context", "model.attention")
+        if rank > block:  # projecting would make blocks larger
+            message = f"{rank} rows for a block of {block} tokens ({keys}.block)"
+            check.fail(f"{keys}.rank", message, f"at most {block}", f"{keys}.block", "model.attention")
     if model.attention != "softmax" and recipe.eval.sample is not None:
         check.fail("eval.sample", f"{model.attention} attention cannot generate", "null", "model.attention")
     if model.positions == "rotary":
         width, turned = model.dim // model.heads, rotary_width(model)
         pairs = model.rotary_fraction * width / 2
         if turned < 2 or turned % 2 or abs(turned - 2 * pairs) > 1e-6:
-            counts = {min(max(n, 1), width // 2) for n in (math.floor(pairs), math.ceil(pairs))}
-            fractions = sorted(2 * n / width for n in counts if n)
-            expected = " or ".join(f"{value:.6g}" for value in fractions) or "heads at least two wide"
             check.fail(
                 "model.rotary_fraction",
-                f"{model.rotary_fraction:g} of a head of {width} is {2 * pairs:g}, not an even width",
-                expected,
+                f"{model.rotary_fraction:g} of a head of {width} is {2 * pairs:g}",
+                "an even width of two or more",
                 "model.heads",
                 "model.dim",
                 "model.positions",
             )
-
-
-def check_linformer(check: Check, model: Model) -> None:
-    """The context has earlier blocks to project, and projecting makes them no larger."""
-    block, rank, keys = model.attention_options.block, model.attention_options.rank, "model.attention_options"
-    if block >= model.context:
-        message = f"a block of {block} leaves no earlier one in a context of {model.context} (model.context)"
-        check.fail(f"{keys}.block", message, f"less than {model.context}", "model.context", "model.attention")
-    if rank > block:
-        message = f"{rank} rows for a block of {block} tokens ({keys}.block)"
-        check.fail(f"{keys}.rank", message, f"at most {block}", f"{keys}.block", "model.attention")
 
 
 def require_softmax(model: Model, place: str, task: str) -> None:
@@ -198,8 +188,8 @@ def rotary_width(model: Model) -> int:
     return round(model.rotary_fraction * (model.dim // model.heads))
 
 
-def check_batch(check: Check, recipe: Recipe) -> None:
-    """An optimizer step is a whole number of sequences, and they fall into whole micro-batches."""
+def check_training(check: Check, recipe: Recipe) -> None:
+    """An optimizer step is a whole number of sequences, in whole micro-batches; inverse-sqrt needs a warm-up."""
     context, tokens, micro_batch = recipe.model.context, recipe.train.batch_tokens, recipe.train.micro_batch
     if tokens % context:
         check.fail(
@@ -213,19 +203,14 @@ def check_batch(check: Check, recipe: Recipe) -> None:
         check.fail("train.micro_batch", "a batch norm of queries sees one token", "2 or more", "model.context")
     sequences = tokens // context
     if sequences % micro_batch:
-        plural = "sequence" if sequences == 1 else "sequences"
         check.fail(
             "train.micro_batch",
-            f"the {sequences} {plural} of a step (train.batch_tokens / model.context) "
-            f"do not fall into micro-batches of {micro_batch}",
+            f"the {sequences} sequences of a step (train.batch_tokens / model.context) do not fall into "
+            f"micro-batches of {micro_batch}",
             nearest_divisors(sequences, micro_batch),
             "train.batch_tokens",
             "model.context",
         )
-
-
-def check_schedules(check: Check, recipe: Recipe) -> None:
-    """The inverse-sqrt schedule has a warm-up."""
     optim = recipe.optim
     schedules = {
         "optim": (optim.schedule, optim.warmup_steps),
@@ -252,7 +237,7 @@ def check_hash(check: Check, model: Model) -> None:
         check.fail(
             "model.hash.bits",
             f"{bits} bits do not divide model.dim {model.dim}",
-            f"{nearest_divisors(model.dim, bits, 16)}, or a dim of {nearest_multiples(model.dim, bits)}",
+            nearest_divisors(model.dim, bits, 16),
             "model.dim",
             "model.projections",
         )
@@ -279,9 +264,7 @@ def check_memory(check: Check, model: Model) -> None:
             "model.memory.kind",
         )
     if memory.kind == "product-key" and memory.key_dim % 2:
-        low, high = memory.key_dim - 1, memory.key_dim + 1
-        near = f"{low} or {high}" if low else f"{high}"
-        check.fail("model.memory.key_dim", f"{memory.key_dim} has no half for a sub-key", f"an even width: {near}")
+        check.fail("model.memory.key_dim", f"{memory.key_dim} has no half for a sub-key", "an even width")
     if not memory.layers:
         check.fail(
             "model.memory.layers",
@@ -323,10 +306,15 @@ def memory_layers(model: Model, check: Check | None = None) -> dict[int, bool]:
             expected = "a layer such as 5, 5+ or auto:2, or a list: [4, 6+]"
             check.fail("model.memory.layers", f"found {text[:40]!r}", expected)
         number = int(match[2])
-        if match[1] and not 1 <= number <= model.layers:
-            expected = f"at most auto:{model.layers}" if number else "auto:1 or more"
-            check.fail("model.memory.layers", f"found {text}", expected, "model.layers")
-        for layer in spread(number, model.layers) if match[1] else [number]:
+        layers = [number]
+        if match[1]:
+            if not 1 <= number <= model.layers:
+                check.fail("model.memory.layers", f"found {text}", f"auto:1 to auto:{model.layers}", "model.layers")
+            step = math.ceil(model.layers / (number + 1))
+            layers = [i * step for i in range(1, number + 1)]
+            if layers[-1] > model.layers:
+                layers = [math.floor(i * (model.layers + 1) / (number + 1) + 0.5) for i in range(1, number + 1)]
+        for layer in layers:
             if not 1 <= layer <= model.layers:
                 check.fail(
                     "model.memory.layers", f"found layer {layer}", f"layers from 1 to {model.layers}", "model.layers"
@@ -335,14 +323,6 @@ def memory_layers(model: Model, check: Check | None = None) -> dict[int, bool]:
                 check.fail("model.memory.layers", f"layer {layer} is named twice", "each layer once")
             beside[layer] = bool(match[3])
     return dict(sorted(beside.items()))
-
-
-def spread(memories: int, layers: int) -> list[int]:
-    """The layers of `auto:N`."""
-    step = math.ceil(layers / (memories + 1))
-    if memories * step <= layers:
-        return [i * step for i in range(1, memories + 1)]
-    return [math.floor(i * (layers + 1) / (memories + 1) + 0.5) for i in range(1, memories + 1)]
 
 
 def nearest_divisors(number: int, value: int, most: int | None = None) -> str:

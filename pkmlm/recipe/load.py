@@ -65,16 +65,10 @@ def read_tree(path: Path, inheritors: tuple[str, ...] = (), named_at: str = "") 
     """
     prefix = f"{named_at}: base: " if named_at else ""
     try:
-        whole, plain = os.path.realpath(path), Path(os.path.normpath(path))
-        path = plain if os.path.realpath(plain) == whole else path  # a link before ".." makes them two files
-        path.stat()
         text = yaml_text(path)
-    except FileNotFoundError:
-        raise UserError(f"{prefix}no such recipe: {path}", similar_file(path)) from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{prefix}cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     except UserError as error:
         raise UserError(f"{prefix}{error.message}", error.hint) from None
+    whole = os.path.realpath(path)
     if whole in inheritors:
         raise UserError(f"{prefix}{path} inherits from itself", "name another base, or none")
     tree = parse(text, str(path))
@@ -87,16 +81,6 @@ def read_tree(path: Path, inheritors: tuple[str, ...] = (), named_at: str = "") 
         raise UserError(f"{base.place}: base: found {base.shown()} (expected one file name)")
     own = Node({key: value for key, value in tree.value.items() if key != "base"}, tree.place)
     return merge(read_tree(path.parent / base.value, (*inheritors, whole), base.place), own)
-
-
-def similar_file(path: Path) -> str:
-    """A hint at the recipe with the most similar file name; empty where none is similar."""
-    try:
-        names = {entry.stem: entry for entry in path.parent.iterdir() if entry.suffix in (".yaml", ".yml")}
-    except OSError:
-        return ""
-    near = difflib.get_close_matches(path.stem, names, n=1)
-    return f"did you mean {names[near[0]]}?" if near else ""
 
 
 def merge(base: Node, over: Node) -> Node:
@@ -185,8 +169,7 @@ def bind_section(node: Node, kind: Any, name: str, places: dict[str, str], root:
                 at = at.value[int(item)]
         if first["type"] == "literal_error":
             choices = next(get_args(t) for t in (hints[key], *get_args(hints[key])) if get_origin(t) is Literal)
-            near = difflib.get_close_matches(str(at.value).lower().replace("_", "-"), choices, n=1)
-            raise wrong(at, dotted, listed(choices), f"did you mean {near[0]}?" if near else "") from None
+            raise wrong(at, dotted, listed(choices)) from None
         expected = EXPECTED.get(first["type"])
         raise wrong(at, dotted, expected.format(**first.get("ctx", {})) if expected else first["msg"]) from None
 
@@ -195,16 +178,14 @@ def unknown_key(node: Node, dotted: str, siblings: list[str], section: str, root
     """The error of a key that does not exist, with the key of that name elsewhere or the most similar one."""
     names = [name for name, _, _ in leaves(root)]
     if any(f"{name}.".startswith(f"{dotted}.") for name in names):
-        return dotted_key(node, dotted, section, root)
+        hint = "write a: {b: ...} for a.b: ..."
+        return UserError(f"{node.place}: {dotted}: found a key with dots (expected it nested)", hint)
     leaf = dotted.rpartition(".")[2]
     plain = leaf.lower().replace("_", "").replace("-", "")
     found = [name for name in names if name.rpartition(".")[2].replace("_", "") == plain]
     if not found:
         near = difflib.get_close_matches(leaf, siblings, n=1)
         found = [f"{section}.{near[0]}" if section else near[0]] if near else []
-    if not found:
-        near = difflib.get_close_matches(leaf, [name.rpartition(".")[2] for name in names], 1, 0.8)
-        found = [name for name in names if near and name.rpartition(".")[2] == near[0]]
     meant = f" (did you mean {' or '.join(found[:3])}?)" if found else ""
     return UserError(
         f"{node.place}: unknown key {shorten(dotted)}{meant}",
@@ -212,20 +193,9 @@ def unknown_key(node: Node, dotted: str, siblings: list[str], section: str, root
     )
 
 
-def dotted_key(node: Node, dotted: str, section: str, root: Any) -> UserError:
-    """The error of a key with dots, as -s takes it, where a file nests sections."""
-    plain = isinstance(node.value, str) and not node.quoted
-    value = nested = (plain and shorten(str(node.value))) or "..."
-    for part in reversed(dotted.removeprefix(f"{section}.").split(".")):
-        nested = f"{{{part}: {nested}}}"
-    other = f", or give -s {dotted}={value} on the command line" if root is Recipe else ""
-    message = f"{node.place}: {dotted}: found a key with dots (expected it nested)"
-    return UserError(message, f"write {nested[1:-1]}{other}")
-
-
-def wrong(node: Node, name: str, expected: str, hint: str = "") -> UserError:
+def wrong(node: Node, name: str, expected: str) -> UserError:
     """The error of a node that is not what its key expects."""
-    return UserError(f"{node.place}: {name}: found {node.shown()} (expected {expected})", hint)
+    return UserError(f"{node.place}: {name}: found {node.shown()} (expected {expected})")
 
 
 def listed(words: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ Recipes, grids and task files need mappings, lists and scalars only; anchors, ta
 keeps its raw text: the type of its key decides what `3e-4` or `no` means, not YAML's rules.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,61 +85,58 @@ def yaml_text(path: Path) -> str:
         raise UserError(f"{path}:{line}:{column}: byte {error.start} is not UTF-8 (expected YAML in UTF-8)") from None
 
 
-def parse(text: str, file: str) -> Node:
+def parse(text: str, file: str, *, lines: bool = True) -> Node:
     """The tree of one YAML document.
 
+    Args:
+        file: where the text stands.
+        lines: places have line and column; they mean nothing within an override.
+
     Raises:
-        UserError: not one document of the YAML that recipes use; names `file`, line and column.
+        UserError: not one document of the YAML that recipes use; names the place.
     """
+
+    def place(mark: yaml.Mark | None) -> str:
+        return f"{file}:{mark.line + 1}:{mark.column + 1}" if mark and lines else file
+
     composer = None
     try:
         composer = PlainComposer(text)
         root = composer.get_single_node()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else file
-        problem = error.problem or error.context or "cannot be read"
-        if "but found another document" in problem:
-            problem = "a second document (expected one recipe a file)"
-        elif "'\\t'" in problem:
-            problem = "a tab where YAML wants spaces"
-        raise UserError(f"{place}: {problem}", HINT) from None
+        raise UserError(f"{place(mark)}: {error.problem or error.context or 'cannot be read'}", HINT) from None
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
-        place = f"{file}:{before.count(chr(10)) + 1}:{error.position - before.rfind(chr(10))}"
+        line, column = before.count("\n") + 1, error.position - before.rfind("\n")
         code = f"U+{int(error.character):04X}"
-        raise UserError(f"{place}: the character {code} may not stand in YAML text") from None
+        raise UserError(f"{file}:{line}:{column}: the character {code} may not stand in YAML text") from None
     except (ValueError, OverflowError):  # PyYAML lets chr() fail on "\UFFFFFFFF"
-        mark = composer.get_mark() if composer else None
-        place = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else file
-        raise UserError(f"{place}: an escape names no character") from None
+        raise UserError(f"{place(composer.get_mark() if composer else None)}: an escape names no character") from None
     if root is None:
         raise UserError(f"{file}: empty (expected a recipe)", "`pkmlm recipe keys` lists what may stand in one")
-    return convert(root, file)
+    return convert(root, place)
 
 
-def convert(node: yaml.Node, file: str) -> Node:
+def convert(node: yaml.Node, place: Callable[[yaml.Mark], str]) -> Node:
     """A composed YAML node as a `Node`; refuses duplicate keys and keys that are not words."""
-    place = f"{file}:{node.start_mark.line + 1}:{node.start_mark.column + 1}"
+    where = place(node.start_mark)
     if isinstance(node, yaml.ScalarNode):
-        return Node(node.value, place, quoted=node.style is not None)
+        return Node(node.value, where, quoted=node.style is not None)
     if isinstance(node, yaml.SequenceNode):
-        return Node([convert(item, file) for item in node.value], place)
+        return Node([convert(item, place) for item in node.value], where)
     entries: dict[str, Node] = {}
-    lines: dict[str, int] = {}
     for key, value in node.value:
-        line = key.start_mark.line + 1
-        at = f"{file}:{line}:{key.start_mark.column + 1}"
+        at = place(key.start_mark)
         if not isinstance(key, yaml.ScalarNode):
             raise UserError(f"{at}: a key is a mapping or a list (expected a word)")
         if key.value == "<<":
             raise UserError(f"{at}: merge keys (<<) are refused", "`base: other.yaml` inherits a whole recipe")
         if key.value in entries:
-            raise UserError(f"{at}: {key.value} is given twice: first in line {lines[key.value]}", "remove one of them")
-        child = convert(value, file)
+            raise UserError(f"{at}: {key.value} is given twice: first at {entries[key.value].place}")
+        child = convert(value, place)
         entries[key.value] = Node(child.value, at, child.quoted)
-        lines[key.value] = line
-    return Node(entries, place)
+    return Node(entries, where)
 
 
 def parse_override(text: str) -> Node:
@@ -149,17 +147,7 @@ def parse_override(text: str) -> Node:
     if not equals or not all(parts):
         raise UserError(f"{place}: not of the form key=value", "for example -s model.memory.topk=16")
     value = value.strip()
-    node = relocate(parse(value, place), place) if value[:1] in tuple("[{'\"") else Node(value, place)
+    node = parse(value, place, lines=False) if value[:1] in tuple("[{'\"") else Node(value, place)
     for part in reversed(parts):
         node = Node({part: node}, place)
     return node
-
-
-def relocate(node: Node, place: str) -> Node:
-    """The same tree with one place for all of it: lines and columns mean nothing within an override."""
-    value = node.value
-    if isinstance(value, dict):
-        value = {key: relocate(child, place) for key, child in value.items()}
-    elif isinstance(value, list):
-        value = [relocate(child, place) for child in value]
-    return Node(value, place, node.quoted)

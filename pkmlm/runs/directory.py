@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from pkmlm.errors import UserError
-from pkmlm.recipe.dump import dump_recipe
 from pkmlm.recipe.load import load_recipe
-from pkmlm.recipe.schema import Recipe
+from pkmlm.recipe.schema import Recipe, dump_recipe
 from pkmlm.runs.files import (
     abandoned,
     locked,

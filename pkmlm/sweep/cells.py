@@ -11,17 +11,14 @@ from pkmlm.analysis.compare import Facts, facts_of, first_of
 from pkmlm.data.index import read_index
 from pkmlm.errors import UserError
 from pkmlm.recipe.check import warnings
-from pkmlm.recipe.dump import dump_recipe, flatten, scalar_text
 from pkmlm.recipe.load import load_recipe
-from pkmlm.recipe.nodes import shorten
-from pkmlm.recipe.schema import Recipe
+from pkmlm.recipe.schema import Recipe, dump_recipe, flatten, scalar_text
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.sweep.grid import Grid, Point, overlap
 from pkmlm.sweep.measures import MEASURES
 
 WRONG_USAGE = 2  # exit code of a command
 PROVENANCE = ("versions", "commit", "device", "precision", "ranks", "earlier")  # keys of run.json
-MAX_NAME = 200  # bytes of a cell's name, of the 255 that file systems allow: runs and their plots have it in theirs
 
 
 @dataclass(frozen=True)
@@ -77,15 +74,9 @@ class Cells:
         for seed in grid.seeds[1:]:  # refuses now what no recipe can have as its seed
             self._cell(grid.points()[0], seed, values[0])
         names = [cell.name for cell in self.first.values()]
-        folders = [name.lower() for name in names]  # as a file system that ignores case has them
-        twice = next((name for name in names if folders.count(name.lower()) > 1), None)
-        if twice:
-            hint = "name the axes' values apart, by more than their case"
-            raise UserError(f"two cells of the grid have the name {twice}", hint)
-        longest = max(names, key=lambda name: len(name.encode()))
-        if len(longest.encode()) > MAX_NAME:
-            found = f"a cell's name has {len(longest.encode())} bytes (expected at most {MAX_NAME})"
-            raise UserError(f"{found}: {shorten(longest)}", "name the axes' values shorter")
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise UserError(f"two cells of the grid have the name {twice}", "name the axes' values apart")
 
     def _cell(self, point: Point, seed: int, tuned: str | None) -> Cell:
         tuning = [] if self.grid.tune is None else [f"{self.grid.tune.key}={tuned}"]
@@ -209,13 +200,25 @@ def facts_at_end(cell: Cell, run: RunDirectory) -> Facts:
 
 
 def finished(cell: Cell, folder: Path) -> Outcome | None:
-    """The outcome of a cell that has run before; None if it has not ended; "failed" if its files cannot be read."""
+    """The outcome of a cell that has run before; None if it has not ended; "failed" if its files cannot be read, or are
+    those of another recipe.
+    """
     run = RunDirectory(folder / cell.name)
     try:
         if not run.recipe_file.exists():
             return None
-        if not is_of(run, cell.recipe):  # without a checkpoint nothing is lost: it is trained anew
-            return Outcome(cell, "failed", {}, other_recipe(cell, run), WRONG_USAGE) if run.steps() else None
+        recipe = run.recipe()
+        if recipe != cell.recipe and not has_moved_tokens(run, recipe, cell.recipe):
+            # Training it further would take it for complete in spite of another eval.tokens, or train it on at learning
+            # rates that a run of these steps would not have had. Without a checkpoint it is trained anew.
+            before, now = flatten(recipe), flatten(cell.recipe)
+            differences = ", ".join(
+                f"{key} {scalar_text(before[key])} (expected {scalar_text(now[key])})"
+                for key in now
+                if before[key] != now[key]
+            )
+            message = f"its run has {differences}: set it back with -s, or name another folder with -o"
+            return Outcome(cell, "failed", {}, message, WRONG_USAGE) if run.steps() else None
         if run.facts().get("status") == "diverged":
             return Outcome(cell, "diverged", {}, "as its run.json says; delete its folder to train it again")
         step = run.done()
@@ -227,30 +230,14 @@ def finished(cell: Cell, folder: Path) -> Outcome | None:
         return Outcome(cell, "failed", {}, error.message, error.exit_code)
 
 
-def is_of(run: RunDirectory, recipe: Recipe) -> bool:
-    """Whether a run has a recipe, or differs from it only in the folder of the same tokens.
-
-    Raises:
-        UserError: files cannot be read.
-    """
-    own, folder = run.recipe(), recipe.data.dir
-    if own == recipe or folder is None or replace(own, data=recipe.data) != recipe:
-        return own == recipe
-    facts, index = run.facts(), read_index(Path(folder))
+def has_moved_tokens(run: RunDirectory, before: Recipe, now: Recipe) -> bool:
+    """Whether two recipes differ only in the folder of the same tokens."""
+    if now.data.dir is None or replace(before, data=now.data) != now:
+        return False
+    facts, index = run.facts(), read_index(Path(now.data.dir))
     train = index.splits.get("train")
-    now = (index.tokenizer_sha256, train and train.hashes_sha256)
-    return (facts.get("tokenizer_sha256"), facts.get("data_sha256")) == now
-
-
-def other_recipe(cell: Cell, run: RunDirectory) -> str:
-    """Why a run in the cell's folder is not the cell's. Training it further would take it for complete in spite of
-    another eval.tokens, or train it on at learning rates that a run of these steps would not have had.
-    """
-    before, now = flatten(run.recipe()), flatten(cell.recipe)
-    changed = [
-        f"{key} {scalar_text(before[key])} (expected {scalar_text(now[key])})" for key in now if before[key] != now[key]
-    ]
-    return f"its run has {', '.join(changed)}: set it back with -s, or name another folder with -o"
+    same = (index.tokenizer_sha256, train and train.hashes_sha256)
+    return (facts.get("tokenizer_sha256"), facts.get("data_sha256")) == same
 
 
 def steps_taken(cell: Cell, folder: Path) -> int:

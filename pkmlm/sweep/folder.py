@@ -1,7 +1,6 @@
 """A sweep's folder: the runs in `cells/`, and `results.json`, `table.md` and plots, which are made from them."""
 
 import shlex
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from pkmlm.console import Table
 from pkmlm.errors import UserError
 from pkmlm.runs.files import make_folder, read_json, write_json, write_text
 from pkmlm.runs.results import Number
-from pkmlm.sweep.cells import Cell, Cells, finished
+from pkmlm.sweep.cells import finished
 from pkmlm.sweep.results import Results, Speed
 
 
@@ -67,8 +66,18 @@ class SweepFolder:
         Raises:
             UserError: the folder holds the results of another grid or of other overrides, or other files.
         """
-        points, found = set(results.grid.points()), self._found()
-        self._refuse_other_settings(results.cells, found)
+        points, found, cells = set(results.grid.points()), self._found(), results.cells
+        theirs, ours = found.get("set"), list(cells.extra)
+        if theirs not in (None, ours):
+            # With other overrides the runs here would fail one by one, others would be trained, and a table of both
+            # would replace theirs; unless every run is one of the grid's cells, or there is nothing to lose.
+            held = {outcome.status for cell in cells.first.values() if (outcome := finished(cell, self.runs))}
+            if "failed" in held or (found.get("cells") and not held):
+                was, asked = (
+                    shlex.join(w for text in each for w in ("-s", text)) or "no -s" for each in (theirs, ours)
+                )
+                hint = "repeat its -s, or name another folder with -o"
+                raise UserError(f"{self.path} holds the sweep with {was} (expected {asked})", hint)
         for speed in found.get("speed") or []:
             point = tuple(speed["point"].values())
             if point in points:
@@ -78,36 +87,21 @@ class SweepFolder:
         """The folder's results.json, which is this grid's; empty where there is none yet."""
         file = self.path / "results.json"
         if not file.exists():
-            self._refuse_other_files()
+            if self.path.exists() and not self.path.is_dir():
+                raise UserError(f"-o {self.path} is a file (expected a folder, or nothing)")
+            if self.path.is_dir() and any(self.path.iterdir()) and not self.runs.exists():
+                raise UserError(f"{self.path} holds no sweep, but other files", "name a new folder with -o")
             return {}
         hint = "delete it: it is made from the runs"
         found: dict[str, Any] = read_json(file, "the sweep's results", hint, exit_code=1, schema=SweepResults)
-        theirs, ours = (found["grid"], found.get("scale")), (self.grid, self.scale)
-        if theirs != ours:
-            held, asked = (" at scale ".join(filter(None, each)) for each in (theirs, ours))
-            scale = f"add --scale {theirs[1]}, or " if theirs[0] == self.grid and theirs[1] else ""
-            hint = f"{scale}name another folder with -o"
+        if (found["grid"], found.get("scale")) != (self.grid, self.scale):
+            held, asked = (
+                " at scale ".join(filter(None, names))
+                for names in ((found["grid"], found.get("scale")), (self.grid, self.scale))
+            )
+            hint = "choose its --scale, or name another folder with -o"
             raise UserError(f"{self.path} holds the sweep of {held} (expected {asked})", hint)
         return found
-
-    def _refuse_other_settings(self, cells: Cells, found: Mapping[str, Any]) -> None:
-        """Refuse other overrides, with which the runs here would fail one by one, others would be trained, and a table
-        of both would replace theirs; unless every run is one of the grid's cells, or there is nothing to lose.
-        """
-        theirs, ours = found.get("set"), list(cells.extra)
-        if theirs in (None, ours):
-            return
-        held = {outcome.status for cell in cells.first.values() if (outcome := finished(cell, self.runs))}
-        if "failed" in held or (found.get("cells") and not held):
-            was, asked = (shlex.join(w for text in each for w in ("-s", text)) or "no -s" for each in (theirs, ours))
-            hint = "repeat its -s, or name another folder with -o"
-            raise UserError(f"{self.path} holds the sweep with {was} (expected {asked})", hint)
-
-    def _refuse_other_files(self) -> None:
-        if self.path.exists() and not self.path.is_dir():
-            raise UserError(f"-o {self.path} is a file (expected a folder, or nothing)")
-        if self.path.is_dir() and any(self.path.iterdir()) and not self.runs.exists():
-            raise UserError(f"{self.path} holds no sweep, but other files", "name a new folder with -o")
 
     def begin(self, results: Results) -> None:
         """Write the overrides of the runs before the first has ended: `--table` needs the same."""
@@ -125,15 +119,14 @@ class SweepFolder:
         if not self.runs.is_dir():
             message = f"{self.path} holds no runs of a sweep (expected {self.runs})"
             raise UserError(message, "leave --table out to train")
-
-        def take(cells: Iterable[Cell]) -> None:
-            for outcome in filter(None, (finished(cell, self.runs) for cell in cells)):
+        for cell in results.cells.first.values():
+            if outcome := finished(cell, self.runs):
                 results.add(outcome)
-
-        take(results.cells.first.values())
         for point in results.grid.points():
             for chosen in results.chosen(point)[:1]:
-                take(results.cells.others(chosen.cell))
+                for cell in results.cells.others(chosen.cell):
+                    if outcome := finished(cell, self.runs):
+                        results.add(outcome)
         if not results.ended:
             message = f"{self.path} holds no run of this grid that has ended"
             failed = [f"{outcome.cell.name}: {outcome.message}" for outcome in results.outcomes.values()]

@@ -6,6 +6,7 @@ are merged onto the rest, as a recipe onto its base: one grid file serves a lapt
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
+from functools import cached_property
 from itertools import combinations, product
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -14,9 +15,9 @@ from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
 from pkmlm.errors import UserError
-from pkmlm.recipe.dump import quoted_text
 from pkmlm.recipe.load import bind, listed, merge, wrong
 from pkmlm.recipe.nodes import Node, parse, yaml_text
+from pkmlm.recipe.schema import quoted_text
 from pkmlm.sweep.measures import MEASURES
 
 STRICT = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True)
@@ -133,15 +134,19 @@ class Grid:
             keys += [(key, f"its axis {axis}") for key in dict.fromkeys(text.partition("=")[0] for text in texts)]
         return keys
 
+    @cached_property
+    def published(self) -> dict[str, dict[Point, float]]:
+        """The paper's numbers by measure and point.
+
+        Raises:
+            UserError: one is no number, or names what an axis does not have.
+        """
+        axes = [(axis, list(values)) for axis, values in self.axes.items()]
+        return {measure: dict(paper_numbers(node, f"paper.{measure}", axes)) for measure, node in self.paper.items()}
+
     def paper_value(self, measure: str, point: Point) -> float | None:
         """The paper's number at a point; None where it gives none."""
-        node = self.paper.get(measure)
-        for axis, name in self.place(point).items():
-            if node is None:
-                return None
-            below = paper_by_name(node, list(self.axes[axis]))
-            node = below.get(name) if below is not None else None
-        return None if node is None or node.is_null else number_of(node, f"paper.{measure}")
+        return self.published.get(measure, {}).get(point)
 
 
 def read_grid(path: Path, scale: str | None = None) -> tuple[Grid, str | None]:
@@ -175,107 +180,89 @@ def read_grid(path: Path, scale: str | None = None) -> tuple[Grid, str | None]:
         tree = merge(tree, scales.value[scale])
     places: dict[str, str] = {}
     grid: Grid = bind(tree, Grid, "", places)
-    GridCheck(grid, path, places).run()
+    check_grid(grid, path, places)
     return grid, scale
 
 
-class GridCheck:
-    """Refuses a grid whose parts name axes, values or measures that do not exist, or that contradict each other.
+def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:
+    """Refuse a grid whose parts name axes, values or measures that do not exist, or that contradict each other.
 
     Args:
         places: where each key stands, as `bind` notes it.
+
+    Raises:
+        UserError: names the place.
     """
 
-    def __init__(self, grid: Grid, path: Path, places: Mapping[str, str]):
-        self.grid, self.path, self.places = grid, path, places
+    def fail(key: str, message: str) -> NoReturn:
+        raise UserError(f"{places.get(key, path)}: {message}")
 
-    def fail(self, key: str, message: str) -> NoReturn:
-        raise UserError(f"{self.places.get(key, self.path)}: {message}")
-
-    def known(self, name: str, choices: Sequence[str], key: str, what: str) -> None:
-        """Refuse a name that is none of the choices."""
+    def require(name: str, choices: Sequence[str], key: str, what: str) -> None:
         if name not in choices:
             found = f"found {name or 'nothing'} (expected {what}: {', '.join(choices)})"
-            self.fail(key, f"{key.partition('.')[0]}: {found}")
+            fail(key, f"{key.partition('.')[0]}: {found}")
 
-    def named(self, axis: str, values: Sequence[str], key: str) -> None:
-        """Refuse an axis, or values of it, that the grid does not have."""
-        self.known(axis, list(self.grid.axes), key, "an axis")
+    def require_values(axis: str, values: Sequence[str], key: str) -> None:
+        require(axis, list(grid.axes), key, "an axis")
         for value in values:
-            self.known(value, list(self.grid.axes[axis]), key, f"a value of {axis}")
+            require(value, list(grid.axes[axis]), key, f"a value of {axis}")
 
-    def run(self) -> None:
-        grid = self.grid
-        for key, missing in (("base", not grid.base), ("axes", not grid.axes), ("seeds", not grid.seeds)):
-            if missing:
-                self.fail(key, f"{key} is missing or empty (expected in every grid)")
-        for axis, values in grid.axes.items():
-            if not values or "" in values:
-                self.fail(f"axes.{axis}", f"axes.{axis} has no values, or one without a name")
-        if grid.tune and not grid.tune.values:
-            self.fail("tune", f"tune has no values (expected some of {grid.tune.key})")
-        self.check_unique()
-        for axis, names in grid.only.items():
-            self.named(axis, names, f"only.{axis}")
-        for number, out in enumerate(grid.without):
-            for axis, name in out.items():
-                self.named(axis, [name], f"without.{number}")
-        for number, measure in enumerate(grid.measure):
-            self.known(measure, list(MEASURES), f"measure.{number}", "a measure")
-        for measure, node in grid.paper.items():
-            self.known(measure, list(MEASURES), f"paper.{measure}", "a measure")
-            check_paper(node, f"paper.{measure}", list(grid.axes.items()))
-        for number, claim in enumerate(grid.claims):
-            self.check_claim(claim, f"claims.{number}")
-        for number, figure in enumerate(grid.figures):
-            self.check_figure(figure, f"figures.{number}")
-        if not grid.points():
-            self.fail("", "no point is left (only and without leave none)")
-        for (key, cause), (other, by) in combinations(grid.varied(), 2):
-            if cause != by and overlap(key, other):  # one of the two would have no effect
-                self.fail("", f"{other} is set by {cause} and by {by} (expected one of them)")
-
-    def check_unique(self) -> None:
-        """Refuse what is listed twice."""
-        grid = self.grid
-        unique: dict[str, Sequence[object]] = {
-            "seeds": grid.seeds,
-            "tune.values": grid.tune.values if grid.tune else (),
-            "measure": grid.measure,
-            "figures": [f"{figure.y} by {figure.x}" for figure in grid.figures],
-        }
-        for key, items in unique.items():
-            for number, item in enumerate(items):
-                if item in items[:number]:
-                    self.fail(f"{key}.{number}", f"{key}: found {item} twice (expected each once)")
-
-    def check_claim(self, claim: Claim, key: str) -> None:
-        """A claim orders a measure of the grid: two sides that differ, or an axis of several values."""
+    for key, missing in (("base", not grid.base), ("axes", not grid.axes), ("seeds", not grid.seeds)):
+        if missing:
+            fail(key, f"{key} is missing or empty (expected in every grid)")
+    for axis, values in grid.axes.items():
+        if not values or "" in values:
+            fail(f"axes.{axis}", f"axes.{axis} has no values, or one without a name")
+    if grid.tune and not grid.tune.values:
+        fail("tune", f"tune has no values (expected some of {grid.tune.key})")
+    unique: dict[str, Sequence[object]] = {
+        "seeds": grid.seeds,
+        "tune.values": grid.tune.values if grid.tune else (),
+        "measure": grid.measure,
+        "figures": [f"{figure.y} by {figure.x}" for figure in grid.figures],
+    }
+    for key, items in unique.items():
+        for number, item in enumerate(items):
+            if item in items[:number]:
+                fail(f"{key}.{number}", f"{key}: found {item} twice (expected each once)")
+    for axis, names in grid.only.items():
+        require_values(axis, names, f"only.{axis}")
+    for number, left_out in enumerate(grid.without):
+        for axis, name in left_out.items():
+            require_values(axis, [name], f"without.{number}")
+    for number, measure in enumerate(grid.measure):
+        require(measure, list(MEASURES), f"measure.{number}", "a measure")
+    for measure in grid.paper:
+        require(measure, list(MEASURES), f"paper.{measure}", "a measure")
+    _ = grid.published  # reads every number
+    for number, claim in enumerate(grid.claims):
+        key = f"claims.{number}"
         for axis, name in (*claim.greater.items(), *claim.less.items()):
-            self.named(axis, [name], key)
+            require_values(axis, [name], key)
         for axis, names in claim.at.items():
-            self.named(axis, names, key)
+            require_values(axis, names, key)
         if not claim.text:
-            self.fail(key, "claims: one has no text")
-        self.known(claim.measure, self.grid.measure, key, "a measure of this grid")
-        ways = (bool(claim.greater and claim.less), claim.rising is not None, claim.falling is not None)
-        if sum(ways) != 1 or bool(claim.greater) != bool(claim.less):
-            self.fail(key, "claims: expected greater: and less:, or rising:, or falling:")
-        if claim.greater and (claim.greater.keys() != claim.less.keys() or claim.greater == claim.less):
-            self.fail(key, f"claims: {claim.text}: expected other values of the same axes in greater: and less:")
-        several = [axis for axis, values in self.grid.axes.items() if len(values) > 1]
-        for axis in filter(None, (claim.rising, claim.falling)):
-            self.known(axis, several, key, "an axis of several values")
-
-    def check_figure(self, figure: Figure, key: str) -> None:
-        """A figure has a measure along y, an axis or another measure along x, and perhaps another axis for lines."""
-        grid = self.grid
-        self.known(figure.x, [*grid.axes, *grid.measure], key, "an axis or a measure of this grid")
-        self.known(figure.y, [m for m in grid.measure if m != figure.x], key, "another measure of this grid")
+            fail(key, "claims: one has no text")
+        require(claim.measure, grid.measure, key, "a measure of this grid")
+        ways = (bool(claim.greater or claim.less), claim.rising is not None, claim.falling is not None)
+        if sum(ways) != 1 or claim.greater.keys() != claim.less.keys():
+            fail(key, "claims: expected greater: and less: of the same axes, or rising:, or falling:")
+        if claim.greater and claim.greater == claim.less:
+            fail(key, f"claims: {claim.text}: expected other values in greater: than in less:")
+        several = [axis for axis, values in grid.axes.items() if len(values) > 1]
+        for along in filter(None, (claim.rising, claim.falling)):
+            require(along, several, key, "an axis of several values")
+    for number, figure in enumerate(grid.figures):
+        key = f"figures.{number}"
+        require(figure.x, [*grid.axes, *grid.measure], key, "an axis or a measure of this grid")
+        require(figure.y, [m for m in grid.measure if m != figure.x], key, "another measure of this grid")
         if figure.line is not None:
-            self.known(figure.line, [axis for axis in grid.axes if axis != figure.x], key, "another axis")
-        if "x" in figure.log and figure.x in grid.axes:
-            self.fail(key, f"figures: found log: x along the axis {figure.x} (expected a measure)")
+            require(figure.line, [axis for axis in grid.axes if axis != figure.x], key, "another axis")
+    if not grid.points():
+        fail("", "no point is left (only and without leave none)")
+    for (key, cause), (other, by) in combinations(grid.varied(), 2):
+        if cause != by and overlap(key, other):  # one of the two would have no effect
+            fail("", f"{other} is set by {cause} and by {by} (expected one of them)")
 
 
 def overlap(key: str, other: str) -> bool:
@@ -283,34 +270,25 @@ def overlap(key: str, other: str) -> bool:
     return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
 
 
-def check_paper(node: Node, key: str, axes: Sequence[tuple[str, Mapping[str, Node]]]) -> None:
-    """Refuse what is no number below all axes, and names that an axis does not have."""
+def paper_numbers(node: Node, key: str, axes: Sequence[tuple[str, list[str]]]) -> Iterator[tuple[Point, float]]:
+    """The numbers in a tree that is nested by axes, each with its values of them; null stands for no number."""
     if node.is_null:
         return
     if not axes:
-        number_of(node, key)
+        number = bind(node, float, key, {})
+        if not isinstance(number, float):
+            raise wrong(node, key, "a number")
+        yield (), number
         return
-    (axis, values), *rest = axes
-    below = paper_by_name(node, list(values))
-    if below is None or not below.keys() <= values.keys():
-        raise wrong(node, key, f"by {axis}: {', '.join(values)}")
+    (axis, names), *rest = axes
+    below = node.value
+    if isinstance(below, list) and len(below) <= len(names):
+        below = dict(zip(names, below, strict=False))
+    if not isinstance(below, dict) or not below.keys() <= set(names):
+        raise wrong(node, key, f"by {axis}: {', '.join(names)}")
     for name, child in below.items():
-        check_paper(child, f"{key}.{name}", rest)
-
-
-def paper_by_name(node: Node, names: Sequence[str]) -> dict[str, Node] | None:
-    """Paper numbers along one axis by the names of its values; None where the node is no mapping or list of them."""
-    if isinstance(node.value, list) and len(node.value) <= len(names):
-        return dict(zip(names, node.value, strict=False))
-    return node.value if isinstance(node.value, dict) else None
-
-
-def number_of(node: Node, key: str) -> float:
-    """The number that a node stands for; anything else is refused."""
-    number = bind(node, float, key, {})
-    if not isinstance(number, float):
-        raise wrong(node, key, "a number")
-    return number
+        for point, number in paper_numbers(child, f"{key}.{name}", rest):
+            yield (name, *point), number
 
 
 def assignments(tree: Node, prefix: str = "") -> Iterator[str]:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from pkmlm import __version__
 from pkmlm.console import Column, Table, number
 from pkmlm.environment import source_commit
-from pkmlm.sweep.cells import Cell, Cells, Outcome, best
-from pkmlm.sweep.grid import Grid, Point
+from pkmlm.sweep.cells import Cells, Outcome, best
+from pkmlm.sweep.grid import Grid, Point, Tune
 from pkmlm.sweep.measures import MEASURES
 from pkmlm.sweep.verdicts import Verdict, rank_correlations, verdict
 
@@ -113,8 +113,10 @@ class Results:
         return min(filter(None, counts), default=0)
 
     def verdicts(self) -> list[Verdict]:
-        claimed = [verdict(self.grid, claim, self.by_seed) for claim in self.grid.claims]
-        return claimed + rank_correlations(self.grid, self.by_seed)
+        return [
+            *(verdict(self.grid, claim, self.by_seed) for claim in self.grid.claims),
+            *rank_correlations(self.grid, self.by_seed),
+        ]
 
     def as_json(self, name: str, scale: str | None) -> dict[str, Any]:
         """The content of results.json; "trained_by" of a cell is an index into the list of that name."""
@@ -122,16 +124,21 @@ class Results:
         for outcome in self.outcomes.values():
             if outcome.facts.get("trained_by") not in (None, *trainers):
                 trainers.append(outcome.facts["trained_by"])
-        points = [
-            {
-                "point": self.grid.place(point),
-                "tuned": next((outcome.cell.tuned for outcome in self.chosen(point)), None),
-                "measured": {measure: self._numbers(measure, point) for measure in self.grid.measure},
-                "paper": {measure: self.grid.paper_value(measure, point) for measure in self.grid.paper},
-                "cost": dict(self.costs[point]),
-            }
-            for point in self.grid.points()
-        ]
+        points = []
+        for point in self.grid.points():
+            measured = {measure: self.values(measure, point) for measure in self.grid.measure}
+            points.append(
+                {
+                    "point": self.grid.place(point),
+                    "tuned": next((outcome.cell.tuned for outcome in self.chosen(point)), None),
+                    "measured": {
+                        measure: {"mean": fmean(values), "values": list(values)} if values else None
+                        for measure, values in measured.items()
+                    },
+                    "paper": {measure: self.grid.paper_value(measure, point) for measure in self.grid.paper},
+                    "cost": dict(self.costs[point]),
+                }
+            )
         return {
             "grid": name,
             "title": self.grid.title,
@@ -158,10 +165,6 @@ class Results:
             ],
         }
 
-    def _numbers(self, measure: str, point: Point) -> dict[str, Any] | None:
-        values = self.values(measure, point)
-        return {"mean": fmean(values), "values": list(values)} if values else None
-
     def tables(self) -> list[Table]:
         """The paper-style table, the tuned values, and the verdicts."""
         some = self.grid.trains and self.ended < len(self.cells)
@@ -171,7 +174,7 @@ class Results:
         if self.grid.trains and costs:
             found.append(self._points("What each takes", costs))
         if self.grid.tune and len(self.grid.tune.values) > 1:
-            found.append(self._tuning())
+            found.append(self._tuning(self.grid.tune))
         verdicts = self.verdicts()
         if verdicts:
             columns = [Column("Claim or measure"), number("holds"), number("in every seed"), number("beyond them")]
@@ -199,58 +202,53 @@ class Results:
         return Table(f"{grid.title}: {runs} runs", columns, [row[: len(columns)] for row in rows])
 
     def _points(self, title: str, measures: Sequence[str]) -> Table:
-        columns = [Column(axis) for axis in self.grid.axes]
-        if self.grid.tune:
-            columns.append(number(self.grid.tune.key.rpartition(".")[2]))
-        if self.grid.trains:
+        """A row for each point: its measures, beside the paper's."""
+        grid = self.grid
+        columns = [Column(axis) for axis in grid.axes]
+        if grid.tune:
+            columns.append(number(grid.tune.key.rpartition(".")[2]))
+        if grid.trains:
             columns.append(number("seeds"))
         for measure in measures:
             columns.append(number(MEASURES[measure].heading))
-            if measure in self.grid.paper:
+            if measure in grid.paper:
                 columns.append(number("paper", MEASURES[measure].format))
-        return Table(title, columns, [self._row(point, measures) for point in self.grid.points()])
+        rows = []
+        for point in grid.points():
+            chosen, row = self.chosen(point), list[Any](point)
+            if grid.tune:
+                row.append(chosen[0].cell.tuned if chosen else None)
+            if grid.trains:
+                seeds, wanted = self.seeds_of(point, measures), len(grid.seeds)
+                row.append(f"{seeds}/{wanted}" if 0 < seeds < wanted else seeds or None)
+            first_cell = len(row)
+            for measure in measures:
+                row.append(shown(self.values(measure, point), MEASURES[measure].format))
+                if measure in grid.paper:
+                    row.append(grid.paper_value(measure, point))
+            if row[first_cell] is None:  # how its runs ended, for example "diverged"
+                tried = [self.outcomes[cell.name] for cell in self.cells.tuning(point) if cell.name in self.outcomes]
+                row[first_cell] = " and ".join(sorted({one.status for one in tried} - {"measured", "stopped"})) or None
+            rows.append(row)
+        return Table(title, columns, rows)
 
-    def _row(self, point: Point, measures: Sequence[str]) -> list[Any]:
-        chosen = self.chosen(point)
-        row: list[Any] = list(point)
-        if self.grid.tune:
-            row.append(chosen[0].cell.tuned if chosen else None)
-        if self.grid.trains:
-            seeds, wanted = self.seeds_of(point, measures), len(self.grid.seeds)
-            row.append(f"{seeds}/{wanted}" if 0 < seeds < wanted else seeds or None)
-        for measure in measures:
-            value = shown(self.values(measure, point), MEASURES[measure].format)
-            row.append(value if value or measure != measures[0] else self._ended(point))
-            if measure in self.grid.paper:
-                row.append(self.grid.paper_value(measure, point))
-        return row
-
-    def _ended(self, point: Point) -> str | None:
-        """How the runs of a point that was not measured ended, for example "diverged"."""
-        found = {self.outcomes[cell.name].status for cell in self.cells.tuning(point) if cell.name in self.outcomes}
-        return " and ".join(sorted(found - {"measured", "stopped"})) or None
-
-    def _tuning(self) -> Table:
-        assert self.grid.tune is not None
+    def _tuning(self, tune: Tune) -> Table:
+        """The validation loss at each tuned value. Where the best is the first or the last of the list, one beyond it
+        may be better still.
+        """
         columns = [Column(axis) for axis in self.grid.axes]
-        columns += [*(number(value, "{:.4f}") for value in self.grid.tune.values), Column("best at the edge")]
-        rows = [
-            [*point, *(self._tried(cell) for cell in self.cells.tuning(point)), "yes" if self._at_edge(point) else None]
-            for point in self.grid.points()
-        ]
-        return Table(f"Validation (nats a token) of seed {self.grid.seeds[0]} by {self.grid.tune.key}", columns, rows)
-
-    def _at_edge(self, point: Point) -> bool:
-        """Whether the best value is the first or the last of the list, so that one beyond it may be better still."""
-        assert self.grid.tune is not None
-        chosen = self.chosen(point)
-        return bool(chosen) and chosen[0].cell.tuned in (self.grid.tune.values[0], self.grid.tune.values[-1])
-
-    def _tried(self, cell: Cell) -> float | str | None:
-        outcome = self.outcomes.get(cell.name)
-        if outcome is None:
-            return None
-        return outcome.facts.get("valid_loss") if outcome.status == "measured" else outcome.status
+        columns += [*(number(value, "{:.4f}") for value in tune.values), Column("best at the edge")]
+        rows = []
+        for point in self.grid.points():
+            row: list[Any] = list(point)
+            for cell in self.cells.tuning(point):
+                outcome = self.outcomes.get(cell.name)
+                measured = outcome is not None and outcome.status == "measured"
+                row.append(outcome and (outcome.facts.get("valid_loss") if measured else outcome.status))
+            chosen = self.chosen(point)
+            at_edge = chosen and chosen[0].cell.tuned in (tune.values[0], tune.values[-1])
+            rows.append([*row, "yes" if at_edge else None])
+        return Table(f"Validation (nats a token) of seed {self.grid.seeds[0]} by {tune.key}", columns, rows)
 
 
 def millions(name: str, values: Sequence[float]) -> Column:
@@ -287,14 +285,3 @@ def cell_json(grid: Grid, outcome: Outcome, trainers: Sequence[Any]) -> dict[str
             for m in facts.get("usage") or []
         ],
     }
-
-
-def progress_line(outcome: Outcome, measures: Sequence[str]) -> str:
-    """One line on a cell that has ended: its first measurements, or validation where it is only trained so far."""
-    numbers = [
-        f"{MEASURES[name].heading} {MEASURES[name].format.format(value)}"
-        for name in dict.fromkeys((*measures, "valid_loss"))
-        if (value := MEASURES[name].read(outcome.facts)) is not None
-    ]
-    what = ", ".join(numbers[:4] or [outcome.status])
-    return f"{outcome.cell.name}: " + (f"{what}: {outcome.message}" if outcome.message else what)

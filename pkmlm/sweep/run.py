@@ -4,29 +4,35 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.markup import escape
 from rich.progress import MofNCompleteColumn, TaskID, TimeElapsedColumn
 
 from pkmlm.analysis.compare import differences
+from pkmlm.bench.generate import score
+from pkmlm.bench.rounds import interleaved
 from pkmlm.console import progress_bars, warn_each
-from pkmlm.device import machine
+from pkmlm.data.batches import Batches
+from pkmlm.device import default_device, is_out_of_memory, machine
 from pkmlm.errors import UserError, printable
+from pkmlm.evaluate.documents import open_split
+from pkmlm.evaluate.load import load_run
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import locked, make_folder
 from pkmlm.signals import stop_on_signals
 from pkmlm.sweep.cells import Cell, Cells, Outcome, steps_taken
 from pkmlm.sweep.folder import SweepFolder
 from pkmlm.sweep.grid import Point, read_grid
-from pkmlm.sweep.measures import facts_of_cost, tasks_of
+from pkmlm.sweep.measures import MEASURES, facts_of_cost, tasks_of
 from pkmlm.sweep.plots import draw
-from pkmlm.sweep.results import Results, Speed, progress_line
+from pkmlm.sweep.results import Results, Speed
 from pkmlm.sweep.runner import Runner
-from pkmlm.sweep.speed import time_scoring
 
+TIMED_TOKENS = 4096  # scored at once
+ROUNDS = 7
 Say = Callable[[str], None]
 
 
@@ -49,12 +55,8 @@ def open_sweep(
     if folder and table_only and not overrides:
         overrides = folder.settings()
     cells = Cells(grid, grid_file.parent / grid.base, overrides)
-    return Results(grid, cells, costs_of(cells)), folder
-
-
-def costs_of(cells: Cells) -> dict[Point, dict[str, Any]]:
-    """What `facts_of_cost` counts of every point's model."""
-    return {point: facts_of_cost(cells.tuning(point)[0].recipe) for point in cells.grid.points()}
+    costs = {point: facts_of_cost(cells.tuning(point)[0].recipe) for point in grid.points()}
+    return Results(grid, cells, costs), folder
 
 
 def run_sweep(
@@ -90,17 +92,30 @@ def run_sweep(
         folder.collect(results)
     else:
         if devices:
-            use_devices(devices)
+            # This process times the models on the first. Torch would take the CPU, without a word, for a GPU that does
+            # not exist. Of MIG instances CUDA shows a process no more than one.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+            found = torch.cuda.device_count()
+            if found < (1 if devices[0].startswith("MIG-") else len(devices)):
+                message = f"--device {','.join(devices)}: there is no GPU {devices[found]} here"
+                raise UserError(message, "pkmlm doctor lists the devices")
         if results.grid.trains:
             code = run_cells(results, folder, jobs, devices, task_data, quiet)
         if not code and results.lack_speeds:
             folder.write(results)  # now: the timing may fail
             try:
-                time_models(results, folder, quiet)
+                show = (lambda text: None) if quiet else (lambda text: print(f"timing: {text}", file=sys.stderr))
+                time_models(results, folder.runs, show)
             except UserError as error:
                 problem = UserError(f"nothing was timed: {error.message}", error.hint, exit_code=1)
     if results.ended or not results.grid.trains:  # an empty table must not replace one that is there
-        publish(results, folder)
+        names = [outcome.cell.name for point in results.grid.points() for outcome in results.chosen(point)]
+        warn_each(differences({name: RunDirectory(folder.runs / name) for name in names}))
+        tables, drawn = folder.write(results), draw(results, folder.path)
+        sys.stdout.write("\n".join(table.render() for table in tables))
+        if drawn:
+            plots = "1 plot" if len(drawn) == 1 else f"{len(drawn)} plots"
+            print(f"{plots} in {printable(str(folder.path))}", file=sys.stderr)
     if problem:
         raise problem
     if code:
@@ -108,21 +123,6 @@ def run_sweep(
     for outcome in results.failed:
         print(f"error: {printable(outcome.cell.name)}: {printable(outcome.message)}", file=sys.stderr)
     return results.exit_code
-
-
-def use_devices(devices: Sequence[str]) -> None:
-    """Make GPUs those of this process, which times the models on the first of them, and of its children.
-
-    Of MIG instances only the first is looked for: CUDA shows a process no more than one.
-
-    Raises:
-        UserError: one does not exist; torch would train on the CPU without a word.
-    """
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-    found = torch.cuda.device_count()
-    if found < (1 if devices[0].startswith("MIG-") else len(devices)):
-        message = f"--device {','.join(devices)}: there is no GPU {devices[found]} here"
-        raise UserError(message, "pkmlm doctor lists the devices")
 
 
 def run_cells(
@@ -150,7 +150,13 @@ def run_cells(
             results.add(outcome)
             if outcome.status != "stopped":
                 place = "chosen" if chosen else f"{len(results.outcomes)}/{total}"
-                say(f"{place} {progress_line(outcome, results.grid.measure)}")
+                measured = [
+                    f"{MEASURES[name].heading} {MEASURES[name].format.format(value)}"
+                    for name in dict.fromkeys((*results.grid.measure, "valid_loss"))
+                    if (value := MEASURES[name].read(outcome.facts)) is not None
+                ]
+                what = ", ".join(measured[:4] or [outcome.status])
+                say(f"{place} {outcome.cell.name}: " + ": ".join(filter(None, (what, outcome.message))))
 
         folder.begin(results)
         say(f"{total} runs in {folder.path}, {jobs} at a time")
@@ -183,20 +189,34 @@ def cell_progress(folder: SweepFolder, quiet: bool) -> Iterator[tuple[Say, Calla
         yield say, show_running
 
 
-def time_models(results: Results, folder: SweepFolder, quiet: bool) -> None:
-    """Time the models of all points, interleaved."""
+def time_models(results: Results, runs: Path, say: Say) -> None:
+    """Time how fast the model of each point scores the test split: interleaved in one process, so that load falls on
+    all alike.
+
+    Args:
+        runs: the folder of the run directories.
+
+    Raises:
+        UserError: a run or the test split cannot be read; (exit code 1) memory does not hold all models together.
+    """
+    actions: dict[Point, Callable[[], object]] = {}
+    counted: dict[Point, int] = {}
     cells = {point: chosen[0].cell for point in results.grid.points() if (chosen := results.chosen(point))}
-    runs = {point: (folder.runs / cell.name, cell.recipe.data.dir or "") for point, cell in cells.items()}
-    timed = time_scoring(runs, lambda text: None if quiet else print(f"timing: {text}", file=sys.stderr))
-    results.speeds = {point: Speed(cells[point].recipe_sha256, rounds, machine()) for point, rounds in timed.items()}
-
-
-def publish(results: Results, folder: SweepFolder) -> None:
-    """Write tables, results.json and plots, print the tables, and warn where runs differ in more than the grid says."""
-    names = [outcome.cell.name for point in results.grid.points() for outcome in results.chosen(point)]
-    warn_each(differences({name: RunDirectory(folder.runs / name) for name in names}))
-    tables, drawn = folder.write(results), draw(results, folder.path)
-    sys.stdout.write("\n".join(table.render() for table in tables))
-    if drawn:
-        plots = "1 plot" if len(drawn) == 1 else f"{len(drawn)} plots"
-        print(f"{plots} in {printable(str(folder.path))}", file=sys.stderr)
+    try:
+        for point, cell in cells.items():
+            run = load_run(runs / cell.name)
+            context = run.recipe.model.context
+            sequences = max(1, TIMED_TOKENS // context)
+            corpus = open_split(cell.recipe.data.dir or "", "test", run.tokenizer)
+            tokens_BT = Batches(corpus, context, sequences, 1).micro_batch(1, 0, sequences)[0].to(run.device)
+            counted[point] = tokens_BT.numel()
+            actions[point] = partial(score, run.model, tokens_BT)
+        times = interleaved(actions, ROUNDS, default_device(), say)
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            raise UserError("memory does not hold all models together", exit_code=1) from None
+        raise
+    results.speeds = {
+        point: Speed(cells[point].recipe_sha256, [counted[point] / seconds for seconds in timing.seconds], machine())
+        for point, timing in times.items()
+    }

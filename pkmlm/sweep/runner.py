@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pkmlm.environment import usable_cores
 from pkmlm.errors import UserError
-from pkmlm.recipe.dump import dump_recipe
+from pkmlm.recipe.schema import dump_recipe
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import make_folder, write_text
 from pkmlm.signals import StopRequest
@@ -80,44 +80,37 @@ class Runner:
                         also = [chosen.cell] if chosen and len(known) > 1 else []
                         also += cells.others(chosen.cell) if chosen else []
                         waiting |= {pool.submit(self._run_cell, cell, True) for cell in also}
-        finally:
-            self._end(pool)
+        finally:  # an error may end the sweep: the commands that run are stopped, the cells that wait are dropped
+            self.ended = True
+            pool.shutdown(wait=False, cancel_futures=True)
+            while self.running:
+                self._stop_children()
+                time.sleep(0.05)
+            pool.shutdown()
 
     @property
     def stopping(self) -> bool:
         """Whether a signal has asked to stop, or an error ends the sweep."""
         return self.ended or self.stop.exit_code is not None
 
-    def _end(self, pool: ThreadPoolExecutor) -> None:
-        """Stop the commands that run, and drop the cells that wait: an error may have ended the sweep."""
-        self.ended = True
-        pool.shutdown(wait=False, cancel_futures=True)
-        while self.running:
-            self._stop_children()
-            time.sleep(0.05)
-        pool.shutdown()
-
     def _run_cell(self, cell: Cell, measure: bool) -> Outcome:
         self.running.append(cell)
         try:
-            return self._measured(cell, measure)
+            before = finished(cell, self.folder)
+            if before is not None and before.status != "measured":
+                return before
+            for command in self.commands(cell, measure):
+                if self.stopping:
+                    return Outcome(cell, "stopped", {})
+                code, said = self._call(command)
+                if code:
+                    status = "stopped" if self.stopping else "diverged" if code == DIVERGED else "failed"
+                    return Outcome(cell, status, {}, said, WRONG_USAGE if code == WRONG_USAGE else 1)
+            return finished(cell, self.folder) or Outcome(cell, "failed", {}, "its run has disappeared")
         except UserError as error:  # its folder holds another run, for example: the other cells continue
             return Outcome(cell, "failed", {}, error.message, error.exit_code)
         finally:
             self.running.remove(cell)
-
-    def _measured(self, cell: Cell, measure: bool) -> Outcome:
-        before = finished(cell, self.folder)
-        if before is not None and before.status != "measured":
-            return before
-        for command in self.commands(cell, measure):
-            if self.stopping:
-                return Outcome(cell, "stopped", {})
-            code, said = self._call(command)
-            if code:
-                status = "stopped" if self.stopping else "diverged" if code == DIVERGED else "failed"
-                return Outcome(cell, status, {}, said, WRONG_USAGE if code == WRONG_USAGE else 1)
-        return finished(cell, self.folder) or Outcome(cell, "failed", {}, "its run has disappeared")
 
     def commands(self, cell: Cell, measure: bool = True) -> Iterable[list[str]]:
         """The arguments of the `pkmlm` commands that remain to be done, one after the other."""
@@ -131,9 +124,8 @@ class Runner:
         if not measure:
             return
         facts, folder = facts_at_end(cell, run), cell.recipe.data.dir
-        tokens = (
-            ["--data", folder] if folder and folder != run.recipe().data.dir else []
-        )  # they have moved since training
+        have_moved = folder and folder != run.recipe().data.dir
+        tokens = ["--data", str(folder)] if have_moved else []
         if "eval" in self.sources and facts["test_step"] is None:
             yield ["eval", path, "-q", *tokens]
         remembers = model.projections == "hash" or model.memory.kind != "none"
@@ -168,7 +160,13 @@ class Runner:
         lines = said.strip().splitlines()
         errors = [line for line in lines if line.startswith("error: ")] or lines
         last = errors[-1].removeprefix("error: ") if errors else ""
-        return child.returncode, killed(arguments[0], -child.returncode, last) if child.returncode < 0 else last
+        if child.returncode < 0:  # a signal killed it
+            name = next(
+                (each.name for each in signal.Signals if each == -child.returncode), f"signal {-child.returncode}"
+            )
+            why = "if nobody did it, memory ran out" if name == "SIGKILL" else last
+            last = f"pkmlm {arguments[0]} was killed ({name}): {why}"
+        return child.returncode, last
 
     def _stop_children(self) -> None:
         """Ask each running command once to stop and save a checkpoint; a second request would end it at once."""
@@ -176,10 +174,3 @@ class Runner:
             if child.pid not in self.asked:
                 self.asked.add(child.pid)
                 child.terminate()
-
-
-def killed(command: str, number: int, last: str) -> str:
-    """The message of a command that a signal has killed; `last` is its last line."""
-    name = next((each.name for each in signal.Signals if each == number), f"signal {number}")
-    why = "if nobody did it, memory ran out" if number == signal.SIGKILL else last
-    return f"pkmlm {command} was killed ({name})" + (f": {why}" if why else "")

@@ -12,7 +12,7 @@ from pkmlm.model.init import initialise
 from pkmlm.model.memory.values import table_ranks
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.check import unused_keys
-from pkmlm.recipe.dump import flatten, scalar_text
+from pkmlm.recipe.schema import flatten, scalar_text
 from pkmlm.runs.checkpoint import check_weights, load_weights, verify
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import Damaged, sha256_of

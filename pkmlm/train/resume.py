@@ -12,8 +12,7 @@ from pkmlm.cost import cost_of
 from pkmlm.device import DeviceSettings, name_of
 from pkmlm.environment import source_commit
 from pkmlm.errors import UserError
-from pkmlm.recipe.dump import flatten, scalar_text
-from pkmlm.recipe.schema import Recipe
+from pkmlm.recipe.schema import Recipe, flatten, scalar_text
 from pkmlm.runs.checkpoint import read_progress
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.train.job import Job

@@ -14,8 +14,8 @@ import numpy as np
 
 from pkmlm.errors import UserError
 from pkmlm.recipe.check import check_recipe
-from pkmlm.recipe.dump import dump_recipe, flatten
 from pkmlm.recipe.load import load_recipe
+from pkmlm.recipe.schema import dump_recipe, flatten
 from tests.forks import ROOT
 from tests.torture.oracle import STEPS, Ground
 

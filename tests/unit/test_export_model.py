@@ -22,8 +22,7 @@ from pkmlm.export.folder import read_export, write_export
 from pkmlm.export.modeling_pkmlm import PkmlmForCausalLM, PkmlmModel, visible
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.check import check_recipe
-from pkmlm.recipe.dump import flatten
-from pkmlm.recipe.schema import AttentionOptions, Hash, Memory, Model, Recipe, Train
+from pkmlm.recipe.schema import AttentionOptions, Hash, Memory, Model, Recipe, Train, flatten
 
 CPU = torch.device("cpu")
 REFUSED = {("model.attention", kind) for kind in ("linformer", "cosformer", "performer")}
