@@ -116,7 +116,8 @@ class PkmLM(TemplateLM):
         # Trees need a mask, which only softmax attention takes.
         max_tokens = 2 * self.max_length if self.run.recipe.model.attention == "softmax" else 0
         trees = sorted(build_prefix_trees(found, max_tokens), key=lambda tree: (-len(tree.tokens), tree.windows[0]))
-        plan = batches(trees, lambda tree: self._rows(len(tree.tokens)))
+        most = TOKENS[self.run.device.type]
+        plan = batches(trees, lambda tree: self.batch_size or max(1, most // len(tree.tokens)))
         scored_N2 = torch.zeros(len(found), 2, dtype=torch.float64)
         for window, score in self._run(plan, partial(score_trees, self.run.model), lambda tree: len(tree.tokens)):
             scored_N2[window] = torch.tensor(score, dtype=torch.float64)
@@ -147,10 +148,6 @@ class PkmLM(TemplateLM):
         for request, result in zip(requests, results, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, result)
         return results
-
-    def _rows(self, longest: int) -> int:
-        """How many rows of `longest` tokens make a batch."""
-        return self.batch_size or max(1, TOKENS[self.run.device.type] // longest)
 
     def _from_all(self, scores: torch.Tensor) -> torch.Tensor:
         """The scores of all ranks, each of which has its own in place and zeros elsewhere."""

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pkmlm.console import token_progress
 from pkmlm.distributed import World
@@ -12,9 +12,6 @@ from pkmlm.evaluate.load import LoadedRun, load_on_all_ranks
 from pkmlm.evaluate.perplexity import score
 from pkmlm.evaluate.text_choice import TextChoice
 from pkmlm.runs.results import EVAL, perplexity_file, split_name, tasks_file, text_name, write_evaluation
-
-if TYPE_CHECKING:  # lm_eval takes seconds to import, and most evaluations have no tasks
-    from pkmlm.evaluate.lm_eval import ZeroShotTask
 
 NO_PERPLEXITY: dict[str, Any] = {"stride": None, "source": None, "perplexity": None}
 NO_TASKS: dict[str, Any] = {"tasks": {}, "average_acc": None}
@@ -93,9 +90,8 @@ def evaluate_run(
     Raises:
         UserError: the run, the text or the tasks cannot be had; scores are not finite (exit code 1).
     """
-    loaded: list[ZeroShotTask] = []
     if tasks is not None:  # first: bad rows are named before a model is loaded
-        from pkmlm.evaluate.lm_eval import load_tasks, score_tasks
+        from pkmlm.evaluate.lm_eval import load_tasks, score_tasks  # which takes seconds
 
         loaded = load_tasks(tasks, None if task_data is None else Path(task_data), num_fewshot)
     quiet = quiet or world.rank > 0
@@ -112,7 +108,7 @@ def evaluate_run(
         assert found is not None
         record |= {"stride": stride or run.model.context, "source": documents.source, "perplexity": asdict(found)}
         warnings += documents.warnings
-    if loaded:
+    if tasks is not None:
         with token_progress("scoring", 0, quiet) as advance:
             scored, samples = score_tasks(run, loaded, limit=limit, batch_size=batch_size, advance=advance)
         record |= scored

@@ -40,9 +40,6 @@ from pkmlm.runs.files import sha256_of
 KINDS = ("multiple_choice", "loglikelihood", "loglikelihood_rolling")
 FEWSHOT_SEED = 1234  # lm-eval's own
 EXAMPLES = "few-shot examples"  # a split that no definition names
-LOGGERS = ("lm_eval", "datasets", "huggingface_hub")
-HINT = "give the rows with --task-data DIR, one JSON object a line in DIR/{}.jsonl"
-EXAMPLES_HINT = "give examples, one JSON object a line, in {}/{}.train.jsonl (--task-data), or none: --num-fewshot 0"
 Json = dict[str, Any]
 
 
@@ -122,7 +119,7 @@ def stock_definition(name: str, manager: TaskManager) -> Json:
         raise UserError(f"--tasks: {name!r} is a group of tasks", "name the tasks themselves")
     if entry is None or entry.yaml_path is None:
         known = [*SUITES, *manager.all_subtasks]
-        near = difflib.get_close_matches(name, known) or [other for other in known if name.lower() in other.lower()][:3]
+        near = difflib.get_close_matches(name, known)
         hint = f"did you mean {', '.join(near)}?" if near else "for example memoryformer, piqa, arc_easy or hellaswag"
         raise UserError(f"--tasks: lm-eval has no task {name!r}", hint)
     if "class" in (entry.cfg or {}):
@@ -130,7 +127,7 @@ def stock_definition(name: str, manager: TaskManager) -> Json:
     try:
         definition: Json = load_yaml(entry.yaml_path)
     except Exception as error:  # from the Python that it names: a package that this needs is missing, say
-        raise UserError(f"--tasks: {name} cannot be loaded: {kind_and_line(error)}") from None
+        raise UserError(f"--tasks: {name} cannot be loaded: {one_line(error)}") from None
     return definition
 
 
@@ -160,7 +157,7 @@ def load_task(
         raise UserError(f"--task-data: no rows of {name} (expected {file})")
     shots_asked = config.get("num_fewshot") or 0
     if examples is None and shots_asked:
-        check_examples(name, config, rows is not None, EXAMPLES_HINT.format(folder or "DIR", name))
+        check_examples(name, config, rows is not None, folder)
     if examples is not None:
         if shots_asked > len(examples.rows):
             message = f"--num-fewshot {shots_asked}: {examples.file} has {len(examples.rows):,} examples"
@@ -184,11 +181,11 @@ def load_task(
         if rows is not None:
             raise bad_row(name, own, rows, *first_failure(build, len(rows.rows), error)) from None
         if own is not None and local:
-            raise UserError(f"{own} cannot be used with its rows: {kind_and_line(error)}") from None
-        message = f"--tasks: no rows of {name} from the hub: {kind_and_line(error)}"
-        raise UserError(message, HINT.format(name)) from None
+            raise UserError(f"{own} cannot be used with its rows: {one_line(error)}") from None
+        hint = f"give the rows with --task-data DIR, one JSON object a line in DIR/{name}.jsonl"
+        raise UserError(f"--tasks: no rows of {name} from the hub: {one_line(error)}", hint) from None
     totals = task.aggregation()
-    totals.update({metric: bounded(total) for metric, total in totals.items()})
+    totals.update({metric: functools.partial(bounded, total) for metric, total in totals.items()})
     task.set_fewshot_seed(FEWSHOT_SEED)
     if rows is not None or own is not None:
         check_rows(name, own, task, rows, examples)
@@ -219,7 +216,7 @@ def read_rows(file: Path) -> Rows:
         datasets.Dataset.from_list(rows)
     except (ValueError, TypeError, OverflowError) as error:  # pyarrow's among them
         count, found = first_failure(lambda count: datasets.Dataset.from_list(rows[:count]), len(rows), error)
-        message = f"{file}:{lines[count - 1]}: no table holds this row with those before it: {first_line(found)}"
+        message = f"{file}:{lines[count - 1]}: no table holds this row with those before it: {one_line(found)}"
         raise UserError(message) from None
     return Rows(file, sha256_of(file), rows, lines)
 
@@ -239,14 +236,14 @@ def first_failure(attempt: Callable[[int], object], most: int, error: Exception)
 
 def bad_row(name: str, own: Path | None, rows: Rows, count: int, error: Exception) -> UserError:
     """That the task cannot use the row number `count` of a file."""
-    where, why = f"{rows.file}:{rows.lines[count - 1]}", kind_and_line(error)
+    where, why = f"{rows.file}:{rows.lines[count - 1]}", one_line(error)
     if own is not None:
         return UserError(f"{own} cannot be used with {where}: {why}")
     fields = ", ".join(rows.rows[count - 1]) or "none"
     return UserError(f"{where}: {name} cannot use this row: {why} (its fields: {fields[:200]})")
 
 
-def check_examples(name: str, config: Json, from_file: bool, hint: str) -> None:
+def check_examples(name: str, config: Json, from_file: bool, folder: Path | None) -> None:
     """Refuse few-shot examples that a definition takes from where there are none, or from its own questions: unless it
     says so by naming the test split, lm-eval does not leave out the one that is asked, with its answer.
 
@@ -259,6 +256,8 @@ def check_examples(name: str, config: Json, from_file: bool, hint: str) -> None:
         return
     training, validation, test = (config.get(f"{split}_split") for split in ("training", "validation", "test"))
     scored = test or validation
+    file = f"{folder or 'DIR'}/{name}.train.jsonl"
+    hint = f"give examples, one JSON object a line, in {file} (--task-data), or none: --num-fewshot 0"
     if (named or training or validation or test) == scored:
         if named is None or named != test:
             raise UserError(f"--num-fewshot: no examples for {name} but its own questions", hint)
@@ -284,14 +283,14 @@ def check_rows(name: str, own: Path | None, task: ConfigurableTask, rows: Rows |
                 if source is not None and len(documents) == len(source.rows):
                     raise bad_row(name, own, source, place + 1, error) from None
                 which = f"document {place + 1} of {source.file if source else 'its data'}"
-                raise UserError(f"{own or name} cannot be used with {which}: {kind_and_line(error)}") from None
+                raise UserError(f"{own or name} cannot be used with {which}: {one_line(error)}") from None
             for metric, value in metrics.items():
                 values[metric].append(value)
     try:
         for metric, found in values.items():
             task.aggregation()[metric](found)
     except Exception as error:
-        raise UserError(f"--tasks: {own or name}: lm-eval cannot sum up {metric}: {kind_and_line(error)}") from None
+        raise UserError(f"--tasks: {own or name}: lm-eval cannot sum up {metric}: {one_line(error)}") from None
 
 
 def check_document(task: ConfigurableTask, document: Json, shots: int, stock: bool) -> Json:
@@ -336,16 +335,12 @@ def check_document(task: ConfigurableTask, document: Json, shots: int, stock: bo
     return metrics
 
 
-def bounded(total: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """What sums up a metric; infinite where lm-eval divides by no bytes, or takes exp of more than floats hold."""
-
-    def total_or_infinity(items: Any) -> Any:
-        try:
-            return total(items)
-        except (OverflowError, ZeroDivisionError):
-            return math.inf
-
-    return total_or_infinity
+def bounded(total: Callable[[Any], float], items: Any) -> float:
+    """The total of a metric; infinite where lm-eval divides by no bytes, or takes exp of more than floats hold."""
+    try:
+        return total(items)
+    except (OverflowError, ZeroDivisionError):
+        return math.inf
 
 
 def score_tasks(
@@ -379,7 +374,7 @@ def score_tasks(
         own = ", ".join(str(each.own) for each in tasks if each.own is not None)
         if not own:
             raise
-        raise UserError(f"--tasks {own}: lm-eval cannot score it: {kind_and_line(error)}") from error
+        raise UserError(f"--tasks {own}: lm-eval cannot score it: {one_line(error)}") from error
     assert found is not None  # lm_eval returns None on ranks above 0; the adapter's is always 0
     records = {}
     for each in tasks:
@@ -452,20 +447,13 @@ def standard_error(values: Sequence[Any]) -> float | None:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keep lm-eval from writing on the terminal: its log, its bars, what its tasks print."""
-    loggers = [logging.getLogger(name) for name in LOGGERS]
-    levels = [logger.level for logger in loggers]
-    bars = datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
+    before = logging.root.manager.disable
+    logging.disable()
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        if not bars:
-            datasets.enable_progress_bars()
+        logging.disable(before)
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -492,11 +480,7 @@ def sandboxed_templates() -> Iterator[None]:
         lm_eval.utils.env = before
 
 
-def first_line(error: Exception) -> str:
-    """The first line of an error's message."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def kind_and_line(error: Exception) -> str:
-    """The kind of an error and the first line of its message, which often makes no sense alone."""
-    return first_line(error) if type(error) is ValueError else f"{type(error).__name__}: {first_line(error)}"
+def one_line(error: Exception) -> str:
+    """The first line of an error's message, with its kind: alone it often makes no sense."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return line if type(error) is ValueError else f"{type(error).__name__}: {line}"

@@ -56,11 +56,16 @@ def load_run(path: str | Path, step: str = "latest", device: torch.device | None
         device: None: CUDA where there is one, else the CPU.
 
     Raises:
-        UserError: no such run or checkpoint, or it is damaged.
+        UserError: no such run or checkpoint, or it is damaged; another step than that of the export.
     """
     device = device or default_device()
-    if is_export(Path(path)):
-        return load_export(Path(path), step, device)
+    if is_export(path := Path(path)):
+        recipe, origin, model, tokenizer = read_export(path, device)
+        if step not in ("latest", str(origin.step)):
+            raise UserError(f"{path} is an export of step {origin.step} (found --step {step})", "leave --step out")
+        check_values(model, path)
+        frozen = model.eval().requires_grad_(False)
+        return LoadedRun(path, origin.step, origin.tokens, recipe, frozen, tokenizer, device, exported=True)
     run = RunDirectory.existing(path)
     run.check_tokenizer()
     recipe, tokenizer = run.recipe(), Tokenizer.load(run.tokenizer_file)
@@ -95,20 +100,6 @@ def load_on_all_ranks(path: str | Path, step: str, world: World | None) -> Loade
         run = load_run(path, step)
     newest = max(world.gather_objects(run.step))
     return run if run.step == newest else load_run(path, str(newest))
-
-
-def load_export(path: Path, step: str, device: torch.device) -> LoadedRun:
-    """Load what `pkmlm export` wrote.
-
-    Raises:
-        UserError: another step was asked for, or see `read_export`.
-    """
-    recipe, origin, model, tokenizer = read_export(path, device)
-    if step not in ("latest", str(origin.step)):
-        raise UserError(f"{path} is an export of step {origin.step} (found --step {step})", "leave --step out")
-    check_values(model, path)
-    frozen = model.requires_grad_(False)
-    return LoadedRun(path, origin.step, origin.tokens, recipe, frozen, tokenizer, device, exported=True)
 
 
 def check_values(model: Transformer, path: Path) -> None:

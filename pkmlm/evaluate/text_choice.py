@@ -63,9 +63,5 @@ class TextChoice(NamedTuple):
             problem = f"holds no tokens (no {FILE} in it)" if Path(self.data).exists() else "does not exist"
             hint = "give a folder that `pkmlm tokenize -o` wrote, or a text with --text FILE"
             raise UserError(f"--data {self.data} {problem}", hint)
-        if folder is None:
-            message = f"{path} names no data.dir"
-        else:
-            base = "" if Path(folder).is_absolute() else f", relative to {Path.cwd()}"
-            message = f"the tokens of {path} are not in {folder}{base}"
+        message = f"{path} names no data.dir" if folder is None else f"the tokens of {path} are not in {folder}"
         raise UserError(message, "name their folder with --data DIR, or give a text with --text FILE")

@@ -20,11 +20,13 @@ def card_of(recipe: Recipe, origin: Origin, parameters: int, dtype: str, scores:
     """
     model = recipe.model
     length = min(40, model.context // 2)  # the model sees no further than its context
+    source = recipe.train.init_from
+    start = f", from the weights of {printable(Path(source).name)}, whose own training is not counted" if source else ""
     facts = [
         f"- {parameters:,} parameters in {dtype}; {model.layers} layers of width {model.dim}, "
         f"{model.heads} attention heads, a context of {model.context:,} tokens",
         f"- {described(model)}",
-        f"- trained on {origin.tokens:,} tokens ({origin.step:,} steps){started(recipe)}",
+        f"- trained on {origin.tokens:,} tokens ({origin.step:,} steps){start}",
         *(
             f"- {scored}: perplexity {found['token_ppl']:,.2f} a token, {found['bits_per_byte']:.4f} bits a byte"
             for scored, found in scores.items()
@@ -53,12 +55,6 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens={length})[0], ski
 `path` is this folder. The tokenizer (it needs `pip install sentencepiece`) loses nothing: every text comes back from
 decoding. It puts the end-of-document token before a text, as training did; `add_special_tokens=False` leaves it out.
 """
-
-
-def started(recipe: Recipe) -> str:
-    """Where training began, if not at random."""
-    source = recipe.train.init_from
-    return f", from the weights of {printable(Path(source).name)}, whose own training is not counted" if source else ""
 
 
 def described(model: Model) -> str:

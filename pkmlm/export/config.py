@@ -51,14 +51,6 @@ def is_export(path: Path) -> bool:
     return any((path / name).is_file() for name in (CONFIG, *CODE)) and not (path / "recipe.yaml").exists()
 
 
-def model_type(path: Path) -> Any:
-    """What kind of model a folder's config.json says that it is; None where it says nothing."""
-    try:
-        return read_json(path / CONFIG, "the model's configuration").get("model_type")
-    except (UserError, AttributeError):
-        return None
-
-
 def config_of(recipe: Recipe, rows: int, tokenizer: "Tokenizer", origin: Origin, dtype: str) -> dict[str, Any]:
     """The content of config.json: the recipe's `model` key by key, all else of the recipe under `trained`.
 
@@ -92,12 +84,6 @@ def special_ids(tokenizer: "Tokenizer") -> dict[str, int]:
         "eos_token_id": tokenizer.eos,
         "pad_token_id": tokenizer.unknown,
     }
-
-
-def generation_config(rows: int, tokenizer: "Tokenizer") -> dict[str, Any]:
-    """The content of generation_config.json; rows of the embedding that are no pieces are never generated."""
-    spare = list(range(tokenizer.size, rows))
-    return special_ids(tokenizer) | ({"suppress_tokens": spare} if spare else {})
 
 
 def tokenizer_config(context: int) -> dict[str, Any]:

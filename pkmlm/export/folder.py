@@ -24,9 +24,8 @@ from pkmlm.export.config import (
     MODEL_TYPE,
     Origin,
     config_of,
-    generation_config,
-    model_type,
     read_config,
+    special_ids,
     tokenizer_config,
 )
 from pkmlm.model.transformer import Transformer, build_model
@@ -75,7 +74,11 @@ def check_free(path: Path, force: bool) -> None:
     foreign = [name for name in entries if name not in known and not SHARD.fullmatch(name)]
     if foreign:
         raise UserError(f"-o {path} holds {foreign[0]}, which no export wrote", "choose another folder")
-    if entries and model_type(path) != MODEL_TYPE:
+    try:
+        found = read_json(path / CONFIG, "the model's configuration").get("model_type")
+    except (UserError, AttributeError):
+        found = None
+    if entries and found != MODEL_TYPE:
         expected = f"expected {CONFIG} with model_type {MODEL_TYPE!r}"
         raise UserError(f"-o {path} is no export, which --force could replace ({expected})", "choose another folder")
 
@@ -111,7 +114,9 @@ def write_export(
         read = write_weights(folder, model, dtype, shard_bytes)
         size = sum((folder / name).stat().st_size for name in read)
         write_json(folder / CONFIG, config_of(recipe, rows, tokenizer, origin, dtype))
-        write_json(folder / "generation_config.json", generation_config(rows, tokenizer))
+        spare = list(range(tokenizer.size, rows))  # rows of the embedding that are no pieces
+        generation = special_ids(tokenizer) | ({"suppress_tokens": spare} if spare else {})
+        write_json(folder / "generation_config.json", generation)
         write_json(folder / TOKENIZER_CONFIG, tokenizer_config(recipe.model.context))
         with writing(folder / TOKENIZER) as file:
             file.write(tokenizer.model_bytes)
@@ -123,14 +128,12 @@ def write_export(
     return size
 
 
-def exported_name(name: str) -> str:
-    """What a tensor of our model is called in an export."""
-    return name.replace("untied_head.", "lm_head.", 1) if name.startswith("untied_head.") else f"model.{name}"
-
-
 def exported_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of our model that an export holds, by their names there."""
-    return {exported_name(name): tensor for name, tensor in model.state_dict().items()}
+    return {
+        name.replace("untied_head.", "lm_head.") if name.startswith("untied_head.") else f"model.{name}": tensor
+        for name, tensor in model.state_dict().items()
+    }
 
 
 def write_weights(folder: Path, model: nn.Module, dtype: str, shard_bytes: int) -> list[str]:
@@ -230,27 +233,18 @@ def open_weights(path: Path, expected: dict[str, Tensor]) -> Iterator[dict[str, 
     Raises:
         UserError: (exit code 1) a file is missing or damaged, or holds other tensors.
     """
+    names = {WHOLE}
+    if (path / INDEX).exists() and not (path / WHOLE).exists():
+        index = read_json(path / INDEX, "the index of the weights", HINT, exit_code=1, schema=WeightIndex)
+        names = set(index["weight_map"].values())
+        if not all(map(SHARD.fullmatch, names)):
+            raise UserError(f"{path / INDEX} is no index of weights", HINT, exit_code=1)
     with contextlib.ExitStack() as stack:
         try:
-            files = [stack.enter_context(safe_open(path / name, framework="pt")) for name in weight_files(path)]
+            files = [stack.enter_context(safe_open(path / name, framework="pt")) for name in names]
         except (SafetensorError, OSError) as error:
             raise UserError(f"cannot read the weights of {path}: {error}", HINT, exit_code=1) from None
         found = {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118
         shapes = {name: list(tensor.shape) for name, tensor in expected.items()}
         check_tensors(path, found, shapes, dict.fromkeys(expected, FLOATS), hint=HINT, exit_code=1)
         yield found
-
-
-def weight_files(path: Path) -> set[str]:
-    """The names of the files that hold a folder's weights: one, or those of its index.
-
-    Raises:
-        UserError: (exit code 1) the index is damaged.
-    """
-    if (path / WHOLE).exists() or not (path / INDEX).exists():
-        return {WHOLE}
-    index = read_json(path / INDEX, "the index of the weights", HINT, exit_code=1, schema=WeightIndex)
-    files = set(index["weight_map"].values())
-    if not all(map(SHARD.fullmatch, files)):
-        raise UserError(f"{path / INDEX} is no index of weights", HINT, exit_code=1)
-    return files
