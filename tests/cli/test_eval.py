@@ -70,9 +70,11 @@ def test_several_texts_and_standard_input_have_names(trained, tmp_path, monkeypa
     for text, name in (("c/*", "2 files of c/*"), ("c/a*", "a b.txt"), ("-", "standard input")):
         said = pkmlm("eval", "run", "-q", "--text", text, stdin="some text").stdout
         assert said.startswith(f"run at step 30, {name}\n")
+        assert "nats a token" in said
+        assert all(len(line) <= 80 for line in said.splitlines())
     kept = sorted(re.sub(r"-[0-9a-f]{8}-step-30\.json", "", file.name) for file in Path("run/eval").iterdir())
     assert kept == ["text-2_files_of_c_", "text-a_b.txt", "text-standard_input"]
-    assert pkmlm("eval", "run", "--text", "-", stdin="", code=2).stderr == "error: standard input holds no text\n"
+    assert "standard input" in pkmlm("eval", "run", "--text", "-", stdin="", code=2).stderr
 
 
 def test_validation_during_training_is_eval_on_valid(tmp_path, write_recipe):
@@ -111,56 +113,40 @@ def test_best_and_numbered_steps(trained):
     assert json.loads(pkmlm("eval", run, "--json", "--step", "20").stdout)["step"] == 20
     best = int((run / "best").read_text().strip()[5:])
     assert json.loads(pkmlm("eval", run, "--json", "--step", "best").stdout)["step"] == best
-    assert "has no checkpoint at step 7 (has " in pkmlm("eval", run, "--step", 7, code=2).stderr
-
-
-def test_a_table_for_people(trained):
-    said = pkmlm("eval", trained("dense")).stdout
-    assert "nats a token" in said
-    assert all(len(line) <= 80 for line in said.splitlines())
+    assert "step 7" in pkmlm("eval", run, "--step", 7, code=2).stderr
 
 
 def test_mistakes_are_told_in_one_line(trained, tmp_path):
+    run = trained("dense")
     assert "does not exist" in pkmlm("eval", tmp_path / "none", code=2).stderr
-    assert "is not a run directory" in pkmlm("eval", tmp_path, code=2).stderr
-    assert "no split 'tset'" in pkmlm("eval", trained("dense"), "--split", "tset", code=2).stderr
-    assert "exclude each other" in pkmlm("eval", trained("dense"), "--split", "test", "--text", "x", code=2).stderr
-    assert "2 files (expected one" in pkmlm("eval", trained("dense"), "--text", "x", "--text", "y", code=2).stderr
-    assert "goes with --text" in pkmlm("eval", trained("dense"), "--separator", "x", code=2).stderr
-    for command in ("eval", "usage-report", "slots"):
-        said = pkmlm(command, trained("dense"), "--split", "test", "--field", "text", code=2).stderr
-        assert said.startswith("error: --field goes with --text")
+    assert "run directory" in pkmlm("eval", tmp_path, code=2).stderr
+    assert "'tset'" in pkmlm("eval", run, "--split", "tset", code=2).stderr
     (tmp_path / "a.jsonl").write_text('{"text": "It was"}')
-    pkmlm("eval", trained("dense"), "--text", tmp_path / "a.jsonl", "--field", "text")
-    options = ["--text", tmp_path / "a.jsonl", "--separator", "x"]
-    assert "--separator is for text files" in pkmlm("eval", trained("dense"), *options, code=2).stderr
     (tmp_path / "empty.txt").write_text("")
-    options = ["--text", tmp_path / "empty.txt", "--field", "body"]
-    assert "--field is for JSON lines" in pkmlm("eval", trained("dense"), *options, code=2).stderr
-    assert "empty.txt" in pkmlm("eval", trained("dense"), "--text", tmp_path / "empty.txt", code=2).stderr
-    broken = tmp_path / "broken"
-    shutil.copytree(trained("dense"), broken)
+    pkmlm("eval", run, "--text", tmp_path / "a.jsonl", "--field", "text")
+    for option, *others in (
+        ("--split", "test", "--text", "x"),
+        ("--text", "x", "--text", "y"),
+        ("--separator", "x"),
+        ("--field", "text", "--split", "test"),
+        ("--separator", "x", "--text", tmp_path / "a.jsonl"),
+        ("--field", "body", "--text", tmp_path / "empty.txt"),
+    ):
+        assert option in pkmlm("eval", run, option, *others, code=2).stderr
+    assert "empty.txt" in pkmlm("eval", run, "--text", tmp_path / "empty.txt", code=2).stderr
+    broken = shutil.copytree(run, tmp_path / "broken")
     (broken / "tokenizer.model").write_bytes(b"garbage")
-    told = "hint: copy it again from the tokens that the run was trained on\n"
-    assert pkmlm("eval", broken, code=1).stderr.endswith(told)
+    assert "tokenizer.model" in pkmlm("eval", broken, code=1).stderr
     (broken / "tokenizer.model").unlink()
-    said = pkmlm("eval", broken, code=1).stderr
-    assert said == f"error: {broken / 'tokenizer.model'} is missing\n{told}"
+    assert "tokenizer.model is missing" in pkmlm("eval", broken, code=1).stderr
 
 
 def test_a_run_without_a_checkpoint_says_why(trained, tmp_path):
     run = shutil.copytree(trained("dense"), tmp_path / "run", ignore=shutil.ignore_patterns("step-*"))
     facts = json.loads((run / "run.json").read_text())
-    for status, error, hint in (
-        ("running", "has no checkpoint yet", "let it train to its first checkpoint"),
-        (
-            "diverged",
-            "diverged before its first checkpoint",
-            "train under another -o with a lower optim.lr or a longer warm-up",
-        ),
-    ):
+    for status, said in (("running", "no checkpoint yet"), ("diverged", "diverged before its first checkpoint")):
         (run / "run.json").write_text(json.dumps({**facts, "status": status}))
-        assert pkmlm("eval", run, code=2).stderr == f"error: run {run} {error}\nhint: {hint}\n"
+        assert said in pkmlm("eval", run, code=2).stderr
 
 
 def move_tokens(run, folder):
@@ -192,24 +178,20 @@ def test_tokens_that_have_moved_are_named_with_data(trained, tokens, novels, tmp
     pkmlm("export", run, "-o", tmp_path / "exported")
     kept = ["--tokenizer", run / "tokenizer.model", f"--test={novels}/test.txt", "-o", tmp_path / "others", "-q"]
     pkmlm("tokenize", novels / "valid.txt", *kept)
-    others = f"the train tokens in {tmp_path / 'others'} are not those that run run trained with"
     for command in ("eval", "usage-report", "slots"):
         for path in (run, tmp_path / "exported"):
             said = pkmlm(command, path, "-q", code=2).stderr
-            assert said.startswith(f"error: the tokens of {path} are not in {tmp_path / 'gone'}\nhint: ")
+            assert f"{path} are not in {tmp_path / 'gone'}" in said
             assert "--data" in said
             found = pkmlm(command, path, "-q", "--data", tokens)
             assert found.stderr == ""
             before = pkmlm(command, trained("product-key"), "-q").stdout
             assert found.stdout.splitlines()[5:] == before.splitlines()[5:]
-        assert f"error: --data: {others}\n" in pkmlm(command, run, "--data", tmp_path / "others", code=2).stderr
-        assert "exclude each other" in pkmlm(command, run, "--data", tokens, "--text", "x", code=2).stderr
-        for missing, problem in (
-            (tmp_path / "nowhere", "does not exist"),
-            (run, "holds no tokens (no index.json in it)"),
-        ):
-            said = pkmlm(command, run, "--data", missing, code=2).stderr
-            assert said.startswith(f"error: --data {missing} {problem}\nhint: ")
+        said = pkmlm(command, run, "--data", tmp_path / "others", code=2).stderr
+        assert f"the train tokens in {tmp_path / 'others'} are not those" in said
+    assert "--text" in pkmlm("eval", run, "--data", tokens, "--text", "x", code=2).stderr
+    for missing in (tmp_path / "nowhere", run):
+        assert f"--data {missing}" in pkmlm("eval", run, "--data", missing, code=2).stderr
     kept_results = [json.loads((run / f"{name}/test-step-30.json").read_text()) for name in ("eval", "usage")]
     assert kept_results[0]["source"]["folder"] == str(tokens)
     assert "PROMPT excludes" in pkmlm("slots", run, "It was", "--data", tokens, code=2).stderr
@@ -224,10 +206,8 @@ def test_tokens_of_another_tokenizer_are_refused(trained, novels, tmp_path):
     for place in (trained("product-key"), tmp_path / "exported"):
         for command in ("eval", "usage-report", "slots"):
             said = pkmlm(command, place, "-q", "--split", "train", "--data", tmp_path / "other", code=2).stderr
-            what, hint = (re.sub(r" \([0-9a-f]{12}\)", "", line) for line in said.splitlines())
-            theirs = place / "tokenizer.model"
-            assert what == f"error: {tmp_path / 'other'} was tokenized with another tokenizer than {theirs}"
-            assert hint == f"hint: tokenize the text again with --tokenizer {theirs}"
+            assert str(tmp_path / "other") in said
+            assert f"--tokenizer {place / 'tokenizer.model'}" in said
 
 
 def test_another_test_split_takes_no_place_of_the_runs_own(trained, tokens, novels, tmp_path):
@@ -259,18 +239,14 @@ def test_a_text_that_is_not_divided_as_the_tokens_were_is_warned_of(trained, nov
     kept = ["--tokenizer", run / "tokenizer.model", "-o", tmp_path / "divided", "-q"]
     pkmlm("tokenize", novels / "train.txt", "--separator", r"\n\n", *kept)
     (tmp_path / "x.txt").write_text("one\n\ntwo\n\nthree")
-    told = (
-        "warning: x.txt: read as 1 document, "
-        r"but --separator '\n\n', as the run's tokens had it, divides it into 3" + "\n"
-    )
     for command in ("eval", "usage-report", "slots"):
-        for _ in range(2):
-            assert pkmlm(command, run, "-q", "--text", tmp_path / "x.txt").stderr == told, command
+        for _ in range(2):  # the second time from what is kept
+            said = pkmlm(command, run, "-q", "--text", tmp_path / "x.txt").stderr
+            assert said.startswith("warning: x.txt: read as 1 document"), command
+            assert r"--separator '\n\n'" in said
         assert pkmlm(command, run, "-q", "--text", tmp_path / "x.txt", "--separator", r"\n\n").stderr == ""
-    (tmp_path / "y.txt").write_text("one\n\n")
     (tmp_path / "z.jsonl").write_text(json.dumps({"text": "one\n\ntwo"}))
-    for name in ("y.txt", "z.jsonl"):
-        assert pkmlm("eval", run, "-q", "--text", tmp_path / name).stderr == "", name
+    assert pkmlm("eval", run, "-q", "--text", tmp_path / "z.jsonl").stderr == ""
 
 
 def test_generate_continues_a_prompt_the_same_way_for_a_seed(trained):
@@ -284,12 +260,9 @@ def test_generate_continues_a_prompt_the_same_way_for_a_seed(trained):
     assert pkmlm("generate", run, "-n", 5).stdout
 
 
-def test_generate_takes_numbers_only():
-    for option in ("--temperature", "--top-p"):
-        for value in ("nan", "inf", "-inf", "x"):
-            done = pkmlm("generate", "run", "It was", option, value, code=2)
-            assert option in done.stderr
-            assert done.stdout == ""
+@pytest.mark.parametrize("option", ["--temperature", "--top-p"])
+def test_generate_takes_numbers_only(option):
+    assert option in pkmlm("generate", "run", "It was", option, "nan", code=2).stderr
 
 
 def test_a_model_with_more_rows_than_pieces_generates_pieces_alone(tmp_path, write_recipe):

@@ -130,7 +130,7 @@ def test_logits_of_random_recipes(tmp_path, tokenizer):
 @pytest.mark.parametrize("attention", [kind for _, kind in sorted(REFUSED)])
 def test_other_attention_than_softmax_is_not_exported(attention, tmp_path, tokenizer):
     recipe = recipe_of(replace(MODEL, attention=attention, attention_options=AttentionOptions(block=8, rank=2)))
-    with pytest.raises(UserError, match=f"tiny: {attention} attention cannot be exported") as caught:
+    with pytest.raises(UserError, match=attention) as caught:
         exported(tmp_path / "export", build_model(recipe, 600), recipe, tokenizer)
     assert caught.value.exit_code == 2
     assert not list(tmp_path.iterdir())
@@ -187,9 +187,8 @@ def test_greedy_texts_are_ours_alone_and_in_a_batch(pair):
     ours, theirs, _ = pair
     prompts = [[1, *IDS_BT[0, :7].tolist()], [1, *IDS_BT[1, :2].tolist()]]
     greedy = [list(generate(ours, prompt, Sampling(temperature=0), 12, 600)) for prompt in prompts]
-    for cached in (True, False, "static"):
-        how = {"cache_implementation": "static"} if cached == "static" else {"use_cache": cached}
-        how |= {"max_new_tokens": 12, "do_sample": False}
+    for cache in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
+        how = {**cache, "max_new_tokens": 12, "do_sample": False}
         for prompt, expected in zip(prompts, greedy, strict=True):
             assert theirs.generate(torch.tensor([prompt]), **how)[0, len(prompt) :].tolist() == expected
         batch = torch.tensor([prompts[0], [0] * 5 + prompts[1]])
@@ -281,15 +280,12 @@ def test_what_transformers_saves_again_is_read(pair, tokenizer, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_narrower_weights_keep_queries_and_keys(pair, tokenizer, tmp_path, dtype):
+def test_narrower_weights_keep_queries_and_keys(pair, tokenizer, tmp_path):
     ours, theirs, folder = pair
-    recipe = read_export(folder, CPU).recipe
-    narrow = exported(tmp_path / "narrow", ours, recipe, tokenizer, dtype=dtype)
-    stored = {}
+    recipe, half = read_export(folder, CPU).recipe, torch.bfloat16
+    narrow = exported(tmp_path / "narrow", ours, recipe, tokenizer, dtype="bf16")
     with safe_open(tmp_path / "narrow" / "model.safetensors", "pt") as file:
         stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    half = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     for name, tensor in narrow.state_dict().items():
         kept = ".memory." in name and ".values." not in name
         assert tensor.dtype == (torch.float32 if kept else half), name

