@@ -8,8 +8,6 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from pkmlm.export.config import is_export
-from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import read_json
 from pkmlm.runs.results import STATE, CheckpointState, partial_tasks, task_scores, test_perplexity, test_usage
@@ -36,10 +34,7 @@ def compare_runs(paths: Sequence[str]) -> Comparison:
     strays = {path for path in paths if Path(path).exists() and not RunDirectory(path).recipe_file.is_file()}
     if strays.issuperset(paths):
         strays = set()  # opening the first tells what is wrong with it
-    warnings = []
-    for path in sorted(strays):
-        why = "an export" if is_export(Path(path)) else "no recipe.yaml in it"
-        warnings.append(f"left out {path}: it is no run ({why})")
+    warnings = [f"left out {path}: it is no run (no recipe.yaml in it)" for path in sorted(strays)]
     runs = open_runs([path for path in paths if path not in strays], RunDirectory.existing)
     saved = {label: max(run.steps(), default=0) for label, run in runs.items()}  # read first: some may be training
     facts = [facts_of(label, run) for label, run in runs.items()]
@@ -48,7 +43,11 @@ def compare_runs(paths: Sequence[str]) -> Comparison:
         if logged < last:
             ends = f"metrics.jsonl ends at step {logged:,} of {last:,}"
             warnings.append(f"{run['run']}: {ends}: its totals and curves end there")
-    return Comparison(runs, facts, warnings + partly_measured(runs) + differences(runs))
+    for label, measured in runs.items():
+        if partial := partial_tasks(measured.path):
+            names = ", ".join(sorted(partial))
+            warnings.append(f"{label}: left out {names}: measured in part only, with --limit")
+    return Comparison(runs, facts, warnings + differences(runs))
 
 
 def open_runs(paths: Iterable[str], opener: Callable[[str], RunDirectory]) -> dict[str, RunDirectory]:
@@ -72,7 +71,7 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
     token), valid_token_ppl, valid_bits_per_byte (of the best validation), test_step, test_token_ppl, test_word_ppl,
     test_bits_per_byte (of the newest evaluation of the test split), tasks_step, tasks ({name: {"acc", ...}}, see
     `task_scores`), average_acc (over these), usage_step, usage (memories of the newest usage report of the test
-    split).
+    split). The kind is dense, hash, the kind of memory, or hash + that.
     """
     recorded, metrics, recipe = run.facts(), run.metrics(), run.recipe()
     parameters = recorded.get("parameters") or {}
@@ -84,9 +83,10 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
     tasks_step, tasks = task_scores(run.path)
     usage_step, usage = test_usage(run.path)
     scores = test.get("perplexity") or {}
+    parts = (recipe.model.projections, recipe.model.memory.kind)
     return {
         "run": label,
-        "kind": kind_of(recipe),
+        "kind": " + ".join(part for part in parts if part not in ("dense", "none")) or "dense",
         "dim": recipe.model.dim,
         "layers": recipe.model.layers,
         "lr": recipe.optim.lr,
@@ -109,14 +109,6 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
     }
 
 
-def kind_of(recipe: Recipe) -> str:
-    """dense, hash, the kind of memory, or hash + that."""
-    model = recipe.model
-    parts = ["hash"] if model.projections == "hash" else []
-    parts += [model.memory.kind] if model.memory.kind != "none" else []
-    return " + ".join(parts) or "dense"
-
-
 def mean(values: Iterable[float | None]) -> float | None:
     """Of the values that are known; None where none is."""
     known = [value for value in values if value is not None]
@@ -127,21 +119,11 @@ def latest_state(run: RunDirectory) -> Facts:
     """The state.json of the latest checkpoint; empty if there is none."""
     steps = run.steps()
     state = run.checkpoint(steps[-1]) / STATE if steps else None
+    if state is None or not state.exists():
+        return {}
     hint = "the checkpoint is damaged: `pkmlm train` goes back to the one before it"
-    found: Facts = {}
-    if state and state.exists():
-        found = read_json(state, "the checkpoint's state", hint, exit_code=1, schema=CheckpointState)
+    found: Facts = read_json(state, "the checkpoint's state", hint, exit_code=1, schema=CheckpointState)
     return found
-
-
-def partly_measured(runs: dict[str, RunDirectory]) -> list[str]:
-    """A warning for each run that has results of some tasks from `eval --limit` alone."""
-    warnings = []
-    for label, run in runs.items():
-        if partial := partial_tasks(run.path):
-            names = ", ".join(sorted(partial))
-            warnings.append(f"{label}: left out {names}: measured in part only, with --limit")
-    return warnings
 
 
 def differences(runs: dict[str, RunDirectory]) -> list[str]:

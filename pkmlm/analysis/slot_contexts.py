@@ -182,10 +182,6 @@ class Pattern(NamedTuple):
     shared: int
     contexts: int
 
-    def __str__(self) -> str:
-        what = self.what if self.kind == "place" else f'"{self.what}"'
-        return f"{self.kind} {what} {self.shared}/{self.contexts}"
-
 
 def find_pattern(contexts: Sequence[Context]) -> Pattern | None:
     """What most of the JUDGED strongest contexts share (of equals the first of token, next, previous, place); None if

@@ -6,6 +6,7 @@ model; V: vocabulary.
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -82,15 +83,13 @@ def slot_number(name: str, tap: UsageTap) -> int:
     Raises:
         UserError: there is none.
     """
-    parts, columns = name.split(":"), _columns(tap)
-    numbers = [int(part) for part in parts if part.isascii() and part.isdecimal() and len(part) < 19]
-    found = -1
-    if len(numbers) == len(parts) == 1:
-        found = numbers[0]
-    elif len(numbers) == len(parts) == 2 and columns is not None:
-        row = numbers[0] if tap.shared else numbers[0] - 1
-        if row >= 0 and numbers[1] < columns:
-            found = row * columns + numbers[1]
+    columns, found = _columns(tap), -1
+    if match := re.fullmatch(r"([0-9]{1,18})(?::([0-9]{1,18}))?", name):
+        if match[2] is None:
+            found = int(match[1])
+        elif columns is not None and int(match[2]) < columns:
+            row = int(match[1]) if tap.shared else int(match[1]) - 1
+            found = row * columns + int(match[2])
     if not 0 <= found < tap.slots:
         last = slot_name(tap.slots - 1, tap)
         names = f" or {slot_name(0, tap)} to {last}" if columns is not None else ""
@@ -152,15 +151,13 @@ class LogitLens:
         wanted = torch.tensor(list(slots), dtype=torch.int64, device=self.table_KD.device)
         found: list[tuple[list[Word], list[Word]]] = []
         for slots_S in wanted.split(CHUNK):
-            logits_SV = self.logits(slots_S)
-            sides = [self._named(logits_SV, sign, min(most, logits_SV.shape[1])) for sign in (1, -1)]
+            logits_SV, sides = self.logits(slots_S), []
+            for sign in (1, -1):
+                top = (sign * logits_SV).topk(min(most, logits_SV.shape[1]))
+                rows = zip(top.indices.tolist(), (sign * top.values).tolist(), strict=True)
+                sides.append([[Word(self.tokenizer.piece(t), x) for t, x in zip(*row, strict=True)] for row in rows])
             found += list(zip(*sides, strict=True))
         return found
-
-    def _named(self, logits_SV: Tensor, sign: int, most: int) -> list[list[Word]]:
-        top = (sign * logits_SV).topk(most)
-        pairs = zip(top.indices.tolist(), (sign * top.values).tolist(), strict=True)
-        return [[Word(self.tokenizer.piece(t), logit) for t, logit in zip(*row, strict=True)] for row in pairs]
 
 
 class SlotIndex(NamedTuple):
@@ -368,136 +365,84 @@ def page_slots(run: LoadedRun, indexes: Sequence[SlotIndex], documents: Document
     return found
 
 
-class TokenReads(NamedTuple):
-    """A token of a text and the slots that it reads most: (slot, weight), strongest first."""
-
-    token: str
-    slots: list[tuple[int, float]]
-
-
-@torch.no_grad()
-def read_text(run: LoadedRun, memory: SparseMemory, ids: list[int], most: int) -> list[TokenReads]:
-    """Which slots of a memory each token of a text reads, the end-of-document token before it first.
+def report_slots(
+    run: LoadedRun, memory: SparseMemory, choice: TextChoice, slot: str | None, top: int, quiet: bool
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The slots with most mass on a text, and how many of them have a pattern; or one slot, and its strongest contexts.
 
     Args:
         run: whose model reads.
         memory: of that model.
-        ids: of the text; it is read in windows of the model's context, each without the one before.
-        most: slots of a token.
+        choice: of the text.
+        slot: the one slot, see `slot_number`; None: those with most mass.
+        top: how many slots; of one slot, how many contexts.
+        quiet: no progress.
+
+    Returns:
+        What `pkmlm slots --json` prints, and warnings about the text.
+
+    Raises:
+        UserError: there is no such slot, `top` is too large, or the text cannot be read.
     """
-    found: list[TokenReads] = []
+    tap, number, kept = memory.tap, None, JUDGED
+    if slot is not None:
+        number, kept, most = slot_number(slot, tap), max(top, JUDGED), MOST_KEPT // tap.slots
+        if top > most:
+            message = f"--top: found {top} (expected at most {most}: so many are kept of each of {tap.slots:,} slots)"
+            raise UserError(message)
+    elif top > MOST_DESCRIBED:
+        message = f"--top: found {top} (expected at most {MOST_DESCRIBED} slots)"
+        raise UserError(message, "`pkmlm usage-report --export FILE` writes reads and mass of every slot")
+    documents = chosen_documents(choice, run)
+    with token_progress(f"reading {printable(run.name)}", documents.tokens, quiet) as advance:
+        (index,) = index_slots(run, documents, advance, kept, memory)
+    chosen = most_read(index.usage, top) if number is None else [number]
+    (slots,) = slot_details(run, [index], [chosen], chosen_documents(choice, run))
+    record = _head(run, tap) | {"split": documents.name, "tokens": index.usage.tokens}
+    if number is None:
+        record["patterns"] = count_patterns(slots)
+    else:
+        slots = [each._replace(contexts=each.contexts[:top]) for each in slots]
+    return record | {"slots": [each.as_json() for each in slots]}, documents.warnings
+
+
+@torch.no_grad()
+def report_prompt(run: LoadedRun, memory: SparseMemory, prompt: str, top: int) -> dict[str, Any]:
+    """What `pkmlm slots PROMPT --json` prints: the slots that each token reads most, the end-of-document token first.
+
+    Args:
+        run: whose model reads.
+        memory: of that model.
+        prompt: any text; it is read in windows of the model's context, each without the one before.
+        top: how many slots of a token.
+    """
+    tap = memory.tap
+    reads: list[tuple[str, list[tuple[int, float]]]] = []
 
     def listen(slots_NHk: Tensor, weights_NHk: Tensor) -> None:
         for slots_Hk, weights_Hk, token in zip(slots_NHk, weights_NHk, window, strict=True):
             _, slot_R, weight_R = summed_reads(slots_Hk[None], weights_Hk[None])
-            order_R = weight_R.sort(descending=True, stable=True).indices[:most]
+            order_R = weight_R.sort(descending=True, stable=True).indices[:top]
             pairs = zip(slot_R[order_R].tolist(), weight_R[order_R].tolist(), strict=True)
-            found.append(TokenReads(run.tokenizer.piece(token), list(pairs)))
+            reads.append((run.tokenizer.piece(token), list(pairs)))
 
-    stream = [run.tokenizer.eos, *ids]
-    with ReadListener([(memory.tap, listen)]):
+    stream = [run.tokenizer.eos, *run.tokenizer.encode(prompt)]
+    with ReadListener([(tap, listen)]):
         for start in range(0, len(stream), run.model.context):
             window = stream[start : start + run.model.context]
             run.model.hidden(torch.tensor([window], device=run.device))
-    return found
-
-
-class SlotsReport(NamedTuple):
-    """What `pkmlm slots --json` prints, and the warnings about the text."""
-
-    record: dict[str, Any]
-    warnings: tuple[str, ...] = ()
-
-
-def report_most_read(run: LoadedRun, memory: SparseMemory, choice: TextChoice, top: int, quiet: bool) -> SlotsReport:
-    """The slots with most mass on a text, and how many of them have a pattern.
-
-    Args:
-        run: whose model reads.
-        memory: of that model.
-        choice: of the text.
-        top: how many slots.
-        quiet: no progress.
-
-    Raises:
-        UserError: more slots than can be described, or the text cannot be read.
-    """
-    if top > MOST_DESCRIBED:
-        message = f"--top: found {top} (expected at most {MOST_DESCRIBED} slots)"
-        raise UserError(message, "`pkmlm usage-report --export FILE` writes reads and mass of every slot")
-    index, documents = _index(run, memory, choice, JUDGED, quiet)
-    (slots,) = slot_details(run, [index], [most_read(index.usage, top)], chosen_documents(choice, run))
-    record = _head(run, memory) | {"split": documents.name, "tokens": index.usage.tokens}
-    record |= {"patterns": count_patterns(slots), "slots": [slot.as_json() for slot in slots]}
-    return SlotsReport(record, documents.warnings)
-
-
-def report_slot(
-    run: LoadedRun, memory: SparseMemory, choice: TextChoice, name: str, top: int, quiet: bool
-) -> SlotsReport:
-    """One slot, and its strongest contexts on a text.
-
-    Args:
-        run: whose model reads.
-        memory: of that model.
-        choice: of the text.
-        name: of the slot, see `slot_number`.
-        top: how many contexts.
-        quiet: no progress.
-
-    Raises:
-        UserError: there is no such slot, more contexts than can be kept, or the text cannot be read.
-    """
-    slots = memory.tap.slots
-    number = slot_number(name, memory.tap)
-    if top * slots > MOST_KEPT:
-        most = MOST_KEPT // slots
-        raise UserError(f"--top: found {top} (expected at most {most}: so many are kept of each of {slots:,} slots)")
-    index, documents = _index(run, memory, choice, max(top, JUDGED), quiet)
-    ((slot,),) = slot_details(run, [index], [[number]], chosen_documents(choice, run))
-    slot = slot._replace(contexts=slot.contexts[:top])
-    record = _head(run, memory) | {"split": documents.name, "tokens": index.usage.tokens, "slots": [slot.as_json()]}
-    return SlotsReport(record, documents.warnings)
-
-
-def report_prompt(run: LoadedRun, memory: SparseMemory, prompt: str, top: int) -> SlotsReport:
-    """The strongest slots of each token of a prompt.
-
-    Args:
-        run: whose model reads.
-        memory: of that model.
-        prompt: any text.
-        top: how many slots of a token.
-    """
-    tokens = read_text(run, memory, run.tokenizer.encode(prompt), top)
     lens = LogitLens(run, memory)
-    distinct = sorted({slot for token in tokens for slot, _ in token.slots})
+    distinct = sorted({slot for _, pairs in reads for slot, _ in pairs})
     words = lens.words(distinct) if lens.applies else []
     raised = {slot: [word._asdict() for word in raises] for slot, (raises, _) in zip(distinct, words, strict=False)}
-    record = _head(run, memory)
-    record["tokens"] = [
-        {
-            "token": token.token,
-            "slots": [
-                {"slot": slot, "name": slot_name(slot, memory.tap), "weight": weight, "raises": raised.get(slot)}
-                for slot, weight in token.slots
-            ],
-        }
-        for token in tokens
-    ]
-    return SlotsReport(record)
+
+    def described(slot: int, weight: float) -> dict[str, Any]:
+        return {"slot": slot, "name": slot_name(slot, tap), "weight": weight, "raises": raised.get(slot)}
+
+    tokens = [{"token": token, "slots": [described(*pair) for pair in pairs]} for token, pairs in reads]
+    return _head(run, tap) | {"tokens": tokens}
 
 
-def _index(
-    run: LoadedRun, memory: SparseMemory, choice: TextChoice, contexts: int, quiet: bool
-) -> tuple[SlotIndex, Documents]:
-    documents = chosen_documents(choice, run)
-    with token_progress(f"reading {printable(run.name)}", documents.tokens, quiet) as advance:
-        (index,) = index_slots(run, documents, advance, contexts, memory)
-    return index, documents
-
-
-def _head(run: LoadedRun, memory: SparseMemory) -> dict[str, Any]:
+def _head(run: LoadedRun, tap: UsageTap) -> dict[str, Any]:
     """What every report of slots begins with."""
-    tap = memory.tap
     return {"run": run.name, "step": run.step, "layer": tap.layer, "name": tap.name, "kind": tap.kind}

@@ -3,7 +3,7 @@
 Each table is made from what the report prints as JSON, and needs neither torch nor numpy.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
@@ -18,12 +18,69 @@ ACCURACY = "{:.4f}"
 
 def usage_tables(entries: Sequence[Entry]) -> list[Table]:
     """What people read: the texts, the memories, how evenly their slots are used, and each head or table."""
-    run = [Column("Run")] if len(entries) > 1 else []
+    several = len(entries) > 1
+    texts: list[list[Any]] = []
+    memories: list[list[Any]] = []
+    evenness: list[list[Any]] = []
+    of_heads: list[list[Any]] = []
+    for entry in entries:
+        tokens = entry["memories"][0]["tokens"] if entry["memories"] else None
+        texts.append([entry["run"], entry["step"], entry["split"], tokens, len(entry["memories"])])
+        for memory in entry["memories"]:
+            start = [entry["run"]] * several + [f"{memory['layer']} {memory['name']}"]
+            heads = memory["heads"] if "heads" in memory else memory["tables"]
+            overlap = memory.get("head_overlap"), memory.get("head_overlap_uniform")
+            memories.append([*start, memory["kind"], len(heads), memory["slots"], memory["reads"], *overlap])
+            by = {"mass": "mass", "uniform_mass": "random", "count": "count", "uniform": "random"}
+            for group, weighing in by.items():
+                evenness.append([*start, weighing, *(memory[group].get(key) for key in MEASURES[:-1])])
+            if len(heads) > 1 and memory["mass"]["usage"]:
+                row = list(start)
+                for key, worst in (("usage", min), ("kl", max)):
+                    values = [head[key] for head in heads if head[key] is not None]
+                    row += [worst(values), fmean(values), memory["uniform_head"][key]]
+                of_heads.append(row)
+    where = [Column("Run")] * several + [Column("Layer")]
     tables = [
-        _usage_texts(entries),
-        _usage_memories(entries, run),
-        _usage_evenness(entries, run),
-        _usage_of_heads(entries, run),
+        Table(
+            "How memories are used",
+            [Column("Run"), number("Step"), Column("Text"), number("Tokens"), number("Memories")],
+            texts,
+        ),
+        Table(
+            "Reads by heads or tables; overlap: slots that two heads both read for a token",
+            [
+                *where,
+                Column("Kind"),
+                number("Heads"),
+                number("Slots"),
+                number("Reads"),
+                number("Overlap", "{:.2%}"),
+                number("random", "{:.2%}"),
+            ],
+            memories,
+        ),
+        Table(
+            "Slots: share used, KL from uniform (nats), how many hold 50, 90 and 99 %",
+            [
+                *where,
+                Column("By"),
+                number("Usage", SHARE),
+                number("KL", NATS),
+                number("Gini", "{:.3f}"),
+                *(number(f"{percent}%") for percent in (50, 90, 99)),
+            ],
+            evenness,
+        ),
+        Table(
+            "Each head or table by itself, by mass (KL in nats)",
+            [
+                *where,
+                *(number(name, SHARE) for name in ("Least usage", "mean", "random")),
+                *(number(name, NATS) for name in ("Largest KL", "mean", "random")),
+            ],
+            of_heads,
+        ),
     ]
     return [table for table in tables if table.rows]
 
@@ -46,107 +103,75 @@ def usage_rows(entries: Sequence[Entry]) -> Table:
     return Table("", [Column(name) for name in ("run", "step", "split", *names)], rows)
 
 
-def _usage_texts(entries: Sequence[Entry]) -> Table:
-    columns = [
-        Column("Run"),
-        number("Step"),
-        Column("Text"),
-        number("Tokens"),
-        number("Memories"),
-    ]
-    rows = [
-        [
-            e["run"],
-            e["step"],
-            e["split"],
-            e["memories"][0]["tokens"] if e["memories"] else None,
-            len(e["memories"]),
-        ]
-        for e in entries
-    ]
-    return Table("How memories are used", columns, rows)
-
-
-def _usage_memories(entries: Sequence[Entry], run: list[Column]) -> Table:
-    columns = [
-        Column("Layer"),
-        Column("Kind"),
-        number("Heads"),
-        number("Slots"),
-        number("Reads"),
-        number("Overlap", "{:.2%}"),
-        number("random", "{:.2%}"),
-    ]
-    rows = [
-        [
-            *start,
-            memory["kind"],
-            len(_heads(memory)),
-            memory["slots"],
-            memory["reads"],
-            memory.get("head_overlap"),
-            memory.get("head_overlap_uniform"),
-        ]
-        for start, memory in _each(entries)
-    ]
-    title = "Reads by heads or tables; overlap: slots that two heads both read for a token"
-    return Table(title, run + columns, rows)
-
-
-def _usage_evenness(entries: Sequence[Entry], run: list[Column]) -> Table:
-    columns = [
-        Column("Layer"),
-        Column("By"),
-        number("Usage", SHARE),
-        number("KL", NATS),
-        number("Gini", "{:.3f}"),
-        *(number(f"{percent}%") for percent in (50, 90, 99)),
-    ]
-    rows = [
-        [*start, weighing, *(memory[group].get(key) for key in MEASURES[:-1])]
-        for start, memory in _each(entries)
-        for group, weighing in (("mass", "mass"), ("uniform_mass", "random"), ("count", "count"), ("uniform", "random"))
-    ]
-    title = "Slots: share used, KL from uniform (nats), how many hold 50, 90 and 99 %"
-    return Table(title, run + columns, rows)
-
-
-def _usage_of_heads(entries: Sequence[Entry], run: list[Column]) -> Table:
-    usage = [number("Least usage", SHARE), number("mean", SHARE), number("random", SHARE)]
-    kl = [number("Largest KL", NATS), number("mean", NATS), number("random", NATS)]
-    columns = [Column("Layer"), *usage, *kl]
-    rows = []
-    for start, memory in _each(entries):
-        heads, uniform = _heads(memory), memory["uniform_head"]
-        if len(heads) > 1 and memory["mass"]["usage"]:
-            row: list[Any] = [*start]
-            for key, worst in (("usage", min), ("kl", max)):
-                values = [head[key] for head in heads if head[key] is not None]
-                row += [worst(values), fmean(values), uniform[key]]
-            rows.append(row)
-    return Table("Each head or table by itself, by mass (KL in nats)", run + columns, rows)
-
-
-def _each(entries: Sequence[Entry]) -> Iterator[tuple[list[str], Entry]]:
-    """Each memory with the first cells of its row."""
-    for entry in entries:
-        for memory in entry["memories"]:
-            where = f"{memory['layer']} {memory['name']}"
-            yield ([entry["run"], where] if len(entries) > 1 else [where]), memory
-
-
-def _heads(memory: Entry) -> list[Entry]:
-    heads: list[Entry] = memory["heads"] if "heads" in memory else memory["tables"]
-    return heads
-
-
 def compare_tables(runs: Sequence[Facts]) -> list[Table]:
     """What people read; tables without a number in them are left out."""
-    return [
-        table
-        for table in (_compare_training(runs), _compare_quality(runs), _compare_tasks(runs), _compare_usage(runs))
-        if any(value is not None for row in table.rows for value in row[1:])
+
+    def at_step(key: str) -> list[Column]:  # a column for what was not measured at the last step of every run
+        return [number("at step")] if any(run[key] not in (None, run["step"]) for run in runs) else []
+
+    training = {
+        "run": Column("Run"),
+        "kind": Column("Kind"),
+        "dense": number("Dense"),
+        "memory": number("Memory"),
+        "step": number("Steps"),
+        "tokens": number("Tokens"),
+        "tokens_per_second": number("Tokens/s", "{:,.0f}"),
+        "seconds": number("sec", "{:,.0f}"),
+    }
+    if any(run["status"] not in (None, "finished") for run in runs):
+        training["status"] = Column("Status")
+    quality = {
+        "run": Column("Run"),
+        "valid_loss": number("Valid (nats)", NATS),
+        "valid_step": number("at step"),
+        "valid_token_ppl": number("Valid ppl", "{:,.2f}"),
+        "test_token_ppl": number("Test ppl", "{:,.2f}"),
+        "test_word_ppl": number("word ppl", "{:,.1f}"),
+        "test_bits_per_byte": number("bits a byte", NATS),
+        "test_step": number("at step"),
+    }
+    tables = [
+        Table(title, list(columns.values()), [[run[key] for key in columns] for run in runs])
+        for title, columns in (
+            ("Weights and training", training),
+            ("Best validation, and perplexity of the test split", quality),
+        )
     ]
+
+    names, step = _task_names(runs), at_step("tasks_step")
+    # The average is over the tasks that all runs with any have: over others it would say nothing.
+    shared = [name for name in names if all(name in run["tasks"] for run in runs if run["tasks"])]
+    rows = []
+    for run in runs:
+        acc = {name: run["tasks"].get(name, {}).get("acc") for name in names}
+        average = mean(acc[name] for name in shared)
+        rows.append([run["run"], *acc.values(), average, *(run["tasks_step"] for _ in step)])
+    average_of = number("average" if shared == names else f"average of {len(shared)}", "{:.3f}")
+    columns = [Column("Run"), *(number(name, "{:.3f}") for name in names), average_of, *step]
+    tables.append(Table("Zero-shot accuracy", columns, rows))
+
+    step = at_step("usage_step")
+    columns = [
+        Column("Run"),
+        Column("Layer"),
+        number("Slots"),
+        number("Usage", SHARE),
+        number("random", SHARE),
+        number("KL (nats)", NATS),
+        number("random", NATS),
+        number("Gini", "{:.3f}"),
+        *step,
+    ]
+    rows = []
+    for run in runs:
+        for memory in run["usage"]:
+            mass, floor = memory["mass"], memory.get("uniform_mass") or {}  # older reports have none
+            numbers = [mass["usage"], memory["uniform"]["usage"], mass["kl"], floor.get("kl"), mass["gini"]]
+            numbers += [run["usage_step"] for _ in step]
+            rows.append([run["run"], f"{memory['layer']} {memory['name']}", memory["slots"], *numbers])
+    tables.append(Table("Memory use on the test split, by mass", columns, rows))
+    return [table for table in tables if any(value is not None for row in table.rows for value in row[1:])]
 
 
 def compare_rows(runs: Sequence[Facts]) -> Table:
@@ -160,86 +185,6 @@ def compare_rows(runs: Sequence[Facts]) -> Table:
         for run in runs
     ]
     return Table("", [Column(name) for name in (*plain, *tasks, "mean_usage", "mean_kl")], rows)
-
-
-def _compare_training(runs: Sequence[Facts]) -> Table:
-    columns = {
-        "run": Column("Run"),
-        "kind": Column("Kind"),
-        "dense": number("Dense"),
-        "memory": number("Memory"),
-        "step": number("Steps"),
-        "tokens": number("Tokens"),
-        "tokens_per_second": number("Tokens/s", "{:,.0f}"),
-        "seconds": number("sec", "{:,.0f}"),
-    }
-    if any(run["status"] not in (None, "finished") for run in runs):
-        columns["status"] = Column("Status")
-    return _of_keys("Weights and training", columns, runs)
-
-
-def _compare_quality(runs: Sequence[Facts]) -> Table:
-    columns = {
-        "run": Column("Run"),
-        "valid_loss": number("Valid (nats)", NATS),
-        "valid_step": number("at step"),
-        "valid_token_ppl": number("Valid ppl", "{:,.2f}"),
-        "test_token_ppl": number("Test ppl", "{:,.2f}"),
-        "test_word_ppl": number("word ppl", "{:,.1f}"),
-        "test_bits_per_byte": number("bits a byte", NATS),
-        "test_step": number("at step"),
-    }
-    return _of_keys("Best validation, and perplexity of the test split", columns, runs)
-
-
-def _of_keys(title: str, columns: dict[str, Column], runs: Sequence[Facts]) -> Table:
-    return Table(title, list(columns.values()), [[run[key] for key in columns] for run in runs])
-
-
-def _compare_tasks(runs: Sequence[Facts]) -> Table:
-    """Accuracies, and their average over the tasks that all runs with any have: over others it would say nothing."""
-    names, at_step = _task_names(runs), _at_step(runs, "tasks_step")
-    shared = [name for name in names if all(name in run["tasks"] for run in runs if run["tasks"])]
-    rows = [
-        [
-            run["run"],
-            *(run["tasks"].get(name, {}).get("acc") for name in names),
-            mean(run["tasks"].get(name, {}).get("acc") for name in shared),
-            *(run["tasks_step"] for _ in at_step),
-        ]
-        for run in runs
-    ]
-    average = number("average" if shared == names else f"average of {len(shared)}", "{:.3f}")
-    columns = [Column("Run"), *(number(name, "{:.3f}") for name in names), average, *at_step]
-    return Table("Zero-shot accuracy", columns, rows)
-
-
-def _compare_usage(runs: Sequence[Facts]) -> Table:
-    at_step = _at_step(runs, "usage_step")
-    columns = [
-        Column("Run"),
-        Column("Layer"),
-        number("Slots"),
-        number("Usage", SHARE),
-        number("random", SHARE),
-        number("KL (nats)", NATS),
-        number("random", NATS),
-        number("Gini", "{:.3f}"),
-        *at_step,
-    ]
-    rows = []
-    for run in runs:
-        for memory in run["usage"]:
-            mass, floor = memory["mass"], memory.get("uniform_mass") or {}  # older reports have none
-            numbers = [mass["usage"], memory["uniform"]["usage"], mass["kl"], floor.get("kl"), mass["gini"]]
-            numbers += [run["usage_step"] for _ in at_step]
-            rows.append([run["run"], f"{memory['layer']} {memory['name']}", memory["slots"], *numbers])
-    return Table("Memory use on the test split, by mass", columns, rows)
-
-
-def _at_step(runs: Sequence[Facts], key: str) -> list[Column]:
-    """The column that says when something was measured, where that was not at the last step of every run."""
-    return [number("at step")] if any(run[key] not in (None, run["step"]) for run in runs) else []
 
 
 def _task_names(runs: Sequence[Facts]) -> list[str]:
@@ -344,17 +289,35 @@ def task_report(record: dict[str, Any]) -> str:
     """What people read of a record with "run", "step", "tasks" (see `task_facts`), "average_acc" and "harness"."""
     tasks, harness = record["tasks"], record["harness"]
     right = {name: facts for name, facts in tasks.items() if facts["acc"] is not None}
-    parts = [
-        table.render()
-        for table in (
-            _task_accuracies(
-                f"Zero-shot tasks: {record['run']} at step {record['step']}", right, record["average_acc"]
-            ),
-            _task_constant_answers(tasks),
-            _task_other_metrics(tasks),
-        )
-        if table.rows
+    keys = ("n", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "chance")
+    accuracies = [[name, *(facts[key] for key in keys), _cut(facts)] for name, facts in right.items()]
+    if len(right) > 1:
+        chances = [facts["chance"] for facts in right.values()]
+        chance = None if None in chances else fmean(chances)
+        accuracies.append(["average", None, record["average_acc"], None, None, None, chance, None])
+    constant = [
+        [name, answer, share] for name, facts in tasks.items() for answer, share in (facts["always"] or {}).items()
     ]
+    others = [
+        [name, facts["n"], metric, value, _cut(facts)]
+        for name, facts in tasks.items()
+        for metric, value in facts["metrics"].items()
+    ]
+    start, cut = [Column("Task"), number("n")], Column("cut", "right")
+    headings = ("acc", "stderr", "acc_norm", "stderr", "chance")
+    tables = (
+        Table(
+            f"Zero-shot tasks: {record['run']} at step {record['step']}",
+            [*start, *(number(name, ACCURACY) for name in headings), cut],
+            accuracies,
+        ),
+        Table(
+            "What the same answer to every question gives",
+            [Column("Task"), Column("Answer"), number("acc", ACCURACY)],
+            constant,
+        ),
+        Table("Other metrics", [*start, Column("Metric"), number("value", "{:,.4f}"), cut], others),
+    )
     notes = []
     if any(facts["truncated"] for facts in tasks.values()):
         notes.append(f"cut: share of requests that lost their beginning: the context is {harness['context']} tokens")
@@ -362,22 +325,10 @@ def task_report(record: dict[str, Any]) -> str:
         notes.append(f"only the first {harness['limit']} documents of each task: not to be compared with others")
     shots = {name: facts["num_fewshot"] for name, facts in tasks.items() if facts["num_fewshot"]}
     notes += [f"{name}: {count} examples before each question" for name, count in shots.items()]
-    return "\n".join(parts + ["".join(f"{note}\n" for note in notes)] * bool(notes))
-
-
-def _task_accuracies(title: str, tasks: dict[str, Any], average: float | None) -> Table:
-    columns = [
-        Column("Task"),
-        number("n"),
-        *(number(name, ACCURACY) for name in ("acc", "stderr", "acc_norm", "stderr", "chance")),
-        Column("cut", "right"),
-    ]
-    keys = ("n", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "chance")
-    rows = [[name, *(facts[key] for key in keys), _cut(facts)] for name, facts in tasks.items()]
-    if len(rows) > 1:
-        chances = [facts["chance"] for facts in tasks.values()]
-        rows.append(["average", None, average, None, None, None, None if None in chances else fmean(chances), None])
-    return Table(title, columns, rows)
+    parts = [table.render() for table in tables if table.rows]
+    if notes:
+        parts.append("".join(f"{note}\n" for note in notes))
+    return "\n".join(parts)
 
 
 def _cut(facts: dict[str, Any]) -> str:
@@ -386,28 +337,3 @@ def _cut(facts: dict[str, Any]) -> str:
     if cut in (0, requests):
         return "all" if cut else "0"
     return f"{min(max(cut / requests, 0.001), 0.999):.1%}"
-
-
-def _task_constant_answers(tasks: dict[str, Any]) -> Table:
-    rows = [[name, answer, share] for name, facts in tasks.items() for answer, share in (facts["always"] or {}).items()]
-    return Table(
-        "What the same answer to every question gives",
-        [Column("Task"), Column("Answer"), number("acc", ACCURACY)],
-        rows,
-    )
-
-
-def _task_other_metrics(tasks: dict[str, Any]) -> Table:
-    rows = [
-        [name, facts["n"], metric, value, _cut(facts)]
-        for name, facts in tasks.items()
-        for metric, value in facts["metrics"].items()
-    ]
-    columns = [
-        Column("Task"),
-        number("n"),
-        Column("Metric"),
-        number("value", "{:,.4f}"),
-        Column("cut", "right"),
-    ]
-    return Table("Other metrics", columns, rows)

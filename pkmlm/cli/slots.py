@@ -61,7 +61,7 @@ def command(
       pkmlm slots runs/hash --layer 2:ffn2 --slot 3:40
       pkmlm slots runs/demo --text my.txt --top 200 --json
     """
-    from pkmlm.analysis.slots import find_memory, report_most_read, report_prompt, report_slot
+    from pkmlm.analysis.slots import find_memory, report_prompt, report_slots
     from pkmlm.analysis.tables import most_read_table, prompt_table, slot_tables
     from pkmlm.evaluate.load import load_run
 
@@ -70,21 +70,21 @@ def command(
     choice.refuse_standard_input("a text is read twice")
     run = load_run(run_path, step)
     memory = find_memory(run.model, layer)
+    warnings: tuple[str, ...] = ()
     if prompt is not None:
-        report = report_prompt(run, memory, prompt, top or DEFAULT_TOP["token"])
-        tables = [prompt_table(report.record)]
-    elif slot is not None:
-        report = report_slot(run, memory, choice, slot, top or DEFAULT_TOP["contexts"], quiet)
-        tables = slot_tables(report.record, later_blocks=len(run.model.blocks) - memory.tap.layer)
+        record = report_prompt(run, memory, prompt, top or DEFAULT_TOP["token"])
+        tables = [prompt_table(record)]
     else:
-        report = report_most_read(run, memory, choice, top or DEFAULT_TOP["slots"], quiet)
-        tables = [most_read_table(report.record)]
+        shown = top or DEFAULT_TOP["slots" if slot is None else "contexts"]
+        record, warnings = report_slots(run, memory, choice, slot, shown, quiet)
+        later_blocks = len(run.model.blocks) - memory.tap.layer
+        tables = [most_read_table(record)] if slot is None else slot_tables(record, later_blocks)
     if as_json:
-        click.echo(json.dumps(report.record, indent=2, allow_nan=False))
+        click.echo(json.dumps(record, indent=2, allow_nan=False))
     else:
         click.echo("\n".join(table.render() for table in tables), nl=False)
-        if found := report.record.get("patterns"):
+        if found := record.get("patterns"):
             patterned = f"{found['patterned']} of {found['slots']} slots have contexts that share a pattern"
             by_chance = f"; shuffled: {found['shuffled']:.1f}" if found["slots"] >= ENOUGH else ""
             click.echo(f"\n{patterned}{by_chance}")
-    warn_each(report.warnings)
+    warn_each(warnings)

@@ -26,7 +26,7 @@ from pkmlm.analysis.slots import (
     find_memory,
     index_slots,
     page_slots,
-    read_text,
+    report_prompt,
     slot_details,
     slot_name,
     slot_number,
@@ -178,17 +178,15 @@ def test_only_the_memory_that_is_asked_for_is_indexed(trained) -> None:
     assert np.array_equal(own.top.positions_Kc, of_all.top.positions_Kc)
 
 
-def test_read_text_gives_the_strongest_slots_of_each_token(run: LoadedRun) -> None:
-    ids = run.tokenizer.encode(TEXTS[0])
-    memory = memories(run.model)[0]
-    readings = read_text(run, memory, ids, 3)
-    assert [reading.token for reading in readings] == ["</s>", *map(run.tokenizer.piece, ids)]
-    for reading in readings:
-        weights = [weight for _, weight in reading.slots]
+def test_a_prompt_gives_the_strongest_slots_of_each_token(run: LoadedRun) -> None:
+    memory, ids = memories(run.model)[0], run.tokenizer.encode(TEXTS[1])
+    assert len(ids) > run.model.context, "more than one window"
+    tokens = report_prompt(run, memory, TEXTS[1], 3)["tokens"]
+    assert [token["token"] for token in tokens] == ["</s>", *map(run.tokenizer.piece, ids)]
+    for token in tokens:
+        weights = [slot["weight"] for slot in token["slots"]]
         assert weights == sorted(weights, reverse=True)
-        assert len(reading.slots) == 3
-    long = read_text(run, memory, ids * 20, 1)
-    assert len(long) == 20 * len(ids) + 1, "more than one window"
+        assert len(weights) == 3
 
 
 def test_find_memory_by_layer_and_name(trained) -> None:
