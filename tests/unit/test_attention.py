@@ -41,14 +41,13 @@ def drawn(batch: int, heads: int, length: int, width: int = WIDTH, seed: int = 0
     return [size * torch.randn(batch, heads, length, width, dtype=torch.float64, generator=random) for _ in range(3)]
 
 
-def cosformer_weights(kind: CosFormer, q_e: Tensor, k_Te: Tensor) -> Tensor:
-    """Of the keys until the query's own position, which is the last."""
-    distances = reversed(range(len(k_Te)))
-    cosines = [math.cos(math.pi / 2 * distance / kind.context) for distance in distances]
-    return torch.stack([q_e.clamp(min=0) @ k_e.clamp(min=0) * c for k_e, c in zip(k_Te, cosines, strict=True)])
+def cosformer_weights(kind: CosFormer, q_Te: Tensor, k_Te: Tensor) -> Tensor:
+    place_T = torch.arange(len(q_Te), dtype=q_Te.dtype)
+    cosine_TT = torch.cos(math.pi / 2 * (place_T[:, None] - place_T) / kind.context)
+    return q_Te.clamp(min=0) @ k_Te.clamp(min=0).T * cosine_TT
 
 
-def performer_weights(kind: Performer, q_e: Tensor, k_Te: Tensor) -> Tensor:
+def performer_weights(kind: Performer, q_Te: Tensor, k_Te: Tensor) -> Tensor:
     """Products of features, to each of which 1e-6 of the largest of its vector is added."""
 
     def features(x_e: Tensor) -> Tensor:
@@ -56,17 +55,14 @@ def performer_weights(kind: Performer, q_e: Tensor, k_Te: Tensor) -> Tensor:
         found_M = torch.exp(kind.directions_Me @ x_e - x_e @ x_e / 2)
         return found_M + 1e-6 * found_M.max()
 
-    return torch.stack([features(q_e) @ features(k_e) for k_e in k_Te])
+    return torch.stack([features(q_e) for q_e in q_Te]) @ torch.stack([features(k_e) for k_e in k_Te]).T
 
 
 def linear_by_definition(kind: nn.Module, q_Te: Tensor, k_Te: Tensor, v_Te: Tensor) -> Tensor:
     weights_of = cosformer_weights if isinstance(kind, CosFormer) else performer_weights
     floor = 1e-6 if isinstance(kind, CosFormer) else 0.0
-    out = []
-    for i in range(len(q_Te)):
-        weights = weights_of(kind, q_Te[i], k_Te[: i + 1])
-        out.append(weights @ v_Te[: i + 1] / weights.sum().clamp(min=floor))
-    return torch.stack(out)
+    weights_TT = weights_of(kind, q_Te, k_Te).tril()
+    return weights_TT @ v_Te / weights_TT.sum(1, keepdim=True).clamp(min=floor)
 
 
 def linformer_by_definition(kind: Linformer, q_Te: Tensor, k_Te: Tensor, v_Te: Tensor) -> Tensor:
@@ -89,7 +85,7 @@ def by_definition(kind: nn.Module, q_BhTe: Tensor, k_BhTe: Tensor, v_BhTe: Tenso
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 16, 27, 40])
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 16, 27])
 def test_each_kind_computes_its_definition(name, length, monkeypatch):
     monkeypatch.setattr(efficient_attention, "CHUNK", 8)
     kind = kind_of(name)
@@ -114,7 +110,7 @@ def test_gradients_are_those_of_the_function(name, monkeypatch):
         named = dict(zip(dict(kind.named_parameters()), inputs[3:], strict=True))
         return torch.func.functional_call(kind, named, inputs[:3])
 
-    inputs = [x.requires_grad_() for x in drawn(1, 2, 11, seed=3)]
+    inputs = [x.requires_grad_() for x in drawn(1, 1, 9, seed=3)]
     assert torch.autograd.gradcheck(function, (*inputs, *parameters), eps=1e-7, atol=1e-6)
 
 
@@ -206,8 +202,7 @@ def model_of(name: str, body: str) -> Transformer:
     return built
 
 
-def tokens_of(length: int = 70) -> Tensor:
-    return torch.randint(0, 50, (2, length), generator=torch.Generator().manual_seed(0))
+TOKENS = torch.randint(0, 50, (2, 70), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("body", BODIES)
@@ -215,17 +210,17 @@ def tokens_of(length: int = 70) -> Tensor:
 def test_no_output_of_a_model_depends_on_a_later_token(name, body, monkeypatch):
     """The gradient to later inputs is exactly zero, and other later tokens change no bit."""
     monkeypatch.setattr(efficient_attention, "CHUNK", 16)
-    model, tokens = model_of(name, body), tokens_of()
+    model, tokens = model_of(name, body), TOKENS
     inputs: list[Tensor] = []
     handle = model.embedding.register_forward_hook(lambda module, _, out: inputs.append(out))
     logits = model(tokens)
     handle.remove()
-    for place in (0, 15, 16, 17, 40, 63, 64, 69):
+    for place in (0, 15, 16, 17, 40, 64, 69):
         (gradient,) = torch.autograd.grad(logits[:, place].square().sum(), inputs, retain_graph=True)
         assert (gradient[:, place + 1 :] == 0).all()
         assert (gradient[:, place] != 0).any()
         assert place < 2 or (gradient[:, : place - 1] != 0).any(-1).all()  # it sees all earlier ones
-    for place in (0, 15, 16, 40, 68):
+    for place in (15, 16, 40):
         changed = tokens.clone()
         changed[:, place + 1 :] = (changed[:, place + 1 :] + 7) % 50
         assert torch.equal(model(changed)[:, : place + 1], logits[:, : place + 1])
@@ -234,14 +229,14 @@ def test_no_output_of_a_model_depends_on_a_later_token(name, body, monkeypatch):
 @pytest.mark.parametrize("name", KINDS)
 def test_how_many_tokens_follow_changes_nothing(name, monkeypatch):
     monkeypatch.setattr(efficient_attention, "CHUNK", 16)
-    model, tokens = model_of(name, "learned").double(), tokens_of()
-    whole = model(tokens)
+    model = model_of(name, "learned").double()
+    whole = model(TOKENS)
     for length in (1, 5, 16, 33):
-        torch.testing.assert_close(model(tokens[:, :length]), whole[:, :length])
+        torch.testing.assert_close(model(TOKENS[:, :length]), whole[:, :length])
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_queries_and_keys_are_rotated_first(name):
+def test_queries_and_keys_are_rotated_first_and_there_is_no_cache(name):
     model = model_of(name, "rotary").double()
     attention, x_BTD = model.blocks[0].attention, torch.randn(1, 20, 16, dtype=torch.float64)
     turn = rotation(0, 20, model.rotary_width, torch.device("cpu"))
@@ -250,16 +245,12 @@ def test_queries_and_keys_are_rotated_first(name):
     expected = attention.out(mixed_BhTe.transpose(1, 2).flatten(2))
     torch.testing.assert_close(attention(x_BTD, turn, None), expected)
     assert (attention(x_BTD, None, None) - expected).abs().max() > 1e-3
+    with pytest.raises(ValueError, match="cache"):
+        model(TOKENS, KVCache(SHAPE["context"]))
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_only_softmax_reads_a_cache(name):
-    with pytest.raises(ValueError, match="only softmax attention reads a cache"):
-        model_of(name, "learned")(tokens_of(), KVCache(SHAPE["context"]))
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_tasks_score_each_choice_by_itself(name, trained):
+def test_tasks_score_each_choice_by_itself(trained):
+    name = "cosformer"
     run = load_run(trained("dense"))
     recipe = replace(run.recipe, model=Model(attention=name, **SHAPE))
     model = build_model(recipe, run.tokenizer.size).eval()

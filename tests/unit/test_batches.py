@@ -15,10 +15,10 @@ def corpus(tokens: Path) -> Corpus:
     return Corpus(tokens, "valid")
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 64, 65, 1000, 4097])
-def test_a_permutation_takes_every_place_once(size):
-    for seed in range(3):
-        assert sorted(permute(np.arange(size), size, seed)) == list(range(size))
+def test_a_permutation_takes_every_place_once():
+    for size in (1, 2, 3, 5, 64, 65, 1000, 4097):
+        for seed in range(3):
+            assert sorted(permute(np.arange(size), size, seed)) == list(range(size))
 
 
 def test_a_permutation_of_many_is_computed_not_stored():

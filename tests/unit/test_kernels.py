@@ -28,7 +28,7 @@ def scores(rows: int, n: int, ties: bool, dtype: torch.dtype, seed: int) -> torc
     return torch.randn(rows, n, generator=random, dtype=torch.float64).to(dtype)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(n=st.integers(1, 12), k=st.integers(1, 40), ties=st.booleans(), seed=st.integers(0, 9999))
 def test_product_top_k_is_the_top_k_of_all_pairs_in_the_stated_order(n, k, ties, seed):
     k = min(k, n * n)
@@ -48,7 +48,7 @@ def test_candidates_at_k_32_are_119_of_1024():
 
 @pytest.mark.parametrize("ties", [False, True])
 def test_top_k_equals_its_reference(ties):
-    for n in (1, 63, 64, 65, 100, 300):
+    for n in (1, 63, 64, 65, 300):
         x = scores(64, n, ties, torch.float32, 3)
         if n > 5:
             x[0, :3] = torch.tensor([0.0, -0.0, 0.0])  # equal scores of different bits
@@ -56,13 +56,12 @@ def test_top_k_equals_its_reference(ties):
             x[2, 5] = float("inf")
         for k in {1, min(7, n), min(100, n), n}:
             found, slow = cpu.top_k(x, k), reference.top_k(x, k)
-            assert torch.equal(found[0], slow[0])
-            assert torch.equal(found[1], slow[1])
+            assert all(map(torch.equal, found, slow))
 
 
 def test_many_equal_scores_take_no_longer_than_others():
     """A query of zeros, or of no numbers, against a million flat keys: to rank all that are equal would take hours."""
-    x = torch.zeros(4, 1 << 20)
+    x = torch.zeros(3, 1 << 19)
     x[1] = float("nan")
     x[2, -2:] = 1.0
     for k in (1, 40):
@@ -84,12 +83,10 @@ def test_scores_that_are_no_numbers_come_first():
 def test_fast_product_top_k_equals_its_reference(n, k, ties, seed):
     k = min(k, n * n)
     s1, s2 = scores(9, n, ties, torch.float32, seed), scores(9, n, ties, torch.float32, seed + 1)
-    found, slow = cpu.product_top_k(s1, s2, k), reference.product_top_k(s1, s2, k)
-    assert torch.equal(found[0], slow[0])
-    assert torch.equal(found[1], slow[1])
+    assert all(map(torch.equal, cpu.product_top_k(s1, s2, k), reference.product_top_k(s1, s2, k)))
 
 
-@pytest.mark.parametrize(("heads", "n", "k", "half"), [(1, 4, 4, 3), (2, 9, 5, 2), (4, 16, 16, 8)])
+@pytest.mark.parametrize(("heads", "n", "k", "half"), [(1, 4, 4, 3), (4, 16, 16, 8)])
 @pytest.mark.parametrize(("dtype", "together"), [(torch.float32, 1), (torch.float64, 1), (torch.float64, 2)])
 def test_product_keys_equal_brute_force_over_all_keys(monkeypatch, heads, n, k, half, dtype, together):
     monkeypatch.setattr(ops, "HEADS", {"cpu": together})
@@ -161,8 +158,7 @@ def test_row_kernels_equal_their_reference(shape):
     torch.testing.assert_close(out, reference.weighted_row_sum(values, slots, weights), **close)
     torch.testing.assert_close(cpu.row_products(values, x, slots), reference.row_products(values, x, slots), **close)
     fast, slow = cpu.sort_reads(slots, weights, len(values)), reference.sort_reads(slots, weights, len(values))
-    for ours, theirs in zip(fast, slow, strict=True):
-        assert torch.equal(ours, theirs)
+    assert all(map(torch.equal, fast, slow))
     sums = reference.segment_sum(x, slow)
     torch.testing.assert_close(cpu.segment_sum(x, fast), sums, **close)
     torch.testing.assert_close(cpu.squared_norm(x, fast), reference.squared_norm(x, slow), rtol=1e-5, atol=0)
@@ -206,21 +202,14 @@ def test_kernels_give_the_same_bits_every_time_and_for_any_number_of_threads():
         for _ in range(6):
             gradient.add(x, slots, weights)
         assert gradient.sums is not None
-        sums = cpu.weighted_row_sum(values, slots, weights), cpu.segment_sum(x, segments)
-        norm = cpu.squared_norm(x, segments)
-        return [
-            *tables,
-            *sums,
-            gradient.dense(),
-            norm,
-            cpu.row_products(values, x, slots),
-            *cpu.product_top_k(scores1, scores2, 32),
-        ]
+        sums = [cpu.weighted_row_sum(values, slots, weights), cpu.segment_sum(x, segments), gradient.dense()]
+        products = [cpu.squared_norm(x, segments), cpu.row_products(values, x, slots)]
+        return [*tables, *sums, *products, *cpu.product_top_k(scores1, scores2, 32)]
 
     threads = torch.get_num_threads()
     first = everything()
     try:
-        for number in (1, 2, 3, 7, 2):
+        for number in (1, 2, 7):
             torch.set_num_threads(number)
             assert all(torch.equal(a, b) for a, b in zip(everything(), first, strict=True)), number
     finally:
@@ -318,22 +307,18 @@ def compiled_file(folder, body):
     return lambda x: runpy.run_path(str(source))["line"](x)
 
 
-def test_a_damaged_cache_only_costs_a_compilation(tmp_path):
-    twice = compiled_file(tmp_path, "2 * x")
-    assert twice(4) == 8
-    (file,) = tmp_path.rglob("*.nb?")
-    file.write_bytes(b"")
-    assert twice(4) == 8
-    assert file.stat().st_size, "mended"
-
-
-def test_compiled_code_has_a_file_for_each_source_and_type(tmp_path):
+def test_compiled_code_has_a_file_for_each_source_and_type_and_damage_costs_a_compilation(tmp_path):
     def files():
         return {file: file.read_bytes() for file in tmp_path.rglob("*.nb?")}
 
-    assert compiled_file(tmp_path, "2 * x")(4) == 8
+    twice = compiled_file(tmp_path, "2 * x")
+    assert twice(4) == 8
+    (file,) = files()
+    file.write_bytes(b"")
+    assert twice(4) == 8
+    assert file.stat().st_size, "mended"
     first = files()
-    assert compiled_file(tmp_path, "2 * x")(0.25) == 0.5
+    assert twice(0.25) == 0.5
     second = files()
     assert compiled_file(tmp_path, "3 * x")(4) == 12
     third = files()
@@ -388,15 +373,13 @@ assert os.waitpid(pid, 0)[1] == 0
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("bits", range(1, 17))
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_bucket_codes_are_exact_for_every_pattern(bits, dtype):
-    codes = torch.arange(2**bits)
-    signs = torch.where((codes[:, None] >> torch.arange(bits)) & 1 == 1, 1.0, -1.0).to(dtype)
-    assert torch.equal(ops.bucket_codes(signs[:, None])[:, 0], codes)
-
-
-def test_zero_and_minus_zero_count_as_positive():
+def test_bucket_codes_are_exact_for_every_pattern(dtype):
+    for bits in range(1, 17):
+        codes = torch.arange(2**bits)
+        signs = torch.where((codes[:, None] >> torch.arange(bits)) & 1 == 1, 1.0, -1.0).to(dtype)
+        assert torch.equal(ops.bucket_codes(signs[:, None])[:, 0], codes)
+    # Zeros count as positive.
     assert ops.bucket_codes(torch.tensor([[[0.0, -0.0, -1e-30, 1e-30]]])).item() == 0b1011
 
 
@@ -421,26 +404,22 @@ def test_bucket_scores_and_their_gradients_stay_finite():
 
 def test_what_triton_lacks_is_told_before_a_kernel_is_built(monkeypatch, tmp_path):
     """With a CUDA tensor, a missing compiler would be an error of Triton's from the middle of the first step."""
-    (tmp_path / "gcc").touch(mode=0o755)
-    (tmp_path / "Python.h").touch()
+    for name in ("gcc", "mycc"):
+        (tmp_path / name).touch(mode=0o755)
+    header = tmp_path / "Python.h"
+    header.touch()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    folders = {"venv": str(tmp_path), "posix_prefix": str(tmp_path), "posix_local": str(tmp_path / "local")}
+    folders = {"posix_prefix": str(tmp_path), "posix_local": str(tmp_path / "local")}
     monkeypatch.setattr("sysconfig.get_path", lambda name, scheme: folders[scheme])
-    monkeypatch.setattr("sysconfig.get_default_scheme", lambda: "venv")
+    monkeypatch.setattr("sysconfig.get_default_scheme", lambda: "posix_local")  # Ubuntu 22.04's own Python
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     assert backend.lacking_for_triton() == []
-    monkeypatch.setattr("sysconfig.get_default_scheme", lambda: "posix_local")  # Ubuntu 22.04's own Python
-    assert backend.lacking_for_triton() == []
     (tmp_path / "gcc").unlink()
-    assert backend.lacking_for_triton() == ["C compiler (gcc or clang, or what CC names)"]
-    (tmp_path / "mycc").touch(mode=0o755)
+    assert [each.split(" (")[0] for each in backend.lacking_for_triton()] == ["C compiler"]
     monkeypatch.setenv("CC", "mycc")
-    (tmp_path / "Python.h").unlink()
+    assert backend.lacking_for_triton() == []
+    header.unlink()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert [each.split(" (")[0] for each in backend.lacking_for_triton()] == ["package triton", "Python.h"]
-    monkeypatch.setenv("CC", "gcc")
-    assert [each.split(" (")[0] for each in backend.lacking_for_triton()][1] == "C compiler"
-    monkeypatch.setenv("CC", "mycc")
-    with pytest.raises(UserError, match=r"cannot be built: found no package triton and no Python\.h"):
+    with pytest.raises(UserError, match=r"package triton and no Python\.h"):
         backend.triton_kernels.__wrapped__()

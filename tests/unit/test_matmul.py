@@ -50,8 +50,7 @@ SHAPES = [(64, 128, 128), (1, 1024, 1024), (129, 100, 101), (8, 16, 16), (256, 5
 
 @needs_onednn
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("strided", [True, False])
+@pytest.mark.parametrize(("bias", "strided"), [(True, False), (False, True)])
 def test_linear_and_its_gradients(narrow, shape, bias, strided):
     rows, inner, outer = shape
     torch.manual_seed(rows)
@@ -82,7 +81,7 @@ def test_the_same_bits_wherever_the_numbers_lie_in_memory(narrow):
     torch.manual_seed(1)
     x, y = torch.randn(200, 96), torch.randn(300, 96)
     first = matmul.matmul_nt(x, y)
-    for offset in (1, 3, 16, 33):
+    for offset in (1, 16, 33):
         moved = [torch.empty(each.numel() + offset)[offset:].view_as(each).copy_(each) for each in (x, y)]
         assert torch.equal(matmul.matmul_nt(*moved), first)
 
@@ -94,12 +93,11 @@ def test_a_bias_with_a_stride_and_a_vector(narrow):
 
 
 @needs_onednn
-@pytest.mark.parametrize("shape", [(4096, 128, 16), (4096, 16, 128), (1 << 20, 2, 2)])
-def test_narrow_maps_are_left_to_torch(narrow, shape):
-    rows, inner, outer = shape
-    with Calls() as calls:
-        matmul.matmul_nt(torch.randn(rows, inner), torch.randn(outer, inner))
-    assert not calls.work[ONEDNN]
+def test_narrow_maps_are_left_to_torch(narrow):
+    for rows, inner, outer in [(4096, 128, 16), (4096, 16, 128), (1 << 18, 2, 2)]:
+        with Calls() as calls:
+            matmul.matmul_nt(torch.randn(rows, inner), torch.randn(outer, inner))
+        assert not calls.work[ONEDNN]
 
 
 @needs_onednn
@@ -107,7 +105,7 @@ def test_batches_of_ever_new_sizes_take_few_shapes(narrow):
     """Without gradients: in evaluation."""
     weight, bias, shapes = torch.randn(256, 64), torch.randn(256), set()
     with torch.no_grad():
-        for rows in (*range(1, 400, 7), 5000):
+        for rows in (*range(1, 400, 13), 5000):
             x = torch.randn(rows, 64)
             with Calls() as calls:
                 out = matmul.linear(x, weight, bias)
@@ -121,7 +119,7 @@ def test_batches_of_ever_new_sizes_take_few_shapes(narrow):
 @pytest.mark.parametrize(("select", "keys"), [(ops.flat_key_select, (512, 64)), (ops.product_key_select, (2, 512, 32))])
 def test_so_do_searches(narrow, select, keys):
     shapes = set()
-    for tokens in range(60, 400, 7):
+    for tokens in range(60, 400, 19):
         with Calls() as calls:
             slots = select(torch.randn(tokens, 1, 64), torch.randn(1, *keys), 4)[1]
         shapes |= {work // (512 * keys[-1]) for work in calls.work[ONEDNN]}
@@ -159,7 +157,6 @@ def test_other_precisions_are_left_to_torch(narrow, dtype, autocast):
         ({"cpu_name": "AMD EPYC", "avx512_f": True}, True),
         ({"cpu_name": "AMD Ryzen 5 3600", "avx512_f": False}, False),
         ({"cpu_name": "Intel(R) Xeon(R)", "avx512_f": True}, False),
-        ({"architecture": "aarch64"}, False),
         ({}, False),
     ],
 )

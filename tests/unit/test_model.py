@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pkmlm.model.attention import KVCache
+from pkmlm.model.attention import KVCache, rotate, rotation
 from pkmlm.model.init import initialise
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import AttentionOptions, Hash, Memory, Model, Recipe, Train
@@ -29,6 +29,9 @@ EFFICIENT = {
 }
 
 
+TOKENS = torch.randint(0, 50, (8, 12), generator=torch.Generator().manual_seed(0))
+
+
 def recipe_of(model: Model, seed: int = 1) -> Recipe:
     return Recipe(model=model, train=Train(batch_tokens=model.context * 4, micro_batch=2, seed=seed))
 
@@ -48,10 +51,10 @@ def test_a_model_from_the_meta_device_holds_the_same_numbers(recipe):
         assert torch.equal(a, b), name
 
 
-def test_a_model_without_storage_draws_no_embedding(recipe, monkeypatch):
-    """For that torch loads its compiler on the meta device, in half a second."""
+def test_a_model_without_storage_draws_no_embedding(monkeypatch):
+    """To draw on the meta device, torch loads its compiler, which takes half a second."""
     monkeypatch.setattr(torch.nn.init, "normal_", None)
-    assert build_model(recipe, 50, "meta").embedding.weight.is_meta
+    assert build_model(recipe_of(MODEL), 50, "meta").embedding.weight.is_meta
 
 
 def test_initial_values_depend_on_the_seed_and_not_on_the_global_generator(recipe):
@@ -71,11 +74,9 @@ def test_two_models_in_one_process_share_nothing(recipe):
 
 
 def test_no_output_depends_on_a_later_token(recipe):
-    model = build_model(recipe, 50).eval()
-    tokens = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(0))
-    changed = tokens.clone()
+    model, changed = build_model(recipe, 50).eval(), TOKENS.clone()
     changed[:, 7:] = (changed[:, 7:] + 1) % 50
-    before, after = model(tokens), model(changed)
+    before, after = model(TOKENS), model(changed)
     torch.testing.assert_close(before[:, :7], after[:, :7])
     assert not torch.allclose(before[:, 7], after[:, 7])
 
@@ -83,30 +84,23 @@ def test_no_output_depends_on_a_later_token(recipe):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_cache_gives_what_one_forward_gives(kind):
     model = build_model(recipe_of(KINDS[kind]), 50).eval().double()
-    tokens = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(0))
-    whole, cache = model(tokens), KVCache(model.context)
-    pieces = [model(tokens[:, start:stop], cache) for start, stop in [(0, 5), (5, 6), (6, 9), (9, 12)]]
-    torch.testing.assert_close(torch.cat(pieces, 1), whole)
-    with pytest.raises(ValueError, match="13 positions do not fit"):
-        model(tokens[:, :1], cache)
+    cache = KVCache(model.context)
+    pieces = [model(TOKENS[:, start:stop], cache) for start, stop in [(0, 5), (5, 6), (6, 9), (9, 12)]]
+    torch.testing.assert_close(torch.cat(pieces, 1), model(TOKENS))
+    with pytest.raises(ValueError, match="13 positions"):
+        model(TOKENS[:, :1], cache)
 
 
-def test_every_parameter_gets_a_finite_gradient(recipe):
+def test_the_first_loss_is_that_of_guessing_and_every_parameter_gets_a_finite_gradient(recipe):
     model = build_model(recipe, 50)
-    tokens = torch.randint(0, 50, (8, 12), generator=torch.Generator().manual_seed(0))
-    torch.nn.functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    loss = torch.nn.functional.cross_entropy(model(TOKENS)[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
+    assert loss.item() == pytest.approx(3.912 + 0.4 / 2, abs=0.15)  # log 50, and half the variance of the logits
+    loss.backward()
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
         assert gradient is not None, name
         assert torch.isfinite(gradient).all(), name
         assert gradient.abs().sum() > 0, name
-
-
-def test_the_first_loss_is_that_of_guessing(recipe):
-    model = build_model(recipe, 50)
-    tokens = torch.randint(0, 50, (8, 12), generator=torch.Generator().manual_seed(0))
-    loss = torch.nn.functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-    assert loss.item() == pytest.approx(3.912 + 0.4 / 2, abs=0.15)  # log 50, and half the variance of the logits
 
 
 def test_parallel_blocks_read_the_same_input():
@@ -131,8 +125,6 @@ def test_a_memory_stands_in_place_of_or_beside_the_ffn():
 
 
 def test_rotary_scores_depend_on_the_distance_alone():
-    from pkmlm.model.attention import rotate, rotation
-
     q, k = torch.randn(1, 1, 1, 8).double(), torch.randn(1, 1, 1, 8).double()
     at = [rotation(start, 1, 6, torch.device("cpu")) for start in (0, 3, 40, 43)]
     near = (rotate(q, at[1]) * rotate(k, at[0])).sum()
@@ -143,17 +135,14 @@ def test_rotary_scores_depend_on_the_distance_alone():
 
 def test_dropout_acts_in_training_alone():
     model = build_model(recipe_of(replace(MODEL, dropout=0.5)), 50)
-    tokens = torch.zeros(1, 12, dtype=torch.int64)
-    assert not torch.equal(model(tokens), model(tokens))
+    assert not torch.equal(model(TOKENS), model(TOKENS))
     model.eval()
-    assert torch.equal(model(tokens), model(tokens))
+    assert torch.equal(model(TOKENS), model(TOKENS))
 
 
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
 def test_half_precision_forwards_stay_close_to_fp32(recipe, precision):
     model = build_model(recipe, 50).eval()
-    tokens = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(0))
     with torch.autocast("cpu", dtype=precision):
-        half = model(tokens)
-    error = (half.float() - model(tokens)).abs().median()
-    assert error < 0.02
+        half = model(TOKENS)
+    assert (half.float() - model(TOKENS)).abs().median() < 0.02
