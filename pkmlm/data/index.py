@@ -12,7 +12,7 @@ import json
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -27,7 +27,6 @@ PART = "part.json"  # replaces index.json in a folder that holds one part of a c
 TOKENIZER = "tokenizer.model"
 HASHED = 256 << 10  # bytes that one digest covers
 DIGEST = 32  # bytes of a sha256
-SPLITS = ("train", "valid", "test")
 TOKEN_BYTES = {"uint16": 2, "uint32": 4}
 OWN_FILES = re.compile(r"(index|part)\.json|tokenizer\.model|(train|valid|test)(-\d{5}\.bin|\.documents|\.hashes)")
 
@@ -70,7 +69,7 @@ class Split:
 class Index:
     """The content of `index.json`, except for its format and its own sha256."""
 
-    dtype: str
+    dtype: Literal["uint16", "uint32"]
     vocab_size: Count
     eos: Count
     tokenizer_sha256: str
@@ -81,14 +80,6 @@ class Index:
     def sha256(self) -> str:
         """The sha256 of this index, and through its hashes of every token: the identity of the corpus."""
         return sha256_of_record(self)
-
-    @property
-    def files(self) -> set[str]:
-        """The names of all files of the corpus."""
-        names = {FILE, TOKENIZER}
-        for name, split in self.splits.items():
-            names |= {f"{name}.documents", f"{name}.hashes", *(shard.name for shard in split.shards)}
-        return names
 
     def write(self, folder: Path) -> None:
         write_json(folder / FILE, stamped(self, FORMAT))
@@ -134,15 +125,11 @@ class Part:
                 common[f"file {number} of {split}"] = f"{file.name} of {file.bytes:,} bytes"
         return common
 
-    def own_files(self, split: str) -> list[PartFile]:
-        """The files of a split that this part encodes."""
-        return [file for file in self.files[split] if file.part == self.part]
-
     def write(self, folder: Path) -> None:
         write_json(folder / PART, stamped(self, PART_FORMAT))
 
 
-def dtype_for(vocab_size: int) -> str:
+def dtype_for(vocab_size: int) -> Literal["uint16", "uint32"]:
     """The smallest type that holds every id."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
@@ -151,8 +138,7 @@ def read_index(folder: Path) -> Index:
     """Read and check the index of a folder that `pkmlm tokenize` wrote.
 
     Raises:
-        UserError: the index is missing, damaged, of another format or inconsistent, or the folder has a file of tokens
-            that the index does not list.
+        UserError: the index is missing, damaged or of another format.
     """
     path = folder / FILE
     if not path.exists():
@@ -161,60 +147,19 @@ def read_index(folder: Path) -> Index:
                 f"{folder} is one part of a corpus (expected the whole)", "join its parts: pkmlm tokenize --join"
             )
         raise UserError(f"{folder} holds no tokens (expected {FILE})", f"make them: pkmlm tokenize TEXT... -o {folder}")
-    index = read_stamped(path, Index, FORMAT)
-    check_index(index, path)
-    own = {entry.name for entry in folder.iterdir() if OWN_FILES.fullmatch(entry.name)}
-    if unlisted := sorted(own - index.files):
-        raise damaged(folder / unlisted[0], f"{FILE} does not list it")
-    return index
+    return read_stamped(path, Index, FORMAT)
 
 
 def read_part(folder: Path) -> Part:
     """Read and check the `part.json` of a folder.
 
     Raises:
-        UserError: the folder holds no part, or its `part.json` is damaged, of another format or inconsistent.
+        UserError: the folder holds no part, or its `part.json` is damaged or of another format.
     """
     path = folder / PART
     if not path.exists():
         raise UserError(f"{folder} holds no part of a corpus (expected {PART})", "make it: pkmlm tokenize --shard I/N")
-    part = read_stamped(path, Part, PART_FORMAT)
-    check_index(part.index, path, part=True)
-    assigned = {split: [(file.name, file.bytes) for file in part.own_files(split)] for split in part.files}
-    read = {split: [(file.name, file.bytes) for file in about.sources] for split, about in part.index.splits.items()}
-    if not 1 <= part.part <= part.parts <= len(part.files.get("train", ())) or assigned != read:
-        raise damaged(path, f"its sources are not the files of part {part.part} of {part.parts}")
-    return part
-
-
-def check_index(index: Index, path: Path, part: bool = False) -> None:
-    """Check that the numbers of an index agree with each other.
-
-    Args:
-        index, path: the index, and the file that it was read from.
-        part: whether it is that of a part of a corpus, whose splits may have no documents.
-
-    Raises:
-        UserError: they do not; the message names the file.
-    """
-    if index.dtype not in TOKEN_BYTES:
-        raise damaged(path, f"dtype is {index.dtype[:40]!r} (expected 'uint16' or 'uint32')")
-    width = TOKEN_BYTES[index.dtype]
-    if not index.eos < index.vocab_size <= 1 << (8 * width):
-        raise damaged(path, f"{index.vocab_size} ids do not fit {index.dtype}, or do not include eos {index.eos}")
-    for name, split in index.splits.items():
-        if name not in SPLITS:
-            raise damaged(path, f"unknown split {name[:40]!r} (expected train, valid or test)")
-        names = [shard.name for shard in split.shards]
-        if names != [f"{name}-{number:05d}.bin" for number in range(len(names))]:
-            raise damaged(path, f"the shards of {name} are named {str(names[:3])[:80]}")
-        if any(shard.bytes != shard.tokens * width or shard.tokens < 1 for shard in split.shards):
-            raise damaged(path, f"the bytes of a shard of {name} do not match its tokens")
-        if any(shard.bytes % HASHED for shard in split.shards[:-1]):
-            raise damaged(path, f"a shard of {name} before the last is not full")
-        least = 0 if part else 1
-        if split.tokens != sum(shard.tokens for shard in split.shards) or not least <= split.documents <= split.tokens:
-            raise damaged(path, f"the tokens or documents of {name} do not add up")
+    return read_stamped(path, Part, PART_FORMAT)
 
 
 def sha256_of_record(record: Any) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pkmlm.data.corpus import corpus_warnings, load_tokenizer, open_files
+from pkmlm.data.corpus import open_files, open_tokenizer
 from pkmlm.data.index import (
     HASHED,
     TOKENIZER,
@@ -25,13 +25,13 @@ from pkmlm.data.index import (
     PartFile,
     Shard,
     Split,
-    damaged,
     dtype_for,
     read_part,
 )
-from pkmlm.data.sources import STANDARD_INPUT, Source, find_sources, given_again, rereadable
+from pkmlm.data.sources import STANDARD_INPUT, Source, find_sources, rereadable
 from pkmlm.data.text import FIELD, Chunk, Tally, check_separator_and_field, read_chunks
 from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.data.warnings import corpus_warnings
 from pkmlm.errors import UserError
 from pkmlm.runs.files import writing, writing_folder
 
@@ -78,8 +78,8 @@ def tokenize(
     part: tuple[int, int] | None = None,
     jobs: int = 1,
     replace: bool = False,
-    progress: Progress = lambda stage, done, total: None,
-    warn: Warn = lambda text: None,
+    progress: Progress,
+    warn: Warn,
 ) -> Index:
     """Turn text into a folder of tokens, with a tokenizer that is given or learnt from the training text.
 
@@ -93,7 +93,7 @@ def tokenize(
         jobs: threads that encode.
         replace: whether an existing folder may be replaced.
         progress: called with a stage ("tokenizer" or a split), the bytes done and, if they are known, all bytes.
-        warn: called with each warning: about the files before they are read, about their documents at the end.
+        warn: called with each warning about the documents.
 
     Returns:
         The index of the corpus or of the part.
@@ -102,56 +102,25 @@ def tokenize(
         UserError: the files or options contradict each other; and all that `write_corpus` and `Tokenizer.learn` raise.
     """
     sources = {split: find_sources(names, format) for split, names in files.items() if names}
-    for split, names in files.items():
-        if again := given_again(names):
-            others = f" (and {len(again) - 1:,} more)" if len(again) > 1 else ""
-            warn(f"{again[0]}{others} is given again for {split}: it is read once")
     every = [source for inputs in sources.values() for source in inputs]
-    piped = sum(source.name == STANDARD_INPUT for source in every)
-    if part and piped:
+    if part and any(source.name == STANDARD_INPUT for source in every):
         raise UserError("standard input cannot be divided", "give --shard files that every machine can read")
-    if piped > 1:
-        raise UserError("standard input can be read once: - is given for two splits")
     check_separator_and_field(every, separator, field)
-    in_two_splits = set()
-    first_split: dict[str, str] = {}
-    for split, inputs in sources.items():
-        for source in inputs:
-            other = first_split.setdefault(os.path.realpath(source.name), split)
-            if other != split:
-                warn(f"{source.label} is in both {other} and {split}")
-                in_two_splits.add((split, source.plain_name))
     if model:
         tokenizer = Tokenizer.load(model)
     else:
         sources["train"] = [rereadable(source) for source in sources["train"]]
-        tokenizer = learn_tokenizer(sources["train"], separator, field, vocab_size, model_type, progress)
+        reader = SplitReader(LEARNING, sources["train"], separator, field, progress)
+        texts = (chunk.text for batch in reader.batches() for chunk in batch)
+        tokenizer = Tokenizer.learn(texts, vocab_size, model_type)
+        reader.report()
     encoding = Encoding(tokenizer, separator, field, jobs, progress=progress)
     if part:
         return write_part(folder, sources, encoding, *part, replace=replace)  # joining looks at the documents of all
     index = write_corpus(folder, sources, encoding, replace=replace)
-    for text in corpus_warnings(folder, index, tokenizer, in_two_splits):
+    for text in corpus_warnings(folder, tokenizer):
         warn(text)
     return index
-
-
-def learn_tokenizer(
-    sources: Sequence[Source],
-    separator: str | None,
-    field: str,
-    vocab_size: int | None,
-    model_type: str,
-    progress: Progress,
-) -> Tokenizer:
-    """Learn a tokenizer from the training text; arguments as of `tokenize`."""
-    reader = SplitReader(LEARNING, sources, separator, field, progress)
-    texts = (chunk.text for batch in reader.batches() for chunk in batch)
-    first = next(texts, None)
-    if first is None:
-        raise no_text("train", [source.label for source in sources], reader.tally.empty)
-    tokenizer = Tokenizer.learn(itertools.chain([first], texts), vocab_size, model_type)
-    reader.report()
-    return tokenizer
 
 
 def write_corpus(
@@ -183,26 +152,23 @@ def write_splits(place: Path, sources: Mapping[str, Sequence[Source]], encoding:
     tokenizer = encoding.tokenizer
     with writing(place / TOKENIZER) as file:
         file.write(tokenizer.model_bytes)
+    splits = {}
+    for split, inputs in sources.items():
+        reader = SplitReader(split, inputs, encoding.separator, encoding.field, encoding.progress)
+        reader.report()
+        arrays = encode_batches(reader.batches(), tokenizer, encoding.jobs)
+        about = write_tokens(place, split, arrays, tokenizer.eos, encoding.shard_bytes, reader.tally, reader.origins)
+        assert about.documents == reader.tally.documents, "an end token within a document"
+        reader.report()
+        splits[split] = about
     return Index(
         dtype=dtype_for(tokenizer.size),
         vocab_size=tokenizer.size,
         eos=tokenizer.eos,
         tokenizer_sha256=tokenizer.sha256,
         separator=encoding.separator,
-        splits={split: write_split(place, split, inputs, encoding) for split, inputs in sources.items()},
+        splits=splits,
     )
-
-
-def write_split(folder: Path, split: str, sources: Sequence[Source], encoding: Encoding) -> Split:
-    """Write the files of one split into a folder and return its part of the index."""
-    reader = SplitReader(split, sources, encoding.separator, encoding.field, encoding.progress)
-    reader.report()
-    arrays = encode_batches(reader.batches(), encoding.tokenizer, encoding.jobs)
-    eos, shard_bytes = encoding.tokenizer.eos, encoding.shard_bytes
-    about = write_tokens(folder, split, arrays, eos, shard_bytes, reader.tally, reader.origins)
-    assert about.documents == reader.tally.documents, "an end token within a document"
-    reader.report()
-    return about
 
 
 def no_text(split: str, names: Sequence[str], empty: int) -> UserError:
@@ -212,21 +178,21 @@ def no_text(split: str, names: Sequence[str], empty: int) -> UserError:
     return UserError(f"no text for {split} in {files} ({found})")
 
 
+@dataclass
 class SplitReader:
     """One pass over the sources of a split; `tally` and `origins` are complete when `batches` has ended."""
 
-    def __init__(
-        self, stage: str, sources: Sequence[Source], separator: str | None, field: str, progress: Progress
-    ) -> None:
-        self.stage = stage
-        self.sources = sources
-        self.separator = separator
-        self.field = field
-        self.progress = progress
-        self.tally = Tally()
-        self.origins: list[Origin] = []
-        self.done = 0
-        sizes = [source.size for source in sources]
+    stage: str
+    sources: Sequence[Source]
+    separator: str | None
+    field: str
+    progress: Progress
+    tally: Tally = dataclasses.field(default_factory=Tally)
+    origins: list[Origin] = dataclasses.field(default_factory=list)
+    done: int = 0
+
+    def __post_init__(self) -> None:
+        sizes = [source.size for source in self.sources]
         self.total = None if None in sizes else sum(size or 0 for size in sizes)
 
     def report(self, more: int = 0) -> None:
@@ -308,38 +274,12 @@ def write_tokens(
         shard_bytes: the size of a full shard.
         tally, origins: the counts and the sources of the text, complete when the last array has been drawn.
     """
-    shards, digests = write_shards(folder, split, arrays, eos, shard_bytes)
-    documents = folder / f"{split}.documents"
-    with open(documents, "rb") as file:
-        digests += [hashlib.sha256(block).digest() for block in iter(lambda: file.read(HASHED), b"")]
-    hashes = b"".join(digests)
-    with writing(folder / f"{split}.hashes") as file:
-        file.write(hashes)
-    return Split(
-        tokens=sum(shard.tokens for shard in shards),
-        documents=documents.stat().st_size // 8 - 1,
-        empty=tally.empty,
-        words=tally.words,
-        bytes=tally.bytes,
-        shards=tuple(shards),
-        hashes_sha256=hashlib.sha256(hashes).hexdigest(),
-        sources=tuple(origins),
-    )
-
-
-def write_shards(
-    folder: Path, split: str, arrays: Iterable[np.ndarray], eos: int, shard_bytes: int
-) -> tuple[list[Shard], list[bytes]]:
-    """Write tokens to shards, and where documents begin to SPLIT.documents.
-
-    Returns:
-        The shards, and the sha256 digests of their blocks.
-    """
     shards: list[Shard] = []
     digests: list[bytes] = []
     written = 0
     blocks = full_blocks(arrays)
-    with writing(folder / f"{split}.documents") as documents:
+    starts = folder / f"{split}.documents"
+    with writing(starts) as documents:
         documents.write(np.zeros(1, "<i8").tobytes())
         for first in blocks:
             path = folder / f"{split}-{len(shards):05d}.bin"
@@ -351,7 +291,21 @@ def write_shards(
                     documents.write((np.flatnonzero(block == eos) + (written + 1)).astype("<i8").tobytes())
                     written += len(block)
             shards.append(Shard(path.name, written - begin, os.path.getsize(path)))
-    return shards, digests
+    with open(starts, "rb") as file:
+        digests += [hashlib.sha256(block).digest() for block in iter(lambda: file.read(HASHED), b"")]
+    hashes = b"".join(digests)
+    with writing(folder / f"{split}.hashes") as file:
+        file.write(hashes)
+    return Split(
+        tokens=written,
+        documents=starts.stat().st_size // 8 - 1,
+        empty=tally.empty,
+        words=tally.words,
+        bytes=tally.bytes,
+        shards=tuple(shards),
+        hashes_sha256=hashlib.sha256(hashes).hexdigest(),
+        sources=tuple(origins),
+    )
 
 
 def full_blocks(arrays: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
@@ -405,8 +359,8 @@ def write_part(
         The index of this part, in which splits may be empty.
 
     Raises:
-        UserError: there are fewer training files than parts, or a file changes while it is read; and all that
-            `write_corpus` raises, except that there is no text.
+        UserError: there are fewer training files than parts; and all that `write_corpus` raises, except that there is
+            no text.
     """
     if (count := len(sources["train"])) < parts:
         found = f"train has {count} file{'s' * (count != 1)}"
@@ -421,11 +375,6 @@ def write_part(
     }
     with writing_folder(folder, replace=replace) as place:
         record = Part(part, parts, encoding.field, files, write_splits(place, own, encoding))
-        for split, about in record.index.splits.items():
-            for file, origin in zip(record.own_files(split), about.sources, strict=True):
-                if file.bytes != origin.bytes:
-                    found = f"{origin.bytes:,} bytes (expected {file.bytes:,})"
-                    raise UserError(f"{file.name} changed while it was read: {found}")
         record.write(place)
     return record.index
 
@@ -459,7 +408,7 @@ def join_parts(
         raise UserError(f"-o {folder} is one of the parts to join (expected another folder)", "the parts stay")
     parts = read_parts(places)
     first = parts[0][1].index
-    tokenizer = load_tokenizer(parts[0][0], first.tokenizer_sha256)
+    tokenizer = open_tokenizer(parts[0][0], first)
     splits = {}
     with writing_folder(folder, replace=replace) as new:
         with writing(new / TOKENIZER) as file:
@@ -475,7 +424,7 @@ def join_parts(
                 raise no_text(split, [origin.name for origin in origins], empty)
         index = dataclasses.replace(first, splits=splits)
         index.write(new)
-    for text in corpus_warnings(folder, index, tokenizer):
+    for text in corpus_warnings(folder, tokenizer):
         warn(text)
     return index
 
@@ -511,14 +460,9 @@ def joined_tokens(parts: Sequence[tuple[Path, Part]], split: str, progress: Prog
     progress(split, done, total)
     for place, part in parts:
         shards, _ = open_files(place, split, part.index)
-        documents = 0
         for file in shards:
             for start in range(0, file.size, file.block):
                 block = file.read(start, start + file.block)
-                documents += int(np.count_nonzero(block == part.index.eos))
                 yield block
                 done += block.nbytes
                 progress(split, done, total)
-        if documents != part.index.splits[split].documents:
-            expected = part.index.splits[split].documents
-            raise damaged(place, f"{split} holds {documents:,} documents (expected {expected:,})")

@@ -14,7 +14,7 @@ import stat
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -115,13 +115,10 @@ class Stream(io.RawIOBase):
             seen = next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), None)
             compression = self.source.compression or seen
             decompress = {"gzip": gzip_blocks, "zstd": zstd_blocks, None: plain_blocks}[compression]
-            yield from in_large_blocks(decompress(stored))
+            yield from decompress(stored)
             if compression and not self.count:
                 raise EOFError("the file is empty")
         except (EOFError, zlib.error, zstandard.ZstdError) as error:
-            if "requires too much memory" in str(error):
-                message = f"{label}: compressed with a window of more than 128 MiB"
-                raise UserError(message, "decompress it first: zstd -d --long=31") from None
             raise UserError(f"{label}: damaged or cut short ({compression}: {error})") from None
         except OSError as error:  # also gzip.BadGzipFile, which has no strerror
             reason = error.strerror or f"damaged or cut short ({error})"
@@ -149,29 +146,20 @@ def zstd_blocks(stored: io.BufferedReader) -> Iterator[bytes]:
 
     frame = zstandard.ZstdDecompressor().decompressobj()
     begun = False
+    held: list[bytes] = []  # small blocks are joined: what follows has a fixed cost per block
     while data := stored.read(ZSTD_INPUT):
         while data:
             if frame.eof:
                 frame = zstandard.ZstdDecompressor().decompressobj()
             begun = True
-            yield frame.decompress(data)
+            held.append(frame.decompress(data))
             data = frame.unused_data if frame.eof else b""
+        if sum(map(len, held)) >= READ:
+            yield b"".join(held)
+            held = []
+    yield b"".join(held)
     if begun and not frame.eof:
         raise EOFError("the last frame is not complete")
-
-
-def in_large_blocks(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """The same bytes in blocks of at least 1 MiB, except for the last: what follows has a fixed cost per block."""
-    held: list[bytes] = []
-    size = 0
-    for block in blocks:
-        held.append(block)
-        size += len(block)
-        if size >= READ:
-            yield b"".join(held)
-            held, size = [], 0
-    if size:
-        yield b"".join(held)
 
 
 def temporary_copy(stream: Stream, *, decompress: bool) -> IO[bytes]:
@@ -217,7 +205,7 @@ def find_sources(patterns: Sequence[str], format: str | None = None) -> list[Sou
     for name in names:
         place = name if name == STANDARD_INPUT else os.path.realpath(name)
         if place not in found:
-            found[place] = checked_source(name, format)
+            found[place] = find_source(name, format)
     return list(found.values())
 
 
@@ -235,19 +223,7 @@ def expand_glob(pattern: str) -> list[str]:
     return names
 
 
-def given_again(patterns: Sequence[str]) -> list[str]:
-    """The names, among all that the patterns stand for, of files that an earlier name, glob or link has given."""
-    seen: set[str] = set()
-    again = []
-    for name in (name for pattern in patterns for name in expand_glob(pattern)):
-        place = os.path.realpath(name)
-        if place in seen:
-            again.append(name)
-        seen.add(place)
-    return again
-
-
-def checked_source(name: str, format: str | None) -> Source:
+def find_source(name: str, format: str | None) -> Source:
     """The source of that name.
 
     Raises:

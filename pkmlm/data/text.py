@@ -5,6 +5,7 @@ text alone, never on how it was stored or read, so that its tokens are the same 
 """
 
 import codecs
+import itertools
 import json
 import re
 from collections import Counter
@@ -18,10 +19,8 @@ from pkmlm.errors import UserError
 WINDOW = 2048  # characters: BPE slows down on long strings
 LAST_SINGLE_SPACE = re.compile(r".*[^ ](?= [^ ])", re.DOTALL)
 FIELD = "text"  # the usual name of the key or column that holds the text
-LINE_LIMIT = 128 << 20  # bytes of one line of JSON, which must be read whole
-CELL_LIMIT = 128 << 20  # bytes of one cell of a parquet file, likewise
-ROWS = 64  # rows of a parquet file that are read at a time,
-BATCH_LIMIT = 512 << 20  # or as many as take these bytes in memory; compressed, they can take far fewer
+LINE_LIMIT = 128 << 20  # characters of one line of JSON, which must be read whole
+ROWS = 64  # rows of a parquet file that are read at a time
 ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[nrtfv0\\]|)")
 SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -154,27 +153,17 @@ def decode(stream: Stream) -> Iterator[str]:
     """The text of a stream of UTF-8. Nothing is changed: line ends, a byte-order mark and NUL are text."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     read = 0
-
-    def decoded(block: bytes, final: bool) -> str:
+    for block in itertools.chain(stream.blocks(), [b""]):
         pending = len(decoder.getstate()[0])
         try:
-            return decoder.decode(block, final)
+            yield decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
-            raise bad_utf8(stream, read - pending + error.start, error) from None
-
-    for block in stream.blocks():
-        yield decoded(block, False)
+            raise UserError(
+                f"{stream.source.label}: not UTF-8 at byte {read - pending + error.start:,} "
+                f"(0x{error.object[error.start]:02x}: {error.reason})",
+                "convert it first, e.g. with iconv -t UTF-8",
+            ) from None
         read += len(block)
-    yield decoded(b"", True)
-
-
-def bad_utf8(stream: Stream, offset: int, error: UnicodeDecodeError) -> UserError:
-    """The error that names the byte at `offset` of the decompressed stream."""
-    byte = error.object[error.start]
-    return UserError(
-        f"{stream.source.label}: not UTF-8 at byte {offset:,} (0x{byte:02x}: {error.reason})",
-        "convert it first, e.g. with iconv -t UTF-8",
-    )
 
 
 def split_documents(texts: Iterable[str], separator: str | None) -> Iterator[tuple[str, bool]]:
@@ -224,51 +213,35 @@ def has_surrogate(text: str) -> bool:
 
 def json_documents(stream: Stream, field: str) -> Iterator[tuple[str, bool]]:
     """The documents of a file of JSON lines, null as an empty one; lines of white space are skipped."""
-    offset = 0
-    for number, line in enumerate(lines(stream), 1):
+    number = 1
+    parts: list[str] = []
+    size = 0
+    for part, ends in split_documents(decode(stream), "\n"):
         where = f"{stream.source.label}:{number}"
-        try:
-            text = line.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise bad_utf8(stream, offset + error.start, error) from None
-        offset += len(line) + 1
-        if number == 1:
-            text = text.removeprefix("\ufeff")
-        if text.strip():
-            yield text_of(json_object(text, where), field, where), True
-
-
-def text_of(row: dict[str, Any], field: str, where: str) -> str:
-    """The text in an object; null, which data sets have for a missing text, is an empty one."""
-    if field not in row:
-        keys = ", ".join(map(repr, list(row)[:8])) or "no keys"
-        raise UserError(f"{where}: no key {field!r} (found {keys})", "name the key that holds the text with --field")
-    text = row[field]
-    if text is None:
-        return ""
-    if not isinstance(text, str):
-        raise UserError(f"{where}: {field!r} is {json_kind(text)} (expected a string or null)")
-    if has_surrogate(text):
-        raise UserError(f"{where}: {field!r} has a lone surrogate, which is not Unicode text")
-    return text
-
-
-def lines(stream: Stream) -> Iterator[bytes]:
-    """The lines of a stream, without their newlines."""
-    held: list[bytes] = []
-    size = number = 0
-    for block in stream.blocks():
-        first, *others = block.split(b"\n")
-        held.append(first)
-        size += len(first)
+        parts.append(part)
+        size += len(part)
         if size > LINE_LIMIT:
-            where = f"{stream.source.label}:{number + 1}"
-            raise UserError(f"{where}: line over {LINE_LIMIT:,} bytes", "cut the document into several")
-        for line in others:
-            yield b"".join(held)
-            number += 1
-            held, size = [line], len(line)
-    yield b"".join(held)
+            raise UserError(f"{where}: line over {LINE_LIMIT:,} characters", "cut the document into several")
+        if not ends:
+            continue
+        line = "".join(parts)
+        if number == 1:
+            line = line.removeprefix("\ufeff")
+        number, parts, size = number + 1, [], 0
+        if not line.strip():
+            continue
+        row = json_object(line, where)
+        if field not in row:
+            keys = ", ".join(map(repr, list(row)[:8])) or "no keys"
+            raise UserError(
+                f"{where}: no key {field!r} (found {keys})", "name the key that holds the text with --field"
+            )
+        text = row[field]
+        if not isinstance(text, str | None):
+            raise UserError(f"{where}: {field!r} is {json.dumps(text):.40} (expected a string or null)")
+        if text and has_surrogate(text):
+            raise UserError(f"{where}: {field!r} has a lone surrogate, which is not Unicode text")
+        yield text or "", True
 
 
 def json_object(line: str, where: str) -> dict[str, Any]:
@@ -286,28 +259,17 @@ def json_object(line: str, where: str) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
             ((key, times),) = Counter(key for key, _ in pairs).most_common(1)
-            raise UserError(f"{where}: the key {key[:40]!r} stands there {times} times (expected once)")
+            raise UserError(f"{where}: found the key {key[:40]!r} {times} times (expected once)")
         return found
 
     try:
         value = json.loads(line, object_pairs_hook=members)
-    except json.JSONDecodeError as error:
-        rest = line[error.pos : error.pos + 50].strip()
-        found = json.dumps(rest, ensure_ascii=False) if rest else "the end of the line"
-        raise UserError(f"{where}: not valid JSON from character {error.pos + 1} on: found {found}") from None
-    except RecursionError:
-        raise UserError(f"{where}: not valid JSON: nested too deeply") from None
-    except ValueError:  # Python's int() refuses more than 4,300 digits
-        raise UserError(f"{where}: a number of too many digits") from None
+    except (ValueError, RecursionError) as error:  # ValueError also for numbers of more than 4,300 digits
+        what = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
+        raise UserError(f"{where}: not valid JSON: {what}") from None
     if not isinstance(value, dict):
-        raise UserError(f"{where}: found {json_kind(value)} (expected an object)")
+        raise UserError(f"{where}: found {json.dumps(value):.40} (expected an object)")
     return value
-
-
-def json_kind(value: Any) -> str:
-    """What JSON calls a value."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")
 
 
 # Parquet
@@ -324,20 +286,11 @@ def parquet_documents(stream: Stream, field: str) -> Iterator[tuple[str, bool]]:
     with open(source.name, "rb") if plain else temporary_copy(stream, decompress=True) as file:
         try:
             table = pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20)
-            check_column(table.schema_arrow, field, source)
-            for batch in table.iter_batches(batch_size=rows_at_once(table.metadata, field), columns=[field]):
-                for cell in batch.column(field):
-                    row += 1
-                    text = cell.as_py() or ""
-                    if 4 * len(text) > CELL_LIMIT and len(text.encode()) > CELL_LIMIT:
-                        where = f"{source.label}: row {row:,}: {field!r}"
-                        raise UserError(f"{where} has more than {CELL_LIMIT:,} bytes", "cut the document into several")
-                    yield text, True
+            check_column(table.schema_arrow, field, source.label)
+            for batch in table.iter_batches(batch_size=ROWS, columns=[field]):
+                yield from ((cell.as_py() or "", True) for cell in batch.column(field))
+                row += len(batch)
                 read_up_to(stream, row / table.metadata.num_rows)
-        except MemoryError:
-            raise UserError(
-                f"{source.label}: the rows after row {row:,} do not fit in memory", "cut them into several", 1
-            ) from None
         except UnicodeDecodeError as error:
             raise UserError(f"{source.label}: {field!r} is not UTF-8 after row {row:,} ({error.reason})") from None
         except (pyarrow.ArrowException, OSError) as error:
@@ -346,31 +299,21 @@ def parquet_documents(stream: Stream, field: str) -> Iterator[tuple[str, bool]]:
     read_up_to(stream, 1.0)
 
 
-def rows_at_once(metadata: Any, field: str) -> int:
-    """How many cells of a column can be read together within BATCH_LIMIT.
-
-    A text that many cells repeat is stored once: each cell may be as large as the whole column of its row group.
-    """
-    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    columns = [group.column(place) for group in groups for place in range(group.num_columns)]
-    largest = max((each.total_uncompressed_size for each in columns if each.path_in_schema == field), default=0)
-    return max(1, min(ROWS, BATCH_LIMIT // max(1, largest)))
-
-
-def check_column(schema: Any, field: str, source: Source) -> None:
+def check_column(schema: Any, field: str, label: str) -> None:
     """Refuse a column that is missing, is there twice, or does not hold text."""
     import pyarrow.types as types
 
-    if field not in schema.names:
+    if (times := schema.names.count(field)) != 1:
         names = ", ".join(map(repr, schema.names[:8]))
-        raise UserError(f"{source.label}: no column {field!r} (found {names})", "name the text's column with --field")
-    if (times := schema.names.count(field)) > 1:
-        raise UserError(f"{source.label}: {times} columns are named {field!r} (expected one)")
+        raise UserError(
+            f"{label}: {times or 'no'} column{'s' * (times > 1)} {field!r} (found {names})",
+            "name the text's column with --field",
+        )
     found = schema.field(field).type
     value = found.value_type if types.is_dictionary(found) else found
     texts = (types.is_null, types.is_string, types.is_large_string, types.is_string_view)
     if not any(holds(value) for holds in texts):
-        raise UserError(f"{source.label}: column {field!r} holds {found} (expected strings)")
+        raise UserError(f"{label}: column {field!r} holds {found} (expected strings)")
 
 
 def read_up_to(stream: Stream, share: float) -> None:

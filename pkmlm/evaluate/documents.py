@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pkmlm.data.corpus import Corpus, check_vocabulary
+from pkmlm.data.corpus import Corpus
 from pkmlm.data.index import read_index
 from pkmlm.data.sources import find_sources
 from pkmlm.data.text import FIELD, check_separator_and_field, read_documents
@@ -82,7 +82,6 @@ def open_split(directory: str, split: str, tokenizer: Tokenizer) -> Corpus:
             f"({tokenizer.sha256[:12]})",
             f"tokenize the text again with --tokenizer {tokenizer.name}",
         )
-    check_vocabulary(corpus.folder, corpus.vocab_size, corpus.eos, tokenizer)
     return corpus
 
 

@@ -62,11 +62,10 @@ def test_each_split_takes_all_the_files_after_it_and_no_other_does(texts):
         assert text_of(texts / "out", name).endswith(f"\n\n\n{read(name)}"), "in the order of their names"
         assert text_of(texts / "out", name).startswith(f"more to {name}")
     for words, said in (
-        (["--valid", texts / "valid.txt", texts / "train.txt"], "error: Missing argument 'TRAIN...'"),
-        ([texts / "train.txt", "--valid", "--test", texts / "test.txt"], "error: Option '--valid' requires a file"),
-        ([texts / "train.txt", "--valid"], "error: Option '--valid' requires a file"),
+        (["--valid", texts / "valid.txt", texts / "train.txt"], "TRAIN..."),
+        ([texts / "train.txt", "--valid", "--test", texts / "test.txt"], "'--valid' requires a file"),
     ):
-        assert pkmlm("tokenize", *words, "-o", texts / "none", code=2).stderr.startswith(said)
+        assert said in pkmlm("tokenize", *words, "-o", texts / "none", code=2).stderr
     joined = [f"--valid={files['valid'][0]}", files["valid"][1]]
     tokenize(*joined, *common, "-o", texts / "two", "--", texts / "train.txt")
     assert text_of(texts / "two") == read("train")
@@ -86,14 +85,11 @@ def assert_same_folders(one, other):
     assert filecmp.cmpfiles(one, other, names, shallow=False) == (names, [], [])
 
 
-def test_the_whole_road(texts):
-    command = [
-        sys.executable, "-m", "pkmlm", "tokenize",
-        texts / "train.txt", "--valid", texts / "valid.txt", "--test", texts / "test.txt",
-        "--separator", r"\n\n\n", "--vocab-size", "320", "-o", texts / "out",
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, ""), "no progress where nobody looks"
+def test_every_split_comes_back_and_what_is_printed_is_what_was_written(texts):
+    given = [texts / "train.txt", "--valid", texts / "valid.txt", "--test", texts / "test.txt"]
+    given += ["--separator", r"\n\n\n", "--vocab-size", "320", "--force", "-o", texts / "out"]
+    done = pkmlm("tokenize", *given)
+    assert done.stderr == "", "no progress where nobody looks"
     for split in ("train", "valid", "test"):
         assert text_of(texts / "out", split).encode() == (texts / f"{split}.txt").read_bytes()
     table = done.stdout.splitlines()
@@ -101,25 +97,17 @@ def test_the_whole_road(texts):
     assert [line.split()[:3] for line in table if line.startswith(("train", "valid", "test"))] == [
         [split, "5", "0"] for split in ("train", "valid", "test")
     ]
-
-
-def test_json_is_all_there_is_on_standard_output(texts):
-    shape = ("--vocab-size", 320, "--separator", r"\n\n\n")
-    result = json.loads(tokenize(texts / "train.txt", "-o", texts / "out", *shape, "--json"))
-    corpus = Corpus(texts / "out", "train")
-    assert result["splits"]["train"]["tokens"] == corpus.tokens
-    assert result["splits"]["train"]["words"] == corpus.words
-    assert result["splits"]["train"]["documents"] == 5
-    assert result["tokenizer_sha256"] == corpus.tokenizer_sha256
-    assert result["vocab_size"] == 320
+    result = json.loads(tokenize(*given, "--json"))
+    corpus, train = Corpus(texts / "out", "train"), result["splits"]["train"]
+    assert (train["tokens"], train["words"], train["documents"]) == (corpus.tokens, corpus.words, 5)
+    assert (result["tokenizer_sha256"], result["vocab_size"]) == (corpus.tokenizer_sha256, 320)
     assert result["learning_seconds"] > 0
 
 
 def test_every_run_writes_the_same_bytes(texts):
-    for folder, jobs in (("one", 1), ("two", 2), ("five", 5)):
+    for folder, jobs in (("one", 1), ("five", 5)):
         tokenize(texts / "train.txt", "--valid", texts / "valid.txt", "--vocab-size", 320, "--jobs", jobs,
                  "-o", texts / folder)  # fmt: skip
-    assert_same_folders(texts / "one", texts / "two")
     assert_same_folders(texts / "one", texts / "five")
 
 
@@ -129,12 +117,9 @@ def test_formats_and_compressions_give_the_same_tokens(texts):
     lines = "".join(json.dumps({"text": text, "n": 1}) + "\n" for text in documents).encode()
     pq.write_table(pa.table({"text": documents}), texts / "a.parquet")
     files = {
-        "a.txt.gz": gzip.compress(whole),
         "a.txt.zst": zstandard.compress(whole),
         "a.jsonl": lines,
         "a.jsonl.gz": gzip.compress(lines),
-        "a.jsonl.zst": zstandard.compress(lines),
-        "a.parquet": (texts / "a.parquet").read_bytes(),
         "a.parquet.zst": zstandard.compress((texts / "a.parquet").read_bytes()),
     }
     tokenize(texts / "train.txt", "--separator", r"\n\n\n", "--vocab-size", 320, "-o", texts / "plain")
@@ -149,16 +134,9 @@ def test_formats_and_compressions_give_the_same_tokens(texts):
         assert (corpus.words, corpus.bytes, corpus.documents) == (plain.words, plain.bytes, plain.documents)
 
 
-def test_globs_and_several_files(texts):
-    tokenize(f"{texts}/t*.txt", "--valid", texts / "valid.txt", "--vocab-size", 320, "-o", texts / "out")
-    both = (texts / "test.txt").read_bytes() + b"|" + (texts / "train.txt").read_bytes()
-    assert text_of(texts / "out", separator="|").encode() == both
-
-
-@pytest.mark.parametrize("wrap", [bytes, gzip.compress, zstandard.compress])
-def test_standard_input(texts, wrap):
+def test_standard_input(texts):
     data = (texts / "train.txt").read_bytes()
-    stored = wrap(data)  # once: gzip writes the time
+    stored = gzip.compress(data)
     tokenize("-", "--vocab-size", 320, "-o", texts / "out", data=stored)
     assert text_of(texts / "out").encode() == data
     tokenize("-", "--tokenizer", texts / "out/tokenizer.model", "-o", texts / "again", data=stored)
@@ -190,21 +168,10 @@ def test_nothing_is_overwritten_without_force(texts):
 
 
 def test_force_can_read_what_it_replaces_and_folders_above_are_made(texts):
-    (texts / "a/empty").mkdir(parents=True)
-    for place in ("a/empty/", "a/b/out"):
-        tokenize(texts / "train.txt", "--vocab-size", 320, "-o", f"{texts}/{place}")
+    tokenize(texts / "train.txt", "--vocab-size", 320, "-o", texts / "a/b/out")
     model = texts / "a/b/out/tokenizer.model"
     tokenize(texts / "test.txt", "--tokenizer", model, "-o", texts / "a/b/out", "--force")
     assert text_of(texts / "a/b/out").encode() == (texts / "test.txt").read_bytes()
-    assert text_of(texts / "a/empty").encode() == (texts / "train.txt").read_bytes()
-
-
-@pytest.mark.parametrize("name", ["", "circle", "circle/out"])
-def test_a_name_that_leads_nowhere_is_refused(texts, monkeypatch, name):
-    monkeypatch.chdir(texts)
-    (texts / "circle").symlink_to("circle")
-    error = pkmlm("tokenize", "train.txt", "--vocab-size", 320, "-o", name, code=2).stderr
-    assert (name.split("/")[0] or "-o") in error
 
 
 def test_force_replaces_nothing_but_tokens(texts):
@@ -224,21 +191,16 @@ def test_force_replaces_nothing_but_tokens(texts):
     ("arguments", "message"),
     [
         (["what\x1b.doc"], r"what\x1b\.doc"),
-        (["*.none"], r"\*\.none"),
-        (["."], r"\. is a folder"),
         (["train.txt", "--valid", "empty.txt"], r"valid in empty\.txt \(1 empty document\)"),
         (["train.txt", "--test", "empty.parquet"], r"test in empty\.parquet \(no documents\)"),
         (["train.txt", "--test", "bad.txt"], r"bad\.txt: .* byte 3 "),
         (["train.txt", "--vocab-size", "100000"], r"--vocab-size: 100,000 .* at most \d+"),
-        (["train.txt", "--tokenizer", "missing.model"], r"missing\.model"),
         (["train.txt", "--tokenizer", "train.txt"], r"train\.txt is not a SentencePiece model"),
         (["train.txt", "--separator", r"\d"], "--separator: unknown escape"),
         (["a.jsonl", "--separator", "x"], "--separator is for text"),
         (["train.txt", "--field", "body"], "--field is for JSON lines"),
-        (["a.jsonl"], r"a\.jsonl:1: no key 'text'"),
-        (["train.txt", "--format", "parquet"], r"train\.txt: .* parquet"),
         (["cut.txt.gz"], r"cut\.txt\.gz: damaged"),
-        (["-", "--valid", "-"], "standard input"),
+        (["empty.txt"], "too small to learn"),
     ],
 )
 def test_a_mistake_is_named_and_leaves_nothing(texts, monkeypatch, arguments, message):
@@ -255,13 +217,6 @@ def test_a_mistake_is_named_and_leaves_nothing(texts, monkeypatch, arguments, me
     assert sorted(os.listdir()) == before
 
 
-@pytest.mark.parametrize("option", [["--vocab-size", "320"], ["--model-type", "bpe"]])
-def test_a_given_tokenizer_is_not_learnt(option):
-    result = CliRunner().invoke(cli, ["tokenize", "x.txt", "--tokenizer", "m", *option, "-o", "out"])
-    assert result.exit_code == 2
-    assert f"{option[0]} is for learning" in result.output
-
-
 def test_a_full_disk_is_named_and_leaves_nothing(texts):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))  # Python ignores the signal
@@ -275,19 +230,10 @@ def test_a_full_disk_is_named_and_leaves_nothing(texts):
 
 
 def test_a_killed_run_leaves_nothing_that_looks_finished(texts):
-    (texts / "long.txt").write_text(prose(600_000))
+    (texts / "long.txt").write_text(prose(300_000))
     tokenize(texts / "train.txt", "--vocab-size", 320, "-o", texts / "first")
-    command = [
-        sys.executable,
-        "-m",
-        "pkmlm",
-        "tokenize",
-        "long.txt",
-        "--tokenizer",
-        "first/tokenizer.model",
-        "-o",
-        "out",
-    ]
+    command = [sys.executable, "-m", "pkmlm", "tokenize", "long.txt", "--tokenizer", "first/tokenizer.model"]
+    command += ["-o", "out"]
     for number in (signal.SIGINT, signal.SIGKILL):
         running = subprocess.Popen(command, cwd=texts, stderr=subprocess.PIPE)
         until = time.monotonic() + 30

@@ -26,31 +26,6 @@ def assert_warns(arguments, *expected):
         assert re.search(".*".join(map(re.escape, ("warning: ", *words))), line), line
 
 
-def test_a_file_in_two_splits_is_warned_of(texts):
-    (texts / "link.txt").symlink_to(texts / "train.txt")
-    given = [texts / "train.txt", "--valid", texts / "link.txt", "--vocab-size", 290, "-o", texts / "out"]
-    assert_warns(given, (f"{texts}/link.txt ", "train", "valid"), ("1 of 1 document of valid", "train"))
-
-
-def test_the_same_bytes_in_two_splits_are_warned_of(texts):
-    """Two copies, one of the same name; empty files are all the same. Parts say nothing, what joins them all of it."""
-    (texts / "b").mkdir()
-    for copy in ("copy.txt", "b/train.txt"):
-        (texts / copy).write_bytes((texts / "train.txt").read_bytes())
-    for empty in ("none.txt", "nothing.txt"):
-        (texts / empty).touch()
-    splits = ["--valid", texts / "valid.txt", texts / "copy.txt", texts / "none.txt", "--test", texts / "b/train.txt"]
-    given = [texts / "train.txt", texts / "nothing.txt", *splits]
-    told = [("copy.txt", "train", "valid", "train.txt"), ("train.txt", "train", "test")]
-    told += [("1 of 2 documents of valid", "in train")]
-    told += [("1 of 1 document of test", "in train"), ("1 of 1 document of test", "in valid")]
-    assert_warns([*given, "--vocab-size", 290, "-o", texts / "out"], *told)
-    for part in (1, 2):
-        options = ["--tokenizer", texts / "out/tokenizer.model", "--shard", f"{part}/2", "-o", texts / str(part)]
-        assert_warns([*given, *options])
-    assert_warns(["--join", texts / "1", texts / "2", "-o", texts / "all"], *told)
-
-
 def test_documents_in_two_splits_are_warned_of(texts):
     """Only whole documents count, however long, and short ones do not."""
     long, short = [f"{number}: {STORY * number}".strip() for number in range(1, 40)], ["Yes.", "No.", ""]
@@ -71,7 +46,6 @@ def test_documents_in_two_splits_are_warned_of(texts):
         assert_warns([*given, *model, "--shard", f"{part}/3", "-o", texts / str(part)])
     assert_warns(["--join", *(texts / str(part) for part in (1, 2, 3)), "-o", texts / "all"], *told)
     assert_same_folders(texts / "out", texts / "all")
-    assert_warns([files["train-3"], *others, *model, "-o", texts / "apart"], ("2 of 7 documents of test", "in valid"))
 
 
 def test_a_novel_is_the_same_with_and_without_the_newline_that_ends_its_file(texts):
@@ -85,32 +59,10 @@ def test_a_novel_is_the_same_with_and_without_the_newline_that_ends_its_file(tex
     assert_warns([*given, "--separator", r"\n\n\n", "-o", texts / "out"], *told)
 
 
-def test_what_is_given_twice_is_warned_of(texts):
-    given = ["--vocab-size", 290, "-o", texts / "out", "--force"]
-    assert_warns([texts / "train.txt", texts / "train.txt", *given], (f"{texts}/train.txt ", "again for train"))
-    (texts / "link.txt").symlink_to(texts / "train.txt")
-    globs = [f"{texts}/t*.txt", f"{texts}/l*.txt", f"{texts}/t*.txt"]
-    assert_warns([*globs, *given], (f"{texts}/link.txt ", "1 more", "again for train"))
-
-
 def test_a_separator_that_never_occurs_is_warned_of(texts):
     given = [texts / "train.txt", "--vocab-size", 290, "--force", "-o", texts / "out", "--separator"]
     assert_warns([*given, "<|endoftext|>"], ("'<|endoftext|>'",))
     assert_warns([*given, r"\n\n\n"])
     assert_warns([*given, r"\n\n\n", "--valid", texts / "valid.txt"])  # one document to validate on is no fault
-    (texts / "crlf.txt").write_bytes((texts / "train.txt").read_bytes().replace(b"\n", b"\r\n"))
-    crlf = [texts / "crlf.txt", *given[1:], r"\n\n\n", "--valid", texts / "valid.txt"]
-    assert_warns(crlf, (r"'\n\n\n'", "CRLF", r"'\r\n\r\n\r\n'"))
     (texts / "one.jsonl").write_text('{"text": "a whale"}\n')  # lines are not separated by it
     assert_warns([*given, "|", "--valid", texts / "one.jsonl"])
-
-
-def test_a_separator_that_is_in_no_part_is_warned_of_when_they_are_joined(texts):
-    (texts / "more.txt").write_text(STORY * 30)
-    assert_warns([texts / "train.txt", "--vocab-size", 290, "-o", texts / "out"])
-    given = [texts / "train.txt", texts / "more.txt", "--tokenizer", texts / "out/tokenizer.model"]
-    for separator, told in ((r"\n\n\n", []), ("|", [("'|'",)])):
-        for part in (1, 2):
-            options = ["--separator", separator, "--shard", f"{part}/2", "-o", texts / str(part), "--force"]
-            assert_warns([*given, *options])
-        assert_warns(["--join", texts / "1", texts / "2", "-o", texts / "all", "--force"], *told)

@@ -22,9 +22,9 @@ TRAINING = (
     ("pkmlm.train.log.TrainingLog", "event", "log"),
 )
 TOKENIZING = (
-    ("pkmlm.data.shards", "learn_tokenizer", "learn"),
-    ("pkmlm.data.shards", "write_split", "split"),
-    ("pkmlm.data.shards", "write_shards", "shards"),
+    ("pkmlm.data.tokenizer.Tokenizer", "learn", "learn"),
+    ("pkmlm.data.shards", "write_splits", "split"),
+    ("pkmlm.data.shards", "write_tokens", "shards"),
     ("pkmlm.data.index.Index", "write", "index"),
     ("pkmlm.cli.tokenize", "print_result", "result"),
 )

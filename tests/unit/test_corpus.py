@@ -14,11 +14,11 @@ import pytest
 
 from pkmlm.data.corpus import Corpus, open_tokenizer
 from pkmlm.data.index import FORMAT, HASHED, read_index
-from pkmlm.data.shards import Encoding, write_corpus, write_shards
+from pkmlm.data.shards import Encoding, write_corpus, write_tokens
 from pkmlm.data.sources import find_sources
+from pkmlm.data.text import Tally
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
-from pkmlm.evaluate.documents import open_split
 from pkmlm.runs.files import json_text
 
 SEPARATOR = "\n\n\n"
@@ -68,7 +68,6 @@ def test_what_was_written_is_read(made, tokenizer):
     assert [tokenizer.decode(corpus.document(i)) for i in range(corpus.documents)] == texts
     assert tokenizer.decode(Corpus(folder, "valid").document(0)) == "abc\u2581d"
     assert corpus.document(0).tolist() == tokenizer.encode(texts[0])
-    assert corpus.bounds(1) == (len(corpus.document(0)) + 1, len(corpus.document(0)) + len(corpus.document(1)) + 2)
 
 
 def test_reads_go_over_the_ends_of_blocks_and_shards(made):
@@ -157,16 +156,12 @@ def test_a_character_that_a_foreign_tokenizer_lacks_is_named(tmp_path, tokenizer
 def test_full_shards_end_at_any_token(tmp_path):
     """Tokens that fill their shards exactly, in arrays of odd sizes."""
     tokens = np.arange(HASHED, dtype="<u2") % 9
-    shards, digests = write_shards(tmp_path, "train", np.array_split(tokens, 7), 1, HASHED)
-    assert [(shard.tokens, shard.bytes) for shard in shards] == [(HASHED // 2, HASHED)] * 2
-    assert len(digests) == 2
+    about = write_tokens(tmp_path, "train", np.array_split(tokens, 7), 1, HASHED, Tally(), [])
+    assert [(shard.tokens, shard.bytes) for shard in about.shards] == [(HASHED // 2, HASHED)] * 2
+    assert (tmp_path / "train.hashes").stat().st_size == 32 * (2 + -(-8 * (about.documents + 1) // HASHED))
 
 
 # Damage
-
-
-def damage_positions(size):
-    return sorted({0, 1, size // 3, size // 2, size - 1})
 
 
 def read_everything(folder):
@@ -177,7 +172,7 @@ def read_everything(folder):
 def test_every_flipped_bit_is_found(copy):
     for path in sorted(copy.iterdir()):
         whole = path.read_bytes()
-        for place in damage_positions(len(whole)):
+        for place in sorted({0, len(whole) // 2, len(whole) - 1}):
             path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
             with pytest.raises(UserError, match=path.name):
                 read_everything(copy)
@@ -206,11 +201,9 @@ def test_a_block_is_checked_when_it_is_first_read(copy):
     path.write_bytes(data)
     corpus = Corpus(copy, "train")
     corpus.read(0, HASHED // 2)
-    for start, stop in ((HASHED // 2 - 1, HASHED // 2 + 1), (HASHED - 1, HASHED), (HASHED, HASHED + 5)):
-        if stop <= HASHED:
-            with pytest.raises(UserError, match=f"from byte {HASHED:,}"):
-                corpus.read(start, stop)
-        else:
+    corpus.read(HASHED, HASHED + 5)
+    for start, stop in ((HASHED // 2 - 1, HASHED // 2 + 1), (HASHED - 1, HASHED)):
+        with pytest.raises(UserError, match=f"from byte {HASHED:,}"):
             corpus.read(start, stop)
     with pytest.raises(UserError, match=f"from byte {HASHED:,}"):
         Corpus(copy, "train").verify()
@@ -219,13 +212,12 @@ def test_a_block_is_checked_when_it_is_first_read(copy):
 def test_a_folder_without_tokens_or_without_the_split_is_named(made, tmp_path):
     with pytest.raises(UserError, match="holds no tokens"):
         Corpus(tmp_path, "train")
-    with pytest.raises(UserError, match=r"no split 'test' \(found train, valid\)") as refused:
+    with pytest.raises(UserError, match=r"no split 'test' \(found train, valid\)"):
         Corpus(made[0], "test")
-    assert refused.value.hint == "give --split valid or --text FILE, or tokenize again with --test FILE"
 
 
 def rewritten(folder, change):
-    """Change the index and make its own sha256 right again, as an attacker would."""
+    """Change the index and make its own sha256 right again."""
     content = json.loads((folder / "index.json").read_bytes())
     change(content)
     rest = {key: value for key, value in content.items() if key not in ("format", "sha256")}
@@ -233,92 +225,28 @@ def rewritten(folder, change):
     (folder / "index.json").write_text(json_text(content))
 
 
-def set_at(*path_and_value):
-    *path, last, value = path_and_value
-
-    def change(content):
-        for key in path:
-            content = content[key]
-        content[last] = value
-
-    return change
-
-
-TRAIN = ("splits", "train")
-
-
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("key", "value", "named"),
     [
-        (set_at(*TRAIN, "shards", 0, "name", "../secret"), "the shards of train are named"),
-        (set_at(*TRAIN, "shards", 0, "name", "/etc/passwd"), "the shards of train are named"),
-        (set_at(*TRAIN, "shards", 0, "tokens", 2**62), "the bytes of a shard"),
-        (set_at(*TRAIN, "shards", 0, "tokens", -1), r"shards\.0\.tokens"),
-        (set_at(*TRAIN, "shards", 0, "tokens", True), r"shards\.0\.tokens"),
-        (set_at(*TRAIN, "shards", []), "do not add up"),
-        (set_at(*TRAIN, "shards", {}), r"train\.shards"),
-        (set_at(*TRAIN, "tokens", 5), "do not add up"),
-        (set_at(*TRAIN, "documents", 0), "do not add up"),
-        (set_at(*TRAIN, "documents", 2), r"train\.(hashes|documents)"),
-        (set_at(*TRAIN, "words", 1.5), r"train\.words"),
-        (set_at(*TRAIN, "hashes_sha256", "00"), r"train\.hashes"),
-        (set_at("dtype", "float64"), "dtype is"),
-        (set_at("dtype", "uint32"), "the bytes of a shard"),
-        (set_at("eos", 290), "eos 290"),
-        (set_at("vocab_size", 70_000), "do not fit uint16"),
-        (set_at("separator", 3), "separator"),
-        (set_at("more", 3), "more"),
-        (set_at("format", "pkmlm-tokens-2"), "found format 'pkmlm-tokens-2'"),
-        (set_at("splits", {"../x": {}}), r"splits\.\.\./x"),
-        (set_at("splits", None), "splits"),
-        (lambda content: content.pop("splits"), "splits"),
-        (lambda content: content["splits"].update(bad=content["splits"]["train"]), "unknown split 'bad'"),
+        ("eos", True, "eos"),
+        ("dtype", "float64", "dtype"),
+        ("separator", 3, "separator"),
+        ("more", 3, "more"),
+        ("splits", {"train": {}}, r"splits\.train"),
+        ("format", "pkmlm-tokens-2", "'pkmlm-tokens-2'"),
     ],
 )
-def test_an_index_that_lies_is_refused(copy, change, message):
-    rewritten(copy, change)
-    with pytest.raises(UserError, match=message):
-        Corpus(copy, "train").verify()
-
-
-@pytest.mark.parametrize(("key", "value"), [("vocab_size", 70), ("vocab_size", 65_536), ("eos", 2)])
-def test_an_index_that_says_what_the_tokenizer_does_not_is_refused(copy, tokenizer, key, value):
-    rewritten(copy, set_at(key, value))
-    with pytest.raises(UserError, match=rf"index.json is damaged: it says .*{value:,}.*the tokenizer has 290 and 1"):
-        open_tokenizer(copy)
-    with pytest.raises(UserError, match=r"index.json is damaged"):
-        open_split(str(copy), "valid", tokenizer)
-
-
-def rehashed(folder, name, numbers):
-    """Other content for a small file of the valid split, and all hashes right again, as an attacker would."""
-    (folder / name).write_bytes(numbers.tobytes())
-    digests = [hashlib.sha256((folder / f"valid{end}").read_bytes()).digest() for end in ("-00000.bin", ".documents")]
-    (folder / "valid.hashes").write_bytes(b"".join(digests))
-    hashes = hashlib.sha256((folder / "valid.hashes").read_bytes()).hexdigest()
-    rewritten(folder, set_at("splits", "valid", "hashes_sha256", hashes))
-
-
-def test_ids_and_places_beyond_the_end_are_found_when_they_are_read(copy):
-    ids, places = (
-        np.fromfile(copy / f"valid{end}", kind) for end, kind in (("-00000.bin", "<u2"), (".documents", "<i8"))
-    )
-    rehashed(copy, "valid-00000.bin", ids)
-    Corpus(copy, "valid").verify()
-    rehashed(copy, "valid-00000.bin", np.where(np.arange(len(ids)) == 2, 290, ids).astype("<u2"))
-    with pytest.raises(UserError, match=r"valid-00000.bin is damaged: it holds 290 \(expected less than 290\)"):
-        Corpus(copy, "valid").read(0, 1)
-    rehashed(copy, "valid-00000.bin", ids)
-    rehashed(copy, "valid.documents", places + 2**40)
-    with pytest.raises(UserError, match=r"valid.documents is damaged: it holds"):
-        Corpus(copy, "valid").document(0)
+def test_an_index_of_another_shape_is_refused(copy, key, value, named):
+    rewritten(copy, lambda content: content.update({key: value}))
+    with pytest.raises(UserError, match=named):
+        Corpus(copy, "train")
 
 
 def test_mutated_indexes_are_refused_in_words(copy):
     path = copy / "index.json"
     whole = path.read_bytes()
     draw = random.Random(2)
-    for _ in range(300):
+    for _ in range(150):
         data = bytearray(whole)
         for _ in range(draw.randrange(1, 4)):
             place = draw.randrange(len(data))

@@ -6,13 +6,13 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from pkmlm.data import corpus
-from pkmlm.data.corpus import LEAST, Overlap, overlaps
-from pkmlm.data.index import HASHED, Index, Shard, Split
-from pkmlm.data.shards import Encoding, write_corpus
+from pkmlm.data import warnings
+from pkmlm.data.index import HASHED, Index
+from pkmlm.data.shards import SHARD_BYTES, Encoding, write_corpus, write_tokens
 from pkmlm.data.sources import find_sources
+from pkmlm.data.text import Tally
 from pkmlm.data.tokenizer import Tokenizer
-from pkmlm.errors import UserError
+from pkmlm.data.warnings import LEAST, Overlap, overlaps
 
 SEPARATOR = "|"
 
@@ -35,14 +35,13 @@ def bare(text):
     return text.removeprefix("\n").removesuffix("\n")
 
 
-@pytest.mark.parametrize("run", [31, 97, 997])
-def test_shared_documents_are_those_whose_texts_are_the_same(tmp_path, tokenizer, monkeypatch, run):
+def test_shared_documents_are_those_whose_texts_are_the_same(tmp_path, tokenizer, monkeypatch):
     """Documents of all lengths, over the ends of reads, of groups and of shards."""
-    monkeypatch.setattr(corpus, "RUN", run)
-    monkeypatch.setattr(corpus, "GROUP", 50)
-    draw = random.Random(run)
+    monkeypatch.setattr(warnings, "RUN", 97)
+    monkeypatch.setattr(warnings, "GROUP", 50)
+    draw = random.Random(97)
     pool = [drawn_text(draw, draw.choice([3, 20, 40, 80, 500, 5000])) for _ in range(200)]
-    pool.append(drawn_text(draw, 400_000))
+    pool.append(drawn_text(draw, 200_000))
     texts = {
         split: [varied(draw, draw.choice(pool)) for _ in range(count)]
         for split, count in (("train", 250), ("valid", 60), ("test", 70))
@@ -58,44 +57,34 @@ def test_shared_documents_are_those_whose_texts_are_the_same(tmp_path, tokenizer
         seen = set(map(bare, texts[earlier]))
         counted = [bare(text) for text in texts[later] if len(tokenizer.encode(bare(text))) >= LEAST]
         expected.append(Overlap(earlier, later, sum(text in seen for text in counted), len(counted)))
-    assert overlaps(tmp_path / "out", index, tokenizer) == expected
+    assert overlaps(tmp_path / "out", tokenizer) == expected
     assert all(0 < each.shared < each.documents for each in expected)
 
 
 def written(folder, splits):
-    """The files that are looked at of a corpus, and its index: splits of documents, as rows of ids."""
+    """A corpus of splits of documents, as rows of ids."""
     folder.mkdir()
     about = {}
     for split, ids in splits.items():
-        ids.astype("<u2").tofile(folder / f"{split}-00000.bin")
-        np.arange(0, ids.size + 1, ids.shape[1], dtype="<i8").tofile(folder / f"{split}.documents")
-        shard = Shard(f"{split}-00000.bin", ids.size, 2 * ids.size)
-        about[split] = Split(ids.size, len(ids), 0, 0, 0, (shard,), "", ())
-    return Index("uint16", 290, 1, "", None, about)
+        ids[:, -1] = 1
+        about[split] = write_tokens(folder, split, [ids.astype("<u2").ravel()], 1, SHARD_BYTES, Tally(), [])
+    Index("uint16", 290, 1, "", None, about).write(folder)
+    return folder
 
 
 def test_memory_does_not_grow_with_train(tmp_path, tokenizer, monkeypatch):
     """Every document of train is as long as those of test, and so is read and hashed."""
-    monkeypatch.setattr(corpus, "RUN", 1 << 12)
-    monkeypatch.setattr(corpus, "GROUP", 1 << 12)
+    monkeypatch.setattr(warnings, "GROUP", 500)
     draw, peaks = np.random.default_rng(0), []
-    for number, documents in enumerate((5_000, 50_000)):
+    for number, documents in enumerate((1_000, 8_000)):
         ids = draw.integers(3, 290, (documents, 30))
-        ids[:, -1] = 1
-        index = written(tmp_path / str(number), {"train": ids, "test": ids[-500:]})
+        folder = written(tmp_path / str(number), {"train": ids, "test": ids[-500:]})
         tracemalloc.start()
-        assert overlaps(tmp_path / str(number), index, tokenizer) == [Overlap("train", "test", 500, 500)]
+        assert overlaps(folder, tokenizer) == [Overlap("train", "test", 500, 500)]
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] - peaks[0] < 200_000, peaks
 
 
-def test_a_file_that_is_cut_short_meanwhile_is_named(tmp_path, tokenizer):
-    index = written(tmp_path / "a", {"train": np.full((9, 30), 5), "test": np.full((2, 30), 5)})
-    (tmp_path / "a/train-00000.bin").write_bytes(b"")
-    with pytest.raises(UserError, match=r"train-00000\.bin is damaged: it ends before byte 0"):
-        overlaps(tmp_path / "a", index, tokenizer)
-
-
 def test_without_other_splits_nothing_is_shared(tmp_path, tokenizer):
-    assert overlaps(tmp_path / "a", written(tmp_path / "a", {"train": np.full((9, 30), 5)}), tokenizer) == []
+    assert overlaps(written(tmp_path / "a", {"train": np.full((9, 30), 5)}), tokenizer) == []

@@ -39,32 +39,19 @@ def tokenizer(request):
     return Tokenizer.learn(chunks_of(prose(4000)), 315, request.param)
 
 
-def test_its_numbers(tokenizer):
-    assert (tokenizer.size, tokenizer.unknown, tokenizer.eos) == (315, 0, 1)
-    again = Tokenizer(tokenizer.model_bytes)
-    assert again.sha256 == tokenizer.sha256
-    assert again.encode("the and") == tokenizer.encode("the and")
-
-
 @pytest.mark.parametrize(
     "text",
     [
         *PROBES,
         "",
-        " ",
-        "\n",
-        "\n\n\n",
         "a\r\nb\rc\n",
-        "\u2581",
-        "a\u2581\u2581 \u2581",
-        "</s>\x00<s>",
         "\u2028\u2029\x85\x0b\x0c\x1c",
-        "\ufeff",
         "\U0010ffff\ufffd\ue000",
         prose(3000, seed=7),
     ],
 )
 def test_every_text_comes_back(tokenizer, text):
+    assert (tokenizer.size, tokenizer.unknown, tokenizer.eos) == (315, 0, 1)
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert not {tokenizer.eos, tokenizer.unknown} & set(ids)
@@ -101,11 +88,6 @@ def test_threads_change_nothing(tokenizer):
     assert {ids.dtype for ids in one} == {np.dtype(np.int32)}
 
 
-def test_a_lone_surrogate_is_refused(tokenizer):
-    with pytest.raises(UserError, match="surrogate"):
-        tokenizer.encode("a\udc80")
-
-
 # Learning
 
 
@@ -117,8 +99,6 @@ def test_the_same_text_gives_the_same_model(model_type):
 
 def test_a_vocabulary_too_large_names_the_largest_that_works():
     texts = chunks_of(prose(200))
-    with pytest.raises(UserError, match="--vocab-size: 8,192 is too large"):
-        Tokenizer.learn(texts, 8192)
     with pytest.raises(UserError, match="--vocab-size: its default of 8,192 is too large") as caught:
         Tokenizer.learn(texts)
     most = int(caught.value.message.split("at most ")[1].rstrip(")").replace(",", ""))
@@ -135,19 +115,15 @@ def test_a_vocabulary_too_small_names_the_smallest_that_works():
     assert Tokenizer.learn(texts, least).size == least
 
 
-@pytest.mark.parametrize("texts", [[], [""], ["\n"], ["\x00"]])
+@pytest.mark.parametrize("texts", [[], ["\n"]])
 def test_text_that_teaches_nothing_is_refused(texts):
     with pytest.raises(UserError, match="too small to learn"):
         Tokenizer.learn(texts, 300)
 
 
-def test_all_text_is_learnt_from_where_it_fits():
-    texts = [f"{i} \u00e9" for i in range(1000)]
-    assert sampled(texts, sum(len(text.encode()) for text in texts)) == texts
-
-
 def test_a_sample_is_bounded_spread_out_ordered_and_repeatable():
     texts = [f"{i:05d}" + "x" * (i % 7) for i in range(20_000)]
+    assert sampled(texts, sum(map(len, texts))) == texts
     sample = sampled(iter(texts), 20_000)
     size = sum(map(len, sample))
     assert 20_000 - 12 < size <= 20_000
@@ -166,7 +142,6 @@ def test_a_sample_is_bounded_spread_out_ordered_and_repeatable():
         ({"remove_extra_whitespaces": True}, "lossy"),
         ({"add_dummy_prefix": True}, "lossy"),
         ({"byte_fallback": False}, "no byte pieces"),
-        ({"user_defined_symbols": ["\n", "</s>"]}, "neither an end nor a beginning"),
         ({"eos_id": -1}, "neither an end nor a beginning"),
         ({"eos_id": -1, "user_defined_symbols": ["\n", "</s>"], "bos_id": 1, "bos_piece": "<x>"}, None),
     ],
@@ -178,13 +153,6 @@ def test_a_model_that_loses_something_is_refused(changes, message):
         return
     with pytest.raises(UserError, match=f"^my.model .*{message}"):
         Tokenizer(model, "my.model")
-
-
-def test_a_model_without_a_symbol_for_newlines_is_taken(tmp_path):
-    (tmp_path / "foreign.model").write_bytes(learnt(user_defined_symbols=[]))
-    foreign = Tokenizer.load(tmp_path / "foreign.model")
-    text = prose(3000, seed=9)
-    assert foreign.decode(foreign.encode(text)) == text
 
 
 def test_a_file_that_is_no_model_is_refused(tmp_path):

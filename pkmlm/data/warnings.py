@@ -1,0 +1,106 @@
+"""Signs that the text of a corpus is not what was meant.
+
+These are documents that two splits share (those that a model has seen in training measure nothing), and a separator
+that occurs nowhere.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from pkmlm.data.corpus import Corpus
+from pkmlm.data.index import read_index
+from pkmlm.data.tokenizer import Tokenizer
+
+LEAST = 16  # tokens: shorter documents ("Yes.", a heading) repeat by nature
+RUN = 1 << 17  # tokens that are read at a time
+GROUP = 1 << 16  # documents whose places are read at a time
+
+
+def corpus_warnings(folder: Path, tokenizer: Tokenizer) -> list[str]:
+    """What is probably wrong with the text of a corpus, one line each."""
+    warnings = []
+    for earlier, later, shared, documents in overlaps(folder, tokenizer):
+        if shared:
+            found = f"{shared:,} of {documents:,} document{'s' * (documents != 1)} of {later}"
+            are = "is" if shared == 1 else "are"
+            warnings.append(f"{found} (of {LEAST} tokens or more) {are} in {earlier} too, word for word")
+    index = read_index(folder)
+    divided = any(
+        split.documents + split.empty != len(split.sources)  # one novel to test on is one document
+        or any(kind in origin.name.lower() for origin in split.sources for kind in (".jsonl", ".parquet"))
+        for split in index.splits.values()
+    )
+    if index.separator is not None and not divided:
+        warnings.append(f"{index.separator!r} occurs nowhere: each file is one document")
+    return warnings
+
+
+class Overlap(NamedTuple):
+    """`shared` of the `documents` of the split `later` are in the split `earlier` too."""
+
+    earlier: str
+    later: str
+    shared: int
+    documents: int
+
+
+def overlaps(folder: Path, tokenizer: Tokenizer) -> list[Overlap]:
+    """How many documents of valid and test, of LEAST tokens or more, are in train, and how many of test in valid.
+
+    Whole documents are compared, by hashes of 128 bits (BLAKE2b) of their tokens, which are equal if and only if the
+    texts are: the tokenizer loses nothing. One newline at either end is left out, as the last document of a file often
+    has one more than the same document elsewhere. Documents that differ in anything else are not the same.
+
+    Memory holds the hashes of valid and test, not of train: of train, documents that are as long as one of these are
+    read again, once, and hashed.
+    """
+    ids = tokenizer.encode("\n")
+    newline = ids[0] if len(ids) == 1 else -1
+    splits = {name: Corpus(folder, name) for name in read_index(folder).splits}
+    counts: dict[str, Counter[bytes]] = {}
+    lengths: set[int] = set()
+    for name in ("valid", "test"):
+        if name in splits:
+            counts[name] = Counter()
+            for length, digest in document_hashes(splits[name], newline):
+                counts[name][digest] += 1
+                lengths.add(length)
+    wanted = set().union(*counts.values())
+    in_train = {digest for _, digest in document_hashes(splits["train"], newline, lengths) if digest in wanted}
+    seen: dict[str, Collection[bytes]] = {"train": in_train, **counts}
+    found = []
+    for earlier, later in (("train", "valid"), ("train", "test"), ("valid", "test")):
+        if earlier in seen and later in counts:
+            shared = sum(count for digest, count in counts[later].items() if digest in seen[earlier])
+            found.append(Overlap(earlier, later, shared, counts[later].total()))
+    return found
+
+
+def document_hashes(
+    corpus: Corpus, newline: int, lengths: Collection[int] | None = None
+) -> Iterator[tuple[int, bytes]]:
+    """The length in tokens and the hash of every document of LEAST tokens or more, without a newline at its ends.
+
+    Args:
+        corpus: the documents.
+        newline: the id of a newline; -1: there is none.
+        lengths: leave out documents whose length is not one of these; None: leave out none.
+    """
+    sizes = np.array(sorted({length + more for length in lengths or () for more in (1, 2, 3)}), np.int64)
+    for first in range(0, corpus.documents, GROUP):
+        places = corpus.boundaries(first, min(first + GROUP, corpus.documents))
+        found = np.diff(places)  # with the end-of-document token, and maybe newlines
+        chosen = found > LEAST if lengths is None else np.isin(found, sizes)
+        for start, stop in zip(places[:-1][chosen].tolist(), (places[1:][chosen] - 1).tolist(), strict=True):
+            start += int(corpus.read(start, start + 1)[0] == newline)
+            stop -= int(corpus.read(stop - 1, stop)[0] == newline)
+            if stop - start >= LEAST:
+                digest = hashlib.blake2b(digest_size=16)
+                for begin in range(start, stop, RUN):
+                    digest.update(corpus.read(begin, min(begin + RUN, stop)).data)
+                yield stop - start, digest.digest()
