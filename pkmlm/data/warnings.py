@@ -91,16 +91,25 @@ def document_hashes(
         newline: the id of a newline; -1: there is none.
         lengths: leave out documents whose length is not one of these; None: leave out none.
     """
+    begin, buffer = 0, corpus.read(0, 0)
+
+    def read(start: int, stop: int) -> np.ndarray:
+        """At most RUN tokens; those that follow are probably wanted next."""
+        nonlocal begin, buffer
+        if not begin <= start <= stop <= begin + len(buffer):
+            begin, buffer = start, corpus.read(start, min(start + RUN, corpus.tokens))
+        return buffer[start - begin : stop - begin]
+
     sizes = np.array(sorted({length + more for length in lengths or () for more in (1, 2, 3)}), np.int64)
     for first in range(0, corpus.documents, GROUP):
         places = corpus.boundaries(first, min(first + GROUP, corpus.documents))
         found = np.diff(places)  # with the end-of-document token, and maybe newlines
         chosen = found > LEAST if lengths is None else np.isin(found, sizes)
         for start, stop in zip(places[:-1][chosen].tolist(), (places[1:][chosen] - 1).tolist(), strict=True):
-            start += int(corpus.read(start, start + 1)[0] == newline)
-            stop -= int(corpus.read(stop - 1, stop)[0] == newline)
+            start += int(read(start, start + 1)[0] == newline)
+            stop -= int(read(stop - 1, stop)[0] == newline)
             if stop - start >= LEAST:
                 digest = hashlib.blake2b(digest_size=16)
-                for begin in range(start, stop, RUN):
-                    digest.update(corpus.read(begin, min(begin + RUN, stop)).data)
+                for place in range(start, stop, RUN):
+                    digest.update(read(place, min(place + RUN, stop)).data)
                 yield stop - start, digest.digest()

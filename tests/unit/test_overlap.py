@@ -74,6 +74,7 @@ def written(folder, splits):
 
 def test_memory_does_not_grow_with_train(tmp_path, tokenizer, monkeypatch):
     """Every document of train is as long as those of test, and so is read and hashed."""
+    monkeypatch.setattr(warnings, "RUN", 1 << 12)
     monkeypatch.setattr(warnings, "GROUP", 500)
     draw, peaks = np.random.default_rng(0), []
     for number, documents in enumerate((1_000, 8_000)):
