@@ -9,7 +9,6 @@ import re
 import zlib
 from collections.abc import Sequence
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,16 +22,10 @@ from pkmlm.analysis.tables import pattern_text
 from pkmlm.analysis.usage import MemoryUsage
 from pkmlm.analysis.usage_report import RunUsage
 from pkmlm.errors import printable
-from pkmlm.runs.files import write_text
 
 CODES = 65534  # steps of a mass on the page's logarithmic scale
 LISTED = 200  # slots of a memory in its list, whose patterns are counted
 CONTEXTS = 6  # shown of a slot
-
-
-def write_page(path: Path, reports: Sequence[RunUsage]) -> None:
-    """Write the page of some reports with details of their slots."""
-    write_text(path, usage_page(reports))
 
 
 def usage_page(reports: Sequence[RunUsage]) -> str:

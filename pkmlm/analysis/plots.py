@@ -42,9 +42,7 @@ def draw_usage(folder: Path, run: str, memories: Sequence[MemoryUsage], metrics:
         metrics: the lines of the run's metrics.jsonl, for usage over training.
     """
     read = [memory for memory in memories if memory.masses_S.any()]
-    figures: dict[str, Figure] = {}
-    if read:
-        figures["slot-mass"] = slot_mass(run, read)
+    figures: dict[str, Figure] = {"slot-mass": slot_mass(run, read)} if read else {}
     for memory in read:
         where = f"layer-{memory.layer}-{memory.name}"
         if memory.subkeys is not None:
@@ -62,17 +60,17 @@ def draw_usage(folder: Path, run: str, memories: Sequence[MemoryUsage], metrics:
 
 def slot_mass(run: str, memories: Sequence[MemoryUsage]) -> Figure:
     """Share of the mass of each slot, most used first, and the same for reads of random slots."""
-    layers = [memory.layer for memory in memories]
-    chosen = [memories[index] for index in spread(layers)]
+    indices, layers_drawn = spread([memory.layer for memory in memories])
+    chosen = [memories[index] for index in indices]
     figure, axes = new_figure(f"Slot mass in sorted order: {label(run)}")
     for number, memory in enumerate(chosen):
-        axes.plot(*sorted_mass(memory), **line_style(number), label=title_of(memory))
+        axes.plot(*sorted_mass(memory), **line_style(number), label=f"layer {memory.layer} {memory.name}")
     floors = {(m.slots, m.effective_reads): m for m in chosen if m.slots > 1}
     for number, (_, memory) in enumerate(sorted(floors.items(), key=lambda item: item[0])):
         name = "the same reads at random slots" if number == 0 else None
         axes.plot(*uniform_mass(memory), color=GREY, linestyle="--", linewidth=1.2, label=name)
     axes.set(xscale="log", yscale="log", xlabel="slots, most used first (rank)", ylabel="share of the mass")
-    axes.legend(fontsize=9, title=left_out([memory.layer for memory in chosen], layers))
+    axes.legend(fontsize=9, title=layers_drawn)
     return figure
 
 
@@ -87,7 +85,8 @@ def key_map(run: str, memory: MemoryUsage) -> Figure:
     used = relative[relative > 0]
     low, high = float(np.percentile(used, 0.5)), float(used.max())
     unread = " (grey: never read)" if used.size < relative.size else ""
-    figure, axes = new_figure(f"Product keys in use: {label(run)}, {title_of(memory)}{unread}")
+    where = f"layer {memory.layer} {memory.name}"
+    figure, axes = new_figure(f"Product keys in use: {label(run)}, {where}{unread}")
     figure.set_layout_engine("compressed")
     axes.set_facecolor("#d9d9d9")
     image = axes.imshow(
@@ -107,9 +106,8 @@ def head_overlap(run: str, memory: MemoryUsage, overlap_HH: NDArray[np.float64])
     """The mean share of slots that two heads have in common, as a matrix."""
     heads = memory.heads
     percent = np.ma.masked_array(100 * overlap_HH, mask=np.eye(heads, dtype=bool))
-    figure, axes = new_figure(
-        f"Slots that two heads have in common: {label(run)}, {title_of(memory)} (random: {memory.uniform_overlap:.2%})"
-    )
+    where = f"layer {memory.layer} {memory.name} (random: {memory.uniform_overlap:.2%})"
+    figure, axes = new_figure(f"Slots that two heads have in common: {label(run)}, {where}")
     axes.set_facecolor("#d9d9d9")
     image = axes.imshow(percent, cmap="cividis", aspect="auto", vmin=0, vmax=max(float(percent.max()), 1e-9))
     for g, h in zip(*np.nonzero(~percent.mask), strict=True):
@@ -157,9 +155,8 @@ def usage_over_training(run: str, metrics: Metrics) -> Figure | None:
     figure.suptitle(f"Memory use over training, on the validation text (dotted: random reading): {label(run)}")
     upper, lower = figure.subplots(2, 1, sharex=True)
     names = list(lines)
-    layers = [layer for layer, _ in names]
-    chosen = [names[index] for index in spread(layers)]
-    for number, (layer, name) in enumerate(chosen):
+    indices, layers_drawn = spread([layer for layer, _ in names])
+    for number, (layer, name) in enumerate(names[index] for index in indices):
         step, usage, kl, random_usage, random_kl = lines[layer, name].T
         style = line_style(number) | {"marker": "o", "markersize": 3}
         upper.plot(step, 100 * usage, **style, label=f"layer {layer} {name}")
@@ -170,7 +167,7 @@ def usage_over_training(run: str, metrics: Metrics) -> Figure | None:
     lower.set(ylabel="KL from uniform (nats)", xlabel="step", xlim=(0, None), ylim=(0, None))
     for axes in (upper, lower):
         axes.grid(alpha=0.3)
-    upper.legend(fontsize=9, title=left_out([layer for layer, _ in chosen], layers))
+    upper.legend(fontsize=9, title=layers_drawn)
     return figure
 
 
@@ -193,12 +190,6 @@ def learning_curves(metrics: Mapping[str, Metrics]) -> Figure | None:
     axes.set(xlabel="step", ylabel="loss (nats a token)", ylim=(losses.min() - margin, losses.max() + margin))
     axes.legend(fontsize=9)
     return figure
-
-
-def draw_learning_curves(folder: Path, metrics: Mapping[str, Metrics]) -> Path | None:
-    """Draw the losses of some runs (by name) into a folder; None if no run has logged one."""
-    figure = learning_curves(metrics)
-    return None if figure is None else save(folder / "learning-curves.png", figure)
 
 
 def sorted_mass(memory: MemoryUsage) -> Line:
@@ -267,22 +258,15 @@ def line_style(number: int) -> dict[str, Any]:
     }
 
 
-def spread(layers: Sequence[int]) -> list[int]:
-    """Which memories to draw, given the layer of each: whole layers, evenly spaced, some MOST_LINES."""
+def spread(layers: Sequence[int]) -> tuple[list[int], str | None]:
+    """Which memories to draw, given the layer of each: whole layers, evenly spaced, some MOST_LINES; and the legend's
+    title where these are not all.
+    """
     distinct = sorted(set(layers))
     most = max(1, min(len(distinct), MOST_LINES * len(distinct) // len(layers)))
     chosen = {distinct[index] for index in np.linspace(0, len(distinct) - 1, most).round().astype(int)}
-    return [index for index, layer in enumerate(layers) if layer in chosen]
-
-
-def left_out(drawn: Sequence[int], layers: Sequence[int]) -> str | None:
-    """What a legend says where not all layers are drawn."""
-    some, every = len(set(drawn)), len(set(layers))
-    return None if some == every else f"{some} of {every} layers"
-
-
-def title_of(memory: MemoryUsage) -> str:
-    return f"layer {memory.layer} {memory.name}"
+    title = None if len(chosen) == len(distinct) else f"{len(chosen)} of {len(distinct)} layers"
+    return [index for index, layer in enumerate(layers) if layer in chosen], title
 
 
 def label(run: str) -> str:

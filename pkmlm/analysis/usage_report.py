@@ -62,7 +62,8 @@ def usage_reports(
     *,
     details: bool,
 ) -> list[RunUsage]:
-    """A report of each run at each step.
+    """A report of each run at each step: the one that is kept of the same checkpoint and text, or a new one, which is
+    then kept.
 
     Args:
         runs: by the name that they have in the report.
@@ -90,60 +91,18 @@ def usage_reports(
     return reports
 
 
-class _Kept(NamedTuple):
-    """Where a run keeps a report.
-
-    Attributes:
-        step: of the checkpoint.
-        stem: of the files.
-        source: what the report depends on: hashes of the checkpoint and of the text or the tokens, and how the text is
-            read.
-    """
-
-    step: int
-    stem: Path
-    source: dict[str, Any]
-
-
 def _report(
     run: RunDirectory, step: str, choice: TextChoice, quiet: bool, world: "World | None", details: bool
 ) -> RunUsage:
-    """The report that is kept of the same checkpoint and text, or a new one, which is then kept."""
-    while True:
-        kept = _kept(run, step, choice, world)
-        try:
-            found = load_usage(kept.stem, kept.source) if kept and not details else None
-            if world.broadcast(found is not None) if world else found is not None:
-                return RunUsage(run, *(found or ({}, [])), slots=[])
-            report = _measure(run, str(kept.step) if kept else step, choice, quiet, world, details)
-            break
-        except UserError:
-            if step.isdecimal() or kept is None or run.checkpoint(kept.step).exists():
-                raise
-            # Training has replaced the checkpoint meanwhile: find out which is the latest or the best now.
-    if kept and (world is None or world.rank == 0):
-        report.entry["source"] = kept.source
-        try:
-            save_usage(kept.stem, report.entry, report.memories)
-        except UserError as error:  # in another user's folder, say: the report still stands
-            warn(f"not kept for the next time: {error.message}")
-    return report
-
-
-def _kept(run: RunDirectory, step: str, choice: TextChoice, world: "World | None") -> _Kept | None:
-    """Where the report of a run's checkpoint is kept; None for an export, into which nothing is written.
-
-    Raises:
-        UserError: there is no such checkpoint or text.
-    """
     texts = [] if choice.text is None else sorted(map(Path, expand_glob(choice.text)))
     for text in texts:
         if not text.is_file():
             raise UserError(f"--text {text} is not a file")
-    if is_export(run.path):
-        return None
+    if is_export(run.path):  # nothing is written into it
+        return _measure(run, step, choice, quiet, world, details)
     number = run.resolve(step)
     number = world.broadcast(number) if world else number
+    # What the report depends on: hashes of the checkpoint and of the text or the tokens, and how the text is read.
     source: dict[str, Any] = {"checkpoint": sha256_of(run.checkpoint(number) / MANIFEST)}
     if choice.text is not None:
         sha256 = " ".join(map(sha256_of, texts))
@@ -156,7 +115,18 @@ def _kept(run: RunDirectory, step: str, choice: TextChoice, world: "World | None
             name = split_name(run.path / USAGE, split, "tokens", source["tokens"])
             if name != split:
                 warn(f"--data: the run has results of {split} on other tokens: these are kept as {name}")
-    return _Kept(number, usage_stem(run.path, name, number), source)
+    stem = usage_stem(run.path, name, number)
+    kept = None if details else load_usage(stem, source)
+    if world.broadcast(kept is not None) if world else kept is not None:
+        return RunUsage(run, *(kept or ({}, [])), slots=[])
+    report = _measure(run, str(number), choice, quiet, world, details)
+    if world is None or world.rank == 0:
+        report.entry["source"] = source
+        try:
+            save_usage(stem, report.entry, report.memories)
+        except UserError as error:  # in another user's folder, say: the report still stands
+            warn(f"not kept for the next time: {error.message}")
+    return report
 
 
 def _measure(

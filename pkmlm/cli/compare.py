@@ -41,8 +41,10 @@ def command(run_paths: tuple[str, ...], format: Format, plots: str | None, force
         click.echo("\n".join(table.render(format) for table in tables), nl=False)
     warn_each(comparison.warnings)
     if folder is not None:
-        from pkmlm.analysis.plots import draw_learning_curves
+        from pkmlm.analysis.plots import learning_curves, save
 
-        drawn = draw_learning_curves(folder, {label: run.metrics() for label, run in comparison.runs.items()})
-        said = "nothing to draw: no run has logged a loss yet" if drawn is None else f"drew {printable(str(drawn))}"
-        click.echo(said, err=True)
+        figure = learning_curves({label: run.metrics() for label, run in comparison.runs.items()})
+        if figure is None:
+            click.echo("nothing to draw: no run has logged a loss yet", err=True)
+        else:
+            click.echo(f"drew {printable(str(save(folder / 'learning-curves.png', figure)))}", err=True)

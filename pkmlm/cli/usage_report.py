@@ -93,9 +93,10 @@ def command(
             drawn = [draw_usage(folder, r.entry["run"], r.memories, r.run.metrics()) for r in reports]
             click.echo(f"{sum(map(len, drawn))} pictures in {printable(str(folder))}", err=True)
         if page is not None:
-            from pkmlm.analysis.page import write_page
+            from pkmlm.analysis.page import usage_page
+            from pkmlm.runs.files import write_text
 
-            write_page(page, reports)
+            write_text(page, usage_page(reports))
             click.echo(f"the page is {printable(str(page))} ({page.stat().st_size / 1e6:.1f} MB)", err=True)
         if arrays is not None:
             export_usage(arrays, reports[0])
