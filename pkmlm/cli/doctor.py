@@ -5,23 +5,24 @@ import os
 import platform
 import re
 import shutil
-import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import click
 
+from pkmlm import __version__
 from pkmlm.cli.options import json_option
+from pkmlm.environment import usable_cores
 from pkmlm.errors import printable
 
 # setup.py asks for the same; a test compares. (importlib.metadata knows it only where pkmlm is installed.)
 NEEDED = (
     *("torch", "numpy", "numba", "sentencepiece", "click", "rich", "pyyaml", "safetensors", "zstandard", "pyarrow"),
-    *("matplotlib", "psutil", "lm-eval", "datasets", "huggingface-hub", "jinja2"),
+    *("matplotlib", "psutil", "pydantic", "lm-eval", "datasets", "huggingface-hub", "jinja2"),
 )
 OPTIONAL = ("transformers", "tensorboard", "wandb")  # setup.py's extras hf and sinks
-OLDEST_TORCH = "2.11"
+OLDEST_TORCH = (2, 11)
 GIGA = 10**9
 LITTLE_DISK, LITTLE_MEMORY = 5 * GIGA, 2 * GIGA
 
@@ -39,89 +40,61 @@ def command(as_json: bool) -> None:
       pkmlm doctor --json | jq .problems
     """
     facts = examine()
+    facts["problems"] = problems(facts)
     click.echo(json.dumps(facts, indent=2) if as_json else described(facts))
     if any(problem["broken"] for problem in facts["problems"]):
         raise click.exceptions.Exit(1)
 
 
 def examine() -> dict[str, Any]:
-    """All facts of this machine, and the problems among them."""
-    facts: dict[str, Any] = {
-        "versions": versions(),
-        "machine": machine(),
-        "disk": disk(),
-        "torch": torch_facts(),
-    }
-    facts["problems"] = problems(facts)
-    return facts
-
-
-def versions() -> dict[str, str | None]:
-    """Versions of Python, pkmlm and the libraries; None where one is not installed."""
-    from pkmlm import __version__
-
-    found: dict[str, str | None] = {"python": platform.python_version(), "pkmlm": __version__}
+    """The facts of this machine; sizes are in bytes, and None stands for what is not installed or not known."""
+    versions: dict[str, str | None] = {"python": platform.python_version(), "pkmlm": __version__}
     for name in (*NEEDED, *OPTIONAL):
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = None
-    return found
-
-
-def machine() -> dict[str, Any]:
-    """System, usable cores, and memory in bytes (None without psutil)."""
-    from pkmlm.environment import usable_cores
-
-    try:
+            versions[name] = None
+    total = free = None
+    if versions["psutil"]:
         import psutil
 
-        memory = psutil.virtual_memory()
-        total, free = memory.total, memory.available
-    except ImportError:
-        total = free = None
-    return {
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cores": usable_cores(),
-        "memory_bytes": total,
-        "memory_free_bytes": free,
-        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
-    }
-
-
-def disk() -> dict[str, Any]:
-    """Where we stand, what is free there in bytes, and whether a file can be written."""
+        total, free = psutil.virtual_memory().total, psutil.virtual_memory().available
     folder = os.getcwd()
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            writable = True
-    except OSError:
-        writable = False
-    return {"folder": folder, "free_bytes": shutil.disk_usage(folder).free, "writable": writable}
+    return {
+        "versions": versions,
+        "machine": {
+            "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+            "cores": usable_cores(),
+            "memory_bytes": total,
+            "memory_free_bytes": free,
+            "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+        },
+        "disk": {
+            "folder": folder,
+            "free_bytes": shutil.disk_usage(folder).free,
+            "writable": os.access(folder, os.W_OK),
+        },
+        "torch": torch_facts(),
+    }
 
 
 def torch_facts() -> dict[str, Any]:
-    """What torch sees and what `train.precision: auto` would choose; or why torch fails."""
+    """What torch sees and what `train.precision: auto` would choose; or, as "error", why torch fails."""
     try:
-        return seen_by_torch()
+        import torch
+
+        from pkmlm.device import select_device
+        from pkmlm.kernels.backend import lacking_for_triton
+        from pkmlm.kernels.matmul import PREFER_ONEDNN
+
+        found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        devices = [
+            {"name": gpu.name, "memory_bytes": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}"}
+            for gpu in found
+        ]
+        settings = select_device("auto")
     except (ImportError, OSError, RuntimeError) as error:
         return {"error": (str(error) or type(error).__name__).splitlines()[0]}
-
-
-def seen_by_torch() -> dict[str, Any]:
-    """Threads, instruction set, whose fp32 products, CUDA devices and what their kernels lack, device and precision."""
-    import torch
-
-    from pkmlm.device import select_device
-    from pkmlm.kernels.backend import lacking_for_triton
-    from pkmlm.kernels.matmul import PREFER_ONEDNN
-
-    devices = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        capability = f"{properties.major}.{properties.minor}"
-        devices.append({"name": properties.name, "memory_bytes": properties.total_memory, "capability": capability})
-    settings = select_device("auto")
     return {
         "threads": torch.get_num_threads(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
@@ -141,65 +114,52 @@ def problems(facts: dict[str, Any]) -> list[dict[str, Any]]:
     def report(what: str, todo: str, broken: bool = False) -> None:
         found.append({"what": what, "todo": todo, "broken": broken})
 
-    torch, versions, here = facts["torch"], facts["versions"], facts["machine"]
+    torch, versions, here, disk = facts["torch"], facts["versions"], facts["machine"], facts["disk"]
     missing = [name for name in NEEDED if versions[name] is None]
+    newer = f"pip install 'torch>={OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}'"
     if missing:
         report(f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}", broken=True)
     elif "error" in torch:
-        report(f"torch does not work: {torch['error']}", f"pip install 'torch>={OLDEST_TORCH}'", broken=True)
-    elif release(versions["torch"]) < release(OLDEST_TORCH):
-        report(f"torch {versions['torch']} is too old", f"pip install 'torch>={OLDEST_TORCH}'", broken=True)
+        report(f"torch does not work: {torch['error']}", newer, broken=True)
+    elif tuple(map(int, re.findall(r"\d+", versions["torch"])[:2])) < OLDEST_TORCH:
+        report(f"torch {versions['torch']} is too old", newer, broken=True)
     elif not torch["cuda"] and Path("/dev/nvidiactl").exists():
         report(f"a GPU is here, but torch {versions['torch']} cannot use it", "install torch for CUDA: pytorch.org")
     elif torch["kernels_lack"]:
         lacking = " and no ".join(torch["kernels_lack"])
         report(f"the memory's CUDA kernels cannot be built: no {lacking}", "install what is missing", broken=True)
-    if not facts["disk"]["writable"]:
-        report(f"cannot write in {facts['disk']['folder']}", "change to a folder of yours, or give full paths")
-    if facts["disk"]["free_bytes"] < LITTLE_DISK:
-        report(f"{facts['disk']['free_bytes'] / GIGA:.1f} GB of disk are free", "make room: checkpoints are large")
+    if not disk["writable"]:
+        report(f"cannot write in {disk['folder']}", "change to a folder of yours, or give full paths")
+    if disk["free_bytes"] < LITTLE_DISK:
+        report(f"{disk['free_bytes'] / GIGA:.1f} GB of disk are free", "make room: checkpoints are large")
     if here["memory_free_bytes"] is not None and here["memory_free_bytes"] < LITTLE_MEMORY:
         report(f"{here['memory_free_bytes'] / GIGA:.1f} GB of memory are free", "close other programs")
-    threads = here["omp_num_threads"]
-    if threads is not None and threads != str(here["cores"]):
+    if here["omp_num_threads"] not in (None, str(here["cores"])):
         report(
-            f"OMP_NUM_THREADS={threads} with {here['cores']} usable cores",
+            f"OMP_NUM_THREADS={here['omp_num_threads']} with {here['cores']} usable cores",
             "unset OMP_NUM_THREADS, unless several processes share this machine",
         )
     return found
 
 
-def release(version: str) -> tuple[int, ...]:
-    """(major, minor) of a version; (0, 0) of what is none."""
-    match = re.match(r"(\d+)\.(\d+)", version)
-    return (int(match[1]), int(match[2])) if match else (0, 0)
-
-
 def described(facts: dict[str, Any]) -> str:
-    """The facts as lines for a person."""
-    here, torch, room = facts["machine"], facts["torch"], facts["disk"]
-    absent = dict.fromkeys(OPTIONAL, "not installed (optional)")
-    versions = facts["versions"].items()
-    lines = [f"{name:<16}{version or absent.get(name, 'not installed')}" for name, version in versions]
-    lines += ["", f"{'system':<16}{here['system']}"]
-    lines.append(f"{'cores':<16}{here['cores']}")
+    """The facts and their problems as lines for a person."""
+    here, torch, disk = facts["machine"], facts["torch"], facts["disk"]
+    rows = []
+    for name, found in facts["versions"].items():
+        rows.append((name, found or ("not installed (optional)" if name in OPTIONAL else "not installed")))
+    rows += [("", ""), ("system", here["system"]), ("cores", str(here["cores"]))]
+    if here["memory_bytes"] is not None:
+        rows.append(("memory", f"{here['memory_bytes'] / GIGA:.1f} GB, {here['memory_free_bytes'] / GIGA:.1f} GB free"))
+    rows.append(("disk", f"{disk['free_bytes'] / GIGA:.1f} GB free in {disk['folder']}"))
     if "error" not in torch:
         products = ", fp32 products by oneDNN" if torch["fp32_by_onednn"] else ""
-        threads = f"{torch['threads']} thread{'s' * (torch['threads'] != 1)}"
-        lines[-1] += f" (torch uses {threads}, {torch['cpu']}{products})"
-    if here["memory_bytes"] is not None:
-        total, free = here["memory_bytes"] / GIGA, here["memory_free_bytes"] / GIGA
-        lines.append(f"{'memory':<16}{total:.1f} GB, {free:.1f} GB free")
-    lines.append(f"{'disk':<16}{room['free_bytes'] / GIGA:.1f} GB free in {room['folder']}")
-    if "error" not in torch:
+        rows.append(("torch threads", f"{torch['threads']}, {torch['cpu']}{products}"))
         for gpu in torch["cuda"]:
-            size = gpu["memory_bytes"] / GIGA
-            lines.append(f"{'gpu':<16}{gpu['name']}, {size:.1f} GB, capability {gpu['capability']}")
-        lines.append(f"{'device':<16}{torch['device']}, {torch['precision']} ({torch['precision_reason']})")
-    lines.append("")
+            size = f"{gpu['memory_bytes'] / GIGA:.1f} GB"
+            rows.append(("gpu", f"{gpu['name']}, {size}, capability {gpu['capability']}"))
+        rows.append(("device", f"{torch['device']}, {torch['precision']} ({torch['precision_reason']})"))
+    lines = [f"{name:<16}{value}".rstrip() for name, value in [*rows, ("", "")]]
     for problem in facts["problems"]:
-        lines.append(f"{'broken' if problem['broken'] else 'warning'}: {problem['what']}")
-        lines.append(f"  {problem['todo']}")
-    if not facts["problems"]:
-        lines.append("nothing is wrong")
-    return "\n".join(printable(line) for line in lines)
+        lines += [f"{'broken' if problem['broken'] else 'warning'}: {problem['what']}", f"  {problem['todo']}"]
+    return "\n".join(printable(line) for line in lines) + ("" if facts["problems"] else "nothing is wrong")
