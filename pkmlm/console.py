@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import IO, TYPE_CHECKING, Any, Literal, get_args
 
-from pkmlm.errors import UserError, printable
+from pkmlm.errors import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,16 +57,14 @@ class Column:
         return ("{:.2e}" if is_huge else self.format).format(value)
 
 
-def breakable(text: str) -> str:
-    """Let long words, mostly names of runs, break after a "-", "_", "/" or "@" rather than within a number."""
-    return re.sub(rf"\S{{{WORD + 1},}}", lambda word: re.sub(r"((?<!\de)[-_/@])", rf"\1{BREAK}", word[0]), text)
-
-
 def wrapped(console: "Console", cell: str, width: int, align: Literal["left", "right"]) -> list[str]:
-    """The lines of a cell, each of that width."""
+    """The lines of a cell, each of that width. Long words, mostly names of runs, break after a "-", "_", "/" or "@"
+    rather than within a number.
+    """
     from rich.text import Text
 
-    lines = Text(breakable(cell)).wrap(console, width, justify=align, overflow="fold")
+    text = re.sub(rf"\S{{{WORD + 1},}}", lambda word: re.sub(r"((?<!\de)[-_/@])", rf"\1{BREAK}", word[0]), cell)
+    lines = Text(text).wrap(console, width, justify=align, overflow="fold")
     return [line.plain.replace(BREAK, "") for line in lines]
 
 
@@ -290,20 +288,3 @@ def prepare_streams() -> None:
     sys.stderr = BestEffortStream(sys.stderr or open(os.devnull, "w"))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-
-
-def discard_output() -> None:
-    """Send what standard output still buffers to the null device, once its reader has gone or its disk is full."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def read_input() -> str:
-    """All of standard input.
-
-    Raises:
-        UserError: it is not UTF-8.
-    """
-    try:
-        return sys.stdin.buffer.read().decode()
-    except UnicodeDecodeError as error:
-        raise UserError(f"standard input: not UTF-8 at byte {error.start}") from None

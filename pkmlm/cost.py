@@ -318,7 +318,7 @@ def training_bytes(recipe: Recipe, dense: int, blocks: list[BlockCost], vocab_si
     in_blocks = len(blocks) * model.dim + max(saved) if train.recompute else sum(saved)
     scores = max(block.scores for block in blocks)
     return {
-        "weights": weight_bytes(recipe) * parameters,
+        "weights": (6 if in_half_precision(recipe) else 4) * parameters,
         "gradients": 4 * dense + sum(row_gradient_bytes(table, train.batch_tokens, tokens) for table in tables),
         "moments": 8 * parameters,
         "activations": tokens * (3 * model.dim + in_blocks) * (2 if in_half_precision(recipe) else 4),
@@ -330,11 +330,6 @@ def training_bytes(recipe: Recipe, dense: int, blocks: list[BlockCost], vocab_si
 def in_half_precision(recipe: Recipe) -> bool:
     """Whether forwards compute in bf16 or fp16."""
     return recipe.train.precision in ("bf16", "fp16")
-
-
-def weight_bytes(recipe: Recipe) -> int:
-    """Bytes of a weight in fp32, and of its copy in half precision, if training has one."""
-    return 6 if in_half_precision(recipe) else 4
 
 
 def row_gradient_bytes(table: TableCost, tokens: int, micro_batch_tokens: int, table_ranks: int = 1) -> int:
@@ -352,35 +347,6 @@ def row_gradient_bytes(table: TableCost, tokens: int, micro_batch_tokens: int, t
     token_bytes = 40 * table.reads + 4 * table.width // table_ranks
     sums = 8 * table.parameters // table_ranks
     return min(tokens * token_bytes, sums + table_ranks * micro_batch_tokens * token_bytes)
-
-
-@dataclass(frozen=True)
-class RankCost:
-    """One rank's share.
-
-    Attributes:
-        memory: M, the ranks that divide each table.
-        training: bytes by what they hold, as `Cost.training`.
-        sent: bytes that it sends in a step, by what they carry; see `bytes_sent`.
-    """
-
-    memory: int
-    training: dict[str, int]
-    sent: dict[str, int]
-
-    @property
-    def bytes(self) -> int:
-        return sum(self.training.values())
-
-
-def rank_cost(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> RankCost:
-    """The cost of one of `ranks` ranks, of which `table_ranks` divide each table.
-
-    Args:
-        cost: `cost_of` the recipe.
-    """
-    held = bytes_held(recipe, cost, ranks, table_ranks)
-    return RankCost(table_ranks, held, bytes_sent(recipe, cost, ranks, table_ranks))
 
 
 def divisions(cost: Cost, ranks: int) -> list[int]:
@@ -404,8 +370,9 @@ def bytes_held(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> dict
     """
     elsewhere = cost.memory - cost.memory // table_ranks
     tokens = recipe.train.micro_batch * recipe.model.context
+    weight = 6 if in_half_precision(recipe) else 4  # bytes, with the copy in half precision
     held = dict(cost.training)
-    held["weights"] -= weight_bytes(recipe) * elsewhere
+    held["weights"] -= weight * elsewhere
     held["moments"] -= 8 * elsewhere
     for table in cost.tables:
         held["gradients"] -= row_gradient_bytes(table, recipe.train.batch_tokens, tokens)
@@ -415,7 +382,7 @@ def bytes_held(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> dict
         in_blocks, outside = shardable(cost)
         others = in_blocks + outside - (in_blocks + outside) // ranks
         held["weights"] += 4 * (outside + 2 * max(block.dense for block in cost.blocks))
-        held["weights"] -= weight_bytes(recipe) * others
+        held["weights"] -= weight * others
         held["gradients"] -= 4 * others
         held["moments"] -= 8 * others
     return held

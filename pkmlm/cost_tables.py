@@ -1,4 +1,4 @@
-"""What `pkmlm cost` prints: each report as JSON and as tables or text."""
+"""What `pkmlm cost` prints, as JSON and as tables or text."""
 
 from dataclasses import replace
 from itertools import groupby
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pkmlm.console import Column, Table, number
-from pkmlm.cost import BlockCost, Cost, RankCost, cost_of, divisions, hash_layer_cost, most_keys, rank_cost
+from pkmlm.cost import BlockCost, Cost, bytes_held, bytes_sent, cost_of, divisions, hash_layer_cost, most_keys
 from pkmlm.data.index import FILE, read_index
 from pkmlm.errors import UserError
 from pkmlm.recipe.check import check_ranks
@@ -49,30 +49,42 @@ def recipe_report(
     Raises:
         UserError: the vocabulary is not known, or the steps do not fall into whole micro-batches on so many ranks.
     """
-    rows = vocab_size_of(recipe)
-    cost = cost_of(recipe, rows, entry_bytes)
+    vocab_size = vocab_size_of(recipe)
+    cost = cost_of(recipe, vocab_size, entry_bytes)
     result = cost.as_json()
-    tables = [layer_table(recipe, cost), total_table(cost, rows), training_table(recipe, cost)]
+    whole = [
+        ("parameters, dense (embeddings with them)", cost.dense),
+        ("parameters, memory values and tables", cost.memory),
+        ("parameters read per token", cost.read_per_token),
+        (f"operations per token, with the head of {vocab_size:,}", cost.flops_per_token),
+        (f"bytes of values and tables, at {cost.entry_bytes} an entry", cost.memory * cost.entry_bytes),
+        ("bytes gathered from them per token", cost.gather_bytes_per_token),
+    ]
+    training = [(name, size / MEGA) for name, size in result["training_bytes"].items() if size]
+    precision = "auto taken as fp32" if recipe.train.precision == "auto" else f"in {recipe.train.precision}"
+    title = f"Memory to train, estimated: {recipe.train.micro_batch} sequences a forward, {precision}"
+    tables = [
+        layer_table(recipe, cost),
+        Table("The whole model", [Column("what"), number("number")], whole),
+        Table(title, [Column("for"), number("MB", "{:,.1f}")], training),
+    ]
     if ranks is None:
         return result, tables
     check_ranks(replace(recipe, parallel=Parallel()), ranks, file)
-    costs = [rank_cost(recipe, cost, ranks, memory) for memory in divisions(cost, ranks)]
-    entries: list[dict[str, Any]] = [
-        {
-            "memory": each.memory,
-            "training_bytes": {**each.training, "total": each.bytes},
-            "sent_bytes_per_step": {**each.sent, "total": sum(each.sent.values())},
+    entries: list[dict[str, Any]] = []
+    for memory in divisions(cost, ranks):
+        held, sent = (count(recipe, cost, ranks, memory) for count in (bytes_held, bytes_sent))
+        entry: dict[str, Any] = {
+            "memory": memory,
+            "training_bytes": {**held, "total": sum(held.values())},
+            "sent_bytes_per_step": {**sent, "total": sum(sent.values())},
         }
-        for each in costs
-    ]
-    tables += [held_table(costs, ranks), sent_table(costs, recipe)]
-    if device_bytes is not None:
-        keys = [most_keys(recipe, rows, ranks, each.memory, device_bytes) for each in costs]
-        for entry, num_keys in zip(entries, keys, strict=True):
-            entry["largest"] = None if num_keys is None else {"num_keys": num_keys, "slots": num_keys**2}
-        tables.append(largest_table(costs, keys, recipe, device_bytes))
+        if device_bytes is not None:
+            keys = most_keys(recipe, vocab_size, ranks, memory, device_bytes)
+            entry["largest"] = None if keys is None else {"num_keys": keys, "slots": keys**2}
+        entries.append(entry)
     result["world"] = {"ranks": ranks, "device_bytes": device_bytes, "divisions": entries}
-    return result, tables
+    return result, tables + rank_tables(recipe, result["world"])
 
 
 def vocab_size_of(recipe: Recipe) -> int:
@@ -112,52 +124,38 @@ def layer_table(recipe: Recipe, cost: Cost) -> Table:
     return Table(title, columns, rows)
 
 
-def total_table(cost: Cost, vocab_size: int) -> Table:
-    """What the whole model costs."""
-    rows = [
-        ("parameters, dense (embeddings with them)", cost.dense),
-        ("parameters, memory values and tables", cost.memory),
-        ("parameters read per token", cost.read_per_token),
-        (f"operations per token, with the head of {vocab_size:,}", cost.flops_per_token),
-        (f"bytes of values and tables, at {cost.entry_bytes} an entry", cost.memory * cost.entry_bytes),
-        ("bytes gathered from them per token", cost.gather_bytes_per_token),
+def rank_tables(recipe: Recipe, world: dict[str, Any]) -> list[Table]:
+    """What a rank holds and sends, and the largest memory that fits, for each division of the tables.
+
+    Args:
+        world: of the JSON of `recipe_report`.
+    """
+    divisions = world["divisions"]
+    held = [(each["memory"], *(size / GIGA for size in each["training_bytes"].values())) for each in divisions]
+    sent = [(each["memory"], *(size / MEGA for size in each["sent_bytes_per_step"].values())) for each in divisions]
+    held_names = divisions[0]["training_bytes"]
+    sent_names = ("dense gradients", "reads, outputs", "table gradients", "statistics", "total")
+    tables = [
+        Table(
+            f"Memory of each of {world['ranks']} ranks (GB), by how many divide a table",
+            [number("memory"), *(number(name, "{:,.2f}") for name in held_names)],
+            held,
+        ),
+        Table(
+            f"Sent by each in a step of {recipe.train.batch_tokens:,} tokens (MB)",
+            [number("memory"), *(number(name, "{:,.1f}") for name in sent_names)],
+            sent,
+        ),
     ]
-    return Table("The whole model", [Column("what"), number("number")], rows)
-
-
-def training_table(recipe: Recipe, cost: Cost) -> Table:
-    """What training holds, part by part."""
-    rows = [(name, size / MEGA) for name, size in cost.training.items() if size]
-    rows.append(("total", sum(cost.training.values()) / MEGA))
-    precision = recipe.train.precision
-    counted = "auto taken as fp32" if precision == "auto" else f"in {precision}"
-    title = f"Memory to train, estimated: {recipe.train.micro_batch} sequences a forward, {counted}"
-    return Table(title, [Column("for"), number("MB", "{:,.1f}")], rows)
-
-
-def held_table(costs: list[RankCost], ranks: int) -> Table:
-    """What a rank holds, for each division of the tables."""
-    names = list(costs[0].training)
-    rows = [(each.memory, *(each.training[name] / GIGA for name in names), each.bytes / GIGA) for each in costs]
-    columns = [number("memory"), *(number(name, "{:,.2f}") for name in [*names, "total"])]
-    return Table(f"Memory of each of {ranks} ranks (GB), by how many divide a table", columns, rows)
-
-
-def sent_table(costs: list[RankCost], recipe: Recipe) -> Table:
-    """What a rank sends in a step, for each division of the tables."""
-    rows = [
-        (each.memory, *(size / MEGA for size in each.sent.values()), sum(each.sent.values()) / MEGA) for each in costs
-    ]
-    names = ["dense gradients", "reads, outputs", "table gradients", "statistics", "total"]
-    columns = [number("memory"), *(number(name, "{:,.1f}") for name in names)]
-    return Table(f"Sent by each in a step of {recipe.train.batch_tokens:,} tokens (MB)", columns, rows)
-
-
-def largest_table(costs: list[RankCost], keys: list[int | None], recipe: Recipe, device_bytes: int) -> Table:
-    """The largest memory that fits, for each division of the tables."""
-    rows = []
-    for each, num_keys in zip(costs, keys, strict=True):
-        slots = None if num_keys is None else num_keys**2
-        rows.append((each.memory, num_keys, slots, None if slots is None else slots * recipe.model.dim))
-    columns = [number(name) for name in ("memory", "num_keys", "slots a layer", "values a layer")]
-    return Table(f"Largest memory that fits, with {device_bytes / 1e9:,.4g} GB for each rank", columns, rows)
+    if world["device_bytes"] is not None:
+        rows: list[tuple[int | None, ...]] = []
+        for each in divisions:
+            largest = each["largest"]
+            sizes = (
+                (largest["num_keys"], largest["slots"], largest["slots"] * recipe.model.dim) if largest else (None,) * 3
+            )
+            rows.append((each["memory"], *sizes))
+        columns = [number(name) for name in ("memory", "num_keys", "slots a layer", "values a layer")]
+        title = f"Largest memory that fits, with {world['device_bytes'] / GIGA:,.4g} GB for each rank"
+        tables.append(Table(title, columns, rows))
+    return tables

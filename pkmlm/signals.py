@@ -87,7 +87,10 @@ def stop_on_signals(agree: Callable[[int], int] = int, message: str = "") -> Ite
                     continue
                 if not asked_at:
                     asked_at = time.monotonic()
-                    print_over_prompt(message)
+                    with suppress(OSError, ValueError, TypeError):  # nobody may read it
+                        if message and select.select([], [sys.stderr], [], 0)[1]:
+                            over_prompt = "\r\x1b[2K" if sys.stderr.isatty() else ""  # the terminal's ^C
+                            print(over_prompt + message, file=sys.stderr, flush=True)
                 elif time.monotonic() - asked_at > SAME_REQUEST:
                     insisting.set()
                     for _ in range(round(GRACE / RETRY)):  # one that comes just before a sleep would not wake it
@@ -109,13 +112,6 @@ def stop_on_signals(agree: Callable[[int], int] = int, message: str = "") -> Ite
             thread.join()
             os.close(writer)
             os.close(reader)
-
-
-def print_over_prompt(message: str) -> None:
-    """Print a line on standard error, over the terminal's ^C; nothing if it is empty, or nobody reads."""
-    with suppress(OSError, ValueError, TypeError):
-        if message and select.select([], [sys.stderr], [], 0)[1]:
-            print(("\r\x1b[2K" if sys.stderr.isatty() else "") + message, file=sys.stderr, flush=True)
 
 
 @contextmanager

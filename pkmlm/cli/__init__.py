@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from pkmlm import __version__
-from pkmlm.console import discard_output, prepare_streams
+from pkmlm.console import prepare_streams
 from pkmlm.errors import UserError, printable
 from pkmlm.signals import interrupt_after_imports
 
@@ -60,11 +60,7 @@ class LazyGroup(click.Group):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            import difflib
-
-            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
-            hint = f" Did you mean '{near[0]}'?" if near else ""
-            raise click.UsageError(f"No such command '{args[0]}'.{hint}", ctx)
+            raise click.exceptions.NoSuchCommand(args[0], possibilities=COMMANDS, ctx=ctx)
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -74,35 +70,23 @@ class LazyGroup(click.Group):
             ctx.exit(report_error(error))
 
 
-def set_verbose(context: click.Context, parameter: click.Parameter, value: bool) -> None:
-    """-v, wherever it stands: `main` reads it when an error has come."""
-    settings = context.ensure_object(dict)
-    settings["verbose"] = value or settings.get("verbose", False)
-
-
-def set_quiet(context: click.Context, parameter: click.Parameter, value: bool) -> None:
-    """-q before a command is that of the command: `options.quiet_option` asks for it. Those that show no progress take
-    it, too: a script may call them all alike.
+def remember(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    """Note -v, which `main` reads when an error has come, or -q, which `options.quiet_option` reads. Commands that show
+    no progress take -q, too: a script may call them all alike.
     """
     settings = context.ensure_object(dict)
-    settings["quiet"] = value or settings.get("quiet", False)
+    settings[parameter.name] = value or settings.get(parameter.name, False)
 
 
 VERBOSE = click.Option(
     ["-v", "--verbose"],
     is_flag=True,
     expose_value=False,
-    callback=set_verbose,
+    callback=remember,
     help="With an error, also show where in the program it arose.",
 )
-
-
 QUIET = click.Option(
-    ["-q", "--quiet"],
-    is_flag=True,
-    expose_value=False,
-    callback=set_quiet,
-    help="No progress on standard error.",
+    ["-q", "--quiet"], is_flag=True, expose_value=False, callback=remember, help="No progress on standard error."
 )
 
 
@@ -163,45 +147,29 @@ def main() -> None:
 
 def report_error(error: Exception) -> int:
     """Say in two lines what a user can mend, or the machine refuses, and return the exit code; raise all else again."""
-    if isinstance(error, click.ClickException):
-        return print_error(UserError(printable(error.format_message()).rstrip("."), help_of(error)))
     if isinstance(error, UserError):
         return print_error(error)
+    if isinstance(error, click.ClickException):
+        context = error.ctx if isinstance(error, click.UsageError) else None
+        hint = f"`{context.command_path} --help` shows how it is used" if context else ""
+        return print_error(UserError(printable(error.format_message()).rstrip("."), hint))
     if isinstance(error, OSError):
-        return system_refused(error)
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and torch_is_short(error)):
-        return print_error(UserError("out of memory", exit_code=1))  # `pkmlm train` has said what to lower
-    raise error
-
-
-def help_of(error: click.ClickException) -> str:
-    """Where the usage of the command stands that could not be understood."""
-    context = error.ctx if isinstance(error, click.UsageError) else None
-    return f"`{context.command_path} --help` shows how it is used" if context else ""
-
-
-def torch_is_short(error: RuntimeError) -> bool:
-    """Whether torch says that memory has run out."""
-    from pkmlm.device import is_out_of_memory
-
-    return is_out_of_memory(error)
-
-
-def system_refused(error: OSError) -> int:
-    """Say what the system refused: to read a file (writes are told where they fail), or to take more of our output,
-    as `| head` does when it has enough.
-    """
-    if error.filename is not None:
-        code = 2 if error.errno in WRONG_NAME else 1
-        return print_error(UserError(f"cannot read {str(error.filename)[:300]}: {error.strerror}", exit_code=code))
-    if error.errno not in OUTPUT_ERRORS:
+        if error.filename is not None:  # reads; writes are reported where they fail
+            code = 2 if error.errno in WRONG_NAME else 1
+            return print_error(UserError(f"cannot read {str(error.filename)[:300]}: {error.strerror}", exit_code=code))
         if error.errno is None:
             raise error
-        return print_error(UserError(f"the system refused: {error.strerror}", exit_code=1))
-    discard_output()
-    if error.errno == errno.EPIPE:
-        return 0
-    return print_error(UserError(f"cannot write to standard output: {error.strerror}", exit_code=1))
+        if error.errno not in OUTPUT_ERRORS:
+            return print_error(UserError(f"the system refused: {error.strerror}", exit_code=1))
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes what is still buffered
+        if error.errno == errno.EPIPE:  # `| head` has enough
+            return 0
+        return print_error(UserError(f"cannot write to standard output: {error.strerror}", exit_code=1))
+    from pkmlm.device import is_out_of_memory
+
+    if is_out_of_memory(error):
+        return print_error(UserError("out of memory", exit_code=1))  # `pkmlm train` has said what to lower
+    raise error
 
 
 def print_error(error: UserError) -> int:

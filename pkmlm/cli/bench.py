@@ -39,8 +39,7 @@ def numbers_of_keys(context: click.Context, parameter: click.Parameter, value: s
         slots = NAMED_SLOTS.get(text) or whole_number(text)
         keys = math.isqrt(slots)
         if not slots or keys**2 != slots:
-            near = f"{keys**2} or {(keys + 1) ** 2}, or " if slots else ""
-            raise click.BadParameter(f"found {text!r} (expected a square: {near}one of {', '.join(NAMED_SLOTS)})")
+            raise click.BadParameter(f"found {text!r} (expected a square, or one of {', '.join(NAMED_SLOTS)})")
         found.append(keys)
     return tuple(dict.fromkeys(found))
 

@@ -63,7 +63,6 @@ def command(
       pkmlm generate runs/demo "It was a dark night, and"
       pkmlm generate runs/demo --temperature 0 -n 50 < beginning.txt
     """
-    from pkmlm.console import read_input
     from pkmlm.evaluate.generate import Sampling, generate, stream_text
     from pkmlm.evaluate.load import load_run
     from pkmlm.recipe.check import require_softmax
@@ -75,7 +74,10 @@ def command(
     run = load_run(run_path, step)
     require_softmax(run.recipe.model, run_path, "generate")
     if prompt is None:
-        prompt = "" if sys.stdin.isatty() else read_input()
+        try:
+            prompt = "" if sys.stdin.isatty() else sys.stdin.buffer.read().decode()
+        except UnicodeDecodeError as error:
+            raise UserError(f"standard input: not UTF-8 at byte {error.start}") from None
     ids = [run.tokenizer.eos, *run.tokenizer.encode(prompt)]
     sampling = Sampling(temperature, top_k, top_p, seed)
     write(prompt)

@@ -1,5 +1,11 @@
-"""`pkmlm train --nproc N`: several processes on this machine, by torch's own launcher."""
+"""`pkmlm train --nproc N`: several processes on this machine, by torch's own launcher.
 
+`python -m pkmlm.cli.launch PID ARGUMENTS...` runs a command for the process PID that has started it. When that process
+dies without asking its children to stop (it is killed, say), Linux sends this one SIGTERM, on which training saves a
+checkpoint and ends. Elsewhere the command runs on by itself.
+"""
+
+import ctypes
 import logging
 import os
 import signal
@@ -12,10 +18,12 @@ from typing import TYPE_CHECKING
 
 from pkmlm.environment import TIMEOUT, collective_timeout, launched_processes, usable_cores
 from pkmlm.errors import UserError
-from pkmlm.signals import EXIT_CODES, Handler, handled
+from pkmlm.signals import EXIT_CODES, handled
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import ProcessFailure
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def launches(processes: int | None) -> bool:
@@ -47,10 +55,20 @@ def launch(processes: int, run: str | None) -> int:
     """
     passed: list[int] = []
     with handled(lambda number, frame: passed.append(number)):  # noted, not raised: an import may swallow exceptions
+        import psutil
         import torch
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+        def pass_on(number: int, frame: FrameType | None) -> None:
+            passed.append(number)
+            # Each rank leads a session of its own once it has started; a child that does not is not a rank yet.
+            ranks = [child.pid for child in psutil.Process().children() if os.getsid(child.pid) == child.pid]
+            for rank in ranks:
+                os.kill(rank, number)
+            if not ranks:
+                raise SystemExit(EXIT_CODES[number])
 
         if passed:
             return EXIT_CODES[passed[-1]]
@@ -58,7 +76,7 @@ def launch(processes: int, run: str | None) -> int:
             raise UserError(f"--nproc {processes}: this machine has {torch.cuda.device_count()} GPUs")
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // processes)))
         logging.disable(logging.ERROR)  # the launcher's own account of failures: they are told here, in one line
-        with TemporaryDirectory() as logs, handled(passing_on(passed)):
+        with TemporaryDirectory() as logs, handled(pass_on):
             config = LaunchConfig(
                 min_nodes=1,
                 max_nodes=1,
@@ -72,27 +90,11 @@ def launch(processes: int, run: str | None) -> int:
                 signals_to_handle="SIGQUIT",  # the others are passed on here, and waited for without a limit
             )
             try:
-                elastic_launch(config, sys.executable)("-m", "pkmlm.cli.child", str(os.getpid()), *sys.argv[1:])
+                elastic_launch(config, sys.executable)("-m", "pkmlm.cli.launch", str(os.getpid()), *sys.argv[1:])
                 return 0
             except ChildFailedError as error:
                 failures: Mapping[int, ProcessFailure] = error.failures
     return outcome(failures, passed, run)
-
-
-def passing_on(passed: list[int]) -> Handler:
-    """A handler that sends signals on to all ranks, and adds them to `passed`."""
-    import psutil
-
-    def send(number: int, frame: FrameType | None) -> None:
-        passed.append(number)
-        # Each rank leads a session of its own once it has started; a child that does not is not a rank yet.
-        ranks = [child.pid for child in psutil.Process().children() if os.getsid(child.pid) == child.pid]
-        for rank in ranks:
-            os.kill(rank, number)
-        if not ranks:
-            raise SystemExit(EXIT_CODES[number])
-
-    return send
 
 
 def outcome(failures: "Mapping[int, ProcessFailure]", passed: list[int], run: str | None) -> int:
@@ -104,37 +106,22 @@ def outcome(failures: "Mapping[int, ProcessFailure]", passed: list[int], run: st
     # Torch's launcher ends those that are left when one has failed: with SIGTERM, and half a minute later with SIGKILL.
     expected = {-signal.SIGTERM, *(-number for number in passed)}
     killed = {rank: each for rank, each in failures.items() if each.exitcode < 0 and each.exitcode not in expected}
-    codes = [each.exitcode for each in failures.values() if each.exitcode > 0]
-    if killed:
-        rank = min(killed, key=lambda rank: (killed[rank].timestamp, rank))
-        late = killed[rank].timestamp > min(each.timestamp for each in failures.values()) + 1
-        raise silent(rank, run) if late else lost(rank, signal.Signals(-killed[rank].exitcode).name, run)
-    if not codes:  # the signal came before they had handlers
-        return EXIT_CODES[passed[-1]] if passed else 1
-    return 1 if 1 in codes else max(codes)
-
-
-def lost(rank: int, name: str, run: str | None) -> UserError:
-    """The error where a process was killed by the signal `name`, which is noted."""
-    note_end(run, rank, f"killed ({name})")
-    likely = "memory ran out"
-    if name == "SIGABRT":  # NCCL's watchdog, among others
-        likely = f"a library gave up, as NCCL does where no rank answers within {TIMEOUT} seconds"
-    return UserError(
-        f"rank {rank} was killed ({name}), and the others were ended",
-        f"if nobody did it, {likely}; the same command goes on from the last checkpoint",
-        exit_code=1,
-    )
-
-
-def silent(rank: int, run: str | None) -> UserError:
-    """The error where the others failed and a process went on without a word; it is noted."""
-    note_end(run, rank, "failed")
-    return UserError(
-        f"rank {rank} did not answer, and was ended",
-        "it hung, or somebody has stopped it; the same command goes on from the last checkpoint",
-        exit_code=1,
-    )
+    if not killed:
+        codes = [each.exitcode for each in failures.values() if each.exitcode > 0]
+        if not codes:  # the signal came before they had handlers
+            return EXIT_CODES[passed[-1]] if passed else 1
+        return 1 if 1 in codes else max(codes)
+    rank = min(killed, key=lambda rank: (killed[rank].timestamp, rank))
+    if killed[rank].timestamp > min(each.timestamp for each in failures.values()) + 1:
+        status, what, why = "failed", "did not answer, and was ended", "it hung, or somebody has stopped it"
+    else:
+        name = signal.Signals(-killed[rank].exitcode).name
+        status, what = f"killed ({name})", f"was killed ({name}), and the others were ended"
+        why = "if nobody did it, memory ran out"
+        if name == "SIGABRT":
+            why = f"a library gave up, as NCCL does where no rank answers within {TIMEOUT} seconds"
+    note_end(run, rank, status)
+    raise UserError(f"rank {rank} {what}", f"{why}; the same command resumes from the last checkpoint", exit_code=1)
 
 
 def note_end(run: str | None, rank: int, status: str) -> None:
@@ -148,3 +135,19 @@ def note_end(run: str | None, rank: int, status: str) -> None:
         if directory.facts().get("status") in ("running", "failed"):
             step = max(directory.steps(), default=0)
             directory.note(status=status, exit_code=1, step=step, rank=rank)
+
+
+def main() -> None:
+    """Run a command, unless the process that has started it has died already."""
+    from pkmlm.cli import main as command
+
+    parent, sys.argv = int(sys.argv[1]), ["pkmlm", *sys.argv[2:]]
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() == parent:
+        command()
+
+
+if __name__ == "__main__":
+    main()

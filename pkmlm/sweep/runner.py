@@ -143,7 +143,7 @@ class Runner:
             environment["CUDA_VISIBLE_DEVICES"] = device = self.free_devices.pop(0)
         try:
             with subprocess.Popen(
-                [sys.executable, "-m", "pkmlm.cli.child", str(os.getpid()), *arguments],
+                [sys.executable, "-m", "pkmlm.cli.launch", str(os.getpid()), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,

@@ -17,7 +17,6 @@ from pkmlm.cost import (
     divisions,
     hash_layer_cost,
     most_keys,
-    rank_cost,
     row_gradient_bytes,
 )
 from pkmlm.kernels.row_gradient import exchange_bytes
@@ -450,7 +449,7 @@ def test_the_largest_memory_fits_and_the_next_does_not(memory: int, limit: int) 
 
     def needed(keys: int) -> int:
         recipe = replace(MILLION, model=replace(MILLION.model, memory=replace(KEYS, num_keys=keys)))
-        return rank_cost(recipe, cost_of(recipe, 1000), 4, memory).bytes
+        return sum(bytes_held(recipe, cost_of(recipe, 1000), 4, memory).values())
 
     assert needed(num_keys) <= limit < needed(num_keys + 1)
 
