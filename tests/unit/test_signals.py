@@ -92,8 +92,8 @@ libc.pthread_mutex_lock(mutex)  # a signal that comes now is handled half a seco
 
 @pytest.fixture
 def process(request):
-    """A process that stops on signals, and gives those five seconds that no handler answers, or here less."""
-    begun = "from pkmlm import signals\nsignals.GRACE = 0.2\nwith signals.stop_on_signals(message='heard'):\n"
+    """A process that stops on signals, and gives those five seconds that no handler answers, or here one."""
+    begun = "from pkmlm import signals\nsignals.GRACE = 1\nwith signals.stop_on_signals(message='heard'):\n"
     body = textwrap.indent(request.param, "    ")
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     heed = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # noqa: E731 (ignored where the tests run under nohup)
