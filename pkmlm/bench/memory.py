@@ -1,6 +1,7 @@
 """`bench memory`: a product-key memory timed beside the same layer in plain torch, and the FFN that it replaces.
 
-N: tokens; D: width; H: heads; k: slots a head reads; r: reads of a token (H * k).
+B: sequences; T: positions; D: model width; N: tokens (B * T); H: heads; n: sub-keys of a half; f: width of a sub-key;
+k: slots a head reads; r: reads of a token (H * k); c: k^2 candidates; F: entries of all heads' queries.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from pkmlm.bench import LAYERS, short
-from pkmlm.bench.plain_memory import PlainMemory, plain_ffn
 from pkmlm.bench.rounds import Timing, interleaved_with_copy
 from pkmlm.console import Column, Table, number
 from pkmlm.device import default_device, free_bytes, machine
 from pkmlm.errors import UserError
+from pkmlm.kernels.matmul import Linear
 from pkmlm.model.init import initialise
 from pkmlm.model.memory.key_memory import ProductKeyMemory
 from pkmlm.recipe.schema import Memory, Recipe
@@ -71,6 +72,53 @@ class Shape:
         forward, backward = rows + 2 * tokens, 2 * rows + 2 * tokens
         step = backward + 6 * touched * 4 * self.dim
         return {"values": rows + tokens, "forward": forward, "backward": backward, "step": step}
+
+
+class PlainMemory(nn.Module):
+    """Product keys as one writes them in torch: top-k of either half, all k^2 sums, top-k of these, `EmbeddingBag`.
+
+    It computes what `ProductKeyMemory` computes (Lample et al. 2019, sec. 3.1), with a linear query and BatchNorm.
+
+    Args:
+        sparse: the values' gradient is sparse, with one row for each read.
+    """
+
+    def __init__(self, dim: int, memory: Memory, *, sparse: bool):
+        super().__init__()
+        self.memory = memory
+        width = memory.heads * memory.key_dim
+        self.query = nn.Linear(dim, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.subkeys_H2nf = nn.Parameter(torch.empty(memory.heads, 2, memory.num_keys, memory.key_dim // 2))
+        self.values = nn.EmbeddingBag(memory.slots, dim, mode="sum", sparse=sparse, device="meta")
+
+    @torch.no_grad()
+    def take_weights(self, layer: ProductKeyMemory) -> None:
+        """Copy a layer's weights, but share its values."""
+        source = dict(layer.named_parameters())
+        self.query.weight.copy_(source["query.map.weight"])
+        self.query.bias.copy_(source["query.map.bias"])
+        self.norm.weight.copy_(source["query.norm.weight"])
+        self.norm.bias.copy_(source["query.norm.bias"])
+        self.subkeys_H2nf.copy_(source["subkeys_H2nf"])
+        self.values.weight = layer.values.weight_KD
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        heads, n, k = self.memory.heads, self.memory.num_keys, self.memory.topk
+        q_NF = self.norm(self.query(x_BTD.flatten(0, 1)))
+        q_NH2f = q_NF.view(len(q_NF), heads, 2, -1)
+        scores_NH2n = torch.einsum("nhsf,hsmf->nhsm", q_NH2f, self.subkeys_H2nf)
+        best_NH2k, index_NH2k = scores_NH2n.topk(k)
+        sums_NHc = (best_NH2k[:, :, 0, :, None] + best_NH2k[:, :, 1, None, :]).flatten(2)
+        slots_NHc = (index_NH2k[:, :, 0, :, None] * n + index_NH2k[:, :, 1, None, :]).flatten(2)
+        top_NHk, chosen_NHk = sums_NHc.topk(k)
+        slots_NHk = slots_NHc.gather(-1, chosen_NHk)
+        return self.sum_values(slots_NHk.flatten(1), top_NHk.softmax(-1).flatten(1)).view_as(x_BTD)
+
+    def sum_values(self, slots_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
+        """The weighted sum of values (N, D)."""
+        out: Tensor = self.values(slots_Nr, per_sample_weights=weights_Nr)
+        return out
 
 
 @dataclass(frozen=True)
@@ -127,7 +175,7 @@ def contender(name: str, shape: Shape, source: ProductKeyMemory) -> Contender:
         optimizers = [group.optimizer for group in parameter_groups(source, Recipe())]
         return Contender(source, optimizers, torch.zeros((), dtype=torch.int64), source.values)
     if name == "ffn":
-        layer = plain_ffn(shape.dim).to(device)
+        layer = nn.Sequential(Linear(shape.dim, 4 * shape.dim), nn.GELU(), Linear(4 * shape.dim, shape.dim)).to(device)
         return Contender(layer, [torch.optim.Adam(layer.parameters(), lr=LR, fused=True)])
     plain = PlainMemory(shape.dim, shape.memory, sparse=name == "plain-sparse")
     plain.take_weights(source)
@@ -250,11 +298,7 @@ def time_sizes(
         raise UserError(f"--topk: found {first.topk} (expected at most {least}, the sub-keys of {least**2} slots)")
     if first.key_dim % 2:
         raise UserError(f"--key-dim: found {first.key_dim} (expected an even width: a sub-key has half of it)")
-
-    def of_size(shape: Shape) -> LayerTimes:
-        return time_memory(shape, names or LAYERS, rounds, lambda text: say(f"{short(shape.slots)} slots: {text}"))
-
-    return [of_size(shape) for shape in shapes]
+    return [time_memory(shape, names or LAYERS, rounds, say) for shape in shapes]
 
 
 def time_memory(shape: Shape, names: Sequence[str], rounds: int, say: Callable[[str], None]) -> LayerTimes:
@@ -262,10 +306,23 @@ def time_memory(shape: Shape, names: Sequence[str], rounds: int, say: Callable[[
 
     All memories of a round read and update one value table with one pair of moments: the same rows, without holding
     them four times. Nothing is clipped and no norm is computed, in none of the layers.
+
+    Raises:
+        UserError: (exit code 1) the table would drive the machine out of memory.
     """
     device = default_device()
-    check_room(shape, names, device)
-    say("filling the table")
+    # Values, two moments and a copy while they are filled; with dense gradients that, and what Adam makes on the way.
+    # The query map and the sub-keys are each layer's own, with gradients and moments.
+    needed = (6 if {"plain-adam", "plain-fused"} & {*names} else 4) * shape.table_bytes
+    needed += len(names) * 16 * shape.heads * shape.key_dim * (shape.dim + shape.num_keys)
+    free = free_bytes(device)
+    if needed > free:
+        raise UserError(
+            f"{shape.slots:,} slots of width {shape.dim} need {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free",
+            "give fewer --slots, a smaller --dim, or --only pkmlm,plain-sparse",
+            exit_code=1,
+        )
+    say(f"filling a table of {short(shape.slots)} slots")
     source = product_key_layer(shape, device)
     x_1ND, grad_1ND = inputs(shape, device)
     reads = reads_of(source, x_1ND)
@@ -278,23 +335,6 @@ def time_memory(shape: Shape, names: Sequence[str], rounds: int, say: Callable[[
         actions[name, "step"] = partial(one.backward, x_1ND, grad_1ND, update=True)
     times, bandwidth = interleaved_with_copy(actions, rounds, device, say)
     return LayerTimes(shape, len(reads[0].unique()), bandwidth, times)
-
-
-def check_room(shape: Shape, names: Sequence[str], device: torch.device) -> None:
-    """Refuse a table that would drive the machine out of memory.
-
-    Values, two moments and a copy while they are filled; with dense gradients that, and what Adam makes on the way. The
-    query map and the sub-keys are each layer's own, with gradients and moments.
-    """
-    needed = (6 if {"plain-adam", "plain-fused"} & {*names} else 4) * shape.table_bytes
-    needed += len(names) * 16 * shape.heads * shape.key_dim * (shape.dim + shape.num_keys)
-    free = free_bytes(device)
-    if needed > free:
-        raise UserError(
-            f"{shape.slots:,} slots of width {shape.dim} need {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free",
-            "give fewer --slots, a smaller --dim, or --only pkmlm,plain-sparse",
-            exit_code=1,
-        )
 
 
 def as_json(results: Sequence[LayerTimes]) -> dict[str, Any]:

@@ -89,16 +89,8 @@ def variant(kind: str, name: str, recipe: Recipe, model: Model) -> Variant:
     compiled = recipe.train.compile and model.projections == "dense"
     recipe = check_recipe(replace(recipe, model=model, train=replace(recipe.train, compile=compiled)))
     cost = cost_of(recipe, model.vocab_size or 0, entry_bytes=4)
-    return Variant(
-        kind,
-        name,
-        recipe,
-        dense=cost.dense,
-        memory=cost.memory,
-        operations=cost.flops_per_token,
-        read=4 * cost.read_per_token,
-        training=sum(cost.training.values()),
-    )
+    read, training = 4 * cost.read_per_token, sum(cost.training.values())
+    return Variant(kind, name, recipe, cost.dense, cost.memory, cost.flops_per_token, read, training)
 
 
 def chosen_models(recipe: Recipe, num_keys: Sequence[int], kinds: Sequence[str] | None) -> list[Variant]:

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from pkmlm.cli.bench import numbers_of_keys
 from tests.conftest import pkmlm
 
 TINY = ["--dim", 16, "--heads", 2, "--topk", 4, "--key-dim", 8, "--tokens", 8, "--rounds", 1]
@@ -25,7 +24,7 @@ def test_bench_memory_times_layers_side_by_side():
 
 
 def test_bench_memory_prints_tables_and_growth():
-    said = pkmlm("bench", "memory", *TINY, "--slots", "64,256", "--only", "pkmlm").stdout
+    said = pkmlm("bench", "memory", *TINY, "--slots", "64,256,64", "--only", "pkmlm").stdout
     assert "256 slots of width 16, 8 tokens reading 2 x 4 each" in said
     assert "Step, 256 over 64 slots: pkmlm " in said
     assert "plain" not in said
@@ -43,10 +42,6 @@ def test_bench_memory_prints_tables_and_growth():
 )
 def test_bench_memory_refuses(arguments, named):
     assert named in " ".join(pkmlm("bench", "memory", *arguments, code=2).stderr.split())
-
-
-def test_a_size_that_is_given_twice_is_timed_once():
-    assert numbers_of_keys(None, None, "16k, 16384,1M,16k") == (128, 1024)
 
 
 def test_bench_generate_times_models_side_by_side(tmp_path, write_recipe):
@@ -73,14 +68,11 @@ def test_bench_generate_times_models_side_by_side(tmp_path, write_recipe):
     megabytes, milliseconds, speed = map(float, row[1:4])
     assert megabytes == round(models["memory-256"]["bytes_read_per_token"] / 1e6, 1) > 0
     assert speed == pytest.approx(megabytes / milliseconds, abs=0.1)
-    one = ["-s", "model.context=1", "-s", "train.batch_tokens=8", "--only", "dense", "--batch", 1, *short]
-    assert ": decoding 1 tokens a sequence" in pkmlm("bench", "generate", recipe, *one).stdout
     hashed = write_recipe(tmp_path, "hash")
     assert "model.memory.kind" in pkmlm("bench", "generate", hashed, "--only", "memory", code=2).stderr
     assert "'fast'" in pkmlm("bench", "generate", hashed, "--only", "fast", code=2).stderr
     assert "--slots" in pkmlm("bench", "generate", hashed, "--slots", "64", code=2).stderr
-    for size in ("0", "9" * 5000):
-        assert "--batch" in pkmlm("bench", "generate", hashed, "--batch", size, code=2).stderr
+    assert "--batch" in pkmlm("bench", "generate", hashed, "--batch", "0", code=2).stderr
 
 
 def test_bench_train_needs_no_data(tmp_path, write_recipe):

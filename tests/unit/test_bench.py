@@ -63,16 +63,6 @@ def test_row_adam_and_sparse_adam_move_the_same_rows_alike():
     torch.testing.assert_close(moved[0], moved[1], rtol=0, atol=5e-5)  # of 1e-3
 
 
-def test_gradients_are_forgotten_after_each_action():
-    source = product_key_layer(SHAPE, CPU)
-    for name in ("pkmlm", "plain-fused", "ffn"):
-        one = contender(name, SHAPE, source)
-        x, grad = inputs(SHAPE, CPU)
-        one.backward(x, grad, update=False)
-        assert all(parameter.grad is None for parameter in one.layer.parameters())
-        assert not source.values.gradient
-
-
 def test_all_memories_train_one_table_with_one_pair_of_moments():
     source = product_key_layer(SHAPE, CPU)
     values = source.values.weight_KD
@@ -80,6 +70,8 @@ def test_all_memories_train_one_table_with_one_pair_of_moments():
     x, grad = inputs(SHAPE, CPU)
     for one in layers:
         one.backward(x, grad, update=True)
+        assert all(parameter.grad is None for parameter in one.layer.parameters())
+        assert not source.values.gradient
     states = [optimizer.state[values] for one in layers for optimizer in one.optimizers if values in optimizer.state]
     assert len(states) == len(LAYERS) - 1, "one of each layer but the FFN"
     for name in ("exp_avg", "exp_avg_sq"):
