@@ -44,14 +44,6 @@ class Perplexity:
     byte_ppl: float | None
     bits_per_byte: float
 
-    @classmethod
-    def of(cls, split: str, tokens: int, words: int, bytes_: int, nll: float) -> "Perplexity":
-        most = math.log(sys.float_info.max)
-        token, word, byte = (
-            math.exp(nats) if (nats := nll / count) < most else None for count in (tokens, words, bytes_)
-        )
-        return cls(split, tokens, words, bytes_, nll, token, word, byte, nll / bytes_ / math.log(2))
-
     @property
     def nats_per_token(self) -> float:
         return self.nll / self.tokens
@@ -126,7 +118,12 @@ def score(
         raise NotFinite(f"the model's scores on {documents.name} are not finite", exit_code=1)
     if tokens == 0:
         raise UserError(f"{documents.name} holds no tokens")
-    return Perplexity.of(documents.name, tokens, documents.words, documents.bytes, total)
+    words, size, most = documents.words, documents.bytes, math.log(sys.float_info.max)
+    token_ppl, word_ppl, byte_ppl = (
+        math.exp(total / count) if total / count < most else None for count in (tokens, words, size)
+    )
+    bits = total / size / math.log(2)
+    return Perplexity(documents.name, tokens, words, size, total, token_ppl, word_ppl, byte_ppl, bits)
 
 
 def score_windows(

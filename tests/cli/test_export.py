@@ -73,7 +73,8 @@ def test_the_folder_holds_a_whole_model(exports):
 
 
 def test_transformers_alone_gives_our_logits_ids_and_texts(exports, trained, tmp_path):
-    folders = [shutil.copytree(folder, tmp_path / kind) for kind, folder in exports.items()]
+    kinds = ("dense", "product-key")
+    folders = [shutil.copytree(exports[kind], tmp_path / kind) for kind in kinds]
     environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
     (example,) = re.findall(r"```python\n([^`]*\"exported\"[^`]*)```", (ROOT / "README.md").read_text())
     (tmp_path / "exported").symlink_to(folders[0])
@@ -83,7 +84,7 @@ def test_transformers_alone_gives_our_logits_ids_and_texts(exports, trained, tmp
     told, _, shown = done.stdout.partition("\nthe README\n")
     assert shown.startswith("It was a dark night, and")
     answers = json.loads(told.splitlines()[-1])
-    for kind, folder in zip(exports, folders, strict=True):
+    for kind, folder in zip(kinds, folders, strict=True):
         answer, run = answers[str(folder)], load_run(trained(kind))
         assert answer["type"] == "pkmlm"
         assert answer["ids"] == [1, *run.tokenizer.encode("It was")]
