@@ -24,13 +24,21 @@ OPTIONS: dict[str, Any] = {"fallback_random": True}
 def compile_dense_parts(model: Transformer) -> None:
     """Let blocks without a memory, and the attention and FFN of the others, run compiled in training mode.
 
-    Memories run as they are, and so does everything in evaluation, whose shapes vary. Parameters keep their names.
-    Results differ by rounding: sums are fused and reordered. Equal blocks share their compiled code.
+    Memories run as they are, and so does everything in evaluation, whose shapes vary. Results differ by rounding: sums
+    are fused and reordered. Equal blocks share their compiled code.
 
     Raises:
         UserError: torch.compile does not work on this machine.
     """
-    try_compiler(next(model.parameters()).device)
+    try:  # what is missing shows with one addition, not in the middle of a step
+        torch.compile(torch.add, options=OPTIONS)(torch.ones(8, device=next(model.parameters()).device), 1)
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"train.compile: torch.compile does not work here: {reason}",
+            "install a C++ compiler (g++ or clang), or leave train.compile false",
+            exit_code=1,
+        ) from None
     for block in model.blocks:
         inner = [part for part in block.modules() if isinstance(part, Attention | FFN)]
         for part in inner if tables_of(block) else [block]:
@@ -49,39 +57,26 @@ def run_compiled_in_training(module: nn.Module) -> None:
     module.forward = forward
 
 
-def try_compiler(device: torch.device) -> None:
-    """Compile one addition: what is missing shows here, not in the middle of a step.
-
-    Raises:
-        UserError: it failed, mostly for want of a C++ compiler.
-    """
-    try:
-        torch.compile(torch.add, options=OPTIONS)(torch.ones(8, device=device), 1)
-    except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"train.compile: torch.compile does not work here: {reason}",
-            "install a C++ compiler (g++ or clang), or leave train.compile false",
-            exit_code=1,
-        ) from None
-
-
-def checkpoint_activations(model: Transformer) -> None:
-    """Let each block keep only its input in training, and compute the rest again when its backward pass comes.
+def recompute_activations(block: nn.Module) -> None:
+    """Let a block keep only its input in training, and compute the rest again when its backward pass comes.
 
     The numbers are the same: dropout draws again what it drew, and running statistics are counted once.
     """
-    for block in model.blocks:
-        checkpoint_block(block)
-
-
-def checkpoint_block(block: nn.Module) -> None:
-    """Replace a block's forward by one that runs again in its backward pass."""
     plain = block.forward
     norms = [module for module in block.modules() if isinstance(module, QueryBatchNorm)]
 
+    @contextmanager
+    def uncounted() -> Iterator[None]:
+        for norm in norms:
+            norm.counts = False
+        try:
+            yield
+        finally:
+            for norm in norms:
+                norm.counts = True
+
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), uncounted(norms)
+        return nullcontext(), uncounted()
 
     @functools.wraps(plain)
     def forward(*inputs: Any) -> Any:
@@ -90,15 +85,3 @@ def checkpoint_block(block: nn.Module) -> None:
         return checkpoint(plain, *inputs, use_reentrant=False, context_fn=contexts)
 
     block.forward = forward
-
-
-@contextmanager
-def uncounted(norms: list[QueryBatchNorm]) -> Iterator[None]:
-    """Forwards in this block have been counted in the running statistics already."""
-    for norm in norms:
-        norm.counts = False
-    try:
-        yield
-    finally:
-        for norm in norms:
-            norm.counts = True

@@ -124,24 +124,21 @@ def _differing_keys(job: Job, source: RunDirectory) -> dict[str, str]:
 
 
 def _modules(names: Set[str], loaded: Set[str]) -> str:
-    """Names of tensors as a text: the largest modules of which no tensor is loaded, such as "memory (layers 3, 4)"."""
-    used = {prefix for name in loaded for prefix in _prefixes(name)}
-    layers: dict[str, set[int]] = {}
-    for name in names:
-        module = next((prefix for prefix in _prefixes(name) if prefix not in used), name)
-        within = re.fullmatch(r"blocks\.(\d+)(?:\.(?:parts\.)?(.+))?", module)
-        if within:
-            layers.setdefault(within[2] or "everything", set()).add(int(within[1]) + 1)
-        else:
-            layers[module] = set()
-    texts = []
-    for module, numbers in sorted(layers.items()):
-        where = f"layer{'s' if len(numbers) > 1 else ''} {', '.join(map(str, sorted(numbers)))}"
-        texts.append(f"{module} ({where})" if numbers else module)
-    return ", ".join(texts)
-
-
-def _prefixes(name: str) -> list[str]:
-    """The paths of the modules that a tensor is in, the largest first; not of the lists "blocks" and "parts"."""
-    words = name.split(".")
-    return [".".join(words[:end]) for end in range(1, len(words)) if words[end - 1] not in ("blocks", "parts")]
+    """Names of tensors as a text, such as "memory (layers 3, 4)": a part of a block stands for its tensors where none
+    of them is loaded.
+    """
+    layers: dict[str, list[str]] = {}
+    for name in sorted(names):
+        within = re.fullmatch(r"(blocks\.(\d+)\.(?:parts\.)?)(([^.]+).*)", name)
+        if within is None:
+            layers[name] = []
+            continue
+        block, number, tensor, part = within.groups()
+        label = tensor if any(other.startswith(f"{block}{part}.") for other in loaded) else part
+        layer = str(int(number) + 1)
+        if layer not in layers.setdefault(label, []):
+            layers[label].append(layer)
+    return ", ".join(
+        f"{label} (layer{'s' if len(numbers) > 1 else ''} {', '.join(numbers)})" if numbers else label
+        for label, numbers in layers.items()
+    )

@@ -70,21 +70,14 @@ def open_job(recipe_file: str, overrides: Iterable[str], ranks: int, *, verify: 
     check.check_ranks(recipe, ranks, recipe_file)
     job = Job(recipe, corpus, tokenizer)
     warnings = check.warnings(recipe, recipe_file, overrides)
-    warnings += many_epochs_warning(job) + no_validation_warning(job)
+    if job.epochs > MANY_EPOCHS:
+        short = ", less than one sequence of model.context" if corpus.tokens < recipe.model.context else ""
+        reading = f"{recipe.train.steps:,} steps read them {job.epochs:,.0f} times"
+        warnings.append(f"{folder}: train has {corpus.tokens:,} tokens{short}: {reading}")
+    warnings += no_validation_warning(job)
     if recipe.parallel.shard and ranks == 1:
         warnings.append("parallel.shard: without effect in one process")
     return Job(recipe, corpus, tokenizer, tuple(warnings))
-
-
-def many_epochs_warning(job: Job) -> list[str]:
-    """A warning where the text is so short that training reads it again and again."""
-    recipe, tokens = job.recipe, job.corpus.tokens
-    if job.epochs <= MANY_EPOCHS:
-        return []
-    context = recipe.model.context
-    size = f"{tokens:,} tokens" + (f", less than one sequence (model.context: {context:,})" if tokens < context else "")
-    steps = f"{recipe.train.steps:,} steps read" if recipe.train.steps > 1 else "one step reads"
-    return [f"{recipe.data.dir}: train has {size}: {steps} them {job.epochs:,.0f} times"]
 
 
 def no_validation_warning(job: Job) -> list[str]:

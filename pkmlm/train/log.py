@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -60,7 +60,11 @@ class TrainingLog:
     def __enter__(self) -> "TrainingLog":
         self.metrics = open_log(self.folder / "metrics.jsonl")
         self.text = open_log(self.folder / "train.log")
-        self.sinks = self._open_sinks()
+        self.sinks: list[TensorBoardSink | WandbSink] = []
+        if self.settings.tensorboard:
+            self.sinks.append(TensorBoardSink(self.folder, self.start + 1))
+        if self.settings.wandb:
+            self.sinks.append(WandbSink(self.folder, self.name, self.settings.wandb))
         # In a narrow terminal the bar gives way, then the text wraps.
         columns = (
             BarColumn(bar_width=None, table_column=Column(width=4, ratio=1)),
@@ -131,14 +135,6 @@ class TrainingLog:
         yield
         self.progress.update(self.task, say=before)
 
-    def _open_sinks(self) -> list["Sink"]:
-        sinks: list[Sink] = []
-        if self.settings.tensorboard:
-            sinks.append(TensorBoardSink(self.folder, self.start + 1))
-        if self.settings.wandb:
-            sinks.append(WandbSink(self.folder, self.name, self.settings.wandb))
-        return sinks
-
 
 class SilentLog:
     """The log of a rank other than 0, whose events are those that rank 0 logs."""
@@ -158,14 +154,6 @@ class SilentLog:
 
 
 RunLog = TrainingLog | SilentLog
-
-
-class Sink(Protocol):
-    """Another place for the numbers of events."""
-
-    def write(self, scalars: dict[str, float], step: int) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class TensorBoardSink:

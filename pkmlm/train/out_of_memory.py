@@ -1,30 +1,25 @@
-"""What to lower where training runs out of memory, or would."""
+"""Which key to lower where training runs out of memory, or would."""
 
-import math
 import os
 from dataclasses import replace
-from itertools import chain, islice
-from typing import Any
 
 from pkmlm.cost import bytes_held, cost_of
 from pkmlm.device import DeviceSettings, Precision, free_bytes
 from pkmlm.errors import UserError
-from pkmlm.recipe.check import check_ranks, check_recipe
 from pkmlm.recipe.schema import Recipe
 from pkmlm.train.job import Job
 
-TRIES = 1000  # values of a key: a check of a recipe takes half a millisecond
 OF_A_FORWARD = ("activations", "search")  # parts of `Cost.training` that grow with the micro-batch
 
 
 def out_of_memory_error(job: Job, precision: Precision, ranks: int) -> UserError:
-    """The error that names the key to lower, and to what, for a run of so many ranks; exit code 1."""
+    """The error that says what a run of so many ranks needs, and which key to lower; exit code 1."""
     training = training_bytes(job, precision, ranks)
     parts = ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in training.items() if size >= 1e6)
-    key, value, lower = what_to_lower(job.recipe, training, ranks)
+    key, value = key_to_lower(job.recipe, training)
     return UserError(
         f"out of memory: {needed(training, ranks)} and the framework ({parts or 'little of each part'})",
-        f"lower {key} from {value} to {lower}: -s {key}={lower} (under another -o, if the run has a checkpoint)",
+        f"lower {key}, which is {value} (under another -o, if the run has a checkpoint)",
         exit_code=1,
     )
 
@@ -35,11 +30,9 @@ def too_large_warning(job: Job, settings: DeviceSettings, ranks: int) -> list[st
     beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if settings.device.type == "cpu" else 1
     if beside * sum(training.values()) <= free:
         return []
-    key, value, lower = what_to_lower(job.recipe, training, ranks)
+    key, value = key_to_lower(job.recipe, training)
     several = f" for {beside}" if beside > 1 else ""
-    return [
-        f"{needed(training, ranks)}, {free / 1e6:,.0f} MB are free{several}: lower {key} from {value}, to {lower} say"
-    ]
+    return [f"{needed(training, ranks)}, {free / 1e6:,.0f} MB are free{several}: lower {key}, which is {value}"]
 
 
 def training_bytes(job: Job, precision: Precision, ranks: int) -> dict[str, int]:
@@ -52,39 +45,15 @@ def needed(training: dict[str, int], ranks: int) -> str:
     return f"{'each rank' if ranks > 1 else 'training'} needs about {sum(training.values()) / 1e6:,.0f} MB"
 
 
-def what_to_lower(recipe: Recipe, training: dict[str, int], ranks: int) -> tuple[str, int, int]:
-    """A key, its value, and a lower one that the recipe may hold: the largest that halves what takes the most of a
-    rank's `training` memory, or else the least.
-
-    That is the micro-batch where a forward takes more than what does not depend on it; else the slots of the memory,
-    the rows of the hash tables, the layers, or the width: the first that can be lowered.
+def key_to_lower(recipe: Recipe, training: dict[str, int]) -> tuple[str, int]:
+    """The key, and its value, of what takes most of a rank's `training` memory: the micro-batch where a forward takes
+    more than what does not depend on it; else the slots of the memory, the rows of the hash tables, or the width.
     """
-    model, memory, size = recipe.model, recipe.model.memory, recipe.train.micro_batch
-    halves = []
-    if 2 * sum(training.get(name, 0) for name in OF_A_FORWARD) > sum(training.values()):
-        halves.append(("train.micro_batch", size, size // 2))
-    if memory.kind != "none":
-        halves.append(("model.memory.num_keys", memory.num_keys, math.floor(memory.num_keys / math.sqrt(2))))
+    model, micro_batch = recipe.model, recipe.train.micro_batch
+    if micro_batch > 1 and 2 * sum(training.get(name, 0) for name in OF_A_FORWARD) > sum(training.values()):
+        return "train.micro_batch", micro_batch
+    if model.memory.kind != "none":
+        return "model.memory.num_keys", model.memory.num_keys
     if model.projections == "hash":
-        halves.append(("model.hash.bits", model.hash.bits, model.hash.bits - 1))  # nearly half of the rows
-    halves += [("model.layers", model.layers, model.layers // 2), ("model.dim", model.dim, model.dim // 2)]
-    for key, value, half in halves:
-        for lower in islice(chain(range(half, 0, -1), range(half + 1, value)), TRIES):
-            if may_hold(recipe, key, lower, ranks):
-                return key, value, lower
-    return "model.dim", model.dim, model.dim  # there is nothing smaller
-
-
-def may_hold(recipe: Recipe, key: str, value: int, ranks: int) -> bool:
-    """Whether a recipe with another value of a key could be trained by so many ranks."""
-    try:
-        check_ranks(check_recipe(with_value(recipe, key, value)), ranks, "")
-    except UserError:
-        return False
-    return True
-
-
-def with_value(section: Any, key: str, value: int) -> Any:
-    """A recipe, or a section of one, with another value of a dotted key."""
-    name, _, inner = key.partition(".")
-    return replace(section, **{name: with_value(getattr(section, name), inner, value) if inner else value})
+        return "model.hash.bits", model.hash.bits
+    return "model.dim", model.dim

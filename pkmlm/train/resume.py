@@ -17,41 +17,35 @@ from pkmlm.runs.checkpoint import read_progress
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.train.job import Job
 
-# The keys (or sections) that may change when a run is resumed: how long it trains, on how many ranks, what it measures,
-# keeps and logs. True: a change is reported, for later numbers are not those of an undisturbed run.
-MAY_CHANGE = {
-    "name": False,
-    "data.dir": False,  # its content is compared
-    "train.steps": True,
-    "train.micro_batch": True,
-    "train.recompute": True,
-    "train.init_from": True,
-    "parallel.": True,
-    "eval.tokens": True,
-    "eval.recalibrate": True,
-    "eval.": False,
-    "checkpoint.": False,
-    "log.": False,
-}
+# The keys (or sections) that may change when a run is resumed; a change of the first is reported, for later numbers are
+# not those of an undisturbed run.
+CHANGES_NUMBERS = (
+    *("train.steps", "train.micro_batch", "train.recompute", "train.init_from"),
+    *("parallel.", "eval.tokens", "eval.recalibrate"),
+)
+CHANGES_NO_NUMBERS = ("name", "data.dir", "eval.", "checkpoint.", "log.")  # the content of data.dir is compared
 ENVIRONMENT = ("versions", "commit", "device", "precision", "precision_reason", "ranks")  # of the provenance
 
 
-def refuse_resume_option(run: RunDirectory, resume: str) -> None:
-    """Refuse a run that does not fit `--resume`, or whose checkpoints are gone."""
+def refuse_output(run: RunDirectory, resume: str) -> None:
+    """Refuse a run directory, which need not exist, in which training may not begin: it does not fit `--resume`, its
+    checkpoints are gone, or it holds what is no run's.
+    """
     if resume == "must" and not run.steps():
         raise UserError(f"--resume must: run {run.path} has no checkpoint to resume", "use --resume auto to start it")
     if resume == "never" and run.steps():
-        raise UserError(
-            f"--resume never: run {run.path} has checkpoints already", "choose another -o, or delete that folder"
-        )
+        raise UserError(f"--resume never: run {run.path} has checkpoints already", "choose another -o")
     if run.done() is not None and not run.steps():  # to begin anew would replace its log
         message = f"run {run.path} ended at step {run.done()}, but its checkpoints are gone"
         raise UserError(message, "choose another -o, or delete that folder to train it anew")
+    run.refuse_foreign()
+    run.refuse_orphans()
 
 
 def refuse_changed_recipe(run: RunDirectory, recipe: Recipe) -> None:
     """Refuse to resume with another recipe, but for the keys that may change."""
-    fixed = [text for key, text in changed_keys(run.recipe(), recipe).items() if not key.startswith(tuple(MAY_CHANGE))]
+    may_change = CHANGES_NUMBERS + CHANGES_NO_NUMBERS
+    fixed = [text for key, text in changed_keys(run.recipe(), recipe).items() if not key.startswith(may_change)]
     if fixed:
         message = f"run {run.path} was started with another recipe: {', '.join(fixed)}"
         raise UserError(message, "train it under another -o")
@@ -101,10 +95,9 @@ def change_warnings(
             changed.append(change(name, before[name], now[name]))
     has_length = bool(recipe.schedules & {"cosine", "linear"})  # other schedules do not depend on train.steps
     for key, text in changed_keys(recipe_before, recipe).items():
-        reported = next(report for prefix, report in MAY_CHANGE.items() if key.startswith(prefix))
         if key == "train.init_from":
             changed.append(f"{text} (ignored: the run has a checkpoint of its own)")
-        elif reported and (has_length or key != "train.steps"):
+        elif key.startswith(CHANGES_NUMBERS) and (has_length or key != "train.steps"):
             changed.append(text)
     return (
         [f"resumed with changes, so numbers may differ from an undisturbed run: {', '.join(changed)}"]
@@ -137,9 +130,11 @@ def change(name: str, old: Any, new: Any) -> str:
     return f"{name} was {old} and is now {new}"
 
 
-def provenance(job: Job, settings: DeviceSettings, ranks: int) -> dict[str, Any]:
-    """The command line, versions, commit, device and parameters of a run that this process trains."""
-    return {
+def provenance(job: Job, settings: DeviceSettings, ranks: int, run: RunDirectory) -> dict[str, Any]:
+    """What run.json says of the process that trains: its command line, versions, commit, device, and the parameters;
+    where the run is resumed, "earlier" lists the environments of processes that differed.
+    """
+    now = {
         "argv": sys.argv[1:],
         "versions": {
             "pkmlm": __version__,
@@ -154,16 +149,9 @@ def provenance(job: Job, settings: DeviceSettings, ranks: int) -> dict[str, Any]
         "ranks": ranks,
         "parameters": cost_of(job.recipe, job.vocab_size).as_json()["parameters"],
     }
-
-
-def with_earlier(before: dict[str, Any], now: dict[str, Any], step: int) -> dict[str, Any]:
-    """The provenance of a resumed run, which lists under "earlier" that of processes that differed.
-
-    Args:
-        before: run.json as the process that trained up to `step` has left it.
-        now: the `provenance` of this process.
-    """
-    earlier = list(before.get("earlier") or ())
-    if "versions" in before and any(before.get(key) != now[key] for key in ENVIRONMENT):
-        earlier.append({"until_step": step, **{key: before.get(key) for key in ENVIRONMENT}})
-    return {**now, "earlier": earlier}
+    if run.steps():
+        before = run.facts()
+        now["earlier"] = list(before.get("earlier") or ())
+        if "versions" in before and any(before.get(key) != now[key] for key in ENVIRONMENT):
+            now["earlier"].append({"until_step": run.steps()[-1], **{key: before.get(key) for key in ENVIRONMENT}})
+    return now

@@ -3,11 +3,9 @@ writes nothing.
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
-from shutil import get_terminal_size
-from textwrap import fill
 
 from pkmlm.console import warn
 from pkmlm.cost import cost_of
@@ -35,14 +33,11 @@ from pkmlm.train.resume import (
     provenance,
     refuse_changed_recipe,
     refuse_other_data,
-    refuse_resume_option,
-    with_earlier,
+    refuse_output,
 )
 from pkmlm.train.state import TrainState
 from pkmlm.train.step import train_step
 from pkmlm.train.validation import validator
-
-LABEL = 13  # characters before a line of what --dry-run prints
 
 
 def train(job: Job, output: str, world: World, *, resume: str = "auto", quiet: bool = False) -> int:
@@ -87,7 +82,10 @@ def train(job: Job, output: str, world: World, *, resume: str = "auto", quiet: b
             outcome = run_training(run, job, settings, warnings, stop, quiet, world)
         with world.collective_errors():
             if lead:
-                end(run, outcome)
+                run.note(**asdict(outcome))
+                if outcome.exit_code == 0:  # nothing is left to do, which the file `done` says last of all
+                    run.refuse_replaced()
+                    write_text(run.path / "done", f"{outcome.status} at step {outcome.step}\n")
     return outcome.exit_code
 
 
@@ -107,7 +105,7 @@ def dry_run(job: Job, output: str | None, world: World, *, resume: str = "auto")
                 if run.steps():
                     refuse_changed_recipe(run, job.recipe)
             warnings = [*job.warnings, *check_init_from(job)]
-            print_labelled(plan(job, settings, world.size))
+            print(*plan(job, settings, world.size), sep="\n", flush=True)
             for text in [*warnings, *too_large_warning(job, settings, world.size)]:
                 warn(text)
     with explaining_failure(job, settings, world):
@@ -118,12 +116,11 @@ def dry_run(job: Job, output: str | None, world: World, *, resume: str = "auto")
         seconds = time.monotonic() - began
     if lead:
         size, where = held_bytes(settings.device)
-        line = f"first step   loss {loss:.3f}, {seconds:.2f} s (with warm-up), {size / 1e6:,.0f} MB {where}"
-        print_labelled([line])
+        print(f"first step   loss {loss:.3f}, {seconds:.2f} s (with warm-up), {size / 1e6:,.0f} MB {where}", flush=True)
 
 
 def plan(job: Job, settings: DeviceSettings, ranks: int) -> list[str]:
-    """A line for each of device, parameters, batch, length and memory, with its label before it."""
+    """What a run would be: a line for each of device, parameters, batch, length and memory, each with its label."""
     recipe, train = job.recipe, job.recipe.train
     cost = cost_of(recipe, job.vocab_size)
     micro_batches, sequences = recipe.micro_batches(ranks), recipe.sequences
@@ -141,20 +138,6 @@ def plan(job: Job, settings: DeviceSettings, ranks: int) -> list[str]:
         f"{job.epochs:,.2f} epochs of {job.corpus.tokens:,}",
         f"memory       {sum(held.values()) / 1e6:,.1f} MB to train{each}: {parts}",
     ]
-
-
-def print_labelled(lines: Iterable[str]) -> None:
-    """Print lines, each wrapped to the terminal's width (80 characters where there is none) under its label."""
-    width, indent = get_terminal_size().columns, " " * LABEL
-    for line in lines:
-        print(fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False), flush=True)
-
-
-def refuse_output(run: RunDirectory, resume: str) -> None:
-    """Refuse a run directory, which need not exist, in which training may not begin."""
-    refuse_resume_option(run, resume)
-    run.refuse_foreign()
-    run.refuse_orphans()
 
 
 def device_settings(recipe: Recipe) -> DeviceSettings:
@@ -175,11 +158,10 @@ def begin(run: RunDirectory, job: Job, settings: DeviceSettings, ranks: int) -> 
     run.json that this process trains; return warnings.
     """
     recipe, step = job.recipe, max(run.steps(), default=0)
-    facts, warnings = provenance(job, settings, ranks), list(job.warnings)
+    facts, warnings = provenance(job, settings, ranks, run), list(job.warnings)
     if step:
-        before, recipe_before = run.facts(), run.recipe()
-        warnings = change_warnings(recipe_before, recipe, before, facts)
-        facts = with_earlier(before, facts, step)
+        recipe_before = run.recipe()
+        warnings = change_warnings(recipe_before, recipe, run.facts(), facts)
         # The run keeps the `train.init_from` that it did start from.
         recipe = replace(recipe, train=replace(recipe.train, init_from=recipe_before.train.init_from))
     remove_file(run.path / "done")  # before the recipe changes, by which `is_complete` knows whether all is done
@@ -245,14 +227,6 @@ def initial_model(job: Job, settings: DeviceSettings, groups: ProcessGroups) -> 
 
 def build_state(job: Job, model: Transformer, settings: DeviceSettings, groups: ProcessGroups) -> TrainState:
     return TrainState(job.recipe, model, Batches.of(job.corpus, job.recipe), settings.precision, groups)
-
-
-def end(run: RunDirectory, outcome: Outcome) -> None:
-    """Note how training ended; where nothing is left to do, the file `done` says so, last of all."""
-    run.note(**asdict(outcome))
-    if outcome.exit_code == 0:
-        run.refuse_replaced()
-        write_text(run.path / "done", f"{outcome.status} at step {outcome.step}\n")
 
 
 @contextmanager

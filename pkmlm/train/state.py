@@ -9,7 +9,7 @@ from pkmlm.model.memory.values import table_ranks
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.checkpoint import Progress, Tables
-from pkmlm.train.compile_and_recompute import checkpoint_activations, compile_dense_parts
+from pkmlm.train.compile_and_recompute import compile_dense_parts, recompute_activations
 from pkmlm.train.optim import optimizer_state, parameter_groups
 from pkmlm.train.parallel import data_parallel_loss, shard_dense_parameters
 
@@ -53,7 +53,8 @@ class TrainState:
         if recipe.train.compile:
             compile_dense_parts(model)
         if recipe.train.recompute:
-            checkpoint_activations(model)
+            for block in model.blocks:
+                recompute_activations(block)
         dense = list(self.param_groups[0].parameters.values())
         self.data_parallel = data_parallel_loss(model, dense, self.process_groups.world)
 

