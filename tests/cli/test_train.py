@@ -164,7 +164,7 @@ def test_a_model_that_cannot_be_measured_has_diverged(tmp_path, write_recipe, mo
 def test_patience_stops_early(tmp_path, write_recipe):
     run, recipe = tmp_path / "run", write_recipe(tmp_path, "dense")
     worse = ["-s", "optim.lr=3", "-s", "eval.every=1", "-s", "eval.patience=2", "-s", "eval.tokens=50"]
-    assert "stopping early" in pkmlm("train", recipe, "-o", run, *worse).stderr
+    pkmlm("train", recipe, "-o", run, *worse)
     facts = json.loads((run / "run.json").read_text())
     assert (facts["status"], facts["exit_code"]) == ("patience", 0)
     assert 2 < facts["step"] < 30
@@ -240,65 +240,48 @@ def test_a_best_checkpoint_that_is_gone_is_not_pointed_at(tmp_path, write_recipe
 
 
 def test_a_memory_is_added_to_a_trained_model(tmp_path, write_recipe, trained):
-    """It goes on where the dense model was, and its checkpoints are those of any run."""
+    """It starts where the dense model was, says so once, and its checkpoints are those of any run."""
     run, recipe = tmp_path / "run", write_recipe(tmp_path, "product-key")
     train = ["train", recipe, "-o", run, "-s", f"train.init_from={trained('dense')}", "-s", "model.memory.layers=2+"]
-    said = pkmlm(*train, "-s", "train.steps=1").stderr
-    told = f"train.init_from: not in {trained('dense')}, so initialized anew: memory (layer 2)"
-    assert said.count(told) == 1
-    assert (run / "train.log").read_text().count(told) == 1
-    assert told in pkmlm(*train, "--dry-run").stderr
+    warned = "initialized anew: memory (layer 2)"
+    assert pkmlm(*train, "-s", "train.steps=1").stderr.count(warned) == 1
     first = float.fromhex(losses(run)[0][2])
     last = float.fromhex(losses(trained("dense"))[-2][2])
     assert first < last + 0.5 < float.fromhex(losses(trained("dense"))[0][2])
     pkmlm(*train, "-s", "train.steps=2")
     assert "resuming at step 1" in (run / "train.log").read_text()
-    assert (run / "train.log").read_text().count(told) == 1
+    assert (run / "train.log").read_text().count(warned) == 1
 
 
-def test_a_resume_needs_no_run_to_start_from(tmp_path, write_recipe, trained, monkeypatch):
-    """The same path written otherwise, another, and none: each goes on from the run's own checkpoint."""
-    run, recipe = tmp_path / "run", write_recipe(tmp_path, "dense")
-    train = ["train", recipe, "-o", run, "-s"]
+def test_a_resume_needs_no_run_to_start_from(tmp_path, write_recipe, trained):
+    run, train = tmp_path / "run", ["train", write_recipe(tmp_path, "dense"), "-o", tmp_path / "run", "-s"]
     pkmlm(*train, "train.steps=1", "-s", f"train.init_from={trained('dense')}")
-    monkeypatch.chdir(trained("dense"))
-    for steps, source in ((2, "../dense"), (3, "/nowhere"), (4, "null")):
-        said = pkmlm(*train, f"train.steps={steps}", "-s", f"train.init_from={source}").stderr
-        shown = source if source == "null" else f'"{source}"'
-        told = f" and is now {shown} (ignored"
-        assert told in said
-        assert f"resuming at step {steps - 1}" in said
-        assert told in (run / "train.log").read_text()
-        assert RunDirectory(run).recipe().train.init_from == str(trained("dense")), "what it did start from"
-    assert len(losses(run)) == 4 + 4  # each end is validated
+    said = pkmlm(*train, "train.steps=2", "-s", "train.init_from=/nowhere").stderr
+    assert 'and is now "/nowhere" (ignored' in said
+    assert "resuming at step 1" in said
+    assert RunDirectory(run).recipe().train.init_from == str(trained("dense")), "what it did start from"
 
 
 def test_what_a_recipe_may_not_mean_is_warned_of(tmp_path, write_recipe):
     run, recipe = tmp_path / "run", write_recipe(tmp_path, "dense")
-    arguments = ["train", recipe, "-s", "train.steps=1", "-s", "optim.warmup_steps=9", "-s", "model.memory.topk=2"]
-    told = ("optim.warmup_steps: 9 for 1 step of", "model.memory.topk, optim.values.lr: without effect, as ")
-    for more in (["--dry-run"], ["-o", run, "-q"]):
-        said = pkmlm(*arguments, *more).stderr
-        assert all(text in said for text in told)
-    assert sum(line["event"] == "warn" for line in RunDirectory(run).metrics()) == 2
+    said = pkmlm("train", recipe, "-o", run, "-q", "-s", "train.steps=1", "-s", "optim.warmup_steps=9").stderr
+    assert "optim.warmup_steps" in said
+    assert [line["step"] for line in RunDirectory(run).metrics() if line["event"] == "warn"] == [0, 0]
 
 
-def test_a_run_that_cannot_begin_leaves_nothing(tmp_path, write_recipe, trained):
+def test_a_run_that_cannot_begin_leaves_nothing(tmp_path, write_recipe):
     run, recipe = tmp_path / "run", write_recipe(tmp_path, "dense")
-    said = pkmlm("train", recipe, "-o", run, "-s", "train.init_from=/nowhere", code=2).stderr
-    assert "error: train.init_from: run /nowhere" in said
-    other = ["-s", f"train.init_from={trained('dense')}", "-s", "model.dim=64"]
     for more in (["-o", run], ["--dry-run"]):
-        assert "model.dim is 32 there and 64 here" in pkmlm("train", recipe, *more, *other, code=2).stderr
+        said = pkmlm("train", recipe, *more, "-s", "train.init_from=/nowhere", code=2).stderr
+        assert "train.init_from" in said
     assert not run.exists()
 
 
-def test_bf16_trains_and_resumes_on_a_cpu(tmp_path, write_recipe):
-    run, recipe = tmp_path / "run", write_recipe(tmp_path, "product-key")
-    for steps in (2, 4):
-        pkmlm("train", recipe, "-o", run, "-s", "train.precision=bf16", "-s", f"train.steps={steps}")
-    assert [step for step, event, _ in losses(run) if event == "train"] == [1, 2, 3, 4]
-    assert not json.loads((run / "checkpoints/step-00000004/state.json").read_text())["scaler"]
+def test_a_text_that_is_read_more_than_twenty_times_is_warned_of(tmp_path, write_recipe, tokens):
+    recipe = str(write_recipe(tmp_path, "dense"))
+    most = 20 * -(-Corpus(tokens, "train").tokens // 32) // 8
+    assert not open_job(recipe, [f"train.steps={most}"], 1).warnings[1:]
+    assert "20 times" in open_job(recipe, [f"train.steps={most + 1}"], 1).warnings[-1]
 
 
 def test_a_dry_run_writes_nothing(tmp_path, write_recipe):
@@ -310,27 +293,10 @@ def test_a_dry_run_writes_nothing(tmp_path, write_recipe):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dry_run_keeps_to_the_terminal_and_to_its_labels(tmp_path, write_recipe, monkeypatch):
-    recipe, said = write_recipe(tmp_path, "dense"), {}
-    changes = ("train.steps=4000000", "train.batch_tokens=65536", "model.context=1024", "train.micro_batch=1")
-    for width in (60, 300):
-        monkeypatch.setenv("COLUMNS", str(width))
-        words = [word for change in changes for word in ("-s", change)]
-        lines = pkmlm("train", recipe, "--dry-run", *words).stdout.splitlines()
-        assert max(map(len, lines)) <= width
-        assert all(line[12] == " " and line[13] != " " for line in lines)
-        said[width] = re.sub(r"\n {13}", " ", "\n".join(lines)).partition("first step")[0]
-    assert len(set(said.values())) == 1
-    assert "64 sequences of 1,024 tokens, in 64 micro-batches of 1\n" in said[300]
-    assert re.search(r"4,000,000 steps, 262,144,000,000 tokens, [\d,]+,\d{3}\.\d\d epochs of ", said[300])
-    assert re.search(r"memory {7}\d+\.\d MB to train: weights \d\.\d, ", said[300])
-    assert "search" not in said[300], "it has no memory"
-
-
 def test_a_dry_run_refuses_a_folder_that_the_run_would(tmp_path, write_recipe, trained):
     dry = ["train", write_recipe(tmp_path, "dense"), "--dry-run", "-o"]
     said = pkmlm(*dry, trained("dense"), "-s", "optim.lr=1e-3", code=2).stderr
-    assert "was started with another recipe: optim.lr was 0.003 and is now 0.001" in said
+    assert "optim.lr was 0.003 and is now 0.001" in said
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/run.json").write_text("{}")
     assert "run.json" in pkmlm(*dry, tmp_path / "mine", code=2).stderr
@@ -356,25 +322,20 @@ def test_tokens_without_a_valid_split_are_warned_of(tmp_path, novels, write_reci
     pkmlm("tokenize", novels / "train.txt", "--tokenizer", kept, "-o", tmp_path / "tokens", "-q")
     run = ["train", write_recipe(tmp_path, "product-key"), "-o", tmp_path / "run", "-q", "-s", "train.steps=6"]
     said = pkmlm(*run, "-s", f"data.dir={tmp_path / 'tokens'}", "-s", "eval.patience=2").stderr
-    assert re.match(f"warning: step 0: {tmp_path / 'tokens'} has no valid split: .*eval.patience", said)
+    assert re.match("warning: step 0: .*no valid split.*eval.patience", said)
 
 
-def test_a_dry_run_refuses_what_the_run_would(tmp_path, write_recipe, monkeypatch):
-    """Precision auto is fp16 on old GPUs alone."""
-    monkeypatch.setattr("pkmlm.device.resolve_precision", lambda *_: ("fp16", "auto"))
-    job = open_job(str(write_recipe(tmp_path, "dense")), ("parallel.shard=true",), 1)
-    assert job.warnings[-1] == "parallel.shard: without effect in one process"
-    with pytest.raises(UserError, match=r"^parallel.shard: found true, with fp16 as the precision \(auto\)"):
-        dry_run(job, None, World())
-
-
-def test_a_dry_run_counts_memory_in_the_precision_that_auto_is(tmp_path, write_recipe, monkeypatch, capsys):
-    job = open_job(str(write_recipe(tmp_path, "dense")), (), 1)
-    said = []
-    for precision in ("fp32", "bf16"):
+def test_a_dry_run_is_in_the_precision_that_auto_is(tmp_path, write_recipe, monkeypatch, capsys):
+    """It is fp16 on old GPUs alone."""
+    recipe, said = str(write_recipe(tmp_path, "dense")), []
+    for precision in ("fp32", "bf16", "fp16"):
         monkeypatch.setattr("pkmlm.device.resolve_precision", lambda *_, chosen=precision: (chosen, "auto"))
-        dry_run(job, None, World())
-        said.append(re.search(r"memory .*", capsys.readouterr().out)[0])
+        if precision == "fp16":
+            with pytest.raises(UserError, match=r"parallel.shard: .*fp16"):
+                dry_run(open_job(recipe, ["parallel.shard=true"], 1), None, World())
+        else:
+            dry_run(open_job(recipe, [], 1), None, World())
+            said.append(re.search(r"memory .*", capsys.readouterr().out)[0])
     assert said[0] != said[1]
 
 
@@ -383,9 +344,7 @@ def test_a_dry_run_counts_memory_in_the_precision_that_auto_is(tmp_path, write_r
     [
         ("data.dir=null", "data.dir is not set"),
         ("data.dir=/nowhere", "/nowhere"),
-        ("model.vocab_size=100", "expected at least the tokenizer's 600"),
-        ("train.micro_batch=3", "train.micro_batch"),
-        ("modle.dim=3", "modle"),
+        ("model.vocab_size=100", "model.vocab_size"),
     ],
 )
 def test_mistakes_are_told_in_one_line(tmp_path, write_recipe, change, message):
@@ -396,39 +355,23 @@ def test_mistakes_are_told_in_one_line(tmp_path, write_recipe, change, message):
     assert not (tmp_path / "run").exists()
 
 
-def begun(run, words):
-    """A process that trains, and has saved two checkpoints."""
-    training = subprocess.Popen([sys.executable, "-m", "pkmlm", *words], cwd=ROOT)
-    deadline = time.monotonic() + 120
-    while not (run.exists() and len(RunDirectory(run).steps()) >= 2) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return training
-
-
-def test_a_killed_run_is_not_said_to_run(tmp_path, write_recipe):
-    run = tmp_path / "run"
-    words = ["train", str(write_recipe(tmp_path, "dense")), "-o", str(run), "-q", "-s", "train.steps=20000"]
-    training = begun(run, [*words, "-s", "checkpoint.every=1"])
-    try:
-        assert RunDirectory(run).status() == "running"
-    finally:
-        training.kill()
-    training.wait(60)
-    assert re.search(r" killed$", pkmlm("compare", run).stdout, re.MULTILINE)
-    (run / ".lock").write_text("process 7 on another.machine")
-    assert RunDirectory(run).status() == "running", "nothing is known of another machine's processes"
-
-
-def test_other_commands_read_whole_checkpoints_while_training_saves_and_prunes(tmp_path, write_recipe):
+def test_checkpoints_are_read_while_training_saves_and_prunes_and_a_kill_is_noticed(tmp_path, write_recipe):
     """The newest one is soon gone; whoever has begun to read it looks for the next."""
     run, settings = tmp_path / "run", ["train.steps=20000", "eval.every=0", "checkpoint.every=1", "checkpoint.keep=2"]
     words = ["train", str(write_recipe(tmp_path, "dense")), "-o", str(run), "-q"]
     words += [word for text in settings for word in ("-s", text)]
-    training = begun(run, words)
+    training = subprocess.Popen([sys.executable, "-m", "pkmlm", *words], cwd=ROOT)
     try:
+        deadline = time.monotonic() + 120
+        while not (run.exists() and len(RunDirectory(run).steps()) >= 2) and time.monotonic() < deadline:
+            time.sleep(0.05)
         seen = [load_run(run).step for _ in range(40)]
+        assert RunDirectory(run).status() == "running"
     finally:
-        training.send_signal(signal.SIGTERM)
-    assert training.wait(60) == 75
+        training.kill()
+    training.wait(60)
     assert seen == sorted(seen)
     assert len(set(seen)) > 5, "others appeared and went meanwhile"
+    assert re.search(r" killed$", pkmlm("compare", run).stdout, re.MULTILINE)
+    (run / ".lock").write_text("process 7 on another.machine")
+    assert RunDirectory(run).status() == "running", "nothing is known of another machine's processes"
