@@ -31,16 +31,15 @@ def test_events_and_lines_go_to_files_and_the_screen(tmp_path, capsys):
     assert len((tmp_path / "train.log").read_text().splitlines()) == 3
 
 
-@pytest.mark.parametrize("width", [40, 120])
-def test_a_terminal_of_any_width_shows_the_steps_and_all_that_is_said(tmp_path, capsys, monkeypatch, width):
-    monkeypatch.setenv("COLUMNS", str(width))
+def test_a_narrow_terminal_shows_the_steps_and_all_that_is_said(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     with TrainingLog(tmp_path, "a-long-name-that-needs-no-room", 400, Log()) as log:
         for step in range(1, 121):
             log.progressed(step, 5.1234, 6012.0, "layer 3 reads 98%  layer 12 reads 92%  ")
     *_, last = capsys.readouterr().err.replace("\x1b[2K", "\x1b[1A").split("\x1b[1A")  # what stays
     lines = plain(last).strip().splitlines()
-    assert max(map(len, lines)) <= width
+    assert max(map(len, lines)) <= 40
     bar, *words = " ".join(lines).split()
     assert set(bar) <= {"\u2501", "\u2578", "\u257a"}
     assert re.fullmatch(
@@ -48,21 +47,12 @@ def test_a_terminal_of_any_width_shows_the_steps_and_all_that_is_said(tmp_path, 
     )
 
 
-@pytest.mark.parametrize("width", [None, 40])
-def test_a_long_line_breaks_between_words_in_a_terminal_alone(tmp_path, capsys, monkeypatch, width):
-    monkeypatch.setenv("COLUMNS", str(width or 80))
-    if width:
-        monkeypatch.setenv("TTY_COMPATIBLE", "1")
+def test_a_long_line_is_not_broken_where_there_is_no_terminal(tmp_path, capsys):
     line = "training in runs/demo on cpu, fp32: auto: a CPU; train.precision=bf16 may be faster on this one"
     with TrainingLog(tmp_path, "x", 4, Log()) as log:
-        capsys.readouterr()
         log.say(line)
         log.warn(0, line)
-    shown = plain(capsys.readouterr().err.replace("\x1b[2K", "\n")).splitlines()  # where the bar is wiped
-    said = [text for text in map(str.strip, shown) if text and " 0/4 " not in text]
-    expected = [line, f"warning: step 0: {line}"]
-    assert " ".join(said) == " ".join(expected), "no word is broken"
-    assert said == expected if width is None else max(map(len, said)) <= width
+    assert capsys.readouterr().err.splitlines() == [line, f"warning: step 0: {line}"]
 
 
 def test_what_is_done_between_two_steps_is_shown_meanwhile(tmp_path, capsys, monkeypatch):
@@ -73,14 +63,6 @@ def test_what_is_done_between_two_steps_is_shown_meanwhile(tmp_path, capsys, mon
             log.progress.refresh()
         assert "1/4 validating" in plain(capsys.readouterr().err)
     assert "1/4 loss 5.000" in plain(capsys.readouterr().err)
-
-
-def test_a_resumed_bar_begins_at_the_latest_checkpoint(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    (tmp_path / "checkpoints" / "step-00000020").mkdir(parents=True)
-    with TrainingLog(tmp_path, "x", 40, Log()):
-        pass
-    assert " 20/40 " in plain(capsys.readouterr().err)
 
 
 def test_numbers_that_are_not_finite_are_a_mistake_of_ours(tmp_path):
@@ -98,17 +80,6 @@ def test_a_sink_whose_package_is_missing_is_told(tmp_path, monkeypatch, name):
         TrainingLog(tmp_path, "x", 4, settings),
     ):
         pass
-
-
-def test_tensorboard_gets_every_number(tmp_path):
-    pytest.importorskip("tensorboard", reason="an extra: pip install 'pkmlm[sinks]'")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    with TrainingLog(tmp_path, "x", 4, Log(tensorboard=True), quiet=True) as log:
-        log.event("train", 3, loss=1.5, note="text")
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(scalar.step, scalar.value) for scalar in events.Scalars("train/loss")] == [(3, 1.5)]
 
 
 def test_tensorboard_drops_the_steps_that_a_resume_takes_again(tmp_path):

@@ -71,9 +71,8 @@ def test_weight_decay_moves_matrices_alone():
 
 
 @pytest.mark.parametrize(("kind", "name"), [("product-key", "subkeys_H2nf"), ("flat-key", "keys_HKq")])
-@pytest.mark.parametrize("scale", [0.0, 0.25, 1.0])
-def test_keys_move_at_their_own_rate_and_nothing_else_does(kind, name, scale):
-    optim = replace(RECIPE.optim, schedule="constant", warmup_steps=0, lr=0.1, clip=0.0, keys=KeysOptim(scale))
+def test_keys_move_at_their_own_lr_and_nothing_else_does(kind, name):
+    optim = replace(RECIPE.optim, schedule="constant", warmup_steps=0, lr=0.1, clip=0.0, keys=KeysOptim(0.25))
     recipe = replace(RECIPE, model=replace(MODEL, memory=replace(MODEL.memory, kind=kind)), optim=optim)
     dense = parameter_groups(build_model(recipe, 20), recipe)[0]
     before = {path: p.detach().clone() for path, p in dense.parameters.items()}
@@ -83,7 +82,7 @@ def test_keys_move_at_their_own_rate_and_nothing_else_does(kind, name, scale):
     keys = f"blocks.1.parts.memory.{name}"
     assert keys in dense.parameters
     for path, parameter in dense.parameters.items():
-        moved = before[path] - (0.1 * scale if path == keys else 0.1)
+        moved = before[path] - (0.1 * 0.25 if path == keys else 0.1)
         torch.testing.assert_close(parameter.detach(), moved, msg=path)
 
 
@@ -164,18 +163,6 @@ def test_a_step_of_row_adam_uses_up_the_gradient():
         assert table.gradient.dense().tolist() == [[0, 0], [1, 1], [0, 0]]
         optimizer.step()
         table.zero_grad()
-
-
-def test_row_adam_sums_the_same_row_of_two_micro_batches():
-    once, twice = (table_of(torch.zeros(3, 2)) for _ in range(2))
-    optimizers = [RowAdam([table]) for table in (once, twice)]
-    read(once, [1], torch.full((1, 2), 3.0))
-    read(twice, [1], torch.full((1, 2), 1.0))
-    read(twice, [1], torch.full((1, 2), 2.0))
-    for optimizer in optimizers:
-        optimizer.step()
-    assert torch.equal(once.weight_KD, twice.weight_KD)
-    assert once.weight_KD[1].abs().sum() > 0
 
 
 @pytest.mark.parametrize("projections", ["dense", "hash"])
