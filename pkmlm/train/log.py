@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ class TrainingLog:
         if self.taken <= 10:
             self.began = (now, step)
         elapsed, done = now - self.began[0], step - self.began[1]
-        eta = f"ETA {duration(elapsed / done * (self.steps - step))}" if done else "ETA -"
+        eta = f"ETA {timedelta(seconds=round(elapsed / done * (self.steps - step)))}" if done else "ETA -"
         say = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s  {extra}{eta}"
         if self.live:
             self.progress.update(self.task, completed=step, say=say)
@@ -190,13 +191,3 @@ class WandbSink:
 
     def close(self) -> None:
         self.run.finish()
-
-
-def duration(seconds: float) -> str:
-    """Seconds as 42s, 3m05s or 2h07m."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"

@@ -8,7 +8,7 @@ import pytest
 
 from pkmlm.errors import UserError
 from pkmlm.recipe.schema import Log
-from pkmlm.train.log import TrainingLog, duration
+from pkmlm.train.log import TrainingLog
 
 
 def plain(text: str) -> str:
@@ -43,7 +43,7 @@ def test_a_narrow_terminal_shows_the_steps_and_all_that_is_said(tmp_path, capsys
     bar, *words = " ".join(lines).split()
     assert set(bar) <= {"\u2501", "\u2578", "\u257a"}
     assert re.fullmatch(
-        r"120/400 loss 5.123 6,012 tokens/s layer 3 reads 98% layer 12 reads 92% ETA \d+s", " ".join(words)
+        r"120/400 loss 5.123 6,012 tokens/s layer 3 reads 98% layer 12 reads 92% ETA [\d:]+", " ".join(words)
     )
 
 
@@ -99,7 +99,3 @@ def test_tensorboard_drops_the_steps_that_a_resume_takes_again(tmp_path):
     events.Reload()
     told = [(scalar.step, scalar.value) for scalar in events.Scalars("train/loss")]
     assert told == [*((step, 2.0) for step in range(1, 5)), *((step, 1.0) for step in range(5, 8))]
-
-
-def test_durations():
-    assert [duration(seconds) for seconds in (0.4, 59.4, 61, 3600, 7620)] == ["0s", "59s", "1m01s", "1h00m", "2h07m"]
