@@ -46,11 +46,6 @@ def test_layers_with_a_memory_have_a_line_of_their_own() -> None:
     assert layers == ["1-5", "6", "7-11", "12", "13-16"]
 
 
-def test_the_precision_that_memory_is_counted_in() -> None:
-    for precision, named in (("auto", "fp32"), ("bf16", "bf16")):
-        assert named in pkmlm("cost", TINY, "-s", f"train.precision={precision}").stdout
-
-
 def test_one_memory_layer() -> None:
     text = pkmlm("cost", "--hash-layer", "10", "51", "512").stdout
     assert "53.5 MB at 2 bytes an entry" in text

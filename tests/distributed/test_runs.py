@@ -261,9 +261,9 @@ def test_a_part_that_cannot_be_written_leaves_nothing(recipe, ranks, tmp_path):
     [
         (
             ["-s", "train.micro_batch=8"],
-            "micro-batches of 8 on each of 2 processes (expected a train.batch_tokens of 512, ",
+            "micro-batches of 8 on each of 2 processes",
         ),
-        (["-s", "parallel.memory=4"], "parallel.memory: 2 processes do not fall into groups of 4 (expected 2)"),
+        (["-s", "parallel.memory=4"], "parallel.memory"),
         (["-s", "data.dir=nowhere"], "nowhere"),
         (["--resume", "must"], "--resume must"),
     ],

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pkmlm.bench.models import RandomBatches
-from pkmlm.device import autocast, is_finite, is_out_of_memory, name_of, resolve_precision
+from pkmlm.device import is_finite, is_out_of_memory, resolve_precision
 from pkmlm.errors import UserError
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Memory, Model, Optim, Recipe, Train
@@ -49,14 +49,6 @@ def test_bf16_on_a_cpu_trains_as_fp32_does(projections, apart):
     assert (losses["fp32"] - losses["bf16"]).abs().max() < apart
 
 
-def test_autocast_runs_maps_in_bf16():
-    x = torch.randn(2, 8)
-    with autocast(torch.device("cpu"), "bf16"):
-        assert torch.nn.functional.linear(x, torch.randn(4, 8)).dtype == torch.bfloat16
-    with autocast(torch.device("cpu"), "fp32"):
-        assert torch.nn.functional.linear(x, torch.randn(4, 8)).dtype == torch.float32
-
-
 def test_what_is_a_shortage_of_memory():
     with pytest.raises(RuntimeError) as found:
         torch.empty(10**14)
@@ -78,7 +70,7 @@ def test_only_a_shortage_is_told_as_a_model_that_does_not_fit():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize("size", [1, 1000])
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
 def test_one_number_that_is_not_finite_is_found(dtype, size, number):
     x = torch.linspace(-3, 3, size, dtype=dtype)
@@ -93,9 +85,3 @@ def test_one_number_that_is_not_finite_is_found(dtype, size, number):
 @pytest.mark.parametrize("x", [torch.empty(0, 3), torch.tensor(3), torch.tensor([True, False]), torch.tensor(2.0)])
 def test_tensors_of_any_kind_may_be_finite(x):
     assert is_finite(x)
-
-
-@pytest.mark.parametrize(("threads", "name"), [(1, "cpu, 1 thread"), (2, "cpu, 2 threads")])
-def test_a_cpu_is_named_by_its_threads(monkeypatch, threads, name):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    assert name_of(torch.device("cpu")) == name

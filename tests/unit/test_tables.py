@@ -90,10 +90,6 @@ def test_markup_and_control_characters_stay_text() -> None:
         assert Table("", [Column("a\x1b[31m\nb")], []).render(format).count("\\x1b") == 1
 
 
-def test_text_is_ascii_but_for_what_cells_hold() -> None:
-    assert Table("Title", COLUMNS, ROWS).render().isascii()
-
-
 def test_markdown() -> None:
     lines = Table("Title", COLUMNS, [["a|b*", 1000, 0.5, None]]).render("md").splitlines()
     assert lines == [
@@ -125,12 +121,3 @@ def test_no_rows_and_wrong_rows(format: str) -> None:
     assert Table("", COLUMNS, []).render(format).endswith("\n")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="zip"):
         Table("", COLUMNS, [["too", "short"]]).render(format if format != "csv" else "md")  # type: ignore[arg-type]
-
-
-def test_what_is_left_of_a_line_goes_to_cells_before_headings(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "28")
-    rows = [["one two three", 1, 2.5]]
-    table = Table("", [Column("name"), number("a long heading"), number("and one more", "{:.1f}")], rows)
-    cells = table.render().splitlines()[-1]
-    assert cells.split() == ["one", "two", "three", "1", "2.5"]
-    assert max(map(len, table.render().splitlines())) <= 28
