@@ -177,7 +177,6 @@ def print_result(
     Args:
         output, index: the folder, and the index that was written.
         seconds: the time that each split took, and `LEARNING`, if a tokenizer was learnt.
-        as_json: whether to print JSON.
         part: which part was written, of how many; None: the whole.
     """
     from pkmlm.console import Column, Table, number

@@ -157,7 +157,8 @@ def zstd_blocks(stored: io.BufferedReader) -> Iterator[bytes]:
         if sum(map(len, held)) >= READ:
             yield b"".join(held)
             held = []
-    yield b"".join(held)
+    if rest := b"".join(held):
+        yield rest
     if begun and not frame.eof:
         raise EOFError("the last frame is not complete")
 
