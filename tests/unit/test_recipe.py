@@ -259,14 +259,6 @@ def test_a_base_is_read_first_and_errors_name_the_file_at_fault(tmp_path: Path, 
     assert error_of(child).message.startswith(f"{child}:2:9: model.heads: 8 heads do not divide")
 
 
-def test_a_base_is_that_of_the_folder_behind_a_link(tmp_path: Path) -> None:
-    (tmp_path / "real/sub").mkdir(parents=True)
-    (tmp_path / "real/r.yaml").write_text("name: behind")
-    (tmp_path / "real/sub/child.yaml").write_text("base: ../r.yaml")
-    (tmp_path / "link").symlink_to(tmp_path / "real/sub")
-    assert load_recipe(tmp_path / "link/child.yaml").name == "behind"
-
-
 def test_files_that_cannot_be_read(tmp_path: Path, recipe_file: Path) -> None:
     assert "rr.yaml" in error_of(tmp_path / "rr.yaml").message
     assert "is not a file" in error_of(tmp_path).message

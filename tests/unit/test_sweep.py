@@ -318,17 +318,6 @@ def test_wrong_usage_is_the_exit_code_where_nothing_else_has_failed(folder):
         assert results.exit_code == code, cell.name
 
 
-def test_a_diverged_rate_is_never_the_best(folder):
-    cells = Cells(grid_of(folder), folder / "base.yaml")
-    results = Results(cells.grid, cells, {point: {} for point in P})
-    first, second, third = cells.tuning(P[0])
-    results.add(Outcome(first, "measured", {"valid_loss": 5.0}))
-    results.add(Outcome(second, "diverged", {}, "training diverged"))
-    results.add(Outcome(third, "measured", {"valid_loss": 4.9}))
-    assert results.chosen(P[0])[0].cell == third
-    assert results.tables()[2].rows[0][2:] == [5.0, "diverged", 4.9, "yes"]
-
-
 def test_a_figure_has_a_panel_for_the_paper_and_a_line_for_each_value(folder):
     cells = Cells(grid_of(folder), folder / "base.yaml")
     results = Results(cells.grid, cells, {point: {} for point in P})
