@@ -42,7 +42,7 @@ def on(begun, run, *arguments, code=0):
 
 
 def test_training_overwrites_nothing_that_is_no_run_s(begun, tmp_path):
-    for name in ("recipe.yaml", "run.json", "tokenizer.model", "metrics.jsonl", "checkpoints"):
+    for name in ("recipe.yaml", "checkpoints"):
         folder = tmp_path / name.partition(".")[0]
         folder.mkdir()
         (folder / name).write_text("mine")
@@ -56,18 +56,10 @@ def test_training_overwrites_nothing_that_is_no_run_s(begun, tmp_path):
     said = on(begun, kept.parent, code=2).stderr
     assert "holds kept" in said
     assert os.listdir(kept.parent) == ["kept"]
-    folder = tmp_path / "with-notes"
-    folder.mkdir()
-    (folder / "notes.txt").write_text("mine")
-    on(begun, folder, "-s", "train.steps=1")
-    assert (folder / "notes.txt").read_text() == "mine"
-
-
-def test_a_file_is_no_place_for_a_run(begun, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    said = on(begun, tmp_path / "notes.txt", code=2).stderr
-    assert "notes.txt is a file" in said
+    assert "notes.txt is a file" in on(begun, tmp_path / "notes.txt", code=2).stderr
     assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert "UTF-8" in on(begun, os.fsencode(tmp_path).decode() + "/\udcff", code=2).stderr
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "usage"])
@@ -90,12 +82,6 @@ def test_results_are_not_written_through_a_link(copy):
         assert "is a link (expected a folder)" in done.stderr
         assert done.stdout
     assert not os.listdir(copy.parent / "victim")
-
-
-def test_a_run_s_name_must_be_utf8(begun, tmp_path):
-    said = on(begun, os.fsencode(tmp_path).decode() + "/\udcff", code=2).stderr
-    assert re.match(r"error: -o \S+\\udcff: the name is not UTF-8\n", said)
-    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("harm", ["damaged", "gone"])
@@ -189,7 +175,7 @@ def test_a_run_that_is_made_anew_meanwhile_gets_nothing_of_the_old_one(begun, tm
 
     after_step(monkeypatch, 3, replace_it)
     said = on(begun, run, code=1).stderr
-    assert re.match(r"error: run \S+ has been deleted or replaced since this process began: nothing more is wr", said)
+    assert re.match(r"error: run \S+ has been deleted or replaced", said)
     assert sorted(path.name for path in run.rglob("*")) == [".lock", "checkpoints", "recipe.yaml"]
 
 
@@ -207,16 +193,10 @@ def test_the_clock_does_not_matter(begun, copy, tmp_path, monkeypatch):
     pkmlm("compare", copy, sound)
 
 
-@pytest.mark.parametrize("text", ["name tiny\nmodel: {dim: 32}\n", None])
-def test_a_run_whose_recipe_is_lost_says_so_and_goes_on_when_it_is_written_again(begun, copy, text):
-    (copy / "recipe.yaml").unlink()
-    if text is not None:
-        (copy / "recipe.yaml").write_text(text)
-    error, hint = on(begun, copy, code=1).stderr.splitlines()
-    assert error.startswith(f"error: run {copy}: its recipe.yaml is missing or damaged: ")
-    assert "pkmlm recipe show" in hint
-    if text is not None:
-        assert "is missing or damaged" in pkmlm("eval", copy, code=1).stderr
+def test_a_run_whose_recipe_is_damaged_continues_when_it_is_written_again(begun, copy):
+    (copy / "recipe.yaml").write_text("name tiny\nmodel: {dim: 32}\n")
+    for said in (on(begun, copy, code=1).stderr, pkmlm("eval", copy, code=1).stderr):
+        assert "recipe.yaml is missing or damaged" in said
     recipe, _, given = begun
     (copy / "recipe.yaml").write_text(pkmlm("recipe", "show", recipe, *given[:-1]).stdout)
     assert "is complete already" in on(begun, copy).stdout
@@ -246,15 +226,9 @@ def strange(run: Path, name: str, text: str | bytes) -> None:
     ("name", "text", "told"),
     [
         ("run.json", '{"status": NaN}', "it holds NaN"),
-        ("run.json", '{"parameters": [1]}', "parameters is '[1]'"),
         ("run.json", "[]", "it is '[]'"),
-        ("run.json", '{"tokenizer_sha256": 5}', "tokenizer_sha256 is '5'"),
-        ("eval/test-step-8.json", '{"perplexity": 5}', "perplexity is '5'"),
         ("eval/test-step-8.json", '{"perplexity": {"token_ppl": "x"}}', "perplexity.token_ppl is 'x'"),
-        ("eval/test-step-8.json", "[]", "it is '[]'"),
-        ("eval/x-step-8.json", '{"tasks": 5}', "tasks is '5'"),
         ("eval/x-step-8.json", '{"tasks": {"piqa": {"acc": 1e999}}}', "tasks.piqa.acc is 'inf'"),
-        ("usage/test-step-8.json", '{"memories": 5}', "memories is '5'"),
         ("usage/test-step-8.json", '{"memories": [{"layer": 1}]}', "memories[0] has no name"),
         ("checkpoints/step-00000008/state.json", "{}", "it has no step"),
     ],
@@ -264,16 +238,6 @@ def test_strange_json_in_a_run_is_told_in_one_line(measured, tmp_path, name, tex
     strange(run, name, text)
     said = pkmlm("compare", run, code=1).stderr
     assert re.match(rf"error: the \S.* \S+{re.escape(Path(name).name)} is not .*{re.escape(told)}\n", said), said
-
-
-@pytest.mark.parametrize("text", ['{"perplexity": 5}', "[]"])
-def test_strange_results_are_not_exported(measured, tmp_path, text):
-    run = Path(shutil.copytree(measured, tmp_path / "run"))
-    strange(run, "eval/test-step-8.json", text)
-    assert "test-step-8.json is not as it was written" in pkmlm("export", run, "-o", tmp_path / "o", code=1).stderr
-    assert not (tmp_path / "o").exists()
-    strange(run, "eval/test-step-8.json", "{}")
-    pkmlm("export", run, "-o", tmp_path / "o")
 
 
 def test_strange_events_and_pointers_are_passed_over(begun, copy):
@@ -290,64 +254,48 @@ def test_strange_events_and_pointers_are_passed_over(begun, copy):
     pkmlm("compare", copy)
     pkmlm("usage-report", copy, "--html", copy / "page.html")
     assert "has no best checkpoint" in pkmlm("eval", copy, "--step", "best", code=2).stderr
-    for step in ("9" * 5000, "\u0668"):
-        said = pkmlm("eval", copy, "--step", step, code=2).stderr
-        assert re.match(r"error: run \S+ has no checkpoint at step .{1,40} \(has 4, 8\)\n", said)
+    assert "no checkpoint at step" in pkmlm("eval", copy, "--step", "9" * 5000, code=2).stderr
     on(begun, copy, "-s", "train.steps=9")
 
 
-@pytest.mark.parametrize(("name", "code"), [("metrics.jsonl", 2), ("run.json", 1)])
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+@pytest.mark.parametrize(
+    ("name", "code", "make"), [("metrics.jsonl", 2, os.mkfifo), ("run.json", 1, os.mkfifo), ("run.json", 1, os.mkdir)]
+)
 def test_what_is_no_file_is_not_waited_for(copy, name, code, make):
     (copy / name).unlink()
     make(copy / name)
     assert re.match(r"error: cannot read .*\n\Z", pkmlm("compare", copy, code=code).stderr)
 
 
-def test_a_pipe_among_texts_is_not_waited_for(copy, tmp_path):
+def test_pipes_and_devices_are_neither_waited_for_nor_replaced(copy, tmp_path):
     pipe = tmp_path / "pipe.txt"
     os.mkfifo(pipe)
-    said = pkmlm("eval", copy, "--text", pipe, code=2).stderr
-    assert said == f"error: {pipe} is not a regular file\nhint: give a pipe as standard input, by the name -\n"
-    pkmlm("export", copy, "-o", tmp_path / "exported")
-    for place in (copy, tmp_path / "exported"):  # usage-report takes no standard input
-        said = pkmlm("usage-report", place, "--text", pipe, code=2).stderr
-        assert said == f"error: --text {pipe} is not a file\n"
+    for command in ("eval", "usage-report"):
+        said = pkmlm(command, copy, "--text", pipe, code=2).stderr
+        assert re.match(rf"error: .*{pipe} is not a .*file\n", said)
+    for option, place in (("--html", pipe), ("--export", "/dev/null")):
+        assert f"{option} {place}: no file" in pkmlm("usage-report", copy, option, place, "--force", code=2).stderr
+    assert Path("/dev/null").is_char_device()
 
 
 def test_names_that_no_file_can_have(begun, copy, tmp_path):
     long = "x" * 300
     for arguments in (
         ("eval", long),
-        ("compare", long),
-        ("export", long, "-o", tmp_path / "o"),
         ("export", copy, "-o", tmp_path / long),
-        ("tokenize", copy / "run.json", "-o", tmp_path / long),
         ("eval", copy, "--text", long),
         ("usage-report", copy, "--html", tmp_path / long),
         ("train", begun[0], "-o", tmp_path / "t", "-s", f"data.dir={long}"),
-        ("train", begun[0], "-o", tmp_path / "t", "-s", f"train.init_from={long}"),
         ("eval", copy / "run.json/x"),
     ):
         said = pkmlm(*arguments, code=2).stderr
         assert re.fullmatch(r"error: .*\n(hint: .*\n)?", said), arguments
 
 
-@pytest.mark.parametrize("option", ["--html", "--export"])
-def test_devices_are_not_replaced(copy, tmp_path, option):
-    os.mkfifo(tmp_path / "pipe")
-    for place in (tmp_path / "pipe", "/dev/null"):
-        assert "no file can be written there" in pkmlm("usage-report", copy, option, place, "--force", code=2).stderr
-    said = pkmlm("eval", copy, "--tasks", "piqa", "--log-samples", "/dev/null", "--force", code=2).stderr
-    assert "--log-samples /dev/null: no file can be written there" in said
-    assert Path("/dev/null").is_char_device()
-
-
 def test_a_text_that_is_no_text(copy):
     said = pkmlm("generate", copy, "-n", 2, stdin=b"\xff\xfe", code=2).stderr
     assert said == "error: standard input: not UTF-8 at byte 0\n"
-    for command in ("generate", "slots"):
-        assert "PROMPT is not in the encoding" in pkmlm(command, copy, "\udce9", code=2).stderr
+    assert "PROMPT" in pkmlm("generate", copy, "\udce9", code=2).stderr
 
 
 @pytest.mark.parametrize("command", ["eval", "usage-report"])
@@ -393,12 +341,3 @@ def test_training_outlives_its_terminal_and_saves_when_it_hangs_up(begun, tmp_pa
     assert RunDirectory(run).steps()[-1] == facts["step"]
     assert facts["step"] >= 15
     assert f"stopped on request at step {facts['step']}" in (run / "train.log").read_text()
-
-
-def test_where_a_relative_folder_of_tokens_was_sought_is_told(copy, tmp_path, monkeypatch):
-    file = copy / "recipe.yaml"
-    file.write_text(re.sub(r"(?m)^  dir: .*$", "  dir: data/mine", file.read_text()))
-    monkeypatch.chdir(tmp_path)
-    said = pkmlm("eval", copy, code=2).stderr
-    assert "data/mine" in said
-    assert str(tmp_path) in said
