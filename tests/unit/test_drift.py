@@ -148,19 +148,16 @@ def test_a_file_that_is_damaged_or_of_another_memory_begins_anew(watched, tmp_pa
     assert Drift(tmp_path / "usage", recipe, model, 15).memories[0].last_K[5] == 15
     file = drift_file(tmp_path / "usage", 15)
     whole = file.read_bytes()
-    for content in (whole[: len(whole) // 2], b"", b"PK", whole[:100] + b"\xff" * 40 + whole[140:]):
+    for content in (whole[: len(whole) // 2], whole[:100] + b"\xff" * 40 + whole[140:]):
         file.write_bytes(content)
         assert Drift(tmp_path / "usage", recipe, model, 15).began == 15
     file.write_bytes(whole)
     arrays = read_arrays(file)
     for name, other in (
-        ("0-read_K", np.zeros(3, bool)),
         ("0-read_K", arrays["0-read_K"].astype(np.int8)),
         ("0-last_K", np.zeros((256, 2), np.int64)),
         ("0-before_SD", np.zeros((1, 1), np.float32)),
-        ("steps", np.array([0, 15])),
         ("steps", np.array([0, 99, 15])),
-        ("steps", np.array(["a", "b", "c"])),
         ("steps", np.array([0.0, np.nan, np.inf])),
     ):
         np.savez(file, **{**arrays, name: other})

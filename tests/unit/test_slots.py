@@ -17,7 +17,6 @@ from pkmlm.analysis.slot_contexts import (
     TopContexts,
     contexts_at,
     find_pattern,
-    summed_reads,
 )
 from pkmlm.analysis.slots import (
     LogitLens,
@@ -71,13 +70,6 @@ def test_the_kept_positions_are_those_of_a_full_sort(contexts: int) -> None:
         assert top.positions_Kc[slot][kept].tolist() == [at for _, at in expected]
         assert top.weights_Kc[slot][kept].tolist() == [-weight for weight, _ in expected]
         assert (top.weights_Kc[slot][~kept] == -1).all()
-
-
-def test_reads_of_one_slot_by_two_heads_are_summed() -> None:
-    token_R, slot_R, weight_R = summed_reads(
-        torch.tensor([[[4, 1], [1, 0]]]), torch.tensor([[[0.5, 0.5], [0.25, 0.75]]])
-    )
-    assert (token_R.tolist(), slot_R.tolist(), weight_R.tolist()) == ([0, 0, 0], [0, 1, 4], [0.75, 0.75, 0.5])
 
 
 def reads_of(run: LoadedRun, tokens: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,15 +161,6 @@ def test_a_memory_whose_reads_have_no_weight_holds_nothing(run: LoadedRun) -> No
     assert LogitLens(run, index.memory).top_tokens(np.zeros(0, np.int64)).size == 0
 
 
-def test_only_the_memory_that_is_asked_for_is_indexed(trained) -> None:
-    hashed = load_run(trained("hash"))
-    of_all = index_slots(hashed, documents(hashed))[1]
-    (own,) = index_slots(hashed, documents(hashed), memory=memories(hashed.model)[1])
-    assert own.memory is of_all.memory
-    assert np.array_equal(own.usage.counts_HK, of_all.usage.counts_HK)
-    assert np.array_equal(own.top.positions_Kc, of_all.top.positions_Kc)
-
-
 def test_a_prompt_gives_the_strongest_slots_of_each_token(run: LoadedRun) -> None:
     memory, ids = memories(run.model)[0], run.tokenizer.encode(TEXTS[1])
     assert len(ids) > run.model.context, "more than one window"
@@ -207,10 +190,10 @@ def test_slot_names_go_there_and_back() -> None:
         for slot in range(slots):
             assert slot_number(slot_name(slot, tap), tap) == slot
             assert slot_number(str(slot), tap) == slot
-        for wrong in ("-1", "x", str(slots), "1:99", "99:1", "", ":", "1:2:3", "\u0661"):
-            with pytest.raises(UserError, match="no such slot"):
+        for wrong in ("-1", str(slots), "1:99", "99:1", "", "1:2:3", "9" * 5000):
+            with pytest.raises(UserError, match="--slot"):
                 slot_number(wrong, tap)
-    with pytest.raises(UserError, match="expected 0 to 31 or 1:0 to 4:7"):
+    with pytest.raises(UserError, match="4:7"):
         slot_number("0:3", tables)
 
 

@@ -46,12 +46,6 @@ def test_measures_at_both_ends(slots: int) -> None:
     assert single["top99"] == 1
 
 
-def test_measures_of_nothing() -> None:
-    assert measures(np.zeros(5)) == {"usage": 0.0} | dict.fromkeys(
-        ("kl", "gini", "top50", "top90", "top99", "effective")
-    )
-
-
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=40).filter(any))
 @settings(max_examples=100, deadline=None)
 def test_gini_and_tops_equal_their_definitions(reads: list[int]) -> None:
