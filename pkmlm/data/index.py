@@ -138,7 +138,8 @@ def read_index(folder: Path) -> Index:
     """Read and check the index of a folder that `pkmlm tokenize` wrote.
 
     Raises:
-        UserError: the index is missing, damaged or of another format.
+        UserError: the index is missing, damaged or of another format, or the folder has a file of tokens that the index
+            does not list.
     """
     path = folder / FILE
     if not path.exists():
@@ -147,7 +148,14 @@ def read_index(folder: Path) -> Index:
                 f"{folder} is one part of a corpus (expected the whole)", "join its parts: pkmlm tokenize --join"
             )
         raise UserError(f"{folder} holds no tokens (expected {FILE})", f"make them: pkmlm tokenize TEXT... -o {folder}")
-    return read_stamped(path, Index, FORMAT)
+    index = read_stamped(path, Index, FORMAT)
+    listed = {FILE, TOKENIZER}
+    for name, split in index.splits.items():
+        listed |= {f"{name}.documents", f"{name}.hashes", *(shard.name for shard in split.shards)}
+    own = {entry.name for entry in folder.iterdir() if OWN_FILES.fullmatch(entry.name)}
+    if unlisted := sorted(own - listed):
+        raise damaged(folder / unlisted[0], f"{FILE} does not list it")
+    return index
 
 
 def read_part(folder: Path) -> Part:
