@@ -311,7 +311,8 @@ def test_out_of_memory_says_what_to_lower(ground):
     assert found, said
     assert "hint: lower model.memory.num_keys" in said
     assert said.count("error: ") == 1
-    big = ["-s", "train.batch_tokens=32768", "-s", "train.micro_batch=2048", "-s", "train.precision=fp32"]
+    # Needs some 700 MB: far more than a forked child finds free in what its parent holds.
+    big = ["-s", "train.batch_tokens=262144", "-s", "train.micro_batch=16384", "-s", "train.precision=fp32"]
     said = ground.train("product-key", ground.folder / "oom", *big, code=1, memory=64 << 20).stderr
     assert "hint: lower train.micro_batch" in said
     assert json.loads((ground.folder / "oom/run.json").read_text())["status"] == "failed"
