@@ -14,8 +14,7 @@ from pkmlm.console import Column, Table, number
 from pkmlm.device import autocast, default_device, machine
 from pkmlm.model.attention import KVCache
 from pkmlm.model.transformer import Transformer, build_model
-from pkmlm.train.state import TrainState
-from pkmlm.train.step import train_step
+from pkmlm.train.step import TrainState, train_step
 
 PHASES = {"forward": "forward", "step": "step", "token": "token, fp32"}  # with their names in tables
 

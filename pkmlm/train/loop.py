@@ -15,8 +15,7 @@ from pkmlm.runs.files import remove_file
 from pkmlm.signals import StopRequest
 from pkmlm.train.log import RunLog
 from pkmlm.train.monitor import ValidationHistory
-from pkmlm.train.state import TrainState
-from pkmlm.train.step import diverged, train_step
+from pkmlm.train.step import TrainState, diverged, train_step
 from pkmlm.train.validation import recalibrate
 
 Validate = Callable[[StopRequest], dict[str, Any] | None]

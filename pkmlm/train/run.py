@@ -35,8 +35,7 @@ from pkmlm.train.resume import (
     refuse_other_data,
     refuse_output,
 )
-from pkmlm.train.state import TrainState
-from pkmlm.train.step import train_step
+from pkmlm.train.step import TrainState, train_step
 from pkmlm.train.validation import validator
 
 

@@ -17,7 +17,7 @@ from pkmlm.model.memory.query import QueryBatchNorm
 from pkmlm.model.memory.values import Values
 from pkmlm.model.transformer import Transformer
 from pkmlm.signals import StopRequest
-from pkmlm.train.state import TrainState
+from pkmlm.train.step import TrainState
 
 SAMPLE_TOKENS = 48
 

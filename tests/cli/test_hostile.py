@@ -16,7 +16,7 @@ import pytest
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.train.resume import change_warnings
-from pkmlm.train.state import TrainState
+from pkmlm.train.step import TrainState
 from tests.conftest import ROOT, after_step, pkmlm
 
 

@@ -28,7 +28,7 @@ from pkmlm.train.job import open_job
 from pkmlm.train.log import TrainingLog
 from pkmlm.train.loop import Outcome, Training
 from pkmlm.train.run import dry_run
-from pkmlm.train.state import TrainState
+from pkmlm.train.step import TrainState
 from tests.conftest import ROOT, after_step, pkmlm
 
 

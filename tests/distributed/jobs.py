@@ -28,8 +28,7 @@ from pkmlm.recipe.schema import Hash, Memory, Model, Optim, Parallel, Recipe, Tr
 from pkmlm.runs import checkpoint
 from pkmlm.train import validation  # noqa: F401 (loaded once, for all children)
 from pkmlm.train.parallel import all_gather_row_gradients
-from pkmlm.train.state import TrainState
-from pkmlm.train.step import StepResult, train_step
+from pkmlm.train.step import StepResult, TrainState, train_step
 from pkmlm.train.validation import recalibrate
 from tests.golden.test_curves import Stream
 
@@ -76,15 +75,15 @@ def command_counted(words: list[str]) -> None:
 
 def command_dividing(words: list[str]) -> None:
     """A command line, and on standard error among how many ranks it divided the dense parameters."""
-    from pkmlm.train import state
+    from pkmlm.train import step
 
-    divide = state.shard_dense_parameters
+    divide = step.shard_dense_parameters
 
     def told(model: Transformer, ranks: int) -> None:
         print(f"dense parts among {ranks}", file=sys.stderr)
         divide(model, ranks)
 
-    state.shard_dense_parameters = told
+    step.shard_dense_parameters = told
     command(words)
 
 

@@ -13,8 +13,7 @@ import torch
 
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Hash, Memory, Model, Optim, Recipe, Train, ValuesOptim
-from pkmlm.train.state import TrainState
-from pkmlm.train.step import train_step
+from pkmlm.train.step import TrainState, train_step
 
 CURVES = Path(__file__).parent / "curves.json"
 SMALL = {"dim": 16, "layers": 2, "heads": 2, "context": 16}

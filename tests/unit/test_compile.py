@@ -14,8 +14,7 @@ from pkmlm.model.transformer import build_model
 from pkmlm.recipe.check import check_recipe
 from pkmlm.recipe.schema import Memory, Model, Recipe, Train
 from pkmlm.train.compile_and_recompute import compile_dense_parts
-from pkmlm.train.state import TrainState
-from pkmlm.train.step import train_step
+from pkmlm.train.step import TrainState, train_step
 
 
 def recipe_of(layers: int, memory: Memory, *, compiled: bool) -> Recipe:

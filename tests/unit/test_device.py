@@ -8,8 +8,7 @@ from pkmlm.device import is_finite, is_out_of_memory, resolve_precision
 from pkmlm.errors import UserError
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Memory, Model, Optim, Recipe, Train
-from pkmlm.train.state import TrainState
-from pkmlm.train.step import train_step
+from pkmlm.train.step import TrainState, train_step
 
 OLD, ZEN4, ARM = {"avx2": True, "avx512_bf16": False}, {"avx2": True, "avx512_bf16": True}, {"neon": True, "bf16": True}
 

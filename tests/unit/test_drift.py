@@ -18,8 +18,7 @@ from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Memory, Model, Recipe, Train
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.results import drift_file, read_arrays
-from pkmlm.train.state import TrainState
-from pkmlm.train.step import train_step
+from pkmlm.train.step import TrainState, train_step
 from tests.conftest import pkmlm
 from tests.golden.test_curves import Stream
 

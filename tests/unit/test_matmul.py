@@ -9,8 +9,7 @@ from pkmlm.data.batches import Batches
 from pkmlm.kernels import matmul, ops
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Memory, Model, Optim, Recipe, Train
-from pkmlm.train.state import TrainState
-from pkmlm.train.step import train_step
+from pkmlm.train.step import TrainState, train_step
 from tests.golden.test_curves import Stream
 
 needs_onednn = pytest.mark.skipif(

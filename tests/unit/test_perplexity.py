@@ -19,7 +19,7 @@ from pkmlm.evaluate.perplexity import score, windows
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Model, Recipe, Train
 from pkmlm.signals import StopRequest
-from pkmlm.train.state import TrainState
+from pkmlm.train.step import TrainState
 from pkmlm.train.validation import validator
 from tests.conftest import pkmlm
 

@@ -15,8 +15,7 @@ from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Recipe
-from pkmlm.train.state import TrainState
-from pkmlm.train.step import MOST_SKIPS, train_step
+from pkmlm.train.step import MOST_SKIPS, TrainState, train_step
 from pkmlm.train.validation import recalibrate
 
 
