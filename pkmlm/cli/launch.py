@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from pkmlm.environment import TIMEOUT, collective_timeout, launched_processes, usable_cores
+from pkmlm.environment import collective_timeout, launched_processes, usable_cores
 from pkmlm.errors import UserError
 from pkmlm.signals import EXIT_CODES, handled
 
@@ -117,9 +117,7 @@ def outcome(failures: "Mapping[int, ProcessFailure]", passed: list[int], run: st
     else:
         name = signal.Signals(-killed[rank].exitcode).name
         status, what = f"killed ({name})", f"was killed ({name}), and the others were ended"
-        why = "if nobody did it, memory ran out"
-        if name == "SIGABRT":
-            why = f"a library gave up, as NCCL does where no rank answers within {TIMEOUT} seconds"
+        why = "if nobody did it, memory ran out, or a library gave up, as NCCL does where no rank answers in time"
     note_end(run, rank, status)
     raise UserError(f"rank {rank} {what}", f"{why}; the same command resumes from the last checkpoint", exit_code=1)
 

@@ -83,23 +83,16 @@ class RunDirectory:
             return load_recipe(self.recipe_file)
         except UserError as error:
             message = f"run {self.path}: its recipe.yaml is missing or damaged: {error.message}"
-            again = (
-                f"write it again with `pkmlm recipe show RECIPE -s ... > {self.recipe_file}` if you know what it was"
-            )
-            raise UserError(message, f"{again}, or train under another -o", exit_code=1) from None
+            hint = f"`pkmlm recipe show RECIPE -s ... > {self.recipe_file}` writes it again, if you know what it was"
+            raise UserError(message, hint, exit_code=1) from None
 
     def refuse_foreign(self) -> None:
         """Refuse, before anything is written, a folder in which training would overwrite what no run wrote.
 
         Raises:
             UserError: there is no run at the path, but a file, or a folder with a file of a name that a run would
-                write, or with a run in it; the name of the folder is no text, so that others could not name it; a
-                folder in it is a link.
+                write; a folder in it is a link.
         """
-        try:
-            str(self.path.absolute()).encode()
-        except UnicodeEncodeError:
-            raise UserError(f"-o {self.path}: the name is not UTF-8", CHOOSE) from None
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"-o {self.path} is a file (expected a folder, or nothing)", CHOOSE)
         for folder in (self.checkpoints, self.path / USAGE):
@@ -109,10 +102,6 @@ class RunDirectory:
             return
         for name in sorted(entries & OWN):
             raise UserError(f"-o {self.path} is no run, but holds {name}, which training would overwrite", CHOOSE)
-        for name in sorted(entries):
-            if os.path.isdir(self.path / name / "checkpoints"):  # no error where it may not be looked into
-                hint = f"name this run: -o {self.path / 'NAME'}"
-                raise UserError(f"-o {self.path} is a folder of runs: it holds {name}", hint)
 
     def refuse_orphans(self) -> None:
         """Refuse to train anew where results of deleted checkpoints would be taken for those of the new ones.

@@ -370,14 +370,11 @@ def read_manifest(
         UserError: it is of another version; (1) it cannot be read.
     """
     path = folder / MANIFEST
-    manifest = read_json(path, f"the {what}'s manifest", hint, exit_code=1, schema=ManifestVersion)
-    if manifest["version"] != version:
-        message = f"{path}: {what} version {manifest['version']} (this build reads {version})"
-        raise UserError(message, exit_code=version_exit_code)
-    try:
-        return check_json(manifest, schema)
-    except TypeError as error:
-        raise Damaged(f"the {what}'s manifest {path} is not as it was written: {error}", hint, exit_code=1) from None
+    name = f"the {what}'s manifest"
+    found = read_json(path, name, hint, exit_code=1, schema=ManifestVersion)["version"]
+    if found != version:
+        raise UserError(f"{path}: {what} version {found} (this build reads {version})", exit_code=version_exit_code)
+    return read_json(path, name, hint, exit_code=1, schema=schema)
 
 
 def check_files(folder: Path, files: dict[str, ManifestEntry], names: Iterable[str], hint: str) -> None:

@@ -71,9 +71,8 @@ def open_job(recipe_file: str, overrides: Iterable[str], ranks: int, *, verify: 
     job = Job(recipe, corpus, tokenizer)
     warnings = check.warnings(recipe, recipe_file, overrides)
     if job.epochs > MANY_EPOCHS:
-        short = ", less than one sequence of model.context" if corpus.tokens < recipe.model.context else ""
         reading = f"{recipe.train.steps:,} steps read them {job.epochs:,.0f} times"
-        warnings.append(f"{folder}: train has {corpus.tokens:,} tokens{short}: {reading}")
+        warnings.append(f"{folder}: train has {corpus.tokens:,} tokens: {reading}")
     warnings += no_validation_warning(job)
     if recipe.parallel.shard and ranks == 1:
         warnings.append("parallel.shard: without effect in one process")
@@ -84,5 +83,4 @@ def no_validation_warning(job: Job) -> list[str]:
     """A warning where the tokens have no split to validate on."""
     if "valid" in job.corpus.splits:
         return []
-    patience = "" if job.recipe.eval.patience is None else ", and eval.patience has no effect"
-    return [f"{job.recipe.data.dir} has no valid split: there is no validation and no best checkpoint{patience}"]
+    return [f"{job.recipe.data.dir} has no valid split: no validation, no best checkpoint, no eval.patience"]

@@ -70,9 +70,8 @@ def train(job: Job, output: str, world: World, *, resume: str = "auto", quiet: b
                 complete = is_complete(run, job.recipe)
         if world.broadcast(complete):
             if lead:
-                limit = "eval.patience" if run.facts().get("status") == "patience" else "train.steps"
                 done = f"run {printable(output)} is complete already at step {run.steps()[-1]}"
-                print(f"{done}; more {limit} would train it longer", flush=True)
+                print(f"{done}; more train.steps, or eval.patience, would train it longer", flush=True)
             return 0
         with world.collective_errors():
             if lead:

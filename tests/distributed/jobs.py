@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pkmlm.cli import main
+from pkmlm.cli import launch, main
 from pkmlm.cost import bytes_sent as bytes_sent_by_cost
 from pkmlm.cost import cost_of
 from pkmlm.data.batches import Batches
@@ -50,6 +50,15 @@ def command(words: list[str]) -> None:
     """A command line."""
     sys.argv = ["pkmlm", *words]
     main()
+
+
+def launch_a_rank(words: list[str]) -> None:
+    """Start a command as `--nproc` starts a rank, and wait for it."""
+    launcher = os.getpid()
+    if not os.fork():
+        sys.argv = ["launch", str(launcher), *words]
+        launch.main()
+    os.wait()
 
 
 def command_with(words: list[str], environment: dict[str, str]) -> None:

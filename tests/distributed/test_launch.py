@@ -2,8 +2,8 @@
 
 import json
 import os
+import re
 import signal
-import subprocess
 import sys
 import time
 
@@ -25,82 +25,60 @@ def recipe(write_recipe, tmp_path_factory):
     return write_recipe(tmp_path_factory.mktemp("launch"), "product-key")
 
 
-class Launched:
-    """A launcher that trains in two processes, in the background; its messages are in a file beside the run."""
-
-    def __init__(self, recipe, run, *options, script=None):
-        self.run, self.said, self.ranks = run, run.parent / "said.txt", []
-        words = [str(recipe), "-o", str(run), *map(str, options)]
-        alone = [sys.executable, "-m", "pkmlm", "train", *words, "--nproc", "2"]
-        with open(self.said, "w") as said:
-            self.process = subprocess.Popen(
-                alone if script is None else [ROOT / "bin" / "pkmlm-slurm", *words],
-                env=ENVIRONMENT | (script or {}),
-                stdout=said,
-                stderr=said,
-            )
-
-    def until_step(self, step):
-        """Wait for it; then `ranks` are the training processes, by rank."""
-        until = time.monotonic() + 60
-        while f'"step": {step},' not in self.metrics() and time.monotonic() < until:
-            assert self.process.poll() is None, self.said.read_text()
-            time.sleep(0.02)
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        by_rank = {child.environ()["RANK"]: child for child in children if "RANK" in child.environ()}
-        self.ranks = [by_rank[rank] for rank in sorted(by_rank)]
-        assert len(self.ranks) == 2
-        return self
-
-    def metrics(self):
-        path = self.run / "metrics.jsonl"
-        return path.read_text() if path.exists() else ""
-
-    def end(self, seconds=40):
-        """The exit code, all processes having ended, and the last facts of run.json."""
-        try:
-            code = self.process.wait(seconds)
-        finally:
-            print(self.said.read_text())  # pytest shows it where a test fails
-        assert not [rank for rank in self.ranks if rank.is_running()]
-        facts = json.loads((self.run / "run.json").read_text()) if (self.run / "run.json").exists() else {}
-        return code, facts
-
-
 ENDLESS = ("-s", "train.steps=100000", "-s", "eval.every=100000", "-s", "log.every=1")
 
 
-def test_a_killed_rank_ends_all_and_ctrl_c_saves_first(recipe, tmp_path):
-    often = ("-s", "checkpoint.every=5")
-    running = Launched(recipe, tmp_path / "run", *ENDLESS, *often).until_step(8)
-    began = time.monotonic()
-    running.ranks[1].kill()
-    code, facts = running.end(30)
-    assert time.monotonic() - began < 30
-    assert code == 1
-    assert (facts["status"], facts["exit_code"], facts["rank"]) == ("killed (SIGKILL)", 1, 1)
-    said = running.said.read_text()
-    assert "error: rank 1 was killed (SIGKILL), and the others were ended\nhint: " in said
-    assert "Traceback" not in said
-    again = Launched(recipe, tmp_path / "run", *ENDLESS, *often, "--resume", "must").until_step(facts["step"] + 20)
-    again.process.send_signal(signal.SIGINT)
-    code, later = again.end()
-    assert (code, later["exit_code"], later["status"], later["rank"], later["ranks"]) == (130, 130, "stopped", None, 2)
-    assert (tmp_path / "run" / "latest").read_text() == f"step-{later['step']:08d}\n"
-    said = again.said.read_text()
-    assert f"resuming at step {facts['step']} in" in said
-    assert "Traceback" not in said
-    assert "Warning" not in said
+def wait_for(text, file, process):
+    """Wait until a process has written a text to a file; return the processes below it."""
+    until = time.monotonic() + 60
+    while not (file.exists() and text in file.read_text()):
+        assert process.is_running(), "it has ended"
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    return process.children(recursive=True)
 
 
-def test_ranks_whose_launcher_is_killed_save_and_stop(recipe, tmp_path):
-    running = Launched(recipe, tmp_path / "run", *ENDLESS).until_step(3)
-    running.process.kill()
-    _, alive = psutil.wait_procs(running.ranks, 30)
-    assert not alive
-    _, facts = running.end()
+def facts_of(run):
+    return json.loads((run / "run.json").read_text())
+
+
+def test_a_killed_rank_ends_all_and_ctrl_c_saves_first(recipe, tmp_path, ranks):
+    run = tmp_path / "run"
+    words = ["train", str(recipe), "-o", str(run), "--nproc", "2", *ENDLESS, "-s", "checkpoint.every=2"]
+    running = ranks.start(1, "command", words=words)
+    below = wait_for('"step": 3,', run / "metrics.jsonl", psutil.Process(running.pids[0]))
+    started = {process.environ().get("RANK"): process for process in below}
+    assert {"0", "1"} <= started.keys()
+    started["1"].kill()
+    (ended,) = running.end()
+    assert not [rank for rank in started.values() if rank.is_running()]
+    facts = facts_of(run)
+    assert (ended.code, facts["status"], facts["exit_code"], facts["rank"]) == (1, "killed (SIGKILL)", 1, 1)
+    assert re.search(r"^error: rank 1 was killed .*\nhint: ", ended.stderr, re.MULTILINE)
+    assert "Traceback" not in ended.stderr
+    again = ranks.start(1, "command", words=[*words, "--resume", "must"])
+    wait_for(f"resuming at step {facts['step']} in", run / "train.log", psutil.Process(again.pids[0]))
+    again.signal(signal.SIGINT)
+    (ended,) = again.end()
+    later = facts_of(run)
+    assert (ended.code, later["exit_code"], later["status"], later["ranks"]) == (130, 130, "stopped", 2)
+    assert later["rank"] is None
+    assert (run / "latest").read_text() == f"step-{later['step']:08d}\n"
+    assert "Traceback" not in ended.stderr
+    assert "Warning" not in ended.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has died")
+def test_a_rank_whose_launcher_is_killed_saves_and_stops(recipe, tmp_path, ranks):
+    run = tmp_path / "run"
+    launcher = ranks.start(1, "launch_a_rank", words=["train", str(recipe), "-o", str(run), *ENDLESS])
+    (rank,) = wait_for('"step": 2,', run / "metrics.jsonl", psutil.Process(launcher.pids[0]))
+    launcher.signal(signal.SIGKILL)
+    assert [ended.code for ended in launcher.end()] == [-signal.SIGKILL]
+    assert not psutil.wait_procs([rank], 30)[1]
+    facts = facts_of(run)
     assert (facts["status"], facts["exit_code"]) == ("stopped", 75)
-    assert (tmp_path / "run" / "latest").read_text() == f"step-{facts['step']:08d}\n"
+    assert (run / "latest").read_text() == f"step-{facts['step']:08d}\n"
 
 
 def failed(rank, exitcode, seconds):
@@ -165,14 +143,19 @@ def test_the_slurm_script_requeues_what_torchrun_has_trained(recipe, tmp_path):
     for name, text in commands.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "node1", "SLURM_GPUS_ON_NODE": "2"}
+    slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "node1", "SLURM_GPUS_ON_NODE": "1"}
     slurm |= {"PYTHON": sys.executable, "PATH": f"{tmp_path}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
-    running = Launched(recipe, tmp_path / "run", *ENDLESS, script=slurm).until_step(2)
-    (torchrun,) = psutil.Process(running.process.pid).children()
+    run, said = tmp_path / "run", tmp_path / "said.txt"
+    words = [ROOT / "bin" / "pkmlm-slurm", recipe, "-o", run, *ENDLESS]
+    with open(said, "w") as file:
+        job = psutil.Popen(words, env=ENVIRONMENT | slurm, stdout=file, stderr=file)
+    wait_for('"step": 2,', run / "metrics.jsonl", job)
+    (torchrun,) = job.children()
     torchrun.send_signal(signal.SIGTERM)
-    code, facts = running.end()
-    assert (code, facts["exit_code"], facts["status"]) == (75, 75, "stopped")
-    assert f"scontrol requeue {os.getpid()}\n" in running.said.read_text()
+    assert job.wait(40) == 75
+    facts = facts_of(run)
+    assert (facts["exit_code"], facts["status"]) == (75, "stopped")
+    assert f"scontrol requeue {os.getpid()}\n" in said.read_text()
 
 
 @pytest.mark.parametrize(
@@ -190,12 +173,11 @@ def test_a_mistake_is_told_before_anything_is_started(recipe, tmp_path, monkeypa
     assert not (tmp_path / "run").exists()
 
 
-def test_ranks_that_cannot_meet_say_so_in_a_line(recipe, tmp_path):
+def test_ranks_that_cannot_meet_say_so_in_a_line(recipe, tmp_path, ranks):
     place = {"MASTER_ADDR": "no.such.host.invalid", "MASTER_PORT": "29876", "PKMLM_TIMEOUT": "2"}
     rank = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
-    words = [sys.executable, "-m", "pkmlm", "train", str(recipe), "-o", str(tmp_path / "run")]
-    done = subprocess.run(words, env=ENVIRONMENT | place | rank, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
+    words = ["train", str(recipe), "-o", str(tmp_path / "run")]
+    (done,) = ranks.run(1, "command_with", 1, words=words, environment=place | rank)
     assert done.stderr.startswith("error: rank 1 ")
     assert "no.such.host.invalid:29876" in done.stderr
     assert done.stderr.count("\n") == 2
