@@ -53,6 +53,6 @@ setup(
     },
     entry_points={
         "console_scripts": ["pkmlm = pkmlm.cli:main"],
-        "lm_eval.models": ["pkmlm = pkmlm.evaluate.adapter:PkmLM"],
+        "lm_eval.models": ["pkmlm = pkmlm.evaluate.lm_eval:PkmLM"],
     },
 )

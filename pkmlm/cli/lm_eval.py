@@ -11,7 +11,7 @@ def register() -> None:
     import lm_eval.models  # noqa: F401 (before ours: lm_eval loads its own models only into an empty registry)
     from lm_eval.api.registry import MODEL_REGISTRY, register_model
 
-    from pkmlm.evaluate.adapter import PkmLM
+    from pkmlm.evaluate.lm_eval import PkmLM
 
     if "pkmlm" not in MODEL_REGISTRY:
         register_model("pkmlm")(PkmLM)

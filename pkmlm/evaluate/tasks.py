@@ -1,165 +1,486 @@
-"""What `--tasks` may name besides lm-eval's own tasks: suites of them, and definitions in a user's files.
+"""Zero-shot tasks on a run: lm-evaluation-harness defines the tasks and counts, the adapter scores.
 
-lm-eval's reader of definitions imports the Python that `!function` names, its metrics may be scripts of the hub, and
-some readers of `datasets` unpickle. A user's file therefore holds data and templates, and nothing in it is code.
+The rows of a task come from a file of JSON lines (`--task-data`), or from where its definition says. Rows of a file are
+put through all of the task's functions before a model is loaded, so that a bad one is named by its file and line.
 """
 
-import re
+import contextlib
+import difflib
+import functools
+import io
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from statistics import fmean, stdev
+from typing import Any
 
-import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+import datasets
+import lm_eval.tasks
+import lm_eval.utils
+from jinja2 import Template
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from lm_eval.api.task import ConfigurableTask
+from lm_eval.evaluator import evaluate
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml
 
-from pkmlm.errors import UserError
-from pkmlm.recipe.nodes import Node, parse, yaml_text
+from pkmlm import __version__
+from pkmlm.data.text import json_object
+from pkmlm.distributed import current_world
+from pkmlm.errors import UserError, read_errors
+from pkmlm.evaluate.lm_eval import PkmLM
+from pkmlm.evaluate.load import LoadedRun
+from pkmlm.evaluate.task_file import LOCAL, SUITES, read_task_file
+from pkmlm.runs.files import sha256_of
 
-SUITES = {"memoryformer": ("piqa", "winogrande", "wsc", "arc_easy", "arc_challenge", "logiqa")}  # table 1 of its paper
-LOCAL = ("json", "csv", "text", "parquet")  # readers of `datasets` for which a file is data and nothing else
-HUB = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_][A-Za-z0-9_.-]*")
-HINT = "a task of your own holds data and templates; what needs Python runs with lm-eval's own command"
-
-
-def data_source(value: str) -> str:
-    """A reader of plain data or a data set of the hub; neither a local folder nor another reader of `datasets`."""
-    if value not in LOCAL and (not HUB.fullmatch(value) or Path(value).exists()):
-        raise ValueError(f"expected {', '.join(LOCAL)}, or OWNER/NAME of a data set of the hub")
-    return value
-
-
-def shipped_metric(value: str) -> str:
-    """A metric that ships with lm-eval, which would fetch and run a script of any other name."""
-    import lm_eval.api.metrics  # noqa: F401 (fills the registry)
-    from lm_eval.api.registry import METRIC_REGISTRY
-
-    if value not in METRIC_REGISTRY:
-        raise ValueError("expected one of lm-eval's own metrics, such as acc")
-    return value
+KINDS = ("multiple_choice", "loglikelihood", "loglikelihood_rolling")
+FEWSHOT_SEED = 1234  # lm-eval's own
+EXAMPLES = "few-shot examples"  # a split that no definition names
+Json = dict[str, Any]
 
 
-Name = Annotated[str, Field(min_length=1)]
-LocalPath = Annotated[str, Field(pattern=r"^[^:]+$")]  # with a colon it may lead to another machine
-Paths = LocalPath | list[LocalPath]
-Version = str | int | Annotated[float, Field(allow_inf_nan=False)]
+@dataclass(frozen=True)
+class Rows:
+    """A file of rows.
+
+    Attributes:
+        lines: the number of each row's line.
+    """
+
+    file: Path
+    sha256: str
+    rows: list[Json]
+    lines: list[int]
 
 
-class Definition(BaseModel):
-    """Keys whose values are data; any other key is refused, and null is as good as absent."""
+@dataclass(frozen=True)
+class ZeroShotTask:
+    """A task that is ready to be scored.
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    Attributes:
+        rows: None: they come from where the definition says.
+        own: the user's file that defines it; None: it ships with lm-eval.
+    """
 
-
-class Templates(Definition):
-    """How a row becomes a question, an answer and choices."""
-
-    doc_to_text: str | None = None
-    doc_to_target: str | int | None = None
-    doc_to_choice: Name | Annotated[list[Name], Field(min_length=1)] | dict[str, Name] | None = None
-    gen_prefix: str | None = None
-    target_delimiter: str | None = None
-    fewshot_delimiter: str | None = None
+    name: str
+    task: ConfigurableTask
+    rows: Rows | None
+    own: Path | None
 
 
-class DataFiles(Definition):
-    """Options of the reader of a data set."""
-
-    data_files: Paths | dict[Name, Paths] | None = None
-    data_dir: Paths | None = None
-    field: str | None = None
-    sep: str | None = None
-    revision: str | None = None
-
-
-class FewShot(Templates):
-    """Where examples come from, and templates that only they use."""
-
-    sampler: Literal["default", "first_n"] | None = None
-    split: Name | None = None
-    samples: list[dict[str, Any]] | None = None
-
-
-class Metric(BaseModel):
-    """A metric, and how it is summed up over rows."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-    metric: Annotated[str, AfterValidator(shipped_metric)]
-    aggregation: str | None = None
-    hf_evaluate: Literal[False] | None = None
-
-
-class Metadata(BaseModel):
-    """Anything; the version is reported with the results."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-    version: Version | None = None
-
-
-class TaskFile(Templates):
-    """The keys of a user's task; they mean what they mean to lm-eval."""
-
-    task: Name | None = None
-    include: Name | list[Name] | None = None
-    tag: Any = None
-    group: Any = None
-    task_list: Any = None
-    task_alias: str | None = None
-    output_type: str | None = None
-    description: str | None = None
-    should_decontaminate: bool | None = None
-    doc_to_decontamination_query: str | None = None
-    metadata: Metadata | None = None
-    repeats: Literal[1] | None = None  # a log-likelihood is the same each time
-    dataset_path: Annotated[str, AfterValidator(data_source)] | None = None
-    dataset_name: Name | None = None
-    dataset_kwargs: DataFiles | None = None
-    training_split: Name | None = None
-    validation_split: Name | None = None
-    test_split: Name | None = None
-    fewshot_split: Name | None = None
-    num_fewshot: Annotated[int, Field(ge=0)] | None = None
-    fewshot_config: FewShot | None = None
-    metric_list: list[Metric] | None = None
-
-
-def read_task_file(path: Path, includers: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A user's definition with those that it includes; keys that are null are left out.
+def load_tasks(names: str, folder: Path | None, num_fewshot: int | None) -> list[ZeroShotTask]:
+    """The tasks of a list such as "piqa,wsc,mine.yaml", each once, with their rows; no model is needed.
 
     Args:
-        includers: the files that include this one.
+        folder: where TASK.jsonl holds the rows of TASK, and TASK.train.jsonl its few-shot examples.
+        num_fewshot: examples before each question; None: as many as the definition says.
 
     Raises:
-        UserError: the file cannot be read or is not plain YAML; a key or a value is not one of `TaskFile`.
+        UserError: no such task or file; a task that is not of log-likelihoods; rows that cannot be had or used.
     """
-    text = yaml_text(path)
-    if path.resolve() in includers:
-        raise UserError(f"{path} includes itself")
-    tree = parse(text, str(path))  # refuses tags, anchors and keys that are given twice
+    asked = [name.strip() for name in names.split(",") if name.strip()]
+    asked = list(dict.fromkeys(each for name in asked for each in SUITES.get(name, (name,))))
+    if not asked:
+        raise UserError("--tasks names no task", "for example --tasks piqa,wsc or --tasks memoryformer")
+    if folder is not None and not folder.is_dir():
+        raise UserError(f"--task-data {folder} is not a folder (expected one with TASK.jsonl in it)")
+    found: dict[str, ZeroShotTask] = {}
+    with quiet(), sandboxed_templates():
+        files = {name: Path(name) for name in asked if name.endswith((".yaml", ".yml"))}
+        manager = task_manager([name for name in asked if name not in files])
+        for name in asked:
+            own = files.get(name)
+            config = stock_definition(name, manager) if own is None else read_task_file(own)
+            task = load_task(config, own, manager, folder, num_fewshot)
+            if task.name in found:
+                raise UserError(f"--tasks has two tasks named {task.name!r}", "rename the one of your own")
+            found[task.name] = task
+    return list(found.values())
+
+
+def task_manager(names: Sequence[str]) -> TaskManager:
+    """lm-eval's index of its tasks: of the folders where these tasks should be, or, where one is not among them, of all
+    13,000, which takes ten seconds.
+    """
+    root = Path(lm_eval.tasks.__file__).parent
+    folders = sorted({root / part for name in names for part in (name, name.split("_")[0], "super_glue")})
+    manager = TaskManager(include_path=[path for path in folders if path.is_dir()], include_defaults=False)
+    return manager if set(names) <= set(manager.all_tasks) else TaskManager()
+
+
+def stock_definition(name: str, manager: TaskManager) -> Json:
+    """The definition of one of lm-eval's own tasks, with its functions."""
+    entry = manager.task_index.get(name)
+    if name in (*manager.all_groups, *manager.all_tags):
+        raise UserError(f"--tasks: {name!r} is a group of tasks", "name the tasks themselves")
+    if entry is None or entry.yaml_path is None:
+        known = [*SUITES, *manager.all_subtasks]
+        near = difflib.get_close_matches(name, known)
+        hint = f"did you mean {', '.join(near)}?" if near else "for example memoryformer, piqa, arc_easy or hellaswag"
+        raise UserError(f"--tasks: lm-eval has no task {name!r}", hint)
+    if "class" in (entry.cfg or {}):
+        raise UserError(f"--tasks: {name} is a program, not a definition; it runs with lm-eval's own command only")
     try:
-        own = yaml.safe_load(text)
-        TaskFile.model_validate(own)
-    except ValidationError as error:
-        raise UserError(misfit(error, tree), HINT) from None
-    except (yaml.YAMLError, ValueError) as error:  # an impossible date, say
-        raise UserError(f"{path}: {' '.join(str(error).split())}") from None
-    included: dict[str, Any] = {}
-    names = own.pop("include", None) or []
-    for name in [names] if isinstance(names, str) else names:
-        included |= read_task_file(path.parent / name, (*includers, path.resolve()))
-    return {key: value for key, value in (included | own).items() if value is not None}
+        definition: Json = load_yaml(entry.yaml_path)
+    except Exception as error:  # from the Python that it names: a package that this needs is missing, say
+        raise UserError(f"--tasks: {name} cannot be loaded: {one_line(error)}") from None
+    return definition
 
 
-def misfit(error: ValidationError, tree: Node) -> str:
-    """The first value that does not fit: where it stands, what it is, and what was expected."""
-    first = error.errors()[0]
-    node, names = tree, []
-    for part in first["loc"]:
-        inside = node.value
-        if (isinstance(inside, dict) and part in inside) or (isinstance(inside, list) and isinstance(part, int)):
-            node = inside[part]  # type: ignore[index]
-            names.append(str(part))
-    where = f"{node.place}: {'.'.join(names)}"
-    if first["type"] == "extra_forbidden":
-        return f"{where}: a task of your own has no such key"
-    if first["type"] == "missing":
-        return f"{where}: no key {first['loc'][-1]!r}"
-    return f"{where}: found {node.shown()} ({first['msg'].removeprefix('Value error, ')})"
+def load_task(
+    config: Json, own: Path | None, manager: TaskManager, folder: Path | None, num_fewshot: int | None
+) -> ZeroShotTask:
+    """A task from its definition, with its rows."""
+    name = config.get("task")
+    if not isinstance(name, str):
+        raise UserError(f"{own}: no key 'task' with the task's name (expected an lm-eval task)")
+    kind = config.get("output_type", "generate_until")  # lm-eval's default
+    if kind not in KINDS:
+        raise UserError(f"--tasks: {name} is a task of {kind} (expected {', '.join(KINDS)})")
+    named = [config.get(f"{split}_split") for split in ("test", "validation", "training", "fewshot")]
+    if not any(named[:2]):
+        raise UserError(f"{own or name}: neither test_split nor validation_split: nothing to score")
+    config = {key: value for key, value in config.items() if key not in ("tag", "group", "task_list")}
+    if num_fewshot is not None:
+        config["num_fewshot"] = num_fewshot
+    local = config.get("dataset_path") in LOCAL or config.get("custom_dataset") is not None
+    file = None if folder is None else folder / f"{name}.jsonl"
+    rows = examples = None
+    if file is not None and file.is_file():
+        rows = read_rows(file)
+        examples = read_rows(shots) if (shots := file.with_suffix(".train.jsonl")).is_file() else None
+    elif file is not None and not local:
+        raise UserError(f"--task-data: no rows of {name} (expected {file})")
+    shots_asked = config.get("num_fewshot") or 0
+    if examples is None and shots_asked:
+        check_examples(name, config, rows is not None, folder)
+    if examples is not None:
+        if shots_asked > len(examples.rows):
+            message = f"--num-fewshot {shots_asked}: {examples.file} has {len(examples.rows):,} examples"
+            raise UserError(message, "ask for fewer")
+        config["fewshot_config"] = {**(config.get("fewshot_config") or {}), "split": EXAMPLES}
+
+    def build(count: int) -> ConfigurableTask:
+        """The task with so many of the rows."""
+        if rows is None:
+            return manager.load([config])["tasks"][name]
+        scored, *others = dict.fromkeys(filter(None, named))
+        data = datasets.Dataset.from_list(rows.rows[:count])
+        splits = {split: data.select([]) for split in others} | {scored: data}
+        if examples is not None:
+            splits[EXAMPLES] = datasets.Dataset.from_list(examples.rows)
+        return manager.load([{**config, "custom_dataset": lambda **_: splits}])["tasks"][name]
+
+    try:
+        task = build(0 if rows is None else len(rows.rows))
+    except Exception as error:  # the definition's functions and templates can raise anything
+        if rows is not None:
+            raise bad_row(name, own, rows, *first_failure(build, len(rows.rows), error)) from None
+        if own is not None and local:
+            raise UserError(f"{own} cannot be used with its rows: {one_line(error)}") from None
+        hint = f"give the rows with --task-data DIR, one JSON object a line in DIR/{name}.jsonl"
+        raise UserError(f"--tasks: no rows of {name} from the hub: {one_line(error)}", hint) from None
+    totals = task.aggregation()
+    totals.update({metric: functools.partial(bounded, total) for metric, total in totals.items()})
+    task.set_fewshot_seed(FEWSHOT_SEED)
+    if rows is not None or own is not None:
+        check_rows(name, own, task, rows, examples)
+        task.set_fewshot_seed(FEWSHOT_SEED)
+    return ZeroShotTask(name, task, rows, own)
+
+
+def read_rows(file: Path) -> Rows:
+    """The rows of a file of JSON lines; blank lines are passed over.
+
+    Raises:
+        UserError: the file cannot be read or holds no row; a line is not a JSON object; a field is of another type than
+            in the lines before. A field that is missing is null.
+    """
+    with read_errors(file):
+        content = file.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    rows: list[Json] = []
+    lines = [number for number, line in enumerate(content, 1) if line.strip()]
+    for number in lines:
+        where = f"{file}:{number}"
+        try:
+            rows.append(json_object(content[number - 1].decode(), where))
+        except UnicodeDecodeError as error:
+            raise UserError(f"{where}: not UTF-8 ({error.reason})") from None
+    if not rows:
+        raise UserError(f"{file} holds no rows (expected one JSON object on each line)")
+    try:
+        datasets.Dataset.from_list(rows)
+    except (ValueError, TypeError, OverflowError) as error:  # pyarrow's among them
+        count, found = first_failure(lambda count: datasets.Dataset.from_list(rows[:count]), len(rows), error)
+        message = f"{file}:{lines[count - 1]}: no table holds this row with those before it: {one_line(found)}"
+        raise UserError(message) from None
+    return Rows(file, sha256_of(file), rows, lines)
+
+
+def first_failure(attempt: Callable[[int], object], most: int, error: Exception) -> tuple[int, Exception]:
+    """The smallest n for which attempt(n) fails, and how; it fails for all larger ones, `most` among them."""
+    works = 0
+    while most - works > 1:
+        middle = (works + most) // 2
+        try:
+            attempt(middle)
+            works = middle
+        except Exception as found:
+            most, error = middle, found
+    return most, error
+
+
+def bad_row(name: str, own: Path | None, rows: Rows, count: int, error: Exception) -> UserError:
+    """That the task cannot use the row number `count` of a file."""
+    where, why = f"{rows.file}:{rows.lines[count - 1]}", one_line(error)
+    if own is not None:
+        return UserError(f"{own} cannot be used with {where}: {why}")
+    fields = ", ".join(rows.rows[count - 1]) or "none"
+    return UserError(f"{where}: {name} cannot use this row: {why} (its fields: {fields[:200]})")
+
+
+def check_examples(name: str, config: Json, from_file: bool, folder: Path | None) -> None:
+    """Refuse few-shot examples that a definition takes from where there are none, or from its own questions: unless it
+    says so by naming the test split, lm-eval does not leave out the one that is asked, with its answer.
+
+    Args:
+        from_file: the rows are those of a file, which is the split that is scored; all others are empty.
+    """
+    given = config.get("fewshot_config") or {}
+    named = given.get("split") or config.get("fewshot_split")
+    if given.get("samples") and named is None:
+        return
+    training, validation, test = (config.get(f"{split}_split") for split in ("training", "validation", "test"))
+    scored = test or validation
+    file = f"{folder or 'DIR'}/{name}.train.jsonl"
+    hint = f"give examples, one JSON object a line, in {file} (--task-data), or none: --num-fewshot 0"
+    if (named or training or validation or test) == scored:
+        if named is None or named != test:
+            raise UserError(f"--num-fewshot: no examples for {name} but its own questions", hint)
+    elif from_file:
+        raise UserError(f"--num-fewshot: no examples for {name}", hint)
+
+
+def check_rows(name: str, own: Path | None, task: ConfigurableTask, rows: Rows | None, examples: Rows | None) -> None:
+    """Put each row through the task's functions, and made-up scores through its metrics.
+
+    Raises:
+        UserError: for a row, or for all of them together, these fail or give what cannot be scored.
+    """
+    values: dict[str, list[Any]] = defaultdict(list)
+    checks = [(rows, task.eval_docs, task.config.num_fewshot or 0)]
+    if examples is not None:
+        checks.append((examples, task.fewshot_docs(), 0))
+    for source, documents, shots in checks:
+        for place, document in enumerate(documents):
+            try:
+                metrics = check_document(task, document, shots, stock=own is None)
+            except Exception as error:
+                if source is not None and len(documents) == len(source.rows):
+                    raise bad_row(name, own, source, place + 1, error) from None
+                which = f"document {place + 1} of {source.file if source else 'its data'}"
+                raise UserError(f"{own or name} cannot be used with {which}: {one_line(error)}") from None
+            for metric, value in metrics.items():
+                values[metric].append(value)
+    try:
+        for metric, found in values.items():
+            task.aggregation()[metric](found)
+    except Exception as error:
+        raise UserError(f"--tasks: {own or name}: lm-eval cannot sum up {metric}: {one_line(error)}") from None
+
+
+def check_document(task: ConfigurableTask, document: Json, shots: int, stock: bool) -> Json:
+    """Ask a task for all that scoring a document needs; the metrics of made-up scores.
+
+    Args:
+        shots: few-shot examples before the question.
+        stock: lm-eval's own definition, whose functions may take a null for something else.
+
+    Raises:
+        Exception: whatever the task's functions raise; ValueError: what they give cannot be scored.
+    """
+
+    def requests(document: Json, shots: int) -> list[Any]:
+        context = task.fewshot_context(document, shots, gen_prefix=task.doc_to_prefix(document))
+        found = task.construct_requests(document, context, metadata=(task.task_name, 0, 1))
+        return found if isinstance(found, list) else [found]
+
+    text = task.config.doc_to_text
+    if isinstance(text, str) and text.isidentifier() and text not in document:
+        raise ValueError(f"no field {text!r}")  # lm-eval would ask for the word itself
+    asked = requests(document, shots)
+    texts = [text for request in asked for text in request.args]
+    if wrong := [text for text in texts if not isinstance(text, str)]:
+        raise ValueError(f"{str(wrong[0])[:60]!r} is not a text")
+    if None in document.values() and (stock or any("None" in text for text in texts)):
+        # A template prints null as the word None; without the field, it fails.
+        requests({key: value for key, value in document.items() if value is not None}, 0)
+    if task.OUTPUT_TYPE == "multiple_choice":
+        choices = task.doc_to_choice(document)
+        if len(choices) < 2 or not all(isinstance(choice, str) and choice.strip() for choice in choices):
+            raise ValueError(f"the choices are {str(choices)[:200]} (expected two or more texts, none blank)")
+        right = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)
+        for answer in right if isinstance(right, list) else [right]:
+            if answer not in choices and not (isinstance(answer, int) and 0 <= answer < len(choices)):
+                raise ValueError(f"the answer is {answer!r} (expected one of {len(choices)} choices)")
+            answer = answer if isinstance(answer, str) else choices[answer]
+            if [choice.strip() for choice in choices].count(answer.strip()) > 1:
+                raise ValueError(f"the answer {answer.strip()!r} is among the choices twice")
+    score = -1.0 if task.OUTPUT_TYPE == "loglikelihood_rolling" else (-1.0, False)
+    metrics: Json = task.process_results(document, [score] * len(asked))
+    return metrics
+
+
+def bounded(total: Callable[[Any], float], items: Any) -> float:
+    """The total of a metric; infinite where lm-eval divides by no bytes, or takes exp of more than floats hold."""
+    try:
+        return total(items)
+    except (OverflowError, ZeroDivisionError):
+        return math.inf
+
+
+def score_tasks(
+    run: LoadedRun,
+    tasks: Sequence[ZeroShotTask],
+    *,
+    limit: int | None = None,
+    batch_size: int | None = None,
+    advance: Callable[[int, int], Any] = lambda done, total: None,
+) -> tuple[Json, list[Json]]:
+    """Score tasks.
+
+    Args:
+        limit: only the first so many documents of each.
+        batch_size: questions a forward pass; None: by their length.
+        advance: called with the tokens scored so far and in all.
+
+    Returns:
+        the part of the record that is about tasks: "tasks" (see `task_record`), "average_acc" and "harness" (versions
+        and how the model ran); and the samples: a dict for each document of each task, with what was asked, the
+        log-likelihoods and the metrics.
+
+    Raises:
+        UserError: scores that are not finite (exit code 1); a task of the user that lm-eval cannot score.
+    """
+    model = PkmLM(run, batch_size=batch_size, advance=advance)
+    try:
+        with quiet(), sandboxed_templates():
+            found = evaluate(model, {"tasks": {each.name: each.task for each in tasks}}, limit=limit, bootstrap_iters=0)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # of a definition that passed the checks
+        own = ", ".join(str(each.own) for each in tasks if each.own is not None)
+        if not own:
+            raise
+        raise UserError(f"--tasks {own}: lm-eval cannot score it: {one_line(error)}") from error
+    assert found is not None  # lm_eval returns None on ranks above 0; the adapter's is always 0
+    records = {}
+    for each in tasks:
+        name = each.name
+        records[name] = {
+            **task_record(each.task, found["results"][name], found["samples"][name]),
+            "requests": model.requests[name],
+            "truncated": model.truncated[name],
+            "num_fewshot": each.task.config.num_fewshot or 0,
+            "version": found["versions"][name],
+            "data": None if each.rows is None else {"file": each.rows.file.name, "sha256": each.rows.sha256},
+        }
+    accuracies = [record["acc"] for record in records.values() if record["acc"] is not None]
+    record = {
+        "tasks": records,
+        "average_acc": fmean(accuracies) if accuracies else None,
+        "harness": {
+            "versions": {"pkmlm": __version__, **{name: version(name) for name in ("lm_eval", "datasets", "torch")}},
+            "dtype": str(next(run.model.parameters()).dtype).removeprefix("torch."),
+            "device": str(run.device),
+            "context": run.model.context,
+            "batch_size": batch_size or "auto",
+            "limit": limit,
+            "processes": current_world().size,
+        },
+    }
+    return record, [{"task": each.name, **sample} for each in tasks for sample in found["samples"][each.name]]
+
+
+def task_record(task: ConfigurableTask, results: Json, samples: Sequence[Json]) -> Json:
+    """What is reported of a task.
+
+    Keys: n (documents), acc, acc_norm (shares of right answers: of the choice with the largest log p, or with the
+    largest log p by character), their standard errors (of a mean over documents), chance (of a random choice), always
+    (acc of giving the same answer to all, where all have the same choices), metrics (all others of the task that are
+    finite). None where the task has no such thing.
+    """
+    metrics = {
+        key.removesuffix(",none"): value
+        for key, value in results.items()
+        if "," in key and "_stderr" not in key and isinstance(value, int | float) and math.isfinite(value)
+    }
+    chance = always = None
+    if task.OUTPUT_TYPE == "multiple_choice":
+        counts = [len(sample["arguments"]) // (1 + ("acc_mutual_info" in sample["metrics"])) for sample in samples]
+        chance = fmean(1 / count for count in counts)
+        choices = task.config.doc_to_choice
+        if isinstance(choices, list):
+            right = [sample["target"] for sample in samples]
+            always = {choice: fmean(each in (place, choice) for each in right) for place, choice in enumerate(choices)}
+    return {
+        "n": len({sample["doc_id"] for sample in samples}),
+        "acc": metrics.pop("acc", None),
+        "acc_stderr": standard_error([sample.get("acc") for sample in samples]),
+        "acc_norm": metrics.pop("acc_norm", None),
+        "acc_norm_stderr": standard_error([sample.get("acc_norm") for sample in samples]),
+        "chance": chance,
+        "always": always,
+        "metrics": metrics,
+    }
+
+
+def standard_error(values: Sequence[Any]) -> float | None:
+    """The standard error of a mean; None for fewer than two values, or for what is not numbers."""
+    if len(values) < 2 or not all(isinstance(value, int | float) for value in values):
+        return None
+    return stdev(values) / math.sqrt(len(values))
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep lm-eval from writing on the terminal: its log, its bars, what its tasks print."""
+    before = logging.root.manager.disable
+    logging.disable()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Templates that reach nothing but their row; each is compiled once."""
+
+    @functools.cache  # noqa: B019 (it lives as long as the tasks are scored)
+    def from_string(self, source: str) -> Template:  # type: ignore[override]
+        """The compiled template."""
+        return super().from_string(source)
+
+
+@contextlib.contextmanager
+def sandboxed_templates() -> Iterator[None]:
+    """Let lm-eval fill in templates in a sandbox: in its own environment, they can call any function of Python."""
+    before = lm_eval.utils.env
+    sandbox = Sandbox(
+        loader=before.loader, undefined=before.undefined, keep_trailing_newline=before.keep_trailing_newline
+    )
+    sandbox.filters.update(before.filters)
+    lm_eval.utils.env = sandbox
+    try:
+        yield
+    finally:
+        lm_eval.utils.env = before
+
+
+def one_line(error: Exception) -> str:
+    """The first line of an error's message, with its kind: alone it often makes no sense."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return line if type(error) is ValueError else f"{type(error).__name__}: {line}"

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pkmlm.analysis.compare import mean
 from pkmlm.cost import cost_of
 from pkmlm.cost_tables import vocab_size_of
-from pkmlm.evaluate.tasks import SUITES
+from pkmlm.evaluate.task_file import SUITES
 from pkmlm.recipe.schema import Recipe
 
 Source = Literal["cost", "train", "eval", "usage", "tasks", "speed"]

@@ -137,7 +137,7 @@ def run_cells(
     results.cells.refuse_missing_data()
     warn_each(results.cells.warnings())
     if tasks := tasks_of(results.grid.measure):  # bad ones are refused before hours of training
-        from pkmlm.evaluate.lm_eval import load_tasks  # takes seconds
+        from pkmlm.evaluate.tasks import load_tasks  # takes seconds
 
         load_tasks(",".join(tasks), Path(task_data) if task_data else None, None)
     total, runs = len(results.cells), folder.runs

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pkmlm.errors import UserError
-from pkmlm.evaluate.lm_eval import load_tasks
 from pkmlm.evaluate.load import load_run
+from pkmlm.evaluate.tasks import load_tasks
 from pkmlm.runs.results import tasks_file
 from tests.conftest import pkmlm
 from tests.task_rows import ROWS, write_rows

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from pkmlm.errors import UserError
-from pkmlm.evaluate.adapter import PkmLM
+from pkmlm.evaluate.lm_eval import PkmLM
 from pkmlm.evaluate.load import load_run
 from pkmlm.model import efficient_attention
 from pkmlm.model.attention import KVCache, rotate, rotation

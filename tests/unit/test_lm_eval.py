@@ -1,247 +1,225 @@
-"""Zero-shot tasks before a model is loaded: their names, definitions and rows; and that no user's file runs code."""
+"""The model that lm_eval sees: a bigram whose probabilities are known, and what goes wrong around it."""
 
-import json
-import re
+import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
+from lm_eval.api.instance import Instance
+from torch import nn
 
 from pkmlm.errors import UserError
-from pkmlm.evaluate import lm_eval
-from pkmlm.evaluate.lm_eval import load_tasks
-from pkmlm.evaluate.tasks import LOCAL, read_task_file
-from tests.task_rows import ROWS, write_rows
+from pkmlm.evaluate.documents import documents_of_texts
+from pkmlm.evaluate.lm_eval import PkmLM
+from pkmlm.evaluate.load import load_run
+from pkmlm.evaluate.perplexity import score
 
-OWN = "task: mine\noutput_type: multiple_choice\ntest_split: test\ndoc_to_choice: [x, y]\ndoc_to_target: a\n"
+
+class Bigram(nn.Module):
+    """After token i comes i + 1 with probability 1/2, and each other token with the same share of the rest."""
+
+    def __init__(self, size: int, context: int = 8):
+        super().__init__()
+        self.context, self.embedding = context, nn.Embedding(size, 1)
+        self.forwards: list[tuple[int, int]] = []
+        chance_VV = torch.full((size, size), 0.5 / (size - 1), dtype=torch.float64)
+        chance_VV[torch.arange(size), (torch.arange(size) + 1) % size] = 0.5
+        self.register_buffer("log_VV", chance_VV.log())
+
+    def hidden(self, tokens_BT, cache=None, layout=None):
+        self.forwards.append(tuple(tokens_BT.shape))
+        if cache is not None:
+            cache.length += tokens_BT.shape[1]
+        return nn.functional.one_hot(tokens_BT, len(self.log_VV)).double()
+
+    def head(self, h_MV):
+        return h_MV @ self.log_VV
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory):
-    return write_rows(tmp_path_factory.mktemp("rows") / "tasks")
+def run(trained):
+    loaded = load_run(trained("dense"))
+    return replace(loaded, model=Bigram(loaded.tokenizer.size))
 
 
-def refused(names: object, folder=None, fewshot=None) -> UserError:
-    with pytest.raises(UserError) as error:
-        load_tasks(str(names), folder, fewshot)
-    assert "\n" not in error.value.message
-    assert error.value.exit_code == 2
-    return error.value
+@pytest.fixture
+def adapter(run) -> PkmLM:
+    run.model.forwards.clear()
+    return PkmLM(run)
 
 
-def test_a_list_names_each_task_once(rows):
-    found = load_tasks(" wsc ,piqa,, memoryformer,piqa", rows, None)
-    assert [each.name for each in found] == ["wsc", "piqa", "winogrande", "arc_easy", "arc_challenge", "logiqa"]
-    assert found[0].task.config.dataset_name == "wsc.fixed"
-    assert [len(each.task.eval_docs) for each in found] == [len(ROWS[each.name]) for each in found]
-    assert found[1].rows.rows == ROWS["piqa"]
+def ask(kind: str, *arguments: tuple, task: str = "mine") -> list[Instance]:
+    return [Instance(kind, {}, each, 0, (task, place, 1)) for place, each in enumerate(arguments)]
 
 
-def test_names_that_are_none(rows, monkeypatch):
-    for name in ("mmlu", "gsm8k", "squadv2"):  # a group, a task that generates, a program
-        assert name in refused(name, rows).message
-    refused(",")
-    index = lm_eval.task_manager(["arc_easy"])  # stands for that of all tasks, which takes ten seconds
-    monkeypatch.setattr(lm_eval, "TaskManager", lambda **_: index)
-    assert "arc_easy" in refused("arc_esy").hint
+def by_hand(ids: list[int], first: int, size: int) -> float:
+    """log p of ids[first:], each after the one before it."""
+    follows = [after == (before + 1) % size for before, after in zip(ids[first - 1 :], ids[first:], strict=False)]
+    return sum(math.log(0.5) if hit else math.log(0.5 / (size - 1)) for hit in follows)
 
 
-def test_rows_that_can_be_had_nowhere(rows, tmp_path):
-    assert f"expected {tmp_path / 'piqa'}.jsonl" in refused("piqa", tmp_path).message
-    assert f"{rows / 'arc_easy.train.jsonl'}" in refused("arc_easy", rows, 2).hint
-    assert "but its own questions" in refused("wsc273", rows, 2).message
-    assert load_tasks("wsc273", rows, 0)[0].task.config.num_fewshot == 0
+def test_known_probabilities_of_continuations(run, adapter):
+    tokenizer = run.tokenizer
+    pairs = [("He", " went"), ("He went", " away"), ("", "He went"), ("\n ", "He"), ("He ", "went away")]
+    whole = [tokenizer.encode(a + b) for a, b in pairs]
+    before = [len(tokenizer.encode(a.rstrip())) for a, _ in pairs]
+    found = adapter.loglikelihood(ask("loglikelihood", *pairs))
+    for (value, greedy), ids, first in zip(found, whole, before, strict=True):
+        ids, first = ([tokenizer.eos, *ids], 1) if first == 0 else (ids, first)
+        assert value == pytest.approx(by_hand(ids, first, tokenizer.size), rel=1e-12)
+        assert greedy is False
+    chain = tokenizer.decode([300, 301, 302])
+    assert tokenizer.encode(chain) == [300, 301, 302], "the pieces of this test must stand by themselves"
+    start = tokenizer.decode([300])
+    assert adapter.loglikelihood(ask("loglikelihood", (start, chain[len(start) :]))) == [
+        (pytest.approx(2 * math.log(0.5)), True)
+    ]
 
 
-def test_without_a_file_of_rows_the_hub_is_asked(monkeypatch):
-    import datasets
-
-    asked = []
-
-    def load_dataset(**options: object) -> None:
-        asked.append(options["path"])
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    error = refused("piqa")
-    assert asked == ["baber/piqa"]
-    assert "from the hub: ConnectionError: no network" in error.message
-    assert "DIR/piqa.jsonl" in error.hint
+def test_known_probabilities_of_whole_texts(run, adapter):
+    texts = ["He went away and the door fell shut behind him", "", "x"]
+    found = adapter.loglikelihood_rolling(ask("loglikelihood_rolling", *((text,) for text in texts)))
+    eos, size = run.tokenizer.eos, run.tokenizer.size
+    expected = [by_hand([eos, *run.tokenizer.encode(text)], 1, size) for text in texts]
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert found[1] == 0.0
 
 
-@pytest.mark.parametrize(
-    ("task", "change", "said"),
-    [
-        ("piqa", {"label": 2}, "2"),
-        ("piqa", {"label": -1}, "-1"),
-        ("piqa", {"goal": None}, "goal"),
-        ("piqa", {"sol1": " "}, "blank"),
-        ("piqa", {"sol2": ["b"]}, "list"),
-        ("piqa", {"goal": "\ud800"}, "surrogates"),
-        ("piqa", {"sol1": "same", "sol2": " same"}, "twice"),
-        ("winogrande", {"sentence": "No gap here."}, "substring"),
-        ("wsc", {"label": "yes"}, "yes"),
-        ("wsc273", {"options": ["The box"]}, "IndexError"),
-        ("arc_easy", {"answerKey": "E"}, "'E'"),
-        ("arc_challenge", {"choices": {"text": ["a"], "label": ["A"]}, "answerKey": "A"}, "two"),
-        ("logiqa", {"options": ["a", "b", "c", None]}, "blank"),
-        ("copa", {"label": None}, "label"),
-    ],
-)
-def test_a_bad_row_is_named_by_its_line(task, change, said, tmp_path):
-    path = tmp_path / f"{task}.jsonl"
-    good = json.dumps(ROWS[task][0])
-    path.write_text(f"{good}\n\n{json.dumps({**ROWS[task][0], **change})}\n{good}\n")
-    error = refused(task, tmp_path)
-    assert error.message.startswith(f"{path}:3: ")
-    assert said in error.message
+def test_known_continuations_of_greedy_generation(run, adapter):
+    size, last = run.tokenizer.size, run.tokenizer.encode("He went")[-1]
+    text = run.tokenizer.decode([(last + 1 + i) % size for i in range(12)])
+    pieces = ask("generate_until", ("He went", {"until": [], "max_gen_toks": 12}))
+    assert adapter.generate_until(pieces) == [text]
+    every = {"max_gen_toks": 12, "do_sample": True, "temperature": 1e-300, "top_k": 0}  # as transformers has it: of all
+    assert adapter.generate_until(ask("generate_until", ("He went", every))) == [text]
+    stop = text[5:8]
+    cut = text[: text.index(stop)]
+    options = {"until": ["never", stop], "max_gen_toks": 12, "do_sample": False, "temperature": 1.0}
+    run.model.forwards.clear()
+    assert adapter.generate_until(ask("generate_until", ("He went", options))) == [cut]
+    assert len(run.model.forwards) < 12  # it stops there
 
 
-def test_fields_that_a_task_reads_are_needed(tmp_path):
-    unread = {"id", "idx", "span1_index"}
-    for task, rows in ROWS.items():
-        path = tmp_path / f"{task}.jsonl"
-        for field in rows[0].keys() - unread:
-            path.write_text(json.dumps({key: value for key, value in rows[0].items() if key != field}))
-            assert refused(task, tmp_path).message.startswith(f"{path}:1: "), (task, field)
+def test_an_empty_continuation_is_certain_and_white_space_belongs_to_what_follows(adapter):
+    empty, one, other = adapter.loglikelihood(ask("loglikelihood", ("He", ""), ("He ", "went"), ("He", " went")))
+    assert empty == (0.0, True)
+    assert one == other
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b'{"goal": "a"', ":1: "),
-        (b"\n[1, 2]", ":2: "),
-        (b"\xff", ":1: "),
-        (b"\n \n", " "),
-    ],
-)
-def test_a_broken_file_is_told(content, said, tmp_path):
-    path = tmp_path / "piqa.jsonl"
-    path.write_bytes(content)
-    assert refused("piqa", tmp_path).message.startswith(f"{path}{said}")
+def test_a_token_that_spans_the_join_is_scored(run, adapter):
+    ids = run.tokenizer.encode("He went")
+    for place in range(1, len("He went")):
+        before, after = adapter._encode_pair("He went"[:place], "He went"[place:])
+        assert [*(() if before == [run.tokenizer.eos] else before), *after] == ids
+        assert after
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("- 1", ""),
-        ("a: 1", ":6:1: a"),
-        ("task: yours", ":6:1: task"),
-        ("description: &a Hm.", ":6:14: "),
-        ("doc_to_text: !!python/name:os.system", ":6:14: "),
-        ("doc_to_text: !function nowhere.f", ":6:14: "),
-        ("process_results: evil.f", ":6:1: process_results"),
-        ("process_docs: evil.f", ":6:1: process_docs"),
-        ("class: evil", ":6:1: class"),
-        ("custom_dataset: f", ":6:1: custom_dataset"),
-        ("metric_list: [{metric: ./evil}]", "metric_list.0.metric: found ./evil"),
-        ("metric_list: [{metric: acc, hf_evaluate: true}]", "metric_list.0.hf_evaluate"),
-        ("metric_list: [{aggregation: mean}]", "metric_list.0: no key 'metric'"),
-        ("metadata: {version: .nan}", "metadata.version"),
-        ("metadata: 2001-99-99", "month"),
-        ("include: mine.yaml", "includes itself"),
-        ("include: nowhere.yaml", "nowhere.yaml"),
-        ("validation_split: [x]", ":6:1: validation_split: found a list of 1"),
-        ("fewshot_config: {doc_to_target: 1.5}", "fewshot_config.doc_to_target"),
-        ("fewshot_config: {process_docs: f}", "fewshot_config.process_docs"),
-        ("num_fewshot: -1", ":6:1: num_fewshot: found -1"),
-        ("dataset_kwargs: {trust_remote_code: true}", "dataset_kwargs.trust_remote_code"),
-        ("dataset_kwargs: {data_files: {test: [a, 'http://b']}}", "dataset_kwargs.data_files"),
-        ("dataset_kwargs: {data_dir: 'hf://a'}", "dataset_kwargs.data_dir"),
-    ],
-)
-def test_a_users_file_holds_data_alone(line, said, tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text(f"{OWN}{line}\n")
-    found = refused(path, tmp_path).message
-    assert str(tmp_path) in found
-    assert said in found
-    (tmp_path / "heir.yaml").write_text("include: mine.yaml\n")
-    assert said in refused(tmp_path / "heir.yaml", tmp_path).message
+def test_requests_beyond_the_context_are_cut_and_counted(run, adapter):
+    short, long = ("He", " went"), ("He went away and then came back again to the house", " and slept")
+    found = adapter.loglikelihood(ask("loglikelihood", short, long, task="one"))
+    adapter.loglikelihood(ask("loglikelihood", short, task="two"))
+    assert adapter.truncated == {"one": 1, "two": 0}
+    ids = run.tokenizer.encode("".join(long))
+    first = len(run.tokenizer.encode(long[0]))
+    assert len(ids) - first < 8 < len(ids)
+    assert found[1][0] == pytest.approx(by_hand(ids, first, run.tokenizer.size))  # a bigram does not miss what is cut
+    assert max(length for _, length in run.model.forwards) <= 8
+    for digits, cut in ((8, 0), (9, 1)):  # a digit is a token; the last one is not read
+        assert len(run.tokenizer.encode("1" * digits + "2")) == digits + 1
+        adapter.loglikelihood(ask("loglikelihood", ("1" * digits, "2"), task=f"{digits} digits"))
+        assert adapter.truncated[f"{digits} digits"] == cut
 
 
-def test_definitions_without_what_scoring_needs(tmp_path):
-    path = tmp_path / "mine.yaml"
-    for text, said in (
-        ("output_type: multiple_choice\n", "no key 'task'"),
-        ("task: mine\n", "a task of generate_until"),
-        ("task: mine\noutput_type: multiple_choice\ndataset_path: json\n", "nothing to score"),
-        ("task: mine # " + "x" * (1 << 16), "more than"),
-    ):
-        path.write_text(text)
-        assert said in refused(path).message
-    assert "none.yaml" in refused(tmp_path / "none.yaml").message
+def test_answers_keep_the_order_of_the_questions(run):
+    pairs = [("He", f" went {'on ' * (place % 5)}away") for place in range(23)]
+    one_by_one = [PkmLM(run).loglikelihood(ask("loglikelihood", pair))[0] for pair in pairs]
+    for size in (None, "auto:4", "3"):
+        run.model.forwards.clear()
+        assert PkmLM(run, batch_size=size).loglikelihood(ask("loglikelihood", *pairs)) == one_by_one
+    rows, lengths = zip(*run.model.forwards, strict=True)
+    assert max(rows) == 3
+    assert list(lengths) == sorted(lengths, reverse=True)
 
 
-def test_only_readers_of_plain_data_and_the_hub_are_accepted(tmp_path, monkeypatch):
-    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+class Cramped(Bigram):
+    """A bigram for whose forwards memory suffices up to `most` tokens."""
 
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "here/folder").mkdir(parents=True)
-    path = tmp_path / "mine.yaml"
+    most = 20
 
-    def accepted(source: str) -> bool:
-        path.write_text(f"task: mine\ndataset_path: {source}\n")
-        try:
-            return bool(read_task_file(path))
-        except UserError as error:
-            return f"{path}:2:1: dataset_path: found" not in error.message
-
-    assert {name for name in _PACKAGED_DATASETS_MODULES if accepted(name)} == set(LOCAL)
-    assert set(LOCAL) == {"json", "csv", "text", "parquet"}, "none of which unpickles, or runs a script"
-    assert accepted("owner/name-1.0_x")
-    for other in ("generator", "glue", "here", "here/folder", "./owner/name", "../a", "/a", "a/../b", "a/b/c", "a.py"):
-        assert not accepted(other), other
-    for other in ("hf://datasets/pandas", "http://a/b", f"'{tmp_path}'", "''", "[json]", "5", '"owner/name\\n"'):
-        assert not accepted(other), other
+    def hidden(self, tokens_BT, cache=None, layout=None):
+        if tokens_BT.numel() > self.most:
+            self.forwards.append((0, 0))
+            raise torch.OutOfMemoryError("no more")
+        return super().hidden(tokens_BT, cache, layout)
 
 
-def test_no_template_runs_code(tmp_path):
-    (tmp_path / "mine.jsonl").write_text('{"q": "a", "a": 0}\n')
-    path = tmp_path / "mine.yaml"
-    for reach in (
-        f"cycler.__init__.__globals__.os.system('touch {tmp_path / 'ran'}')",
-        "lipsum.__globals__",
-        "''.__class__.__mro__",
-        "'{0.__class__}'.format(q)",
-    ):
-        path.write_text(OWN + f'doc_to_text: "{{{{ {reach} }}}}"\n')
-        assert re.search("unsafe|undefined", refused(path, tmp_path).message)
-    path.write_text(OWN + 'doc_to_text: q\ndescription: "{{ [].__class__ }}"\n')
-    assert "mine.jsonl:1: SecurityError" in refused(path, tmp_path).message
-    assert not (tmp_path / "ran").exists()
+def test_batches_are_halved_where_memory_runs_out(run, adapter):
+    pairs = [(f"{place} He", " went") for place in range(40)]
+    expected = adapter.loglikelihood(ask("loglikelihood", *pairs))
+    model = Cramped(run.tokenizer.size)
+    small = PkmLM(replace(run, model=model), batch_size=16)
+    assert small.loglikelihood(ask("loglikelihood", *pairs)) == expected
+    failed = model.forwards.count((0, 0))
+    assert 1 <= failed <= 4  # it learns from the first batch
+    texts = ask("loglikelihood_rolling", ("He went away " * 20,))
+    assert small.loglikelihood_rolling(texts) == pytest.approx(adapter.loglikelihood_rolling(texts))
+    model.most = 2
+    with pytest.raises(UserError, match="memory does not suffice") as error:
+        small.loglikelihood(ask("loglikelihood", *pairs))
+    assert error.value.exit_code == 1
 
 
-def test_a_definition_may_include_another_and_null_is_as_good_as_absent(tmp_path):
-    (tmp_path / "base.yaml").write_text("description: Hm.\noutput_type: multiple_choice\ntest_split: test\n")
-    (tmp_path / "mine.yaml").write_text(
-        "include: [base.yaml]\ntask: mine\ndataset_path: csv\ndescription: null\nmetric_list: [{metric: acc}]\n"
-    )
-    assert read_task_file(tmp_path / "mine.yaml") == {
-        "output_type": "multiple_choice",
-        "test_split": "test",
-        "task": "mine",
-        "dataset_path": "csv",
-        "metric_list": [{"metric": "acc"}],
-    }
+def test_other_failures_are_not_taken_for_memory(run):
+    class Broken(Bigram):
+        def hidden(self, tokens_BT, cache=None, layout=None):
+            raise RuntimeError("shapes do not match")
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        PkmLM(replace(run, model=Broken(600))).loglikelihood(ask("loglikelihood", ("He", " went")))
 
 
-def test_a_definition_is_checked_on_each_row_whatever_its_name(rows, tmp_path):
-    path = tmp_path / "piqa.yaml"
-    text = OWN.replace("mine", "piqa").replace("doc_to_target: a\n", "") + "doc_to_text: goal\n"
-    path.write_text(text + "doc_to_target: label\n")
-    assert load_tasks(str(path), rows, None)[0].rows.file == rows / "piqa.jsonl"
-    assert "two tasks named 'piqa'" in refused(f"piqa,{path}", rows).message
-    path.write_text(text + 'doc_to_target: "{{label * 7}}"\n')
-    assert f"{path} cannot be used with {rows / 'piqa.jsonl'}:2: the answer is 7 " in refused(path, rows).message
-    path.write_text(text.replace("[x, y]", '"{{nothing.split()}}"') + "doc_to_target: label\n")
-    assert "'nothing' is undefined" in refused(path, rows).message
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_scores_that_are_not_finite_are_an_error(run, bad):
+    model = Bigram(run.tokenizer.size)
+    model.log_VV[:] = bad
+    for kind, arguments in (("loglikelihood", ("He", " went")), ("loglikelihood_rolling", ("He went",))):
+        with pytest.raises(UserError, match="not finite") as error:
+            getattr(PkmLM(replace(run, model=model)), kind)(ask(kind, arguments))
+        assert error.value.exit_code == 1
 
 
-def test_a_metric_that_cannot_sum_up_the_rows_is_refused(tmp_path):
-    (tmp_path / "mine.jsonl").write_text('{"q": "a", "a": 0}\n{"q": "b", "a": 1}\n{"q": "c", "a": 2}\n')
-    path = tmp_path / "mine.yaml"
-    text = OWN.replace("[x, y]", "[x, y, z]") + "doc_to_text: q\n"
-    for metric in ("{metric: f1}", "{metric: acc, aggregation: nope}"):
-        path.write_text(f"{text}metric_list: [{metric}]\n")
-        assert str(path) in refused(path, tmp_path).message
-    path.write_text(f"{text}metric_list: [{{metric: acc, aggregation: median}}]\n")
-    assert load_tasks(str(path), tmp_path, None)
+def test_rolling_perplexity_is_that_of_eval(trained, novels):
+    loaded = load_run(trained("product-key"))
+    texts = [(novels / f"{split}.txt").read_text() for split in ("test", "valid")]
+    sums = PkmLM(loaded).loglikelihood_rolling(ask("loglikelihood_rolling", *((text,) for text in texts)))
+    ids = [np.array(loaded.tokenizer.encode(text)) for text in texts]
+    result = score(loaded.model, documents_of_texts("both", ids, texts), loaded.tokenizer.eos)
+    assert -sum(sums) == pytest.approx(result.nll, rel=1e-9)
+
+
+def test_lm_eval_builds_it_from_its_arguments(trained):
+    import lm_eval.models  # noqa: F401
+    from lm_eval.api.registry import get_model
+
+    from pkmlm.cli.lm_eval import register
+
+    register()
+    assert get_model("pkmlm") is PkmLM
+    assert get_model("dummy") is not PkmLM  # lm_eval's own are still there
+    given = {"batch_size": 1, "max_batch_size": None, "device": "cuda"}
+    model = PkmLM.create_from_arg_obj({"run": str(trained("dense")), "step": 20}, given)
+    assert (model.run.step, model.max_length, model.batch_size) == (20, 32, 1)
+    assert model.get_model_info()["model_dtype"] == "torch.float32"
+
+
+def test_the_entry_point_names_the_adapter():
+    import importlib
+    import re
+
+    from tests.conftest import ROOT
+
+    module, name = re.search(
+        r'"lm_eval\.models": \["pkmlm = ([\w.]+):(\w+)"\]', (ROOT / "setup.py").read_text()
+    ).groups()
+    assert getattr(importlib.import_module(module), name) is PkmLM
