@@ -91,7 +91,8 @@ def evaluate_run(
         UserError: the run, the text or the tasks cannot be had; scores are not finite (exit code 1).
     """
     if tasks is not None:  # first: bad rows are named before a model is loaded
-        from pkmlm.evaluate.tasks import load_tasks, score_tasks  # which takes seconds
+        from pkmlm.evaluate.lm_eval import score_tasks  # which takes seconds
+        from pkmlm.evaluate.tasks import load_tasks
 
         loaded = load_tasks(tasks, None if task_data is None else Path(task_data), num_fewshot)
     quiet = quiet or world.rank > 0

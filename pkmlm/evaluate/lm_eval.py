@@ -1,16 +1,21 @@
-"""A trained run as a model of lm-evaluation-harness: its three kinds of requests."""
+"""A run in lm-evaluation-harness: the model that it sees, with the three kinds of requests, and the scores of tasks."""
 
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from importlib.metadata import version
+from statistics import fmean, stdev
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
+from lm_eval.api.task import ConfigurableTask
+from lm_eval.evaluator import evaluate
 
+from pkmlm import __version__
 from pkmlm.device import is_out_of_memory
 from pkmlm.distributed import current_world
 from pkmlm.errors import UserError
@@ -18,6 +23,7 @@ from pkmlm.evaluate.generate import Sampling, generate, stream_text
 from pkmlm.evaluate.likelihood import Window, build_prefix_trees, continuation_windows, score_trees
 from pkmlm.evaluate.load import LoadedRun, load_run
 from pkmlm.evaluate.perplexity import BATCH, score_windows, windows
+from pkmlm.evaluate.tasks import Json, ZeroShotTask, one_line, quiet, sandboxed_templates
 from pkmlm.recipe.check import require_softmax
 
 TOKENS = {"cpu": 2048, "cuda": 1 << 15}  # of a forward pass, where the batch size is not given
@@ -221,3 +227,104 @@ def batches(rows: Sequence[Row], batch_size: Callable[[Row], int]) -> list[list[
         else:
             found.append([row])
     return found
+
+
+def score_tasks(
+    run: LoadedRun,
+    tasks: Sequence[ZeroShotTask],
+    *,
+    limit: int | None = None,
+    batch_size: int | None = None,
+    advance: Callable[[int, int], Any] = lambda done, total: None,
+) -> tuple[Json, list[Json]]:
+    """Score tasks.
+
+    Args:
+        limit: only the first so many documents of each.
+        batch_size: questions a forward pass; None: by their length.
+        advance: called with the tokens scored so far and in all.
+
+    Returns:
+        the part of the record that is about tasks: "tasks" (see `task_record`), "average_acc" and "harness" (versions
+        and how the model ran); and the samples: a dict for each document of each task, with what was asked, the
+        log-likelihoods and the metrics.
+
+    Raises:
+        UserError: scores that are not finite (exit code 1); a task of the user that lm-eval cannot score.
+    """
+    model = PkmLM(run, batch_size=batch_size, advance=advance)
+    try:
+        with quiet(), sandboxed_templates():
+            found = evaluate(model, {"tasks": {each.name: each.task for each in tasks}}, limit=limit, bootstrap_iters=0)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # of a definition that passed the checks
+        own = ", ".join(str(each.own) for each in tasks if each.own is not None)
+        if not own:
+            raise
+        raise UserError(f"--tasks {own}: lm-eval cannot score it: {one_line(error)}") from error
+    assert found is not None  # lm_eval returns None on ranks above 0; the adapter's is always 0
+    records = {}
+    for each in tasks:
+        name = each.name
+        records[name] = {
+            **task_record(each.task, found["results"][name], found["samples"][name]),
+            "requests": model.requests[name],
+            "truncated": model.truncated[name],
+            "num_fewshot": each.task.config.num_fewshot or 0,
+            "version": found["versions"][name],
+            "data": None if each.rows is None else {"file": each.rows.file.name, "sha256": each.rows.sha256},
+        }
+    accuracies = [record["acc"] for record in records.values() if record["acc"] is not None]
+    record = {
+        "tasks": records,
+        "average_acc": fmean(accuracies) if accuracies else None,
+        "harness": {
+            "versions": {"pkmlm": __version__, **{name: version(name) for name in ("lm_eval", "datasets", "torch")}},
+            "dtype": str(next(run.model.parameters()).dtype).removeprefix("torch."),
+            "device": str(run.device),
+            "context": run.model.context,
+            "batch_size": batch_size or "auto",
+            "limit": limit,
+            "processes": current_world().size,
+        },
+    }
+    return record, [{"task": each.name, **sample} for each in tasks for sample in found["samples"][each.name]]
+
+
+def task_record(task: ConfigurableTask, results: Json, samples: Sequence[Json]) -> Json:
+    """What is reported of a task.
+
+    Keys: n (documents), acc, acc_norm (shares of right answers: of the choice with the largest log p, or with the
+    largest log p by character), their standard errors (of a mean over documents), chance (of a random choice), always
+    (acc of giving the same answer to all, where all have the same choices), metrics (all others of the task that are
+    finite). None where the task has no such thing.
+    """
+    metrics = {
+        key.removesuffix(",none"): value
+        for key, value in results.items()
+        if "," in key and "_stderr" not in key and isinstance(value, int | float) and math.isfinite(value)
+    }
+    chance = always = None
+    if task.OUTPUT_TYPE == "multiple_choice":
+        counts = [len(sample["arguments"]) // (1 + ("acc_mutual_info" in sample["metrics"])) for sample in samples]
+        chance = fmean(1 / count for count in counts)
+        choices = task.config.doc_to_choice
+        if isinstance(choices, list):
+            right = [sample["target"] for sample in samples]
+            always = {choice: fmean(each in (place, choice) for each in right) for place, choice in enumerate(choices)}
+    return {
+        "n": len({sample["doc_id"] for sample in samples}),
+        "acc": metrics.pop("acc", None),
+        "acc_stderr": standard_error([sample.get("acc") for sample in samples]),
+        "acc_norm": metrics.pop("acc_norm", None),
+        "acc_norm_stderr": standard_error([sample.get("acc_norm") for sample in samples]),
+        "chance": chance,
+        "always": always,
+        "metrics": metrics,
+    }
+
+
+def standard_error(values: Sequence[Any]) -> float | None:
+    """The standard error of a mean; None for fewer than two values, or for what is not numbers."""
+    if len(values) < 2 or not all(isinstance(value, int | float) for value in values):
+        return None
+    return stdev(values) / math.sqrt(len(values))
