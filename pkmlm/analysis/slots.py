@@ -30,10 +30,9 @@ from pkmlm.analysis.slot_contexts import (
 from pkmlm.analysis.usage import PAIRED_KINDS, MemoryUsage
 from pkmlm.console import token_progress
 from pkmlm.errors import UserError, printable
-from pkmlm.evaluate.documents import Documents, chosen_documents
+from pkmlm.evaluate.documents import Documents, TextChoice, chosen_documents
 from pkmlm.evaluate.load import LoadedRun
 from pkmlm.evaluate.perplexity import score
-from pkmlm.evaluate.text_choice import TextChoice
 from pkmlm.model.memory.base import SparseMemory, UsageTap, memories
 from pkmlm.model.transformer import Transformer
 

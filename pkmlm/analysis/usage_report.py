@@ -15,7 +15,7 @@ from pkmlm.console import token_progress, warn
 from pkmlm.data.index import read_index
 from pkmlm.data.sources import expand_glob
 from pkmlm.errors import UserError, printable
-from pkmlm.evaluate.text_choice import TextChoice
+from pkmlm.evaluate.documents import TextChoice, chosen_documents
 from pkmlm.export.config import CONFIG, is_export
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import MANIFEST, entry_of, json_text, sha256_of
@@ -135,7 +135,6 @@ def _measure(
     """Pass over the text and count."""
     from pkmlm.analysis.counters import measure_usage
     from pkmlm.analysis.slots import index_slots, page_slots
-    from pkmlm.evaluate.documents import chosen_documents
     from pkmlm.evaluate.load import load_on_all_ranks
 
     loaded = load_on_all_ranks(run.path, step, world)

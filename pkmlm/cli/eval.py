@@ -12,7 +12,7 @@ from pkmlm.console import Column, Table, warn_each
 from pkmlm.errors import UserError
 
 if TYPE_CHECKING:
-    from pkmlm.evaluate.text_choice import TextChoice
+    from pkmlm.evaluate.documents import TextChoice
 
 
 @click.command()

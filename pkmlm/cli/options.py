@@ -94,7 +94,7 @@ def text_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(command)
     def choosing(**options: Any) -> Any:
-        from pkmlm.evaluate.text_choice import TextChoice
+        from pkmlm.evaluate.documents import TextChoice
 
         choice = TextChoice(**{name: options.pop(name) for name in TextChoice._fields})
         choice.refuse_contradictions(given(click.get_current_context(), "field"))

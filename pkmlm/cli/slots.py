@@ -10,7 +10,7 @@ from pkmlm.console import warn_each
 from pkmlm.errors import UserError
 
 if TYPE_CHECKING:
-    from pkmlm.evaluate.text_choice import TextChoice
+    from pkmlm.evaluate.documents import TextChoice
 
 DEFAULT_TOP = {"slots": 20, "contexts": 10, "token": 3}  # rows of each kind of report
 ENOUGH = 10  # slots whose contexts can be dealt at random among them: those of one alone would come back

@@ -15,7 +15,7 @@ from pkmlm.errors import UserError, printable
 
 if TYPE_CHECKING:
     from pkmlm.distributed import World
-    from pkmlm.evaluate.text_choice import TextChoice
+    from pkmlm.evaluate.documents import TextChoice
 
 
 @click.command()

@@ -7,10 +7,9 @@ from typing import Any
 from pkmlm.console import token_progress
 from pkmlm.distributed import World
 from pkmlm.errors import UserError
-from pkmlm.evaluate.documents import chosen_documents
+from pkmlm.evaluate.documents import TextChoice, chosen_documents
 from pkmlm.evaluate.load import LoadedRun, load_on_all_ranks
 from pkmlm.evaluate.perplexity import score
-from pkmlm.evaluate.text_choice import TextChoice
 from pkmlm.runs.results import EVAL, perplexity_file, split_name, tasks_file, text_name, write_evaluation
 
 NO_PERPLEXITY: dict[str, Any] = {"stride": None, "source": None, "perplexity": None}
