@@ -62,7 +62,9 @@ class Memory:
     heads: Size = key(4, "memory heads; all share the values, each has its own keys and queries")
     topk: Size = key(32, "slots read per head and token")
     key_dim: Size = key(512, "width of a query; a sub-key has half of it, a flat key all")
-    query: Literal["linear", "mlp"] = key("linear", "the query network: one linear map, or two with a ReLU between")
+    query: Literal["linear", "mlp"] = key(
+        "linear", "the query network: one linear map, or two with a ReLU between, of which the heads share the first"
+    )
     query_norm: Literal["batch", "layer", "rms", "none"] = key(
         "batch", "normalisation of the queries; batch is the paper's (PKM table 2)"
     )

@@ -40,6 +40,9 @@ class HashLayer(SparseMemory):
     at 8 bits, entries of 0.02 would start the layer nearly dead. The larger start of the other maps (`linear_std`) cost
     a model of width 128 0.33 nats.
 
+    The authors' released code adds a bias, drawn from N(0, 0.001^2), to the output, which eq. 13 does not have; and its
+    blocks begin with an RMSNorm, where ours have a LayerNorm, as the paper's argument for the signs' balance asks for.
+
     Args:
         dim, width: of the input, a multiple of `bits`, and of the output.
         bits: of a code; a table has 2^bits rows.

@@ -23,7 +23,8 @@ EPSILON = 1e-5
 class Query(nn.Module):
     """The query network: linear, or two maps with a ReLU between, then the normalisation of `memory.query_norm`.
 
-    batch normalises all H * q entries by their statistics over tokens; layer and rms normalise each head's query.
+    batch normalises all H * q entries by their statistics over tokens; layer and rms normalise each head's query. All
+    heads share the first of the two maps (D to D) and its ReLU; each has its own part of the second.
 
     Args:
         dim: model width.
