@@ -109,8 +109,6 @@ def check_values(model: Transformer, path: Path) -> None:
         UserError: (exit code 1) one is not finite, or a variance is negative.
     """
     for name, tensor in model.state_dict().items():
-        problem = "" if is_finite(tensor) else "is not finite"
-        if name.endswith("running_var") and (tensor < 0).any():
-            problem = "has a negative variance"
-        if problem:
-            raise UserError(f"{path}: {name} {problem}", "evaluate another step, or train it again", exit_code=1)
+        if not is_finite(tensor) or (name.endswith("running_var") and (tensor < 0).any()):
+            message = f"{path}: {name} holds numbers that no training gives"
+            raise UserError(message, "evaluate another step, or train it again", exit_code=1)

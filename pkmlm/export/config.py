@@ -24,18 +24,12 @@ DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 class Trained(TypedDict):
-    """What an export knows of its training."""
+    """What config.json knows of the model's training."""
 
     recipe: NotRequired[dict[str, Any] | None]
     run: NotRequired[str | None]
     step: NotRequired[int | None]
     tokens: NotRequired[int | None]
-
-
-class Config(TypedDict):
-    """What config.json must hold, besides a model."""
-
-    trained: Trained
 
 
 class Origin(NamedTuple):
@@ -109,9 +103,9 @@ def read_config(path: Path) -> tuple[Recipe, Origin]:
         raise UserError(message, "`pkmlm export` writes such folders", exit_code=1 if found is None else 2)
     trained = config.get("trained", {})
     try:
-        check_json({"trained": trained}, Config)
+        check_json(trained, Trained)
     except TypeError as problem:
-        raise UserError(f"{path}: {problem}", exit_code=1) from None
+        raise UserError(f"{path}: trained: {problem}", exit_code=1) from None
     rest = trained.get("recipe") or {}
     origin = Origin(trained.get("run") or path.parent.name, trained.get("step") or 0, trained.get("tokens") or 0)
     model = {field.name: config[field.name] for field in fields(Model) if field.name in config}
