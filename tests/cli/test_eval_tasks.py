@@ -255,12 +255,6 @@ def test_a_task_of_ones_own(run, tmp_path):
     record, samples = scored(run, tmp_path, str(tmp_path / "own.yaml"))
     assert record["tasks"]["colours"]["n"] == 2
     assert samples[0]["arguments"][0] == ["Snow is", " white"]
-    (tmp_path / "colours.jsonl").write_text('{"thing": "Snow", "colour": 0}\n{"thing": "Soot", "colour": 2}\n')
-    said = pkmlm("eval", run, "--tasks", tmp_path / "own.yaml", "--task-data", tmp_path, code=2).stderr
-    assert f"{tmp_path / 'colours.jsonl'}:2: " in said
-    (tmp_path / "own.yaml").write_text(OWN.format(file="none") + "num_fewshot: 9\nfewshot_split: test\n")
-    said = pkmlm("eval", run, "--tasks", tmp_path / "own.yaml", "--task-data", tmp_path, code=2).stderr
-    assert "own.yaml" in said
 
 
 def test_mistakes_are_told_in_one_line(run, rows, tmp_path):
