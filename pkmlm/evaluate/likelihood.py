@@ -142,6 +142,7 @@ def score_trees(model: Transformer, trees: Sequence[PrefixTree]) -> Iterator[tup
     # Windows with a shared prefix may score the same token after the same state: the head runs once for such a pair.
     pairs, inverse = np.unique(np.stack([np.concatenate(at), np.concatenate(targets)]), axis=1, return_inverse=True)
     at_M, targets_M = torch.from_numpy(pairs).to(device)
+    inverse = inverse.reshape(-1)  # numpy 2.0.0 gives (1, M), all others (M,)
     nll_M, greedy_M = (part.cpu()[inverse] for part in score_targets(model, h_BTD.flatten(0, 1)[at_M], targets_M))
     ends = np.cumsum([len(ids) for ids in targets])[:-1].tolist()
     for window, nll, greedy in zip(windows, nll_M.tensor_split(ends), greedy_M.tensor_split(ends), strict=True):

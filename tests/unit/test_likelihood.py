@@ -113,6 +113,18 @@ def test_a_tree_scores_as_its_windows_do_one_by_one(kind):
                 assert score.greedy == greedy
 
 
+def test_scores_do_not_depend_on_the_shape_of_numpys_inverse(monkeypatch):
+    model, trees, unique = model_of("dense"), build_prefix_trees(QUESTIONS, 100), np.unique
+    expected = dict(score_trees(model, trees))
+
+    def as_in_numpy_2_0_0(*arguments, **options):
+        values, inverse = unique(*arguments, **options)
+        return values, inverse.reshape(1, -1)
+
+    monkeypatch.setattr(np, "unique", as_in_numpy_2_0_0)
+    assert dict(score_trees(model, trees)) == expected
+
+
 def test_greedy_targets_are_known_as_such():
     model = model_of("dense")
     ids = [3, 4]
