@@ -10,7 +10,15 @@ from typing import Any, NamedTuple
 
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import read_json
-from pkmlm.runs.results import STATE, CheckpointState, partial_tasks, task_scores, test_perplexity, test_usage
+from pkmlm.runs.results import (
+    STATE,
+    CheckpointState,
+    average_accuracy,
+    partial_tasks,
+    task_scores,
+    test_perplexity,
+    test_usage,
+)
 
 Facts = dict[str, Any]
 NAMED = 3  # runs of a kind, and kinds, that a warning names before it counts the rest
@@ -70,8 +78,8 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
     (in training steps, up to the latest checkpoint, or, where that is gone, to the end), valid_step, valid_loss (nats a
     token), valid_token_ppl, valid_bits_per_byte (of the best validation), test_step, test_token_ppl, test_word_ppl,
     test_bits_per_byte (of the newest evaluation of the test split), tasks_step, tasks ({name: {"acc", ...}}, see
-    `task_scores`), average_acc (over these), usage_step, usage (memories of the newest usage report of the test
-    split). The kind is dense, hash, the kind of memory, or hash + that.
+    `task_scores`), average_acc (see `average_accuracy`), usage_step, usage (memories of the newest usage report of the
+    test split). The kind is dense, hash, the kind of memory, or hash + that.
     """
     recorded, metrics, recipe = run.facts(), run.metrics(), run.recipe()
     parameters = recorded.get("parameters") or {}
@@ -103,7 +111,7 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
         **{f"test_{key}": scores.get(key) for key in ("token_ppl", "word_ppl", "bits_per_byte")},
         "tasks_step": tasks_step,
         "tasks": tasks,
-        "average_acc": mean(task.get("acc") for task in tasks.values()),
+        "average_acc": average_accuracy(tasks.values())[0],
         "usage_step": usage_step,
         "usage": usage.get("memories") or [],
     }

@@ -9,6 +9,7 @@ from typing import Any
 
 from pkmlm.analysis.compare import Facts, mean
 from pkmlm.console import NATS, SHARE, Column, Table, number
+from pkmlm.runs.results import average_accuracy
 
 Entry = dict[str, Any]
 
@@ -145,7 +146,7 @@ def compare_tables(runs: Sequence[Facts]) -> list[Table]:
     rows = []
     for run in runs:
         acc = {name: run["tasks"].get(name, {}).get("acc") for name in names}
-        average = mean(acc[name] for name in shared)
+        average, _ = average_accuracy(run["tasks"].get(name, {}) for name in shared)
         rows.append([run["run"], *acc.values(), average, *(run["tasks_step"] for _ in step)])
     average_of = number("average" if shared == names else f"average of {len(shared)}", "{:.3f}")
     columns = [Column("Run"), *(number(name, "{:.3f}") for name in names), average_of, *step]
@@ -291,10 +292,9 @@ def task_report(record: dict[str, Any]) -> str:
     right = {name: facts for name, facts in tasks.items() if facts["acc"] is not None}
     keys = ("n", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "chance")
     accuracies = [[name, *(facts[key] for key in keys), _cut(facts)] for name, facts in right.items()]
-    if len(right) > 1:
-        chances = [facts["chance"] for facts in right.values()]
-        chance = None if None in chances else fmean(chances)
-        accuracies.append(["average", None, record["average_acc"], None, None, None, chance, None])
+    average, chance = average_accuracy(right.values())
+    if len(right) > 1 and average is not None:
+        accuracies.append(["average", None, average, None, None, None, chance, None])
     constant = [
         [name, answer, share] for name, facts in tasks.items() for answer, share in (facts["always"] or {}).items()
     ]

@@ -25,6 +25,7 @@ from pkmlm.evaluate.load import LoadedRun, load_run
 from pkmlm.evaluate.perplexity import BATCH, score_windows, windows
 from pkmlm.evaluate.tasks import Json, ZeroShotTask, one_line, quiet, sandboxed_templates
 from pkmlm.recipe.check import require_softmax
+from pkmlm.runs.results import average_accuracy
 
 TOKENS = {"cpu": 2048, "cuda": 1 << 15}  # of a forward pass, where the batch size is not given
 Row = TypeVar("Row")
@@ -245,9 +246,9 @@ def score_tasks(
         advance: called with the tokens scored so far and in all.
 
     Returns:
-        the part of the record that is about tasks: "tasks" (see `task_record`), "average_acc" and "harness" (versions
-        and how the model ran); and the samples: a dict for each document of each task, with what was asked, the
-        log-likelihoods and the metrics.
+        the part of the record that is about tasks: "tasks" (see `task_record`), "average_acc" (see `average_accuracy`)
+        and "harness" (versions and how the model ran); and the samples: a dict for each document of each task, with
+        what was asked, the log-likelihoods and the metrics.
 
     Raises:
         UserError: scores that are not finite (exit code 1); a task of the user that lm-eval cannot score.
@@ -273,10 +274,9 @@ def score_tasks(
             "version": found["versions"][name],
             "data": None if each.rows is None else {"file": each.rows.file.name, "sha256": each.rows.sha256},
         }
-    accuracies = [record["acc"] for record in records.values() if record["acc"] is not None]
     record = {
         "tasks": records,
-        "average_acc": fmean(accuracies) if accuracies else None,
+        "average_acc": average_accuracy(records.values())[0],
         "harness": {
             "versions": {"pkmlm": __version__, **{name: version(name) for name in ("lm_eval", "datasets", "torch")}},
             "dtype": str(next(run.model.parameters()).dtype).removeprefix("torch."),

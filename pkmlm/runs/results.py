@@ -15,11 +15,12 @@ listed. `check_json` compares values with them.
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 import numpy as np
@@ -134,6 +135,7 @@ class TaskScore(TypedDict):
     """What was found of one task."""
 
     acc: NotRequired[MaybeNumber]
+    chance: NotRequired[MaybeNumber]
     num_fewshot: NotRequired[MaybeNumber]
     data: NotRequired[Rows | None]
 
@@ -314,6 +316,20 @@ def task_scores(run: Path) -> tuple[int | None, dict[str, Any]]:
                     tasks[name] = scores
         return step, tasks
     return None, {}
+
+
+def average_accuracy(tasks: Iterable[Mapping[str, Any]]) -> tuple[float | None, float | None]:
+    """The mean of tasks' "acc", and of their "chance".
+
+    (None, None) where some tasks have answers to choose from and others a text to continue: right answers by chance are
+    so common among the former, and so rare among the latter, that their mean says nothing.
+    """
+    scored = [task for task in tasks if task.get("acc") is not None]
+    chances = [task.get("chance") for task in scored]
+    known = [chance for chance in chances if chance is not None]
+    if not scored or len(known) not in (0, len(scored)):
+        return None, None
+    return fmean(task["acc"] for task in scored), fmean(known) if known else None
 
 
 def partial_tasks(run: Path) -> set[str]:

@@ -250,6 +250,10 @@ def test_accuracies_are_averaged_over_shared_tasks(run: Path, tmp_path: Path) ->
     table = pkmlm("compare", more, none).stdout.partition("Zero-shot")[2].splitlines()
     assert table[2].split() == ["Run", "piqa", "wsc", "average"]
     assert table[4].split()[-1] == "0.600"
+    tasks["wsc"]["chance"] = 0.5  # and piqa without one: of another kind
+    (more / "eval/tasks-step-200.json").write_text(json.dumps({"step": 200, "tasks": tasks}))
+    table = pkmlm("compare", more, none).stdout.partition("Zero-shot")[2].splitlines()
+    assert table[4].split()[-3:] == ["0.400", "0.800", "-"]
 
 
 @pytest.mark.parametrize(
