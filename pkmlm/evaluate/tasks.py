@@ -8,8 +8,10 @@ import contextlib
 import difflib
 import functools
 import io
+import json
 import logging
 import math
+import shlex
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ from typing import Any
 import datasets
 import lm_eval.tasks
 import lm_eval.utils
-from jinja2 import Template
+from jinja2 import Environment, Template, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
@@ -140,14 +142,16 @@ def load_task(
     config = {key: value for key, value in config.items() if key not in ("tag", "group", "task_list")}
     if num_fewshot is not None:
         config["num_fewshot"] = num_fewshot
-    local = config.get("dataset_path") in LOCAL or config.get("custom_dataset") is not None
-    file = None if folder is None else folder / f"{name}.jsonl"
-    rows = examples = None
-    if file is not None and file.is_file():
+    made = config.get("custom_dataset") is not None
+    local = made or config.get("dataset_path") in LOCAL
+    named_here = made or {"data_files", "data_dir"} & (config.get("dataset_kwargs") or {}).keys()
+    file, rows, examples = (folder or Path("DIR")) / f"{name}.jsonl", None, None
+    hint = how_to_write(config, file)
+    if folder is not None and file.is_file():
         rows = read_rows(file)
         examples = read_rows(shots) if (shots := file.with_suffix(".train.jsonl")).is_file() else None
-    elif file is not None and not local:
-        raise UserError(f"--task-data: no rows of {name} (expected {file})")
+    elif not named_here if local else folder is not None:
+        raise UserError(f"--task-data: no rows of {name} (expected {file})", hint)
     shots_asked = config.get("num_fewshot") or 0
     if examples is None and shots_asked:
         check_examples(name, config, rows is not None, folder)
@@ -175,7 +179,6 @@ def load_task(
             raise bad_row(name, own, rows, *first_failure(build, len(rows.rows), error)) from None
         if own is not None and local:
             raise UserError(f"{own} cannot be used with its rows: {one_line(error)}") from None
-        hint = f"give the rows with --task-data DIR, one JSON object a line in DIR/{name}.jsonl"
         raise UserError(f"--tasks: no rows of {name} from the hub: {one_line(error)}", hint) from None
     totals = task.aggregation()
     totals.update({metric: functools.partial(bounded, total) for metric, total in totals.items()})
@@ -184,6 +187,27 @@ def load_task(
         check_rows(name, own, task, rows, examples)
         task.set_fewshot_seed(FEWSHOT_SEED)
     return ZeroShotTask(name, task, rows, own)
+
+
+def how_to_write(config: Json, file: Path) -> str:
+    """The lines that write the rows of a task: one for each row, or two of Python that fetch them."""
+    if config.get("dataset_path") not in LOCAL:
+        names = [config.get("dataset_path"), config.get("dataset_name")]
+        split = config.get("test_split") or config.get("validation_split")
+        source = ", ".join(json.dumps(name) for name in names if name) + f", split={json.dumps(split)}"
+        fetch = f"load_dataset({source}).to_json({json.dumps(str(file))}, force_ascii=False)"
+        return f"two lines of Python write it, where there is a network: from datasets import load_dataset; {fetch}"
+    fields: list[str] = []
+    for text in (config.get(key) for key in ("doc_to_text", "doc_to_choice", "doc_to_target")):
+        if isinstance(text, str) and text.isidentifier():
+            fields.append(text)
+        elif isinstance(text, str):
+            with contextlib.suppress(TemplateError):
+                fields += sorted(meta.find_undeclared_variables(Environment().parse(text)))
+    row = json.dumps(dict.fromkeys(fields, "..."))
+    return (
+        f"a row is one JSON object a line: echo {shlex.quote(row)} >> {shlex.quote(str(file))}, with values of your own"
+    )
 
 
 def read_rows(file: Path) -> Rows:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 
 import pytest
 
@@ -9,6 +10,7 @@ from pkmlm.errors import UserError
 from pkmlm.evaluate import tasks
 from pkmlm.evaluate.task_file import LOCAL, read_task_file
 from pkmlm.evaluate.tasks import load_tasks
+from tests.conftest import ROOT
 from tests.task_rows import ROWS, write_rows
 
 OWN = "task: mine\noutput_type: multiple_choice\ntest_split: test\ndoc_to_choice: [x, y]\ndoc_to_target: a\n"
@@ -45,10 +47,26 @@ def test_names_that_are_none(rows, monkeypatch):
 
 
 def test_rows_that_can_be_had_nowhere(rows, tmp_path):
-    assert f"expected {tmp_path / 'piqa'}.jsonl" in refused("piqa", tmp_path).message
+    missing = refused("arc_easy", tmp_path)
+    assert f"expected {tmp_path / 'arc_easy'}.jsonl" in missing.message
+    fetch = 'load_dataset("allenai/ai2_arc", "ARC-Easy", split="test").to_json('
+    assert f'from datasets import load_dataset; {fetch}"{tmp_path}/arc_easy.jsonl"' in missing.hint
     assert f"{rows / 'arc_easy.train.jsonl'}" in refused("arc_easy", rows, 2).hint
     assert "but its own questions" in refused("wsc273", rows, 2).message
     assert load_tasks("wsc273", rows, 0)[0].task.config.num_fewshot == 0
+
+
+def test_the_readmes_task_without_its_rows(tmp_path):
+    """The hint is a line that writes one."""
+    (example,) = re.findall(r"```yaml\n(task: colours\n[^`]*)```", (ROOT / "README.md").read_text())
+    (tmp_path / "colours.yaml").write_text(example)
+    for folder in (None, tmp_path):
+        missing = refused(tmp_path / "colours.yaml", folder)
+        assert f"expected {folder or 'DIR'}/colours.jsonl" in missing.message
+    (line,) = re.findall("echo .*colours.jsonl", missing.hint)
+    subprocess.run(line.replace('"..."', "0"), shell=True, check=True, timeout=20)
+    assert json.loads((tmp_path / "colours.jsonl").read_text()) == {"thing": 0, "colour": 0}
+    assert len(load_tasks(str(tmp_path / "colours.yaml"), tmp_path, None)[0].rows.rows) == 1
 
 
 def test_without_a_file_of_rows_the_hub_is_asked(monkeypatch):
@@ -64,7 +82,7 @@ def test_without_a_file_of_rows_the_hub_is_asked(monkeypatch):
     error = refused("piqa")
     assert asked == ["baber/piqa"]
     assert "from the hub: ConnectionError: no network" in error.message
-    assert "DIR/piqa.jsonl" in error.hint
+    assert "piqa.jsonl" in error.hint
 
 
 @pytest.mark.parametrize(
