@@ -51,7 +51,6 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 TOKENIZER_CONFIG = "tokenizer_config.json"
 OTHERS = {INDEX, "generation_config.json", TOKENIZER_CONFIG, "README.md"}
-SHARD_BYTES = 5 * 10**9
 # Queries and keys decide which slots are read: in training too their search is in fp32, whatever the precision.
 KEPT = re.compile(r"\.memory\.(query\.|subkeys_H2nf$|keys_HKq$)")
 HINT = "it is damaged or was changed: export the run again"
@@ -93,7 +92,6 @@ def write_export(
     *,
     dtype: str = "fp32",
     force: bool = False,
-    shard_bytes: int = SHARD_BYTES,
 ) -> int:
     """Write a model, whole or not at all; return the bytes of its weights.
 
@@ -101,7 +99,6 @@ def write_export(
         path: the folder; see `check_free` for what may stand there.
         card: the text of README.md.
         dtype: of the weights: "fp32", "bf16" or "fp16"; a memory's queries and keys stay in fp32.
-        shard_bytes: larger weights are cut into files of at most so many bytes (a larger tensor has its own).
 
     Raises:
         UserError: `path` is not free; the attention is no softmax; a weight does not fit the dtype, or the disk refused
@@ -111,8 +108,8 @@ def write_export(
     require_softmax(recipe.model, origin.run, "be exported")
     rows = model.embedding.num_embeddings
     with writing_folder(path, replace=force) as folder:
-        read = write_weights(folder, model, dtype, shard_bytes)
-        size = sum((folder / name).stat().st_size for name in read)
+        write_weights(folder / WHOLE, model, dtype)
+        size = (folder / WHOLE).stat().st_size
         write_json(folder / CONFIG, config_of(recipe, rows, tokenizer, origin, dtype))
         spare = list(range(tokenizer.size, rows))  # rows of the embedding that are no pieces
         generation = special_ids(tokenizer) | ({"suppress_tokens": spare} if spare else {})
@@ -123,7 +120,7 @@ def write_export(
         for name in CODE:
             write_text(folder / name, Path(__file__).with_name(name).read_text(encoding="utf-8"))
         write_text(folder / "README.md", card)
-        entries = {name: entry_of(folder / name) for name in [*read, CONFIG, TOKENIZER, TOKENIZER_CONFIG, *CODE]}
+        entries = {name: entry_of(folder / name) for name in [WHOLE, CONFIG, TOKENIZER, TOKENIZER_CONFIG, *CODE]}
         write_json(folder / MANIFEST, {"version": VERSION, "files": entries})
     return size
 
@@ -136,38 +133,24 @@ def exported_tensors(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def write_weights(folder: Path, model: nn.Module, dtype: str, shard_bytes: int) -> list[str]:
-    """Write the weights, in one file or in several with an index; return the names of all files.
+def write_weights(file: Path, model: nn.Module, dtype: str) -> None:
+    """Write the weights.
 
     Raises:
         UserError: (exit code 1) a weight does not fit the dtype.
     """
-    tensors = exported_tensors(model)
-    dtypes = {name: DTYPES["fp32" if KEPT.search(name) else dtype] for name in tensors}
-    sizes = {name: tensor.numel() * dtypes[name].itemsize for name, tensor in tensors.items()}
-    shards: list[list[str]] = [[]]
-    for name, size in sizes.items():
-        if shards[-1] and sum(sizes[other] for other in shards[-1]) + size > shard_bytes:
-            shards.append([])
-        shards[-1].append(name)
-    files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    if len(shards) == 1:
-        files = [WHOLE]
-    for file, names in zip(files, shards, strict=True):
-        cast = {name: tensors[name].to(dtypes[name]).contiguous() for name in names}
-        bad = [name for name, tensor in cast.items() if not is_finite(tensor)]
-        if bad:
-            raise UserError(f"{bad[0]} does not fit {dtype}", "use --dtype fp32 or bf16", exit_code=1)
-        write_tensors(folder / file, cast, {"format": "pt"})
-    if len(shards) == 1:
-        return files
-    held_by = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-    write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": held_by})
-    return [INDEX, *files]
+    tensors = {
+        name: tensor.to(DTYPES["fp32" if KEPT.search(name) else dtype]).contiguous()
+        for name, tensor in exported_tensors(model).items()
+    }
+    for name, tensor in tensors.items():
+        if not is_finite(tensor):
+            raise UserError(f"{name} does not fit {dtype}", "use --dtype fp32 or bf16", exit_code=1)
+    write_tensors(file, tensors, {"format": "pt"})
 
 
 class WeightIndex(TypedDict):
-    """What the index of several files of weights must hold."""
+    """What the index must hold where the weights lie in several files, as `transformers` saves large ones."""
 
     weight_map: dict[str, str]
 

@@ -295,19 +295,6 @@ def test_a_model_larger_than_its_weights_is_told_before_memory_is_taken(exports,
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def test_an_index_names_only_files_of_its_folder(exports, tmp_path):
-    folder = shutil.copytree(exports["dense"], tmp_path / "exported")
-    for name in ("manifest.json", "model.safetensors"):
-        (folder / name).unlink()
-    for text in (
-        '{"weight_map": {"model.norm.weight": "../model.safetensors"}}',
-        "{",
-        '{"weight_map": {"model.norm.weight": 5}}',
-    ):
-        (folder / "model.safetensors.index.json").write_text(text)
-        assert "model.safetensors.index.json" in pkmlm("eval", folder, code=1).stderr
-
-
 def test_weights_that_are_whole_numbers_are_refused(exports, tmp_path):
     folder = shutil.copytree(exports["dense"], tmp_path / "exported")
     (folder / "manifest.json").unlink()
@@ -328,28 +315,24 @@ def test_reading_needs_no_transformers_and_runs_no_code(exports, tmp_path, monke
     assert pkmlm("generate", folder, "It was", "-n", 20).stdout == ours
 
 
-def test_large_weights_lie_in_several_files(trained, tmp_path):
-    from pkmlm.export.config import Origin
-    from pkmlm.export.folder import read_export, write_export
+def test_weights_in_several_files_are_read(exports, trained, tmp_path):
     from pkmlm.export.modeling_pkmlm import PkmlmForCausalLM
 
-    run = load_run(trained("product-key"))
-    how = (run.model, run.recipe, run.tokenizer, Origin("x", 30, 1), "card")
-    write_export(tmp_path / "parts", *how, shard_bytes=50_000)
-    names = sorted(path.name for path in (tmp_path / "parts").glob("model*.safetensors"))
-    assert len(names) > 2
-    assert names[0] == f"model-00001-of-{len(names):05d}.safetensors"
+    PkmlmForCausalLM.from_pretrained(exports["product-key"]).save_pretrained(tmp_path, max_shard_size="50KB")
+    shutil.copy(exports["product-key"] / "tokenizer.model", tmp_path)
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     ids = torch.arange(20)[None]
-    with torch.no_grad():
-        expected = run.model(ids)
-        assert torch.equal(read_export(tmp_path / "parts", run.device).model(ids), expected)
-        assert (PkmlmForCausalLM.from_pretrained(tmp_path / "parts")(ids).logits - expected).abs().max() <= 1e-5
-    before = (tmp_path / "parts" / names[1]).read_bytes()
-    (tmp_path / "parts" / names[1]).write_bytes(before[:-1])
-    said = pkmlm("eval", tmp_path / "parts", code=1).stderr
-    assert f"{names[1]}: {len(before) - 1} bytes (expected {len(before)})" in said
-    write_export(tmp_path / "parts", *how, force=True)
-    assert not list((tmp_path / "parts").glob("model-*"))
+    assert torch.equal(load_run(tmp_path).model(ids), load_run(trained("product-key")).model(ids))
+    index = tmp_path / "model.safetensors.index.json"
+    for text in (
+        '{"weight_map": {"model.norm.weight": "../model.safetensors"}}',  # files of the folder alone
+        "{",
+        '{"weight_map": {"model.norm.weight": 5}}',
+    ):
+        index.write_text(text)
+        assert index.name in pkmlm("eval", tmp_path, code=1).stderr
+    pkmlm("export", trained("product-key"), "-o", tmp_path, "--force")
+    assert not list(tmp_path.glob("model-*"))
 
 
 def test_a_weight_that_fp16_cannot_hold_is_told(trained, tmp_path):
