@@ -7,7 +7,7 @@ from typing import Any
 
 from pkmlm.console import Column, Table, number
 from pkmlm.cost import BlockCost, Cost, bytes_held, bytes_sent, cost_of, divisions, hash_layer_cost, most_keys
-from pkmlm.data.index import FILE, read_index
+from pkmlm.data.corpus import FILE, read_index
 from pkmlm.errors import UserError
 from pkmlm.recipe.check import check_ranks
 from pkmlm.recipe.schema import Parallel, Recipe

@@ -12,7 +12,7 @@ import numpy as np
 
 from pkmlm.analysis.usage import MemoryUsage
 from pkmlm.console import token_progress, warn
-from pkmlm.data.index import read_index
+from pkmlm.data.corpus import read_index
 from pkmlm.data.sources import expand_glob
 from pkmlm.errors import UserError, printable
 from pkmlm.evaluate.documents import TextChoice, chosen_documents

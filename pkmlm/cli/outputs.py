@@ -49,7 +49,7 @@ def free_folder(path: str | None, force: bool) -> Path | None:
 
 def free_tokens(shown: str, force: bool) -> Path:
     """The folder to write. What is there is refused before any work; with --force, all but tokens."""
-    from pkmlm.data.index import OWN_FILES
+    from pkmlm.data.corpus import OWN_FILES
 
     if not shown:
         raise UserError("-o '': the name is empty (expected that of a folder)")

@@ -15,7 +15,7 @@ from pkmlm.environment import usable_cores
 from pkmlm.errors import printable
 
 if TYPE_CHECKING:
-    from pkmlm.data.index import Index
+    from pkmlm.data.corpus import Index
 
 KEPT_BY_JOIN = {"train", "output", "joins", "force", "quiet", "verbose", "as_json"}
 TAKE_ALL = ("--valid", "--test")

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pkmlm.data.corpus import open_files, open_tokenizer
-from pkmlm.data.index import (
+from pkmlm.data.corpus import (
     HASHED,
     TOKENIZER,
     Index,
@@ -26,12 +25,14 @@ from pkmlm.data.index import (
     Shard,
     Split,
     dtype_for,
+    open_files,
+    open_tokenizer,
     read_part,
 )
+from pkmlm.data.overlap import corpus_warnings
 from pkmlm.data.sources import STANDARD_INPUT, Source, find_sources, rereadable
 from pkmlm.data.text import FIELD, Chunk, Tally, check_separator_and_field, read_chunks
 from pkmlm.data.tokenizer import Tokenizer
-from pkmlm.data.warnings import corpus_warnings
 from pkmlm.errors import UserError
 from pkmlm.runs.files import writing, writing_folder
 

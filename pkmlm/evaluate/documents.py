@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pkmlm.data.corpus import Corpus
-from pkmlm.data.index import FILE, PART, read_index
+from pkmlm.data.corpus import FILE, PART, Corpus, read_index
 from pkmlm.data.sources import find_sources
 from pkmlm.data.text import FIELD, check_separator_and_field, read_documents
 from pkmlm.data.tokenizer import Tokenizer

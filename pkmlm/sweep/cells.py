@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pkmlm.analysis.compare import Facts, facts_of, first_of
-from pkmlm.data.index import read_index
+from pkmlm.data.corpus import read_index
 from pkmlm.errors import UserError
 from pkmlm.recipe.check import warnings
 from pkmlm.recipe.load import load_recipe

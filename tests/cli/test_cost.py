@@ -67,7 +67,7 @@ def test_an_open_vocabulary_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_the_vocabulary_of_tokenized_data_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pkmlm.data.index import Index
+    from pkmlm.data.corpus import Index
 
     Index("uint16", 300, 1, "0" * 64, None, {}).write(tmp_path)
     monkeypatch.chdir(tmp_path)

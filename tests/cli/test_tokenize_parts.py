@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pkmlm.data.corpus import Corpus
-from pkmlm.data.index import HASHED
+from pkmlm.data.corpus import HASHED, Corpus
 from pkmlm.data.shards import Encoding, assign_parts, join_parts, write_corpus, write_part
 from pkmlm.data.sources import find_sources
 from pkmlm.data.tokenizer import Tokenizer

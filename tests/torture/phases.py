@@ -25,7 +25,7 @@ TOKENIZING = (
     ("pkmlm.data.tokenizer.Tokenizer", "learn", "learn"),
     ("pkmlm.data.shards", "write_splits", "split"),
     ("pkmlm.data.shards", "write_tokens", "shards"),
-    ("pkmlm.data.index.Index", "write", "index"),
+    ("pkmlm.data.corpus.Index", "write", "index"),
     ("pkmlm.cli.tokenize", "print_result", "result"),
 )
 

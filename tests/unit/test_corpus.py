@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pkmlm.data.corpus import Corpus, open_tokenizer
-from pkmlm.data.index import FORMAT, HASHED, read_index
+from pkmlm.data.corpus import FORMAT, HASHED, Corpus, open_tokenizer, read_index
 from pkmlm.data.shards import Encoding, write_corpus, write_tokens
 from pkmlm.data.sources import find_sources
 from pkmlm.data.text import Tally

@@ -6,13 +6,13 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from pkmlm.data import warnings
-from pkmlm.data.index import HASHED, Index
+from pkmlm.data import overlap
+from pkmlm.data.corpus import HASHED, Index
+from pkmlm.data.overlap import LEAST, Overlap, overlaps
 from pkmlm.data.shards import SHARD_BYTES, Encoding, write_corpus, write_tokens
 from pkmlm.data.sources import find_sources
 from pkmlm.data.text import Tally
 from pkmlm.data.tokenizer import Tokenizer
-from pkmlm.data.warnings import LEAST, Overlap, overlaps
 
 SEPARATOR = "|"
 
@@ -37,8 +37,8 @@ def bare(text):
 
 def test_shared_documents_are_those_whose_texts_are_the_same(tmp_path, tokenizer, monkeypatch):
     """Documents of all lengths, over the ends of reads, of groups and of shards."""
-    monkeypatch.setattr(warnings, "RUN", 97)
-    monkeypatch.setattr(warnings, "GROUP", 50)
+    monkeypatch.setattr(overlap, "RUN", 97)
+    monkeypatch.setattr(overlap, "GROUP", 50)
     draw = random.Random(97)
     pool = [drawn_text(draw, draw.choice([3, 20, 40, 80, 500, 5000])) for _ in range(200)]
     pool.append(drawn_text(draw, 200_000))
@@ -74,8 +74,8 @@ def written(folder, splits):
 
 def test_memory_does_not_grow_with_train(tmp_path, tokenizer, monkeypatch):
     """Every document of train is as long as those of test, and so is read and hashed."""
-    monkeypatch.setattr(warnings, "RUN", 1 << 12)
-    monkeypatch.setattr(warnings, "GROUP", 500)
+    monkeypatch.setattr(overlap, "RUN", 1 << 12)
+    monkeypatch.setattr(overlap, "GROUP", 500)
     draw, peaks = np.random.default_rng(0), []
     for number, documents in enumerate((1_000, 8_000)):
         ids = draw.integers(3, 290, (documents, 30))

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pkmlm.data.corpus import Corpus
-from pkmlm.data.index import read_index
+from pkmlm.data.corpus import Corpus, read_index
 from pkmlm.data.tokenizer import Tokenizer
 
 LEAST = 16  # tokens: shorter documents ("Yes.", a heading) repeat by nature
