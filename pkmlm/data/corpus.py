@@ -332,7 +332,7 @@ class CheckedFile:
         """A view of the numbers from `start` up to `stop`, or up to the end of the file."""
         stop = min(stop, self.size)
         first, last = start // self.block, -(-stop // self.block)
-        for block in range(first, last) if any(self.unread[first:last]) else ():
+        for block in range(first, last):
             if self.unread[block]:
                 self._check(block)
         return self.numbers[start:stop]

@@ -1,8 +1,4 @@
-"""Signs that the text of a corpus is not what was meant.
-
-These are documents that two splits share (those that a model has seen in training measure nothing), and a separator
-that occurs nowhere.
-"""
+"""Documents that two splits of a corpus share: what a model has seen in training measures nothing."""
 
 import hashlib
 from collections import Counter
@@ -20,22 +16,14 @@ RUN = 1 << 17  # tokens that are read at a time
 GROUP = 1 << 16  # documents whose places are read at a time
 
 
-def corpus_warnings(folder: Path, tokenizer: Tokenizer) -> list[str]:
-    """What is probably wrong with the text of a corpus, one line each."""
+def overlap_warnings(folder: Path, tokenizer: Tokenizer) -> list[str]:
+    """A line for each two splits that share documents."""
     warnings = []
     for earlier, later, shared, documents in overlaps(folder, tokenizer):
         if shared:
             found = f"{shared:,} of {documents:,} document{'s' * (documents != 1)} of {later}"
             are = "is" if shared == 1 else "are"
             warnings.append(f"{found} (of {LEAST} tokens or more) {are} in {earlier} too, word for word")
-    index = read_index(folder)
-    divided = any(
-        split.documents + split.empty != len(split.sources)  # one novel to test on is one document
-        or any(kind in origin.name.lower() for origin in split.sources for kind in (".jsonl", ".parquet"))
-        for split in index.splits.values()
-    )
-    if index.separator is not None and not divided:
-        warnings.append(f"{index.separator!r} occurs nowhere: each file is one document")
     return warnings
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,7 +30,7 @@ from pkmlm.data.corpus import (
     open_tokenizer,
     read_part,
 )
-from pkmlm.data.overlap import corpus_warnings
+from pkmlm.data.overlap import overlap_warnings
 from pkmlm.data.sources import STANDARD_INPUT, Source, find_sources, rereadable
 from pkmlm.data.text import FIELD, Chunk, Tally, check_separator_and_field, read_chunks
 from pkmlm.data.tokenizer import Tokenizer
@@ -90,7 +91,7 @@ def tokenize(
         model: a SentencePiece model; None: learn one, of `vocab_size` ids (None: the default) and `model_type`.
         format: the format of all files; None: by name.
         separator, field: where the text and its documents are; see `read_chunks`.
-        part: (which, of how many) to write instead of the whole corpus; see `write_part`.
+        part: (which, of how many) to write instead of the whole corpus; see `write_corpus`.
         jobs: threads that encode.
         replace: whether an existing folder may be replaced.
         progress: called with a stage ("tokenizer" or a split), the bytes done and, if they are known, all bytes.
@@ -116,67 +117,88 @@ def tokenize(
         tokenizer = Tokenizer.learn(texts, vocab_size, model_type)
         reader.report()
     encoding = Encoding(tokenizer, separator, field, jobs, progress=progress)
-    if part:
-        return write_part(folder, sources, encoding, *part, replace=replace)  # joining looks at the documents of all
-    index = write_corpus(folder, sources, encoding, replace=replace)
-    for text in corpus_warnings(folder, tokenizer):
-        warn(text)
+    index = write_corpus(folder, sources, encoding, part, replace=replace)
+    if not part:  # joining looks at the documents of all parts
+        warn_of_documents(folder, index, tokenizer, warn)
     return index
+
+
+def warn_of_documents(folder: Path, index: Index, tokenizer: Tokenizer, warn: Warn) -> None:
+    """Warn of documents that two splits share, and of a separator that occurs nowhere."""
+    for text in overlap_warnings(folder, tokenizer):
+        warn(text)
+    divided = any(
+        split.documents + split.empty != len(split.sources)  # one novel to test on is one document
+        or any(kind in origin.name.lower() for origin in split.sources for kind in (".jsonl", ".parquet"))
+        for split in index.splits.values()
+    )
+    if index.separator is not None and not divided:
+        warn(f"{index.separator!r} occurs nowhere: each file is one document")
 
 
 def write_corpus(
-    folder: Path, sources: Mapping[str, Sequence[Source]], encoding: Encoding, *, replace: bool = False
+    folder: Path,
+    sources: Mapping[str, Sequence[Source]],
+    encoding: Encoding,
+    part: tuple[int, int] | None = None,
+    *,
+    replace: bool = False,
 ) -> Index:
-    """Tokenize every split into a new folder, which appears when all of it is there.
+    """Tokenize every split, or one part of every split, into a new folder, which appears when all of it is there.
 
     Args:
         folder: where to write.
-        sources: the sources of each split ("train", "valid", "test").
+        sources: the sources of each split ("train", "valid", "test"), of the whole corpus also where a part is written.
         encoding: how.
+        part: which part to write, from 1, and of how many; None: the whole.
         replace: whether a folder that is not empty is replaced, once the new one is whole.
 
+    Returns:
+        The index of the corpus, or of the part, in which splits may be empty.
+
     Raises:
-        UserError: a source cannot be read, has no text, or has a character that the tokenizer cannot spell; the folder
-            is there already; (exit code 1) no room.
+        UserError: a source cannot be read, has no text, or has a character that the tokenizer cannot spell; there are
+            fewer training files than parts; the folder is there already; (exit code 1) no room.
     """
+    files: dict[str, tuple[PartFile, ...]] = {}
+    own = sources
+    if part:
+        number, parts = part
+        if (count := len(sources["train"])) < parts:
+            raise UserError(
+                f"--shard {number}/{parts}: train has {count} file{'s' * (count != 1)} (expected {parts} or more: a "
+                "part takes whole files)",
+                "split the text into more files, or make fewer parts",
+            )
+        files = {split: assign_parts(inputs, parts) for split, inputs in sources.items()}
+        own = {
+            split: [source for source, file in zip(inputs, files[split], strict=True) if file.part == number]
+            for split, inputs in sources.items()
+        }
+    streams = {}
+    for split, inputs in own.items():
+        reader = SplitReader(split, inputs, encoding.separator, encoding.field, encoding.progress)
+        arrays = encode_batches(reader, encoding.tokenizer, encoding.jobs)
+        streams[split] = TokenStream(arrays, reader.tally, reader.origins)
     with writing_folder(folder, replace=replace) as place:
-        index = write_splits(place, sources, encoding)
-        for split, about in index.splits.items():
-            if not about.documents:
-                raise no_text(split, [source.label for source in sources[split]], about.empty)
-        index.write(place)
+        index = write_splits(place, streams, encoding.tokenizer, encoding.separator, encoding.shard_bytes)
+        if part:
+            Part(*part, encoding.field, files, index).write(place)
+        else:
+            write_index(place, index)
     return index
 
 
-def write_splits(place: Path, sources: Mapping[str, Sequence[Source]], encoding: Encoding) -> Index:
-    """Write the files of a corpus, or of a part of one, without its index, which is returned; splits may be empty."""
-    tokenizer = encoding.tokenizer
-    with writing(place / TOKENIZER) as file:
-        file.write(tokenizer.model_bytes)
-    splits = {}
-    for split, inputs in sources.items():
-        reader = SplitReader(split, inputs, encoding.separator, encoding.field, encoding.progress)
-        reader.report()
-        arrays = encode_batches(reader.batches(), tokenizer, encoding.jobs)
-        about = write_tokens(place, split, arrays, tokenizer.eos, encoding.shard_bytes, reader.tally, reader.origins)
-        assert about.documents == reader.tally.documents, "an end token within a document"
-        reader.report()
-        splits[split] = about
-    return Index(
-        dtype=dtype_for(tokenizer.size),
-        vocab_size=tokenizer.size,
-        eos=tokenizer.eos,
-        tokenizer_sha256=tokenizer.sha256,
-        separator=encoding.separator,
-        splits=splits,
-    )
-
-
-def no_text(split: str, names: Sequence[str], empty: int) -> UserError:
-    """The error for files without documents, or with empty ones only."""
-    files = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    found = f"{empty:,} empty document{'s' * (empty != 1)}" if empty else "no documents"
-    return UserError(f"no text for {split} in {files} ({found})")
+def assign_parts(sources: Sequence[Source], parts: int) -> tuple[PartFile, ...]:
+    """Which part encodes which file of a split: whole files in their order, about as many bytes in each part."""
+    sizes = [source.size or 0 for source in sources]
+    shares = [sum(sizes) * part // parts for part in range(1, parts)]
+    files, before = [], 0
+    for source, size in zip(sources, sizes, strict=True):
+        part = 1 + sum(share <= before + size // 2 for share in shares)  # the one that the file's middle falls in
+        files.append(PartFile(source.plain_name, size, part))
+        before += size
+    return tuple(files)
 
 
 @dataclass
@@ -222,20 +244,22 @@ class SplitReader:
             yield batch
 
 
-def encode_batches(batches: Iterable[list[Chunk]], tokenizer: Tokenizer, jobs: int) -> Iterator[np.ndarray]:
-    """The ids of every batch as one array, with the end token after each document.
+def encode_batches(reader: SplitReader, tokenizer: Tokenizer, jobs: int) -> Iterator[np.ndarray]:
+    """The ids of every batch of a split as one array, with the end token after each document.
 
     Reading stays on the main thread, so that Ctrl-C interrupts a wait for input; a second thread encodes the previous
     batch meanwhile.
     """
+    reader.report()
     with ThreadPoolExecutor(1) as thread:
         coming: Future[np.ndarray] | None = None
-        for batch in batches:
+        for batch in reader.batches():
             before, coming = coming, thread.submit(encode_batch, batch, tokenizer, jobs)
             if before:
                 yield before.result()
         if coming:
             yield coming.result()
+    reader.report()
 
 
 def encode_batch(batch: list[Chunk], tokenizer: Tokenizer, jobs: int) -> np.ndarray:
@@ -257,28 +281,38 @@ def encode_batch(batch: list[Chunk], tokenizer: Tokenizer, jobs: int) -> np.ndar
     return tokens.astype(np.dtype(dtype_for(tokenizer.size)).newbyteorder("<"))
 
 
-def write_tokens(
-    folder: Path,
-    split: str,
-    arrays: Iterable[np.ndarray],
-    eos: int,
-    shard_bytes: int,
-    tally: Tally,
-    origins: Sequence[Origin],
-) -> Split:
+class TokenStream(NamedTuple):
+    """The tokens of a split, and the counts and sources of its text, complete when the last array has been drawn."""
+
+    arrays: Iterable[np.ndarray]
+    tally: Tally
+    origins: Sequence[Origin]
+
+
+def write_splits(
+    place: Path, streams: Mapping[str, TokenStream], tokenizer: Tokenizer, separator: str | None, shard_bytes: int
+) -> Index:
+    """Write the files of a corpus, or of a part of one, without its index, which is returned; splits may be empty."""
+    with writing(place / TOKENIZER) as file:
+        file.write(tokenizer.model_bytes)
+    splits = {name: write_tokens(place, name, stream, tokenizer.eos, shard_bytes) for name, stream in streams.items()}
+    dtype = dtype_for(tokenizer.size)
+    return Index(dtype, tokenizer.size, tokenizer.eos, tokenizer.sha256, separator, splits)
+
+
+def write_tokens(folder: Path, split: str, stream: TokenStream, eos: int, shard_bytes: int) -> Split:
     """Write the shards of a split, its list of documents and its hashes; return its part of the index.
 
     Args:
         folder, split: where to write.
-        arrays: the tokens, in order.
+        stream: the tokens, in order.
         eos: the id that ends a document.
         shard_bytes: the size of a full shard.
-        tally, origins: the counts and the sources of the text, complete when the last array has been drawn.
     """
     shards: list[Shard] = []
     digests: list[bytes] = []
     written = 0
-    blocks = full_blocks(arrays)
+    blocks = full_blocks(stream.arrays)
     starts = folder / f"{split}.documents"
     with writing(starts) as documents:
         documents.write(np.zeros(1, "<i8").tobytes())
@@ -297,15 +331,17 @@ def write_tokens(
     hashes = b"".join(digests)
     with writing(folder / f"{split}.hashes") as file:
         file.write(hashes)
+    tally, documents_written = stream.tally, starts.stat().st_size // 8 - 1
+    assert documents_written == tally.documents, "an end token within a document"
     return Split(
         tokens=written,
-        documents=starts.stat().st_size // 8 - 1,
+        documents=documents_written,
         empty=tally.empty,
         words=tally.words,
         bytes=tally.bytes,
         shards=tuple(shards),
         hashes_sha256=hashlib.sha256(hashes).hexdigest(),
-        sources=tuple(origins),
+        sources=tuple(stream.origins),
     )
 
 
@@ -326,58 +362,15 @@ def full_blocks(arrays: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         yield np.concatenate(held)
 
 
-# Parts
-
-
-def assign_parts(sources: Sequence[Source], parts: int) -> tuple[PartFile, ...]:
-    """Which part encodes which file of a split: whole files in their order, about as many bytes in each part."""
-    sizes = [source.size or 0 for source in sources]
-    shares = [sum(sizes) * part // parts for part in range(1, parts)]
-    files, before = [], 0
-    for source, size in zip(sources, sizes, strict=True):
-        part = 1 + sum(share <= before + size // 2 for share in shares)  # the one that the file's middle falls in
-        files.append(PartFile(source.plain_name, size, part))
-        before += size
-    return tuple(files)
-
-
-def write_part(
-    folder: Path,
-    sources: Mapping[str, Sequence[Source]],
-    encoding: Encoding,
-    part: int,
-    parts: int,
-    *,
-    replace: bool = False,
-) -> Index:
-    """Tokenize one part of every split into a new folder.
-
-    Args:
-        folder, sources, encoding, replace: as of `write_corpus`; the sources are all files of the whole corpus.
-        part, parts: which part to write, from 1, of how many.
-
-    Returns:
-        The index of this part, in which splits may be empty.
-
-    Raises:
-        UserError: there are fewer training files than parts; and all that `write_corpus` raises, except that there is
-            no text.
-    """
-    if (count := len(sources["train"])) < parts:
-        found = f"train has {count} file{'s' * (count != 1)}"
-        raise UserError(
-            f"--shard {part}/{parts}: {found} (expected {parts} or more: a part takes whole files)",
-            "split the text into more files, or make fewer parts",
-        )
-    files = {split: assign_parts(inputs, parts) for split, inputs in sources.items()}
-    own = {
-        split: [source for source, file in zip(inputs, files[split], strict=True) if file.part == part]
-        for split, inputs in sources.items()
-    }
-    with writing_folder(folder, replace=replace) as place:
-        record = Part(part, parts, encoding.field, files, write_splits(place, own, encoding))
-        record.write(place)
-    return record.index
+def write_index(place: Path, index: Index) -> None:
+    """Finish the folder of a whole corpus, none of whose splits may be empty."""
+    for split, about in index.splits.items():
+        if not about.documents:
+            names = [origin.name for origin in about.sources]
+            files = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            found = f"{about.empty:,} empty document{'s' * (about.empty != 1)}" if about.empty else "no documents"
+            raise UserError(f"no text for {split} in {files} ({found})")
+    index.write(place)
 
 
 def join_parts(
@@ -410,23 +403,16 @@ def join_parts(
     parts = read_parts(places)
     first = parts[0][1].index
     tokenizer = open_tokenizer(parts[0][0], first)
-    splits = {}
-    with writing_folder(folder, replace=replace) as new:
-        with writing(new / TOKENIZER) as file:
-            file.write(tokenizer.model_bytes)
-        for split in first.splits:
-            read = [part.index.splits[split] for _, part in parts]
-            words, bytes, empty = (sum(getattr(about, name) for about in read) for name in ("words", "bytes", "empty"))
-            origins = [origin for about in read for origin in about.sources]
-            tokens = joined_tokens(parts, split, progress)
-            tally = Tally(words=words, bytes=bytes, empty=empty)
-            splits[split] = write_tokens(new, split, tokens, first.eos, shard_bytes, tally, origins)
-            if not splits[split].documents:
-                raise no_text(split, [origin.name for origin in origins], empty)
-        index = dataclasses.replace(first, splits=splits)
-        index.write(new)
-    for text in corpus_warnings(folder, tokenizer):
-        warn(text)
+    streams = {}
+    for split in first.splits:
+        read = [part.index.splits[split] for _, part in parts]
+        counts = {name: sum(getattr(about, name) for about in read) for name in ("documents", "empty", "words", "bytes")}
+        origins = [origin for about in read for origin in about.sources]
+        streams[split] = TokenStream(joined_tokens(parts, split, progress), Tally(**counts), origins)
+    with writing_folder(folder, replace=replace) as place:
+        index = write_splits(place, streams, tokenizer, first.separator, shard_bytes)
+        write_index(place, index)
+    warn_of_documents(folder, index, tokenizer, warn)
     return index
 
 

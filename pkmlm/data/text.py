@@ -8,6 +8,7 @@ import codecs
 import itertools
 import json
 import re
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,7 +22,6 @@ LAST_SINGLE_SPACE = re.compile(r".*[^ ](?= [^ ])", re.DOTALL)
 FIELD = "text"  # the usual name of the key or column that holds the text
 LINE_LIMIT = 128 << 20  # characters of one line of JSON, which must be read whole
 ROWS = 64  # rows of a parquet file that are read at a time
-ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[nrtfv0\\]|)")
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -183,21 +183,17 @@ def split_documents(texts: Iterable[str], separator: str | None) -> Iterator[tup
 
 
 def unescape(separator: str) -> str:
-    r"""A separator as typed in a shell: \n \r \t \f \v \0 \\ \xNN \uNNNN \UNNNNNNNN stand for characters.
+    r"""A separator as typed in a shell, with the escapes of Python: \n \t \\ \xNN \uNNNN and so on.
 
     Raises:
         UserError: it is empty, not Unicode, or has another escape.
     """
-
-    def character(match: re.Match[str]) -> str:
-        if not match[1]:
-            raise UserError(f"--separator: unknown escape in {separator!r} (expected \\n, \\t, \\\\, \\xNN, \\uNNNN)")
-        return codecs.decode(match[0].encode("ascii"), "unicode_escape")
-
     try:
-        text = ESCAPE.sub(character, separator)
-    except UnicodeDecodeError as error:
-        raise UserError(f"--separator: {separator!r} has no such character ({error.reason})") from None
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # Python only warns of an escape that it does not know
+            text = separator.encode("ascii", "backslashreplace").decode("unicode_escape")
+    except (UnicodeDecodeError, Warning) as error:
+        raise UserError(f"--separator: {separator!r}: {error} (expected \\n, \\t, \\\\, \\xNN, \\uNNNN)") from None
     if not text or has_surrogate(text):
         raise UserError(f"--separator: {separator!r} is {'not Unicode' if text else 'empty'} (expected some text)")
     return text

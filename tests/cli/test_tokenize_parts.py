@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pkmlm.data.corpus import HASHED, Corpus
-from pkmlm.data.shards import Encoding, assign_parts, join_parts, write_corpus, write_part
+from pkmlm.data.shards import Encoding, assign_parts, join_parts, write_corpus
 from pkmlm.data.sources import find_sources
 from pkmlm.data.tokenizer import Tokenizer
 from tests.cli.test_tokenize import WORDS, assert_same_folders
@@ -99,7 +99,7 @@ def test_shards_of_joined_parts_are_full(texts, tmp_path):
     sources, tokenizer = {"train": find_sources([f"{tmp_path}/*.jsonl"])}, Tokenizer.load(texts / "m.model")
     write_corpus(tmp_path / "one", sources, Encoding(tokenizer, shard_bytes=HASHED))
     for part in range(1, 4):
-        write_part(tmp_path / str(part), sources, Encoding(tokenizer, shard_bytes=2 * HASHED), part, 3)
+        write_corpus(tmp_path / str(part), sources, Encoding(tokenizer, shard_bytes=2 * HASHED), (part, 3))
     join_parts(tmp_path / "joined", [tmp_path / str(part) for part in (1, 2, 3)], shard_bytes=HASHED)
     assert (tmp_path / "one/train-00002.bin").exists()
     assert_same_folders(tmp_path / "one", tmp_path / "joined")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pkmlm.data.corpus import FORMAT, HASHED, Corpus, open_tokenizer, read_index
-from pkmlm.data.shards import Encoding, write_corpus, write_tokens
+from pkmlm.data.shards import Encoding, TokenStream, write_corpus, write_tokens
 from pkmlm.data.sources import find_sources
 from pkmlm.data.text import Tally
 from pkmlm.data.tokenizer import Tokenizer
@@ -155,7 +155,8 @@ def test_a_character_that_a_foreign_tokenizer_lacks_is_named(tmp_path, tokenizer
 def test_full_shards_end_at_any_token(tmp_path):
     """Tokens that fill their shards exactly, in arrays of odd sizes."""
     tokens = np.arange(HASHED, dtype="<u2") % 9
-    about = write_tokens(tmp_path, "train", np.array_split(tokens, 7), 1, HASHED, Tally(), [])
+    stream = TokenStream(np.array_split(tokens, 7), Tally(documents=int((tokens == 1).sum())), [])
+    about = write_tokens(tmp_path, "train", stream, 1, HASHED)
     assert [(shard.tokens, shard.bytes) for shard in about.shards] == [(HASHED // 2, HASHED)] * 2
     assert (tmp_path / "train.hashes").stat().st_size == 32 * (2 + -(-8 * (about.documents + 1) // HASHED))
 

@@ -9,7 +9,7 @@ import pytest
 from pkmlm.data import overlap
 from pkmlm.data.corpus import HASHED, Index
 from pkmlm.data.overlap import LEAST, Overlap, overlaps
-from pkmlm.data.shards import SHARD_BYTES, Encoding, write_corpus, write_tokens
+from pkmlm.data.shards import SHARD_BYTES, Encoding, TokenStream, write_corpus, write_tokens
 from pkmlm.data.sources import find_sources
 from pkmlm.data.text import Tally
 from pkmlm.data.tokenizer import Tokenizer
@@ -67,7 +67,8 @@ def written(folder, splits):
     about = {}
     for split, ids in splits.items():
         ids[:, -1] = 1
-        about[split] = write_tokens(folder, split, [ids.astype("<u2").ravel()], 1, SHARD_BYTES, Tally(), [])
+        stream = TokenStream([ids.astype("<u2").ravel()], Tally(documents=len(ids)), [])
+        about[split] = write_tokens(folder, split, stream, 1, SHARD_BYTES)
     Index("uint16", 290, 1, "", None, about).write(folder)
     return folder
 
