@@ -406,7 +406,9 @@ def join_parts(
     streams = {}
     for split in first.splits:
         read = [part.index.splits[split] for _, part in parts]
-        counts = {name: sum(getattr(about, name) for about in read) for name in ("documents", "empty", "words", "bytes")}
+        counts = {
+            name: sum(getattr(about, name) for about in read) for name in ("documents", "empty", "words", "bytes")
+        }
         origins = [origin for about in read for origin in about.sources]
         streams[split] = TokenStream(joined_tokens(parts, split, progress), Tally(**counts), origins)
     with writing_folder(folder, replace=replace) as place:

@@ -47,7 +47,7 @@ def texts(tmp_path_factory):
 # Which part takes what
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=9), st.integers(1, 9))
 def test_parts_take_runs_of_whole_files_of_about_their_share(tmp_path_factory, sizes, parts):
     folder = tmp_path_factory.mktemp("sizes")

@@ -6,7 +6,6 @@ import random
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -242,35 +241,11 @@ def test_an_index_of_another_shape_is_refused(copy, key, value, named):
         Corpus(copy, "train")
 
 
-def test_mutated_indexes_are_refused_in_words(copy):
-    path = copy / "index.json"
-    whole = path.read_bytes()
-    draw = random.Random(2)
-    for _ in range(150):
-        data = bytearray(whole)
-        for _ in range(draw.randrange(1, 4)):
-            place = draw.randrange(len(data))
-            kind = draw.randrange(3)
-            if kind == 0:
-                data[place] = draw.randrange(256)
-            elif kind == 1:
-                del data[place : place + draw.randrange(1, 30)]
-            else:
-                data[place:place] = draw.choice([b"0", b"-", b'"', b"{", b"[", b"null,", b"\xff", b"1e9"])
-        path.write_bytes(data)
-        try:
-            index = read_index(copy)
-        except UserError:
-            continue
-        path.write_bytes(whole)
-        assert asdict(index) == asdict(read_index(copy)), bytes(data)  # only its white space had changed
-
-
 # Size
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path):
-    """One line of 24 MB takes little more than one of 2 MB."""
+    """One line of 12 MB takes little more than one of 1 MB."""
     (tmp_path / "m.model").write_bytes(Tokenizer.learn(["some words in a line " * 99], 272, "unigram").model_bytes)
     program = (
         "import resource, sys; from pathlib import Path; from pkmlm.data.shards import Encoding, write_corpus\n"
@@ -281,9 +256,9 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     )
     peaks = []
-    for size in (2, 24):
+    for size in (1, 12):
         path = tmp_path / f"{size}.txt"
         path.write_bytes(b"some words in a line " * (size * 50_000))
         done = [sys.executable, "-c", program, str(path), str(tmp_path / "m.model")]
         peaks.append(int(subprocess.run(done, capture_output=True, text=True, check=True, timeout=300).stdout))
-    assert (peaks[1] - peaks[0]) * (1 if sys.platform == "darwin" else 1024) < 60 << 20
+    assert (peaks[1] - peaks[0]) * (1 if sys.platform == "darwin" else 1024) < 30 << 20

@@ -47,29 +47,23 @@ def pieces(text, places):
 # Chunks
 
 
-def test_a_chunk_ends_after_the_last_newline_of_the_window():
-    text = "a" * 100 + "\n" + "b " * 900 + "\n" + "c d " * 500
-    assert chunks_of(text)[0] == "a" * 100 + "\n" + "b " * 900 + "\n"
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        ("a" * 100 + "\n" + "b " * 900 + "\n" + "c d " * 500, "a" * 100 + "\n" + "b " * 900 + "\n"),
+        ("x" * (WINDOW - 1) + "\n" + "y" * 10, "x" * (WINDOW - 1) + "\n"),
+        ("a" * (WINDOW - 1) + " " + "b" * 10, "a" * (WINDOW - 1)),
+        ("a" * 1000 + " bb  " + "c" * 3000, "a" * 1000),
+        ("  " * 3000, "  " * 1024),
+    ],
+)
+def test_a_chunk_ends_after_a_newline_or_before_a_single_space_or_fills_the_window(text, first):
+    """The last newline, or single space, of the window counts; it may be its last character."""
+    assert chunks_of(text)[0] == first
+    assert "".join(chunks_of(text)) == text
 
 
-def test_a_newline_or_single_space_may_be_the_last_character_of_the_window():
-    text = "x" * (WINDOW - 1) + "\n" + "y" * 10
-    assert chunks_of(text) == ["x" * (WINDOW - 1) + "\n", "y" * 10]
-    text = "a" * (WINDOW - 1) + " " + "b" * 10
-    assert chunks_of(text) == ["a" * (WINDOW - 1), " " + "b" * 10]
-
-
-def test_without_a_newline_a_chunk_ends_before_the_last_single_space():
-    text = "a" * 1000 + " bb  " + "c" * 3000
-    assert chunks_of(text)[0] == "a" * 1000
-    assert chunks_of(text)[1].startswith(" bb  c")
-
-
-def test_without_newline_and_single_space_a_chunk_fills_the_window():
-    assert [len(chunk) for chunk in chunks_of("  " * 3000)] == [2048, 2048, 1904]
-
-
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.sampled_from([" ", "\n", "x", "word " * 100, "y" * 700, "  ", "\u2581", "é "]), max_size=40),
     st.lists(st.integers(0, 10**6), max_size=8),
@@ -86,7 +80,7 @@ def test_chunks_depend_on_the_text_alone(parts, places):
 # Separators
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.text("ab\n", max_size=60),
     st.sampled_from(["\n", "\n\n\n", "ab", "aba", "a"]),
@@ -124,7 +118,7 @@ def test_a_separator_that_means_nothing_is_refused(typed):
 # Counts
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.text("ab \n\u2003\u2581\U0001f600", max_size=30), max_size=4), st.integers(1, 5))
 def test_counts_are_those_of_lm_eval(texts, width):
     tally = Tally()
