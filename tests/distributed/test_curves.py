@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
-STEPS = {"layer": 16, "batch": 8, "hash": 8}
+STEPS = {"layer": 8, "batch": 6, "hash": 5}
 # Biases of keys, and in front of a batch norm, do nothing: their gradients are rounding, of which Adam makes whole
 # steps; the running mean follows.
 IDLE = ("attention.qkv.bias", "memory.query.map.2.bias", "memory.query.norm.running_mean")
 # kind, ranks, memory, micro_batch: batches of 8 sequences, in one forward or several
 CASES = [
-    *[("layer", *case) for case in [(1, 1, 8), (1, 1, 4), (2, 1, 4), (2, 2, 2), (4, 1, 2), (4, 2, 1), (4, 4, 2)]],
-    *[("batch", *case) for case in [(1, 1, 4), (2, 1, 2), (2, 2, 2), (4, 2, 1), (4, 4, 1)]],
-    *[("hash", *case) for case in [(1, 1, 8), (2, 2, 2), (4, 1, 2), (4, 4, 1)]],
+    *[("layer", *case) for case in [(1, 1, 8), (1, 1, 4), (2, 1, 4), (4, 2, 1), (4, 4, 2)]],
+    *[("batch", *case) for case in [(1, 1, 4), (2, 2, 2), (4, 2, 1)]],
+    *[("hash", *case) for case in [(1, 1, 8), (2, 2, 2), (4, 1, 2)]],
 ]
 
 
