@@ -158,7 +158,9 @@ class Contender:
 
 def product_key_layer(shape: Shape, device: torch.device) -> ProductKeyMemory:
     """This package's layer, with the weights that every memory starts from."""
-    layer = ProductKeyMemory(shape.dim, shape.memory, 1, momentum=0.1).to(device)
+    with torch.device("meta"):
+        layer = ProductKeyMemory(shape.dim, **shape.memory.arguments)
+    layer.to_empty(device=device)
     initialise(layer, 1)
     return layer
 

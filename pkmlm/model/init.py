@@ -73,7 +73,7 @@ def initialise(model: nn.Module, seed: int) -> None:
 
     Args:
         model: its tensors must have storage.
-        seed: the recipe's `train.seed`.
+        seed: any integer: of a recipe's model, its `train.seed`.
 
     Raises:
         KeyError: a module owns a tensor for which it states no initial value (a programmer's mistake).
@@ -82,15 +82,16 @@ def initialise(model: nn.Module, seed: int) -> None:
         stated = init_spec_of(module)
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             random = generator(seed, "initial", f"{path}.{name}")
-            match stated[name]:
-                case Constant(value):
-                    tensor.fill_(value)
-                case Normal(std, width, first):
-                    draw_columns(tensor, std, width, first, random)
-                case Uniform(bound):
-                    tensor.copy_(torch.empty(tensor.shape).uniform_(-bound, bound, generator=random))
-                case OrthogonalRows():
-                    tensor.copy_(orthogonal_rows(len(tensor), tensor.shape[1], random))
+            with torch.device("cpu"):  # the generator's, whatever torch's default device
+                match stated[name]:
+                    case Constant(value):
+                        tensor.fill_(value)
+                    case Normal(std, width, first):
+                        draw_columns(tensor, std, width, first, random)
+                    case Uniform(bound):
+                        tensor.copy_(torch.empty(tensor.shape).uniform_(-bound, bound, generator=random))
+                    case OrthogonalRows():
+                        tensor.copy_(orthogonal_rows(len(tensor), tensor.shape[1], random))
 
 
 def orthogonal_rows(rows: int, width: int, random: torch.Generator) -> torch.Tensor:

@@ -198,13 +198,22 @@ def build_block(recipe: Recipe, layer: int, micro_batches: int) -> Block:
         parts["ffn"] = MemoryBlock(model.dim, model.hash, layer, share) if hashed else FFN(model, share)
     if layer in memories:
         momentum = 1 - (1 - BATCH_NORM_MOMENTUM) ** (1 / micro_batches)
-        parts["memory"] = KEY_MEMORIES[model.memory.kind](model.dim, model.memory, layer, momentum)
-    qkv: nn.Module
+        kind = KEY_MEMORIES[model.memory.kind]
+        parts["memory"] = kind(model.dim, **model.memory.arguments, layer=layer, momentum=momentum)
+    qkv: nn.Module = Linear(model.dim, 3 * model.dim, bias=model.bias)
+    out: nn.Module | None = ResidualLinear(model.dim, model.dim, model.bias, share)
     if hashed:
-        qkv, out = HashLayer(model.dim, 3 * model.dim, model.hash.bits, model.hash, layer, "qkv"), None
-    else:
-        qkv = Linear(model.dim, 3 * model.dim, bias=model.bias)
-        out = ResidualLinear(model.dim, model.dim, model.bias, share)
+        spec = model.hash
+        qkv = HashLayer(
+            model.dim,
+            3 * model.dim,
+            bits=spec.bits,
+            temperature=spec.temperature,
+            score=spec.score,
+            layer=layer,
+            name="qkv",
+        )
+        out = None
     return Block(model, Attention(model, qkv, out, layer - 1), parts)
 
 

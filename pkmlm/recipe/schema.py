@@ -27,10 +27,14 @@ NOT_TEXT = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}  # to o
 Size = Annotated[int, Field(ge=1, le=MAX_INT)]
 Steps = Annotated[int, Field(ge=0, le=MAX_INT)]
 Schedule = Literal["inverse-sqrt", "cosine", "linear", "constant"]
+QueryMap = Literal["linear", "mlp"]
+QueryNorm = Literal["batch", "layer", "rms", "none"]
+HashScore = Literal["paper", "scaled"]
 LearningRate = Annotated[float, Field(gt=0, le=1000)]  # more is a slip of the pen, and would soon overflow
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 WeightDecay = Annotated[float, Field(ge=0, le=1e30)]  # finite in fp32 when multiplied by a learning rate
 Clip = Annotated[float, Field(ge=0)]
+Epsilon = Annotated[float, Field(ge=1e-30)]  # less is 0 in fp32: unread rows would give 0 / 0
 LAYER = {"type": ["integer", "string"], "minimum": 1, "pattern": "^(auto:)?[0-9]{1,9}[+]?$"}
 MemoryLayers = Annotated[tuple[str, ...], WithJsonSchema({"anyOf": [LAYER, {"type": "array", "items": LAYER}]})]
 
@@ -62,16 +66,19 @@ class Memory:
     heads: Size = key(4, "memory heads; all share the values, each has its own keys and queries")
     topk: Size = key(32, "slots read per head and token")
     key_dim: Size = key(512, "width of a query; a sub-key has half of it, a flat key all")
-    query: Literal["linear", "mlp"] = key(
+    query: QueryMap = key(
         "linear", "the query network: one linear map, or two with a ReLU between, of which the heads share the first"
     )
-    query_norm: Literal["batch", "layer", "rms", "none"] = key(
-        "batch", "normalisation of the queries; batch is the paper's (PKM table 2)"
-    )
+    query_norm: QueryNorm = key("batch", "normalisation of the queries; batch is the paper's (PKM table 2)")
 
     @property
     def slots(self) -> int:
         return self.num_keys**2
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the layer of this kind takes by the same names: every key but `kind` and `layers`."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("kind", "layers")}
 
     @property
     def key_rows(self) -> int:
@@ -84,7 +91,7 @@ class Hash:
     bits: int = key(8, "bits of a bucket code (tau): dim / bits tables of 2^bits rows", ge=1, le=16)
     extra_bits: int = key(2, "more bits for the second layer of the Memory Block (MF table 5)", ge=0, le=15)
     temperature: float = key(1.0, "temperature t of the score p(z)", ge=1e-30)  # 2 / t must be finite in fp32
-    score: Literal["paper", "scaled"] = key("paper", "p(z) as in the paper, or sum|z| * p(z) as in its released code")
+    score: HashScore = key("paper", "p(z) as in the paper, or sum|z| * p(z) as in its released code")
     activation: Literal["none", "gelu"] = key(
         "none", "activation between the two layers of the Memory Block (MF table 6)"
     )

@@ -1,6 +1,7 @@
 """Memories against their equations, and against the defects that other implementations were found to have."""
 
-from dataclasses import replace
+import inspect
+import pydoc
 
 import pytest
 import torch
@@ -9,22 +10,21 @@ from pkmlm.analysis.counters import UsageCounters
 from pkmlm.model.init import initialise
 from pkmlm.model.memory.hash_layer import HashLayer, MemoryBlock, score_rms
 from pkmlm.model.memory.key_memory import FlatKeyMemory, ProductKeyMemory
-from pkmlm.model.memory.query import Query, QueryBatchNorm
+from pkmlm.model.memory.query import QueryBatchNorm
+from pkmlm.model.memory.values import Values
 from pkmlm.recipe.schema import Hash, Memory
 
-MEMORY = Memory(kind="product-key", layers=("1",), num_keys=6, heads=3, topk=5, key_dim=8)
+SIZES = {"num_keys": 6, "heads": 3, "topk": 5, "key_dim": 8}
 
 
-def memory_of(spec: Memory = MEMORY, dim: int = 10):
-    kind = {"product-key": ProductKeyMemory, "flat-key": FlatKeyMemory}[spec.kind]
-    memory = kind(dim, spec, 1, momentum=0.1)
-    initialise(memory, 1)
-    return memory
+def memory_of(kind=ProductKeyMemory, **changes):
+    torch.manual_seed(1)
+    return kind(10, **{**SIZES, **changes})
 
 
-@pytest.mark.parametrize("kind", ["product-key", "flat-key"])
+@pytest.mark.parametrize("kind", [ProductKeyMemory, FlatKeyMemory])
 def test_a_memory_computes_equations_1_to_4(kind):
-    memory = memory_of(replace(MEMORY, kind=kind, query_norm="none")).double()
+    memory = memory_of(kind, query_norm="none").double()
     x = torch.randn(2, 4, 10, dtype=torch.float64)
     out = memory(x)
     n, values = 6, memory.values.weight_KD
@@ -32,7 +32,7 @@ def test_a_memory_computes_equations_1_to_4(kind):
         expected = torch.zeros(10, dtype=torch.float64)
         q = (memory.query.map(x[b, t])).view(3, 8)
         for h in range(3):
-            if kind == "product-key":
+            if kind is ProductKeyMemory:
                 half1, half2 = memory.subkeys_H2nf[h]
                 all_scores = torch.stack([q[h, :4] @ half1[s // n] + q[h, 4:] @ half2[s % n] for s in range(n * n)])
             else:
@@ -42,20 +42,78 @@ def test_a_memory_computes_equations_1_to_4(kind):
         torch.testing.assert_close(out[b, t], expected)
 
 
-def test_layers_refuse_what_they_cannot_build():
+LAYERS = {
+    "product-key": lambda: ProductKeyMemory(10, **SIZES),
+    "flat-key": lambda: FlatKeyMemory(10, **SIZES, query="mlp"),
+    "hash": lambda: HashLayer(12, 7, bits=4),
+    "block": lambda: MemoryBlock(16, Hash(bits=4, extra_bits=2), 1, share=1.0),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_made_by_hand_is_drawn_from_torchs_generator(name):
+    torch.manual_seed(1)
+    first, other = LAYERS[name](), LAYERS[name]()
+    torch.manual_seed(1)
+    again = LAYERS[name]()
+    for path, tensor in first.state_dict().items():
+        assert torch.equal(again.state_dict()[path], tensor), path
+        spread = other.state_dict()[path].std()
+        assert torch.equal(other.state_dict()[path], tensor) == (spread == 0), path  # biases and norms are constant
+    for table in [module for module in first.modules() if isinstance(module, Values)]:
+        assert float(table.weight_KD.detach().std()) == pytest.approx(table.std, rel=0.2)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_on_the_meta_device_draws_nothing_and_may_be_drawn_later(name):
+    before = torch.get_rng_state()
+    with torch.device("meta"):
+        layer = LAYERS[name]()
+    assert torch.equal(torch.get_rng_state(), before)
+    layer.to_empty(device="cpu")
+    for tensor in layer.state_dict().values():
+        tensor.fill_(float("nan"))
+    with torch.device("meta"):  # the default device is another than the layer's
+        initialise(layer, 1)
+    assert all(tensor.isfinite().all() for tensor in layer.state_dict().values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "section"), [(ProductKeyMemory, Memory()), (FlatKeyMemory, Memory()), (HashLayer, Hash())]
+)
+def test_arguments_have_the_recipes_names_and_defaults_and_help_explains_each(kind, section):
+    text = pydoc.render_doc(kind)
+    for name, parameter in inspect.signature(kind).parameters.items():
+        assert f" {name}: " in text, name
+        if hasattr(section, name):
+            assert parameter.default == getattr(section, name), name
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_keys", 0), ("heads", "4"), ("topk", 7), ("key_dim", 15), ("query", "mpl"), ("query_norm", "bach")],
+)
+def test_memories_refuse_what_they_cannot_build(name, value):
     """A layer in somebody's own network has no recipe that was checked."""
-    for changed in ({"kind": "flat-key"}, {"key_dim": 15}):
-        with pytest.raises(ValueError, match="found"):
-            ProductKeyMemory(10, replace(MEMORY, **changed), 1, momentum=0.1)
-    with pytest.raises(ValueError, match=r"12 .* 8 bits"):
-        HashLayer(12, 7, 8, Hash(), 1, "qkv")
+    with pytest.raises(ValueError, match=name):
+        memory_of(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), [("bits", 5), ("bits", 17), ("temperature", 0.0), ("score", "scale")])
+def test_hash_layers_refuse_what_they_cannot_build(name, value):
+    with pytest.raises(ValueError, match=name):
+        HashLayer(12, 7, **{name: value})
+
+
+def test_a_wrong_kind_is_refused_where_it_is_written():
+    with pytest.raises(ValueError, match="kind"):
+        Memory(kind="product_key")
 
 
 @pytest.mark.parametrize("query", ["linear", "mlp"])
 @pytest.mark.parametrize("norm", ["batch", "layer", "rms", "none"])
 def test_every_parameter_gets_a_gradient_with_every_query_network(norm, query):
-    memory = memory_of(replace(MEMORY, query_norm=norm, query=query))
-    torch.manual_seed(0)
+    memory = memory_of(query_norm=norm, query=query)
     memory(torch.randn(4, 50, 10)).square().sum().backward()
     for name, parameter in memory.named_parameters():
         assert parameter.grad is not None, name
@@ -66,9 +124,7 @@ def test_every_parameter_gets_a_gradient_with_every_query_network(norm, query):
 def test_query_norms_normalise_what_they_say():
     x = torch.randn(200, 10) * 5 + 2
     for norm in ("batch", "layer", "rms"):
-        query = Query(10, replace(MEMORY, query_norm=norm), momentum=0.1)
-        initialise(query, 1)
-        q = query(x)
+        q = memory_of(query_norm=norm).query(x)
         if norm == "batch":
             torch.testing.assert_close(q.mean(0), torch.zeros(3, 8), atol=1e-4, rtol=0)
             torch.testing.assert_close(q.std(0, correction=0), torch.ones(3, 8), atol=1e-3, rtol=0)
@@ -99,15 +155,9 @@ def test_usage_weights_are_those_after_the_softmax():
     assert int(slots.max()) < 36
 
 
-def hash_layer(bits: int, spec: Hash, dim: int = 12, width: int = 7) -> HashLayer:
-    layer = HashLayer(dim, width, bits, spec, 1, "qkv")
-    initialise(layer, 1)
-    return layer
-
-
 @pytest.mark.parametrize("score", ["paper", "scaled"])
 def test_a_hash_layer_computes_equation_13(score):
-    layer = hash_layer(4, Hash(bits=4, score=score, temperature=0.8)).double()
+    layer = HashLayer(12, 7, bits=4, score=score, temperature=0.8).double()
     x = torch.randn(1, 6, 12, dtype=torch.float64)
     out = layer(x)
     tables = layer.values.weight_KD.view(3, 16, 7)
@@ -123,12 +173,12 @@ def test_a_hash_layer_computes_equation_13(score):
 @pytest.mark.parametrize("score", ["paper", "scaled"])
 @pytest.mark.parametrize(("bits", "temperature"), [(1, 1.0), (4, 0.5), (8, 1.0), (8, 2.0)])
 def test_hash_layers_start_at_the_size_of_a_linear_map(score, bits, temperature):
-    spec = Hash(bits=bits, score=score, temperature=temperature)
     z = torch.randn(20000, bits, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     p = 1 / torch.prod(1 + torch.exp(-2 * z.abs() / temperature), -1)
     p = p * z.abs().sum(-1) if score == "scaled" else p
     assert score_rms(bits, temperature, score == "scaled") == pytest.approx(p.square().mean().sqrt().item(), rel=0.03)
-    layer = hash_layer(bits, spec, dim=256, width=64)
+    torch.manual_seed(1)
+    layer = HashLayer(256, 512, bits=bits, score=score, temperature=temperature)
     out = layer(torch.randn(1, 500, 256, generator=torch.Generator().manual_seed(1)))
     assert out.std().item() == pytest.approx(0.02 * 16, rel=0.1)
 
@@ -136,7 +186,6 @@ def test_hash_layers_start_at_the_size_of_a_linear_map(score, bits, temperature)
 def test_the_memory_block_is_two_layers_with_a_norm_between():
     for activation in ("none", "gelu"):
         block = MemoryBlock(16, Hash(bits=4, extra_bits=2, activation=activation), 1, share=1.0)
-        initialise(block, 1)
         x = torch.randn(2, 3, 16)
         h = block.first(x)
         assert h.shape[-1] == 6 * 4
@@ -148,7 +197,7 @@ def test_the_memory_block_is_two_layers_with_a_norm_between():
 @pytest.mark.parametrize(("kind", "training"), [("product-key", True), ("hash", False)])
 def test_a_compiled_network_leaves_its_memory_as_it_is(kind, training):
     """A counter that is attached after the compilation sees the reads, too."""
-    layer = memory_of() if kind == "product-key" else hash_layer(5, Hash(bits=5), dim=10, width=10)
+    layer = memory_of() if kind == "product-key" else HashLayer(10, 10, bits=5)
     network = torch.nn.Sequential(torch.nn.Linear(10, 10), layer, torch.nn.Linear(10, 10)).train(training)
     compiled, x = torch.compile(network, backend="eager"), torch.randn(2, 7, 10)
     assert torch.equal(compiled(x), network(x))
@@ -158,7 +207,7 @@ def test_a_compiled_network_leaves_its_memory_as_it_is(kind, training):
 
 
 def test_gradients_reach_only_the_rows_read_and_the_input():
-    layer = hash_layer(4, Hash(bits=4))
+    layer = HashLayer(12, 7, bits=4)
     rows = []
     layer.tap.register_forward_hook(lambda tap, inputs, output: rows.append(output[0].flatten()))
     x = torch.randn(1, 2, 12, requires_grad=True)

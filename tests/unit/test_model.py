@@ -59,7 +59,9 @@ def test_a_model_without_storage_draws_no_embedding(monkeypatch):
 
 def test_initial_values_depend_on_the_seed_and_not_on_the_global_generator(recipe):
     torch.manual_seed(5)
+    before = torch.get_rng_state()
     first = build_model(recipe, 50).state_dict()
+    assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(6)
     second = build_model(recipe, 50).state_dict()
     other = build_model(replace(recipe, train=replace(recipe.train, seed=2)), 50).state_dict()

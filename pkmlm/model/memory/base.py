@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from pkmlm.model.init import initialise
 from pkmlm.model.memory.values import Values
 
 Layer = TypeVar("Layer")
@@ -22,7 +23,7 @@ class UsageTap(nn.Module):
 
     Attributes:
         layer: the block, counted from 1.
-        name: "memory", or for hash layers "qkv", "ffn1", "ffn2".
+        name: "memory"; of hash layers "qkv", "ffn1" and "ffn2", or "hash" where somebody else's network holds it.
         kind: of the memory: "product-key", "flat-key" or "hash".
         slots: rows of the memory's table; of all tables together for hash layers.
         heads: memory heads, or tables.
@@ -47,7 +48,8 @@ class SparseMemory(nn.Module, ABC):
     """A layer that reads a few rows of a large table for each token.
 
     What a new kind of memory defines here is all that the model's cost, the usage counters and the optimizer look at:
-    its reads go through `tap`, its rows are the `values`, which name the parameter group that they train in.
+    its reads go through `tap`, its rows are the `values`, which name the parameter group that they train in. Its
+    constructor ends with `reset_parameters`, so that a layer made by hand is ready to use.
 
     Attributes:
         tap: sees the slots and weights of all reads.
@@ -58,6 +60,15 @@ class SparseMemory(nn.Module, ABC):
     tap: UsageTap
     values: Values
     reads: int
+
+    def reset_parameters(self) -> None:
+        """Draw all weights from torch's generator (`torch.manual_seed`).
+
+        On the meta device nothing is drawn: `build_model` makes its layers there, and then fills the whole model from
+        the recipe's seed (`initialise`).
+        """
+        if not self.values.weight_KD.is_meta:
+            initialise(self, int(torch.randint(2**63 - 1, (), device="cpu")))
 
     @abstractmethod
     def flops_per_token(self) -> int:

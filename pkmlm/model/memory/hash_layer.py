@@ -14,7 +14,7 @@ from pkmlm.device import at_least_fp32
 from pkmlm.kernels import ops
 from pkmlm.model.memory.base import SparseMemory, UsageTap, uncompiled
 from pkmlm.model.memory.values import Values
-from pkmlm.recipe.schema import Hash
+from pkmlm.recipe.schema import Hash, HashScore
 
 LIKE_LINEAR_STD = 0.02
 
@@ -43,22 +43,39 @@ class HashLayer(SparseMemory):
     The authors' released code adds a bias, drawn from N(0, 0.001^2), to the output, which eq. 13 does not have; and its
     blocks begin with an RMSNorm, where ours have a LayerNorm, as the paper's argument for the signs' balance asks for.
 
+    It maps (B, T, dim) to (B, T, width), is drawn from torch's generator when it is constructed (by `build_model` from
+    the recipe's seed), and holds its tables one below the other in `values.weight_KD` (K * 2^b, W).
+
     Args:
-        dim, width: of the input, a multiple of `bits`, and of the output.
-        bits: of a code; a table has 2^bits rows.
-        spec: the recipe's section: its `temperature` and `score`.
-        layer: the block it stands in, counted from 1.
-        name: "qkv", "ffn1" or "ffn2", for the usage report.
+        dim: width of the input (D), a multiple of `bits`.
+        width: of the output (W), and of a row of the tables.
+        bits: of a code (b), 1 to 16; there are dim / bits tables of 2^bits rows.
+        temperature: t of the score p(z), above 0: the smaller, the closer p is to 1.
+        score: "paper", p(z); or "scaled", sum|z| * p(z), as in the paper's released code.
         share: the initial size of the output over that of the linear map (residual branches start smaller).
+        layer: the block that it stands in, counted from 1, for the usage report.
+        name: which hash layer of the block, for the usage report: "qkv", "ffn1", "ffn2", or any other text.
 
     Raises:
-        ValueError: `dim` is no multiple of `bits`.
+        ValueError: an argument is out of its range, or `dim` is no multiple of `bits`.
     """
 
-    def __init__(self, dim: int, width: int, bits: int, spec: Hash, layer: int, name: str, share: float = 1.0):
+    def __init__(
+        self,
+        dim: int,
+        width: int,
+        *,
+        bits: int = 8,
+        temperature: float = 1.0,
+        score: HashScore = "paper",
+        share: float = 1.0,
+        layer: int = 1,
+        name: str = "hash",
+    ):
         super().__init__()
+        spec = Hash(bits=bits, temperature=temperature, score=score)  # checks types, ranges and choices
         if dim % bits:
-            raise ValueError(f"a width of {dim} cannot be cut into chunks of {bits} bits")
+            raise ValueError(f"dim: found {dim} (expected a multiple of bits, {bits})")
         self.tables, self.bits = dim // bits, bits
         self.reads = self.tables
         self.temperature, self.scaled = spec.temperature, spec.score == "scaled"
@@ -66,7 +83,8 @@ class HashLayer(SparseMemory):
         std = size / (math.sqrt(self.tables) * score_rms(bits, spec.temperature, self.scaled))
         slots, residual = self.tables << bits, name == "ffn2"
         self.tap = UsageTap(layer, name, "hash", slots, self.tables, shared=False, residual=residual)
-        self.values = Values(self.tables << bits, width, std=std, group="tables")
+        self.values = Values(slots, width, std=std, group="tables")
+        self.reset_parameters()
 
     @uncompiled
     def forward(self, x_BTD: Tensor) -> Tensor:
@@ -108,9 +126,12 @@ class MemoryBlock(nn.Module):
         super().__init__()
         wide_bits = spec.bits + spec.extra_bits
         wide = wide_bits * (dim // spec.bits)
-        self.first = HashLayer(dim, wide, spec.bits, spec, layer, "ffn1")
+        t, score = spec.temperature, spec.score
+        self.first = HashLayer(dim, wide, bits=spec.bits, temperature=t, score=score, layer=layer, name="ffn1")
         self.norm = nn.LayerNorm(wide)
-        self.second = HashLayer(wide, dim, wide_bits, spec, layer, "ffn2", share)
+        self.second = HashLayer(
+            wide, dim, bits=wide_bits, temperature=t, score=score, share=share, layer=layer, name="ffn2"
+        )
         self.gelu = spec.activation == "gelu"
 
     def forward(self, x_BTD: Tensor) -> Tensor:
