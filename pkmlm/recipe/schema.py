@@ -135,6 +135,7 @@ class ValuesOptim:
     optimizer: Literal["row-adam", "adam"] = key("row-adam", "row-adam updates only the rows read; adam all of them")
     lr: LearningRate = key(1e-3, "peak learning rate of the memory values")
     betas: tuple[Fraction, Fraction] = key((0.9, 0.999), "Adam's decay rates")
+    eps: Epsilon | None = key(None, "Adam's epsilon; null: that of optim")
     schedule: Schedule = key("constant", "learning-rate schedule")
     warmup_steps: Steps = key(0, "steps of linear warm-up")
     weight_decay: WeightDecay = key(0.0, "decoupled weight decay; row-adam decays the rows that it updates")
@@ -166,9 +167,7 @@ class KeysOptim:
 class Optim:
     lr: LearningRate = key(2.5e-4, "peak learning rate")
     betas: tuple[Fraction, Fraction] = key((0.9, 0.98), "Adam's decay rates")
-    eps: float = key(
-        1e-8, "Adam's epsilon, for every group", ge=1e-30
-    )  # less is 0 in fp32: unread rows would give 0 / 0
+    eps: Epsilon = key(1e-8, "Adam's epsilon, for every group")
     schedule: Schedule = key("inverse-sqrt", "learning-rate schedule")
     warmup_steps: Steps = key(4000, "steps of linear warm-up; inverse-sqrt needs at least 1")
     final_lr: float = key(0.1, "cosine and linear end at this share of the peak", ge=0, le=1)

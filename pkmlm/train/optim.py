@@ -78,7 +78,8 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[ParameterGroup]:
     if values:
         spec = optim.values
         schedule = LrSchedule(spec.lr, spec.schedule, spec.warmup_steps, recipe.train.steps, optim.final_lr)
-        groups.append(_row_group("values", values, spec, schedule, spec.betas, optim.eps))
+        eps = optim.eps if spec.eps is None else spec.eps
+        groups.append(_row_group("values", values, spec, schedule, spec.betas, eps))
     if hash_tables:
         own = optim.tables
         shape = own.schedule or optim.schedule

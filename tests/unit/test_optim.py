@@ -86,6 +86,22 @@ def test_keys_move_at_their_own_lr_and_nothing_else_does(kind, name):
         torch.testing.assert_close(parameter.detach(), moved, msg=path)
 
 
+@pytest.mark.parametrize("optimizer", ["row-adam", "adam"])
+def test_the_values_may_have_an_epsilon_of_their_own(optimizer):
+    def moved(**eps: float) -> torch.Tensor:
+        values = ValuesOptim(optimizer=optimizer, lr=0.1, clip=0, **eps)
+        recipe = replace(RECIPE, optim=Optim(values=values, eps=1e-3, clip=0))
+        group = parameter_groups(build_model(recipe, 20), recipe)[1]
+        (table,) = group.parameters.values()
+        before, x = table.detach().clone(), torch.full((1, 16), 1e-3)
+        group.row_gradients[0].add(x, torch.tensor([[5]]), torch.ones(1, 1))
+        group.step(1)
+        return (before - table.detach())[5]
+
+    torch.testing.assert_close(moved(), torch.full((16,), 0.05))  # 1e-3 / (1e-3 + 1e-3) of the rate
+    torch.testing.assert_close(moved(eps=1e-12), torch.full((16,), 0.1))
+
+
 def table_of(start: torch.Tensor) -> Values:
     table = Values(*start.shape, std=1.0, group="values")
     with torch.no_grad():
@@ -132,6 +148,26 @@ def test_row_adam_leaves_rows_that_were_not_read():
         for key, state in moments.items():
             assert torch.equal(optimizer.state[values][key][others], state[others])
             assert not torch.equal(optimizer.state[values][key][rows], state[rows])
+
+
+def test_a_slot_that_is_first_read_late_moves_far():
+    """The numbers of `RowAdam`'s docstring, at the default betas and a rate of 1."""
+    table = table_of(torch.zeros(5, 1))
+    optimizer, values = RowAdam([table], lr=1.0), table.weight_KD.detach()
+
+    def moved(row: int, step: int) -> float:
+        before = float(values[row])
+        optimizer.state[table.weight_KD]["step"].fill_(step - 1)
+        read(table, [row], torch.full((1, 1), 1e-3))
+        optimizer.step()
+        return before - float(values[row])
+
+    read(table, [0], torch.ones(1, 1))
+    optimizer.step()  # now it has a state
+    firsts = [moved(1, 106), moved(2, 1000), moved(3, 5000)]
+    assert firsts == pytest.approx([1.0, 2.5, 3.15], rel=0.01)
+    moves = [moved(4, 100_000 + later) for later in range(40)]
+    assert max(moves) == moves[11] == pytest.approx(6.57, rel=0.01)
 
 
 def test_a_table_leaves_its_gradient_with_one_optimizer():
