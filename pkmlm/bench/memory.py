@@ -4,7 +4,7 @@ B: sequences; T: positions; D: model width; N: tokens (B * T); H: heads; n: sub-
 k: slots a head reads; r: reads of a token (H * k); c: k^2 candidates; F: entries of all heads' queries.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
@@ -284,12 +284,12 @@ class LayerTimes:
 
 
 def time_sizes(
-    shapes: Sequence[Shape], names: Sequence[str] | None, rounds: int, say: Callable[[str], None]
+    shapes: Sequence[Shape], names: Sequence[str], rounds: int, say: Callable[[str], None]
 ) -> list[LayerTimes]:
     """`time_memory` for each size.
 
     Args:
-        names: of `pkmlm.bench.LAYERS`; None: all.
+        names: of `pkmlm.bench.LAYERS`; empty: all.
 
     Raises:
         UserError: a size is not possible, or too large for this machine.
@@ -300,7 +300,8 @@ def time_sizes(
         raise UserError(f"--topk: found {first.topk} (expected at most {least}, the sub-keys of {least**2} slots)")
     if first.key_dim % 2:
         raise UserError(f"--key-dim: found {first.key_dim} (expected an even width: a sub-key has half of it)")
-    return [time_memory(shape, names or LAYERS, rounds, say) for shape in shapes]
+    chosen = [name for name in LAYERS if name in (names or LAYERS)]
+    return [time_memory(shape, chosen, rounds, say) for shape in shapes]
 
 
 def time_memory(shape: Shape, names: Sequence[str], rounds: int, say: Callable[[str], None]) -> LayerTimes:
@@ -345,10 +346,8 @@ def as_json(results: Sequence[LayerTimes]) -> dict[str, Any]:
     return {"machine": machine(), "shape": shape, "sizes": [result.as_json() for result in results]}
 
 
-def as_text(results: Sequence[LayerTimes]) -> Iterator[str]:
-    """What `bench memory` prints: a table for each size, how a step grows between sizes, and what the machine is."""
-    for result in results:
-        yield result.table().render()
+def growth(results: Sequence[LayerTimes]) -> str:
+    """Lines that say how a step grows between sizes, and what the machine is."""
     lines = []
     for small, large in pairwise(results):
         names = dict.fromkeys(name for name, _ in large.times)
@@ -357,4 +356,4 @@ def as_text(results: Sequence[LayerTimes]) -> Iterator[str]:
     copy = ", ".join(f"{result.bandwidth / 1e9:.1f}" for result in results)
     facts = machine()
     lines.append(f"A copy moves {copy} GB/s; {facts['device']}, torch {facts['torch']}; medians of rounds")
-    yield "\n".join(lines) + "\n"
+    return "\n".join(lines)

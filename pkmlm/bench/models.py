@@ -51,36 +51,34 @@ class Variant:
         }
 
 
-def variants(recipe: Recipe, vocab_size: int, num_keys: Iterable[int], kinds: Iterable[str]) -> list[Variant]:
+def variants(recipe: Recipe, vocab_size: int, num_keys: Sequence[int], kinds: Iterable[str]) -> list[Variant]:
     """The models of `kinds` that follow from a recipe: its shape with dense layers, the same with its memory, with
     twice the layers, and with hash tables in place of all maps.
 
     Args:
         num_keys: sub-keys of the memory, one model for each; empty: the recipe's.
+        kinds: of `pkmlm.bench.MODELS`.
 
     Raises:
         UserError: a model is not possible (a memory, where the recipe has none).
     """
     model = recipe.model
     dense = replace(model, projections="dense", memory=Memory(), hash=Hash(), vocab_size=vocab_size)
-    found = []
+    found: list[tuple[str, str, Model]] = []
     for kind in kinds:
         if kind == "dense":
             found.append((kind, f"dense-{model.layers}L", dense))
-        elif kind == "memory":
-            if model.memory.kind == "none":
-                raise UserError(
-                    "the recipe has no memory to time",
-                    "add -s model.memory.kind=product-key -s model.memory.layers=auto:1, or leave out --only memory",
-                )
+        elif kind == "double":
+            found.append((kind, f"dense-{2 * model.layers}L", replace(dense, layers=2 * model.layers)))
+        elif kind == "hash":
+            found.append((kind, f"hash-{model.layers}L", replace(dense, projections="hash", hash=model.hash)))
+        elif model.memory.kind == "none":
+            hint = "add -s model.memory.kind=product-key -s model.memory.layers=auto:1, or leave out --only memory"
+            raise UserError("the recipe has no memory to time", hint)
+        else:
             for keys in num_keys or [model.memory.num_keys]:
                 memory = replace(model.memory, num_keys=keys)
                 found.append((kind, f"memory-{short(keys**2)}", replace(dense, memory=memory)))
-        elif kind == "double":
-            found.append((kind, f"dense-{2 * model.layers}L", replace(dense, layers=2 * model.layers)))
-        else:
-            hashed = replace(dense, projections="hash", hash=model.hash)
-            found.append((kind, f"hash-{model.layers}L", hashed))
     return [variant(kind, name, recipe, shape) for kind, name, shape in found]
 
 
@@ -93,18 +91,11 @@ def variant(kind: str, name: str, recipe: Recipe, model: Model) -> Variant:
     return Variant(kind, name, recipe, cost.dense, cost.memory, cost.flops_per_token, read, training)
 
 
-def chosen_models(recipe: Recipe, num_keys: Sequence[int], kinds: Sequence[str] | None) -> list[Variant]:
-    """`variants` for the command line.
-
-    Args:
-        kinds: of `pkmlm.bench.MODELS`; None: all that the recipe can be.
-    """
-    if kinds is None:
-        possible = {
-            "memory": recipe.model.memory.kind != "none",
-            "hash": recipe.model.dim % recipe.model.hash.bits == 0,
-        }
-        kinds = [kind for kind in MODELS if possible.get(kind, True)]
+def chosen_models(recipe: Recipe, num_keys: Sequence[int], kinds: Sequence[str]) -> list[Variant]:
+    """`variants` for the command line, where no `kinds` are all that the recipe can be."""
+    model = recipe.model
+    possible = {"memory": model.memory.kind != "none", "hash": model.dim % model.hash.bits == 0}
+    kinds = [kind for kind in MODELS if (kind in kinds if kinds else possible.get(kind, True))]
     if num_keys and "memory" not in kinds:
         raise UserError("--slots: no model here has a memory", "leave it out")
     return variants(recipe, vocab_size_of(recipe), num_keys, kinds)

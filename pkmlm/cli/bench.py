@@ -3,58 +3,44 @@
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from pkmlm.bench import LAYERS, MODELS, short
 from pkmlm.cli.options import PATH, json_option, quiet_option, set_option
 
+if TYPE_CHECKING:
+    from pkmlm.console import Table
+
 # 1k, 4k, 16k, 65k, 262k, 1M ...: the powers of four, by the names that papers give them.
 NAMED_SLOTS = {short(4**power): 4**power for power in range(5, 16)}
 SIZE = click.IntRange(min=1)
-Choose = Callable[[click.Context, click.Parameter, str | None], tuple[str, ...] | None]
 
 
-def some_of(names: tuple[str, ...]) -> Choose:
-    """What chooses some of `names`, in their own order; None where the option is not given."""
+class Slots(click.ParamType):
+    """A number of slots, such as 16k or 147456, as the sub-keys of a half."""
 
-    def choose(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...] | None:
-        if value is None:
-            return None
-        given = [text.strip() for text in value.split(",")]
-        for name in given:
-            if name not in names:
-                raise click.BadParameter(f"found {name!r} (expected some of {', '.join(names)})")
-        return tuple(name for name in names if name in given)
+    name = "slots"
 
-    return choose
-
-
-def numbers_of_keys(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
-    """Sub-keys of a half for each number of slots, such as 16k or 147456; none where the option is not given."""
-    found: list[int] = []
-    for text in () if value is None else map(str.strip, value.split(",")):
-        slots = NAMED_SLOTS.get(text) or whole_number(text)
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        slots = NAMED_SLOTS.get(value) or (int(value) if value.isdecimal() and len(value) < 12 else 0)
         keys = math.isqrt(slots)
         if not slots or keys**2 != slots:
-            raise click.BadParameter(f"found {text!r} (expected a square, or one of {', '.join(NAMED_SLOTS)})")
-        found.append(keys)
-    return tuple(dict.fromkeys(found))
+            self.fail(f"found {value!r} (expected a square, or one of {', '.join(NAMED_SLOTS)})", param, ctx)
+        return keys
 
 
-def batch_sizes(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
-    """Distinct sizes, in order."""
-    sizes = sorted({whole_number(text.strip()) for text in value.split(",")})
-    if not 1 <= sizes[0] <= sizes[-1] <= 4096:
-        raise click.BadParameter(f"found {value!r} (expected numbers from 1 to 4096, such as 1,8)")
-    return tuple(sizes)
+def several(kind: click.ParamType) -> Callable[[click.Context, click.Parameter, str | None], tuple[Any, ...]]:
+    """What reads distinct values of one kind with commas between them; none where the option is not given."""
 
+    def convert(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[Any, ...]:
+        texts = [] if value is None else value.split(",")
+        return tuple(dict.fromkeys(kind.convert(text.strip(), parameter, context) for text in texts))
 
-def whole_number(text: str) -> int:
-    """A whole number of at most 11 digits; 0 for what is none."""
-    return int(text) if text.isdecimal() and len(text) < 12 else 0
+    return convert
 
 
 @contextmanager
@@ -73,6 +59,12 @@ def waiting(quiet: bool) -> Iterator[Callable[[str], None]]:
         yield lambda text: status.update(escape(printable(text)))
 
 
+def show(found: dict[str, Any], tables: "Sequence[Table]", as_json: bool, end: str = "") -> None:
+    """Print results as JSON or as tables, with a few lines after these."""
+    text = json.dumps(found, indent=2) if as_json else "\n".join([*(table.render() for table in tables), end]).rstrip()
+    click.echo(text)
+
+
 def rounds_option(default: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     return click.option(
         "--rounds", default=default, show_default=True, metavar="N", type=SIZE, help="Times that each is timed."
@@ -83,14 +75,14 @@ models_option = click.option(
     "--only",
     "kinds",
     metavar="A,B",
-    callback=some_of(MODELS),
+    callback=several(click.Choice(MODELS)),
     help=f"Some of {', '.join(MODELS)}. Default: all there are.",
 )
 slots_option = click.option(
     "--slots",
     "num_keys",
     metavar="N,N",
-    callback=numbers_of_keys,
+    callback=several(Slots()),
     help="Sizes of the memory, a model for each: 16k,1M. Default: the recipe's.",
 )
 
@@ -114,7 +106,7 @@ def command() -> None:
     metavar="N,N",
     default="16k,65k,262k,1M",
     show_default=True,
-    callback=numbers_of_keys,
+    callback=several(Slots()),
     help="Sizes of the memory: squares; 16k is 2^14, 1M is 2^20.",
 )
 @click.option("--dim", default=512, show_default=True, metavar="N", type=SIZE, help="Width of the layer.")
@@ -125,7 +117,7 @@ def command() -> None:
     "--tokens", default=1024, show_default=True, metavar="N", type=click.IntRange(min=2), help="Tokens of a step."
 )
 @rounds_option(7)
-@click.option("--only", metavar="A,B", callback=some_of(LAYERS), help=f"Some of {', '.join(LAYERS)}.")
+@click.option("--only", metavar="A,B", callback=several(click.Choice(LAYERS)), help=f"Some of {', '.join(LAYERS)}.")
 @json_option
 @quiet_option
 def memory(
@@ -136,7 +128,7 @@ def memory(
     key_dim: int,
     tokens: int,
     rounds: int,
-    only: tuple[str, ...] | None,
+    only: tuple[str, ...],
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -159,9 +151,7 @@ def memory(
     shapes = [bench.Shape(keys, dim, heads, topk, key_dim, tokens) for keys in num_keys]
     with waiting(quiet) as say:
         results = bench.time_sizes(shapes, only, rounds, say)
-    click.echo(
-        json.dumps(bench.as_json(results), indent=2) if as_json else "\n".join(bench.as_text(results)), nl=as_json
-    )
+    show(bench.as_json(results), [result.table() for result in results], as_json, bench.growth(results))
 
 
 @command.command("generate", short_help="Whole models decoding and scoring.")
@@ -175,7 +165,7 @@ def memory(
     metavar="N,N",
     default="1,8",
     show_default=True,
-    callback=batch_sizes,
+    callback=several(click.IntRange(1, 4096)),
     help="Sequences at once.",
 )
 @click.option("--tokens", default=16, show_default=True, metavar="N", type=SIZE, help="To decode in a sequence.")
@@ -186,7 +176,7 @@ def generate(
     recipe_file: str,
     overrides: tuple[str, ...],
     num_keys: tuple[int, ...],
-    kinds: tuple[str, ...] | None,
+    kinds: tuple[str, ...],
     batches: tuple[int, ...],
     tokens: int,
     rounds: int,
@@ -217,8 +207,7 @@ def generate(
     chosen = chosen_models(recipe, num_keys, kinds)
     with waiting(quiet) as say:
         times = time_inference(chosen, batches, tokens, rounds, say)
-    tables = "\n".join(table.render() for table in times.tables())
-    click.echo(json.dumps(times.as_json(), indent=2) if as_json else tables, nl=as_json)
+    show(times.as_json(), times.tables(), as_json)
 
 
 @command.command("train", short_help="Whole models taking training steps.")
@@ -233,7 +222,7 @@ def train(
     recipe_file: str,
     overrides: tuple[str, ...],
     num_keys: tuple[int, ...],
-    kinds: tuple[str, ...] | None,
+    kinds: tuple[str, ...],
     rounds: int,
     as_json: bool,
     quiet: bool,
@@ -260,5 +249,4 @@ def train(
     chosen = chosen_models(recipe, num_keys, kinds)
     with waiting(quiet) as say:
         times = time_training(chosen, precision, rounds, say)
-    tables = "\n".join(table.render() for table in times.tables())
-    click.echo(json.dumps(times.as_json(), indent=2) if as_json else tables, nl=as_json)
+    show(times.as_json(), times.tables(), as_json)
