@@ -3,17 +3,21 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+MOST = 600  # characters of an error: of a longer one, which quotes somebody's text or path, the middle is left out
+
 
 class UserError(Exception):
     """What is wrong, where, what was found and what was expected, in one line.
 
     Args:
-        message: one line: what, where, found (expected).
+        message: one line: what, where, found (expected); cut to `MOST` characters.
         hint: what to do about it, in one line; may be empty.
         exit_code: 2 for wrong usage, recipe or input; 1 where the machine failed (a full disk, say); 3 for divergence.
     """
 
     def __init__(self, message: str, hint: str = "", exit_code: int = 2):
+        if len(message) > MOST:
+            message = f"{message[: MOST // 2]}...{message[-MOST // 3 :]}"
         super().__init__(message)
         self.message = message
         self.hint = hint

@@ -58,11 +58,6 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            raise click.exceptions.NoSuchCommand(args[0], possibilities=COMMANDS, ctx=ctx)
-        return super().resolve_command(ctx, args)
-
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
@@ -100,7 +95,12 @@ def accept_anywhere(command: click.Command) -> None:
             accept_anywhere(each)
 
 
-@click.group(cls=LazyGroup, params=[QUIET, VERBOSE], context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=LazyGroup,
+    commands={name: click.Command(name) for name in COMMANDS},  # by which click finds the name that was meant
+    params=[QUIET, VERBOSE],
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(__version__, message="pkmlm %(version)s")
 def cli() -> None:
     """Train and measure language models whose capacity lies in a large, sparsely read memory.
@@ -152,11 +152,13 @@ def report_error(error: Exception) -> int:
     if isinstance(error, click.ClickException):
         context = error.ctx if isinstance(error, click.UsageError) else None
         hint = f"`{context.command_path} --help` shows how it is used" if context else ""
+        if isinstance(error, click.NoSuchOption):
+            hint = key_hint(error) or hint
         return print_error(UserError(printable(error.format_message()).rstrip("."), hint))
     if isinstance(error, OSError):
         if error.filename is not None:  # reads; writes are reported where they fail
             code = 2 if error.errno in WRONG_NAME else 1
-            return print_error(UserError(f"cannot read {str(error.filename)[:300]}: {error.strerror}", exit_code=code))
+            return print_error(UserError(f"cannot read {error.filename}: {error.strerror}", exit_code=code))
         if error.errno is None:
             raise error
         if error.errno not in OUTPUT_ERRORS:
@@ -170,6 +172,17 @@ def report_error(error: Exception) -> int:
     if is_out_of_memory(error):
         return print_error(UserError("out of memory", exit_code=1))  # `pkmlm train` has said what to lower
     raise error
+
+
+def key_hint(error: click.NoSuchOption) -> str:
+    """Where an unknown option is the last part of a recipe's keys, in a command that takes keys: how to set them."""
+    if error.ctx is None or all(parameter.name != "overrides" for parameter in error.ctx.command.params):
+        return ""
+    from pkmlm.recipe.schema import Recipe, leaves
+
+    name = error.option_name.lstrip("-").replace("-", "_")
+    keys = [key for key, _, _ in leaves(Recipe) if key.rpartition(".")[2] == name]
+    return f"a recipe's keys are set by -s: -s {'=... or -s '.join(keys)}=..." if keys else ""
 
 
 def print_error(error: UserError) -> int:

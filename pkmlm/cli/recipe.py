@@ -43,14 +43,14 @@ def check(settings: dict[str, bool], files: tuple[str, ...], overrides: tuple[st
       pkmlm recipe check mine.yaml -s model.layers=12
     """
     from pkmlm.cli import print_error
-    from pkmlm.recipe.check import summary, warnings
+    from pkmlm.recipe.check import warnings
     from pkmlm.recipe.load import load_recipe
 
     code = 0
     for file in files:
         try:
             recipe = load_recipe(file, overrides)
-            click.echo(printable(f"ok  {file}: {summary(recipe)}"))
+            click.echo(printable(f"ok  {file}: {recipe.name}"))
             for text in warnings(recipe, file, overrides):
                 warn(f"{file}: {text}")
         except UserError as error:

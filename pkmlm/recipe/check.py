@@ -1,7 +1,6 @@
 """What must hold between a recipe's keys and with the ranks that train it, and what deserves a warning.
 
-`schema.py` has the type and range of each key by itself. An error names the key, what was found, what was expected, and
-the nearest values that would do.
+`schema.py` has the type and range of each key by itself. An error names the key, what was found and what was expected.
 """
 
 import math
@@ -41,11 +40,8 @@ def check_recipe(recipe: Recipe, places: Mapping[str, str] | None = None) -> Rec
     """
     check = Check(places or {})
     if not re.fullmatch(r"\w[\w.+-]{0,99}", recipe.name):
-        check.fail(
-            "name",
-            f"found {recipe.name[:60]!r}",
-            "at most 100 letters, digits and . _ + -, the first no . + or -",
-        )
+        expected = "at most 100 letters, digits and . _ + -, the first no . + or -"
+        check.fail("name", f"found {recipe.name!r}", expected)
     check_sizes(check, recipe.model)
     check_attention(check, recipe)
     check_training(check, recipe)
@@ -78,7 +74,7 @@ def check_division(check: Check, recipe: Recipe) -> None:
         check.fail(
             "parallel.memory",
             f"{parts} ranks cannot divide tables of {' and '.join(map(str, sorted(widths)))} columns",
-            nearest_divisors(common, parts),
+            f"a divisor of {common}",
             "model.dim",
         )
 
@@ -100,18 +96,15 @@ def check_ranks(recipe: Recipe, ranks: int, file: str) -> None:
         message = f"found {memory.num_keys}, {memory.slots:.2g} slots"
         check.fail("model.memory.num_keys", message, f"at most {math.isqrt(MAX_SLOTS)} with more than one process")
     if ranks % parts:
-        who = "1 process does" if ranks == 1 else f"{ranks} processes do"
-        check.fail("parallel.memory", f"{who} not fall into groups of {parts}", nearest_divisors(ranks, parts))
+        check.fail(
+            "parallel.memory", f"{parts} does not divide the number of processes, {ranks}", f"a divisor of {ranks}"
+        )
     if sequences % (micro_batch * ranks):
-        unit = micro_batch * ranks * recipe.model.context
-        expected = f"a train.batch_tokens of {nearest_multiples(recipe.train.batch_tokens, unit)}"
-        if sequences % ranks == 0:
-            expected += f", or a micro-batch of {nearest_divisors(sequences // ranks, micro_batch)}"
         check.fail(
             "train.micro_batch",
             f"the {sequences} sequences of a step (train.batch_tokens / model.context) do not fall into micro-batches "
             f"of {micro_batch} on each of {ranks} processes",
-            expected,
+            f"a train.batch_tokens that {micro_batch * ranks * recipe.model.context} divides, or another micro-batch",
         )
 
 
@@ -134,21 +127,16 @@ def check_sizes(check: Check, model: Model) -> None:
         sizes["model.hash.bits"] = model.layers * tables * rows * model.dim
     for key, size in sizes.items():
         if size > MAX_PARAMETERS:
-            check.fail(
-                key,
-                f"asks for {size:.1e} parameters",
-                f"at most 2^40 = {MAX_PARAMETERS:.1e}",
-                "model.dim",
-                "model.layers",
-            )
+            expected = f"at most 2^40 = {MAX_PARAMETERS:.1e}"
+            check.fail(key, f"asks for {size:.1e} parameters", expected, "model.dim", "model.layers")
 
 
 def check_attention(check: Check, recipe: Recipe) -> None:
     """Heads divide the width, positions fit the heads, and the kind of attention can do what is asked for."""
     model = recipe.model
     if model.dim % model.heads:
-        near = nearest_divisors(model.dim, model.heads)
-        check.fail("model.heads", f"{model.heads} heads do not divide model.dim {model.dim}", near, "model.dim")
+        message = f"{model.heads} heads do not divide model.dim {model.dim}"
+        check.fail("model.heads", message, f"a divisor of {model.dim}", "model.dim")
     if model.attention == "linformer":
         block, rank, keys = model.attention_options.block, model.attention_options.rank, "model.attention_options"
         if block >= model.context:
@@ -163,14 +151,9 @@ def check_attention(check: Check, recipe: Recipe) -> None:
         width, turned = model.dim // model.heads, rotary_width(model)
         pairs = model.rotary_fraction * width / 2
         if turned < 2 or turned % 2 or abs(turned - 2 * pairs) > 1e-6:
-            check.fail(
-                "model.rotary_fraction",
-                f"{model.rotary_fraction:g} of a head of {width} is {2 * pairs:g}",
-                "an even width of two or more",
-                "model.heads",
-                "model.dim",
-                "model.positions",
-            )
+            message = f"{model.rotary_fraction:g} of a head of {width} is {2 * pairs:g}"
+            others = ("model.heads", "model.dim", "model.positions")
+            check.fail("model.rotary_fraction", message, "an even width of two or more", *others)
 
 
 def require_softmax(model: Model, place: str, task: str) -> None:
@@ -195,7 +178,7 @@ def check_training(check: Check, recipe: Recipe) -> None:
         check.fail(
             "train.batch_tokens",
             f"{tokens} tokens are not a whole number of sequences of {context} (model.context)",
-            nearest_multiples(tokens, context),
+            f"a multiple of {context}",
             "model.context",
         )
     memory = recipe.model.memory
@@ -207,7 +190,7 @@ def check_training(check: Check, recipe: Recipe) -> None:
             "train.micro_batch",
             f"the {sequences} sequences of a step (train.batch_tokens / model.context) do not fall into "
             f"micro-batches of {micro_batch}",
-            nearest_divisors(sequences, micro_batch),
+            f"a divisor of {sequences}",
             "train.batch_tokens",
             "model.context",
         )
@@ -222,47 +205,29 @@ def check_training(check: Check, recipe: Recipe) -> None:
     }
     for prefix, (schedule, warmup_steps) in schedules.items():
         if schedule == "inverse-sqrt" and warmup_steps < 1:
-            check.fail(
-                f"{prefix}.warmup_steps",
-                "found 0 with the inverse-sqrt schedule",
-                "1 or more",
-                f"{prefix}.schedule",
-            )
+            message = "found 0 with the inverse-sqrt schedule"
+            check.fail(f"{prefix}.warmup_steps", message, "1 or more", f"{prefix}.schedule")
 
 
 def check_hash(check: Check, model: Model) -> None:
     """Bits of a code divide the width, and codes have at most 16 bits."""
     bits, extra = model.hash.bits, model.hash.extra_bits
     if model.dim % bits:
-        check.fail(
-            "model.hash.bits",
-            f"{bits} bits do not divide model.dim {model.dim}",
-            nearest_divisors(model.dim, bits, 16),
-            "model.dim",
-            "model.projections",
-        )
+        message = f"{bits} bits do not divide model.dim {model.dim}"
+        expected = f"a divisor of {model.dim}, at most 16"
+        check.fail("model.hash.bits", message, expected, "model.dim", "model.projections")
     if bits + extra > 16:
-        check.fail(
-            "model.hash.extra_bits",
-            f"{bits} + {extra} bits make tables of 2^{bits + extra} rows",
-            f"at most {16 - bits}, so that 16 bits in all",
-            "model.hash.bits",
-            "model.projections",
-        )
+        message = f"{bits} + {extra} bits make tables of 2^{bits + extra} rows"
+        check.fail("model.hash.extra_bits", message, "at most 16 bits in all", "model.hash.bits", "model.projections")
 
 
 def check_memory(check: Check, model: Model) -> None:
     """A memory's sizes fit one another, and it has a layer."""
     memory = model.memory
     if memory.topk > memory.key_rows:
-        what = "which is model.memory.num_keys" if memory.kind == "product-key" else "the slots"
-        check.fail(
-            "model.memory.topk",
-            f"found {memory.topk}",
-            f"at most {memory.key_rows}, {what}",
-            "model.memory.num_keys",
-            "model.memory.kind",
-        )
+        what = "num_keys" if memory.kind == "product-key" else "the slots"
+        others = ("model.memory.num_keys", "model.memory.kind")
+        check.fail("model.memory.topk", f"found {memory.topk}", f"at most {memory.key_rows}, {what}", *others)
     if memory.kind == "product-key" and memory.key_dim % 2:
         check.fail("model.memory.key_dim", f"{memory.key_dim} has no half for a sub-key", "an even width")
     if not memory.layers:
@@ -304,7 +269,7 @@ def memory_layers(model: Model, check: Check | None = None) -> dict[int, bool]:
         match = re.fullmatch(r"(auto:)?([0-9]{1,9})(\+?)", text)
         if not match:
             expected = "a layer such as 5, 5+ or auto:2, or a list: [4, 6+]"
-            check.fail("model.memory.layers", f"found {text[:40]!r}", expected)
+            check.fail("model.memory.layers", f"found {text!r}", expected)
         number = int(match[2])
         layers = [number]
         if match[1]:
@@ -316,29 +281,12 @@ def memory_layers(model: Model, check: Check | None = None) -> dict[int, bool]:
                 layers = [math.floor(i * (model.layers + 1) / (number + 1) + 0.5) for i in range(1, number + 1)]
         for layer in layers:
             if not 1 <= layer <= model.layers:
-                check.fail(
-                    "model.memory.layers", f"found layer {layer}", f"layers from 1 to {model.layers}", "model.layers"
-                )
+                expected = f"layers from 1 to {model.layers}"
+                check.fail("model.memory.layers", f"found layer {layer}", expected, "model.layers")
             if layer in beside:
                 check.fail("model.memory.layers", f"layer {layer} is named twice", "each layer once")
             beside[layer] = bool(match[3])
     return dict(sorted(beside.items()))
-
-
-def nearest_divisors(number: int, value: int, most: int | None = None) -> str:
-    """The divisors of `number` on either side of `value`, which is none, as text; at most `most`, not far from it."""
-    if value > number:
-        return str(number)
-    near = range(max(1, value - 4096), min(number, value + 4096, most or number) + 1)
-    divisors = [d for d in near if number % d == 0]
-    below, above = [d for d in divisors if d < value][-1:], [d for d in divisors if d > value][:1]
-    return " or ".join(map(str, below + above)) or f"a divisor of {number}"
-
-
-def nearest_multiples(number: int, unit: int) -> str:
-    """The multiples of `unit` around a number, for a hint."""
-    below = number // unit * unit
-    return " or ".join(str(n) for n in (below, below + unit) if n)
 
 
 def warnings(recipe: Recipe, path: str | Path, overrides: Iterable[str] = ()) -> list[str]:
@@ -420,18 +368,3 @@ def unused_keys(recipe: Recipe) -> dict[str, str]:
     if recipe.eval.every == 0:
         disabled["eval.every"] = ["eval.patience"]
     return {key: switch for switch, keys in disabled.items() for key in flatten(recipe) if key.startswith(tuple(keys))}
-
-
-def summary(recipe: Recipe) -> str:
-    """A recipe in one line: its model, memories and length of training."""
-    model, memory, steps = recipe.model, recipe.model.memory, recipe.train.steps
-    parts = [f"{recipe.name}, {model.layers} layer{'s' if model.layers > 1 else ''} of {model.dim}"]
-    if model.attention != "softmax":
-        parts.append(f"{model.attention} attention")
-    if model.projections == "hash":
-        parts.append(f"hash tables of {model.hash.bits} bits")
-    if memory.kind != "none":
-        layers = ", ".join(f"{layer}+" if beside else str(layer) for layer, beside in memory_layers(model).items())
-        parts.append(f"{memory.kind} memory of {memory.slots:,} slots at {layers}")
-    parts.append(f"{steps:,} step{'s' if steps > 1 else ''} of {recipe.train.batch_tokens:,} tokens")
-    return ", ".join(parts)

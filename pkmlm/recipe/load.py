@@ -48,7 +48,11 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     Raises:
         UserError: the file is no recipe, or `pkmlm.recipe.check` finds keys that cannot hold together.
     """
-    tree = read_tree(Path(path))
+    return recipe_of(read_tree(Path(path)), overrides)
+
+
+def recipe_of(tree: Node, overrides: Iterable[str] = ()) -> Recipe:
+    """The recipe of a tree, as `load_recipe` makes it of a file's."""
     for override in overrides:
         tree = merge(tree, parse_override(override))
     places: dict[str, str] = {}
@@ -74,6 +78,8 @@ def read_tree(path: Path, inheritors: tuple[str, ...] = (), named_at: str = "") 
     tree = parse(text, str(path))
     if not isinstance(tree.value, dict):
         raise UserError(f"{tree.place}: found {tree.shown()} (expected keys such as name: and model:)")
+    if "axes" in tree.value:
+        raise UserError(f"{prefix}{path} is a grid (expected a recipe)", f"`pkmlm sweep {path}` runs its cells")
     base = tree.value.get("base")
     if base is None:
         return tree

@@ -11,7 +11,7 @@ from pkmlm.analysis.compare import Facts, facts_of, first_of
 from pkmlm.data.corpus import read_index
 from pkmlm.errors import UserError
 from pkmlm.recipe.check import warnings
-from pkmlm.recipe.load import load_recipe
+from pkmlm.recipe.load import read_tree, recipe_of
 from pkmlm.recipe.schema import Recipe, dump_recipe, flatten, scalar_text
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.sweep.grid import Grid, Point, overlap
@@ -63,16 +63,16 @@ class Cells:
     """
 
     def __init__(self, grid: Grid, base: Path, extra: Sequence[str] = ()):
-        self.grid, self.base, self.extra = grid, base, extra
+        self.grid, self.base, self.extra, self.tree = grid, base, extra, read_tree(base)
         for key in (text.partition("=")[0].strip() for text in extra):
             for varied, cause in grid.varied():
                 if overlap(key, varied):
                     message = f"-s {key}: the grid sets {varied} by {cause} (expected a key that all cells share)"
                     raise UserError(message, "change the grid's file")
-        values = grid.tune.values if grid.tune else (None,)
-        self.first = {(p, value): self._cell(p, grid.seeds[0], value) for p in grid.points() for value in values}
+        self.values = grid.tune.values if grid.tune else (None,)
+        self.first = {(p, value): self._cell(p, grid.seeds[0], value) for p in grid.points() for value in self.values}
         for seed in grid.seeds[1:]:  # refuses now what no recipe can have as its seed
-            self._cell(grid.points()[0], seed, values[0])
+            self._cell(grid.points()[0], seed, self.values[0])
         names = [cell.name for cell in self.first.values()]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
@@ -82,7 +82,7 @@ class Cells:
         tuning = [] if self.grid.tune is None else [f"{self.grid.tune.key}={tuned}"]
         overrides = [*self.grid.overrides(point), *tuning, *self.extra, f"train.seed={seed}"]
         try:
-            recipe = load_recipe(self.base, overrides)
+            recipe = recipe_of(self.tree, overrides)
         except UserError as error:
             where = ", ".join(f"{axis} {name}" for axis, name in self.grid.place(point).items())
             raise UserError(f"{where}: {error.message}", error.hint) from None
@@ -120,7 +120,7 @@ class Cells:
 
     def tuning(self, point: Point) -> list[Cell]:
         """The cells of a point's first seed, one for each value of the tuned key."""
-        return [cell for (p, _), cell in self.first.items() if p == point]
+        return [self.first[point, value] for value in self.values]
 
     def others(self, chosen: Cell) -> list[Cell]:
         """The cells of the other seeds, at the tuned value of `chosen`, whatever became of the base's file."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import cached_property
 from itertools import combinations, product
+from math import prod
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -22,6 +23,7 @@ from pkmlm.sweep.measures import MEASURES
 
 STRICT = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True)
 Point = tuple[str, ...]  # one value of each axis, by name
+MOST_CELLS = 10_000
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -258,6 +260,10 @@ def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:
         require(figure.y, [m for m in grid.measure if m != figure.x], key, "another measure of this grid")
         if figure.line is not None:
             require(figure.line, [axis for axis in grid.axes if axis != figure.x], key, "another axis")
+    cells = prod(len(grid.names(axis)) for axis in grid.axes)
+    cells *= len(grid.seeds) + (len(grid.tune.values) - 1 if grid.tune else 0)
+    if cells > MOST_CELLS:  # before any is made
+        fail("axes", f"axes: {cells:,} cells (expected at most {MOST_CELLS:,})")
     if not grid.points():
         fail("", "no point is left (only and without leave none)")
     for (key, cause), (other, by) in combinations(grid.varied(), 2):

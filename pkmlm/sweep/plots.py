@@ -62,23 +62,25 @@ def known(grid: Grid, figure: Figure, value: Values) -> list[Point]:
 def panel(axes: Axes, grid: Grid, figure: Figure, value: Values) -> None:
     """The lines of one panel; along a measure, every point carries its name."""
     along_axis = figure.x in grid.axes
-    for number, (name, points) in enumerate(lines(grid, figure, known(grid, figure, value)).items()):
-        if not points:  # neither measured nor in the paper
-            continue
+    others = [axis for axis in grid.axes if axis != figure.line]
+    apart = [] if along_axis else others[:-1]  # along a measure, a stroke joins points that differ in the last alone
+    for number, name in enumerate(grid.names(figure.line) if figure.line else [None]):
+        points = [p for p in known(grid, figure, value) if name is None or grid.place(p)[figure.line or ""] == name]
         style = line_style(number) | {"marker": "o", "markersize": 5, "capsize": 3}
         if not along_axis:
             style["linestyle"] = "-" if figure.line else "none"
         shown = None if name is None else label(name)
-        for run in [points] if along_axis else runs(grid, figure, points):
+        for _, stroke in groupby(points, lambda p: [grid.place(p)[axis] for axis in apart]):
+            run = list(stroke)
             found = [value(figure.y, p) for p in run]
             means = [fmean(seeds) for seeds in found]
             bars = [[fmean(seeds) - min(seeds) for seeds in found], [max(seeds) - fmean(seeds) for seeds in found]]
             where = [position(grid, figure, p, value) for p in run]
             axes.errorbar(where, means, yerr=bars, **style, label=shown if run[0] == points[0] else None)
-            for at, mean, p in zip(where, means, run, strict=True) if not along_axis else ():
-                axes.annotate(
-                    label(own_name(grid, figure, p)), (at, mean), xytext=(6, 6), textcoords="offset points", fontsize=8
-                )
+            for x, mean, p in zip(where, means, run, strict=True) if not along_axis else ():
+                place = {axis: grid.place(p)[axis] for axis in others}  # the line's name is in the legend
+                own = " ".join(f"{axis} {at}" if at.isdecimal() else at for axis, at in place.items())
+                axes.annotate(label(own), (x, mean), xytext=(6, 6), textcoords="offset points", fontsize=8)
     if along_axis:
         names = grid.names(figure.x)
         axes.set_xticks(range(len(names)), [label(name) for name in names])
@@ -94,25 +96,6 @@ def panel(axes: Axes, grid: Grid, figure: Figure, value: Values) -> None:
     axes.grid(alpha=0.3)
     if figure.line:
         axes.legend(title=label(figure.line), fontsize=9)
-
-
-def lines(grid: Grid, figure: Figure, points: list[Point]) -> dict[str | None, list[Point]]:
-    """The points of each line, by its name; of the only one where no axis gives it one, by None."""
-    if figure.line is None:
-        return {None: points}
-    return {name: [p for p in points if grid.place(p)[figure.line] == name] for name in grid.names(figure.line)}
-
-
-def runs(grid: Grid, figure: Figure, points: list[Point]) -> list[list[Point]]:
-    """The points of a line that one stroke joins: they differ along the last of the other axes alone."""
-    others = [axis for axis in grid.axes if axis != figure.line]
-    return [list(run) for _, run in groupby(points, lambda p: [grid.place(p)[axis] for axis in others[:-1]])]
-
-
-def own_name(grid: Grid, figure: Figure, point: Point) -> str:
-    """A point's name without its line's, which is in the legend; a number gets the name of its axis."""
-    places = {axis: name for axis, name in grid.place(point).items() if axis != figure.line}
-    return " ".join(f"{axis} {name}" if name.isdecimal() else name for axis, name in places.items())
 
 
 def position(grid: Grid, figure: Figure, point: Point, value: Values) -> float:

@@ -1,16 +1,25 @@
-"""The results of a grid: mean and spread over seeds at each point, beside the paper's numbers and claims."""
+"""The results of a grid: mean and spread over seeds at each point, beside the paper's numbers and claims; and the
+folder that keeps them: the runs in `cells/`, and `results.json`, `table.md` and plots, which are made from them.
+"""
 
 import platform
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import floor, log10
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
+
+from typing_extensions import NotRequired, TypedDict
 
 from pkmlm import __version__
 from pkmlm.console import Column, Table, number
 from pkmlm.environment import source_commit
-from pkmlm.sweep.cells import Cells, Outcome, best
+from pkmlm.errors import UserError
+from pkmlm.runs.files import make_folder, read_json, write_json, write_text
+from pkmlm.runs.results import Number
+from pkmlm.sweep.cells import Cell, Cells, Outcome, best, finished
 from pkmlm.sweep.grid import Grid, Point, Tune
 from pkmlm.sweep.measures import MEASURES
 from pkmlm.sweep.verdicts import Verdict, rank_correlations, verdict
@@ -58,11 +67,6 @@ class Results:
         return [outcome for outcome in self.outcomes.values() if outcome.status == "failed"]
 
     @property
-    def exit_code(self) -> int:
-        """0 where no run has failed; 2 where wrong usage explains all failures; else 1."""
-        return min((outcome.exit_code for outcome in self.failed), default=0)
-
-    @property
     def lack_speeds(self) -> bool:
         """Whether there are models that still have to be timed."""
         points = self.grid.points() if "speed" in self.grid.measure else []
@@ -70,6 +74,12 @@ class Results:
 
     def add(self, outcome: Outcome) -> None:
         self.outcomes[outcome.cell.name] = outcome
+
+    def add_finished(self, cells: Sequence[Cell], runs: Path) -> None:
+        """Add the outcomes of those cells whose runs have ended."""
+        for cell in cells:
+            if outcome := finished(cell, runs):
+                self.add(outcome)
 
     def chosen(self, point: Point) -> list[Outcome]:
         """The measured cells of a point that count: those at its best tuned value."""
@@ -105,7 +115,7 @@ class Results:
         return tuple(self.by_seed(measure, point).values())
 
     def seeds_of(self, point: Point, measures: Sequence[str]) -> int:
-        """How many seeds a point has measurements of: the least over `measures`, or where none of these depends on the
+        """How many seeds a point has measurements of: the least over `measures`; where none of these depends on the
         seed, how many were trained.
         """
         seeded = [name for name in measures if MEASURES[name].source not in ("cost", "speed")]
@@ -285,3 +295,113 @@ def cell_json(grid: Grid, outcome: Outcome, trainers: Sequence[Any]) -> dict[str
             for m in facts.get("usage") or []
         ],
     }
+
+
+class Timed(TypedDict):
+    """How fast the model of a point scores text."""
+
+    point: dict[str, str]
+    recipe: NotRequired[str | None]
+    timed_on: NotRequired[dict[str, str] | None]
+    tokens_per_second: list[Number]
+
+
+class SweepResults(TypedDict):
+    """results.json."""
+
+    grid: str
+    scale: NotRequired[str | None]
+    set: NotRequired[list[str] | None]
+    cells: NotRequired[list[dict[str, Any]] | None]
+    speed: NotRequired[list[Timed] | None]
+
+
+@dataclass(frozen=True)
+class SweepFolder:
+    """The folder of one grid at one scale.
+
+    Attributes:
+        grid: the name of the grid's file, without its ending.
+        scale: of the grid; None: it has none.
+    """
+
+    path: Path
+    grid: str
+    scale: str | None
+
+    @property
+    def runs(self) -> Path:
+        """The folder of the cells' run directories."""
+        return self.path / "cells"
+
+    def recall(self, results: Results) -> None:
+        """Add the speeds that an earlier call measured to the results: all models of a table are timed together.
+
+        Raises:
+            UserError: the folder holds the results of another grid or of other overrides, or other files.
+        """
+        found, cells = self.read(), results.cells
+        theirs, ours = found.get("set"), list(cells.extra)
+        if theirs not in (None, ours):
+            # With other overrides the runs here would fail one by one, others would be trained, and a table of both
+            # would replace theirs; unless every run is one of the grid's cells, or there is nothing to lose.
+            held = {outcome.status for cell in cells.first.values() if (outcome := finished(cell, self.runs))}
+            if "failed" in held or (found.get("cells") and not held):
+                was, asked = (shlex.join(each) or "nothing" for each in (theirs, ours))
+                hint = "repeat its -s, or name another folder with -o"
+                raise UserError(f"-s: {self.path} holds the sweep with {was} (expected {asked})", hint)
+        for speed in found.get("speed") or []:
+            point = tuple(speed["point"].values())
+            if point in results.costs:
+                results.speeds[point] = Speed(speed.get("recipe"), speed["tokens_per_second"], speed.get("timed_on"))
+
+    def read(self) -> dict[str, Any]:
+        """The folder's results.json, which is this grid's; empty where there is none yet.
+
+        Raises:
+            UserError: it is damaged (exit code 1) or another grid's, or the folder holds other files.
+        """
+        file = self.path / "results.json"
+        if not file.exists():
+            if self.path.exists() and not self.path.is_dir():
+                raise UserError(f"-o {self.path} is a file (expected a folder, or nothing)")
+            if self.path.is_dir() and any(self.path.iterdir()) and not self.runs.exists():
+                raise UserError(f"{self.path} holds no sweep, but other files", "name a new folder with -o")
+            return {}
+        hint = "delete it: it is made from the runs"
+        found: dict[str, Any] = read_json(file, "the sweep's results", hint, exit_code=1, schema=SweepResults)
+        if (found["grid"], found.get("scale")) != (self.grid, self.scale):
+            held, asked = f"{found['grid']} at scale {found.get('scale')}", f"{self.grid} at scale {self.scale}"
+            hint = "choose its --scale, or name another folder with -o"
+            raise UserError(f"{self.path} holds the sweep of {held} (expected {asked})", hint)
+        return found
+
+    def begin(self, results: Results) -> None:
+        """Write the overrides of the runs before the first has ended: `--table` needs the same."""
+        if not self.read().get("cells"):
+            write_json(self.path / "results.json", results.as_json(self.grid, self.scale))
+
+    def collect(self, results: Results) -> None:
+        """Add the runs in the folder to the results, if the grid needs any.
+
+        Raises:
+            UserError: none of this grid has ended; an empty table must not replace another.
+        """
+        if not results.grid.trains:
+            return
+        for point in results.grid.points():
+            results.add_finished(results.cells.tuning(point), self.runs)
+            if chosen := results.chosen(point):
+                results.add_finished(results.cells.others(chosen[0].cell), self.runs)
+        if not results.ended:
+            failed = [f"{outcome.cell.name}: {outcome.message}" for outcome in results.outcomes.values()]
+            hint = failed[0] if failed else "wait for one, or leave --table out to train them"
+            raise UserError(f"{self.path} holds no run of this grid that has ended", hint)
+
+    def write(self, results: Results) -> list[Table]:
+        """Write results.json and table.md; returns the tables."""
+        tables = results.tables()
+        make_folder(self.path)
+        write_json(self.path / "results.json", results.as_json(self.grid, self.scale))
+        write_text(self.path / "table.md", "\n".join(table.render("md") for table in tables))
+        return tables

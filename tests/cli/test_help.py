@@ -72,6 +72,12 @@ def test_versions_and_wrong_words():
     assert pkmlm(code=2).stderr.startswith("Usage: pkmlm [OPTIONS] COMMAND")
 
 
+@pytest.mark.parametrize(("option", "key"), [("--lr", "optim.lr"), ("--micro-batch", "train.micro_batch")])
+def test_an_option_that_is_a_recipes_key_is_told_as_one(option, key):
+    assert f"-s {key}=" in pkmlm("train", "recipes/demo.yaml", option, "1", code=2).stderr
+    assert "-s " not in pkmlm("eval", "runs/demo", option, "1", code=2).stderr, "it takes no keys"
+
+
 def test_a_shell_completes_names_of_files():
     """click's completion offers none by itself, and takes the shell's own away."""
     complete = BashComplete(cli, {}, "pkmlm", "_PKMLM_COMPLETE").get_completions

@@ -19,7 +19,7 @@ def _inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
 
 
-def test_check_says_ok_and_sums_up(tmp_path: Path) -> None:
+def test_check_says_ok(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(SMALL)
     (tmp_path / "b[red].yaml").write_text(
         "base: a.yaml\nmodel: {memory: {kind: product-key, layers: [2, 4+], num_keys: 64}}"
@@ -27,9 +27,8 @@ def test_check_says_ok_and_sums_up(tmp_path: Path) -> None:
     done = pkmlm("recipe", "check", "a.yaml", "b[red].yaml")
     assert done.stderr == ""
     assert done.stdout.splitlines() == [
-        "ok  a.yaml: small, 6 layers of 64, 20,000 steps of 512 tokens",
-        "ok  b[red].yaml: small, 6 layers of 64, product-key memory of 4,096 slots at 2, 4+, "
-        "20,000 steps of 512 tokens",
+        "ok  a.yaml: small",
+        "ok  b[red].yaml: small",
     ]
 
 
@@ -42,11 +41,19 @@ def test_check_tells_a_wrong_recipe_in_two_lines_and_exit_code_2(tmp_path: Path)
     assert hint.startswith("hint: keys of optim: lr, betas, eps, schedule, warmup_steps, ")
 
 
+@pytest.mark.parametrize("words", [["recipe", "check"], ["train", "--dry-run"]])
+def test_a_grid_is_told_as_one(tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "grid.yaml").write_text("base: a.yaml\naxes: {dim: {64: {}}}\n")
+    error, hint = pkmlm(*words, "grid.yaml", code=2).stderr.splitlines()
+    assert "grid.yaml is a grid" in error
+    assert "pkmlm sweep grid.yaml" in hint
+
+
 def test_check_goes_on_after_a_wrong_recipe_and_names_each(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(SMALL + "optim:\n  learning_rate: 1\n")
     (tmp_path / "c.yaml").write_text("model: {layers: 1, heads: 7}\ntrain: {steps: 1}\noptim: {warmup_steps: 1}\n")
     done = pkmlm("recipe", "check", "a.yaml", "missing.yaml", "c.yaml", "-s", "model.heads=8", code=2)
-    assert done.stdout == "ok  c.yaml: unnamed, 1 layer of 512, 1 step of 65,536 tokens\n"
+    assert done.stdout == "ok  c.yaml: unnamed\n"
     told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert told[0] == "error: a.yaml:5:3: unknown key optim.learning_rate"
     assert told[1].count("missing.yaml") == 1

@@ -13,11 +13,10 @@ from pkmlm.recipe.nodes import parse, yaml_text
 from pkmlm.recipe.schema import dump_recipe
 from pkmlm.runs.files import write_json
 from pkmlm.sweep.cells import Cells, Outcome, steps_taken
-from pkmlm.sweep.folder import SweepFolder
 from pkmlm.sweep.grid import Grid, read_grid
 from pkmlm.sweep.measures import MEASURES, facts_of_cost
 from pkmlm.sweep.plots import picture
-from pkmlm.sweep.results import Results, Speed
+from pkmlm.sweep.results import Results, Speed, SweepFolder
 from pkmlm.sweep.verdicts import pairs_of, rank_correlations, verdict
 from tests.conftest import ROOT
 
@@ -168,6 +167,12 @@ def test_what_is_wrong_in_a_grid_is_named_in_one_line(folder, before, after, wor
     assert "\n" not in error.value.message
 
 
+def test_a_grid_of_millions_of_cells_is_counted_not_listed(folder):
+    axes = "".join(f"  a{number}: {{x: {{}}, y: {{}}, z: {{}}}}\n" for number in range(14))
+    with pytest.raises(UserError, match=r"grid.yaml:2:1: axes: 4,782,969 cells .expected at most"):
+        grid_of(folder, f"base: base.yaml\naxes:\n{axes}", None)
+
+
 def test_a_quoted_value_reaches_the_recipe_as_it_is(folder):
     text = GRID.replace("set: {", r"""set: {data.dir: "a\\b\"c\nd", """)
     cells = Cells(grid_of(folder, text), folder / "base.yaml")
@@ -305,19 +310,6 @@ def test_nothing_is_chosen_while_values_are_still_to_be_tried(folder):
         results.values("perplexity", P[0])
 
 
-def test_wrong_usage_is_the_exit_code_where_nothing_else_has_failed(folder):
-    cells = Cells(grid_of(folder), folder / "base.yaml")
-    results = Results(cells.grid, cells, {point: {} for point in P})
-    first, second, third = cells.tuning(P[0])
-    for cell, outcome, code in (
-        (first, Outcome(first, "diverged", {}), 0),
-        (second, Outcome(second, "failed", {}, "its run has model.dim 32 (expected 16)", 2), 2),
-        (third, Outcome(third, "failed", {}, "the disk is full"), 1),
-    ):
-        results.add(outcome)
-        assert results.exit_code == code, cell.name
-
-
 def test_a_figure_has_a_panel_for_the_paper_and_a_line_for_each_value(folder):
     cells = Cells(grid_of(folder), folder / "base.yaml")
     results = Results(cells.grid, cells, {point: {} for point in P})
@@ -410,9 +402,9 @@ def test_a_folder_keeps_to_the_settings_of_its_runs(folder):
     run = swept.runs / cell.name
     (run / "checkpoints" / "step-00000002").mkdir(parents=True)
     (run / "recipe.yaml").write_text(dump_recipe(cell.recipe))
-    with pytest.raises(UserError, match=r"with -s train.steps=7 -s 'data.dir=a b' .expected no -s"):
+    with pytest.raises(UserError, match=r"with train.steps=7 'data.dir=a b' .expected nothing"):
         swept.recall(results())
-    with pytest.raises(UserError, match=r"expected -s train.steps=8 -s 'data.dir=a b'"):
+    with pytest.raises(UserError, match=r"expected train.steps=8 'data.dir=a b'"):
         swept.recall(results("train.steps=8", "data.dir=a b"))
     write_json(run / "run.json", {"status": "diverged"})
     ours.add(Outcome(cell, "diverged", {}))
@@ -420,7 +412,7 @@ def test_a_folder_keeps_to_the_settings_of_its_runs(folder):
     swept.recall(results("data.dir=a b", "train.steps=7"))  # in another order
     swept.recall(results("data.dir=a b", text=GRID.replace("set: {", "set: {train.steps: 7, ")))
     (run / "recipe.yaml").unlink()
-    with pytest.raises(UserError, match="expected no -s"):
+    with pytest.raises(UserError, match="expected nothing"):
         swept.recall(results())  # the table is there
     kept = json.loads((swept.path / "results.json").read_text())
     write_json(swept.path / "results.json", {key: kept[key] for key in kept if key != "set"})
