@@ -17,7 +17,7 @@ from typing import Any
 from pkmlm.console import Column, Table
 from pkmlm.environment import source_commit
 from tests.forks import ROOT, Forks
-from tests.torture import crashes, damage, disks, kills, mutants, records, sizes, stops
+from tests.torture import crashes, damage, disks, kills, mutants, mutator, records, sizes, stops
 from tests.torture.oracle import Ground, forget_one, saved_items
 
 Trial = Callable[[], tuple[bool, str]]
@@ -52,7 +52,11 @@ def parts(ground: Ground) -> Iterator[Part]:
     items = [(item, 9) for item in saved_items(ground.reference("product-key"), 9)] + [("state:skips", 3)]
     control = [lambda i=item, s=step: forget_one(ground, i, s) for item, step in items]
     yield Part("negative control: each saved item left out", control)  # type: ignore[arg-type]
-    yield Part("mutated recipes", numbered(mutants.mutate_recipe, ground, range(3_000)))
+    for name in mutator.kinds(ground):
+        changed = mutator.Mutator(ground, name)
+        tries = [lambda n=n, c=changed: c.try_change(n) for n in range(len(changed.changes))]  # type: ignore[misc]
+        yield Part(f"{mutator.NAME}: {name}", tries)  # type: ignore[arg-type]
+    yield Part("mutated recipes", numbered(mutants.mutate_recipe, ground, range(500)))
     yield Part("mutated safetensors files", numbered(mutants.mutate_tensors, ground, range(1_000)))
     yield Part("corrupted checkpoints", numbered(damage.spoil_checkpoint, ground, range(1_000)))
     yield Part("corrupted shards, indexes, tokenizers", numbered(damage.spoil_tokens, ground, range(1_000)))
@@ -120,6 +124,11 @@ def report(results: dict[Part, dict[int, dict[str, Any]]]) -> int:
         if part.name.startswith("SIGKILL"):
             hit = Counter(trial["what"].split(":")[0].split()[-1] for trial in trials.values())
             print(f"{part.name} came during: " + ", ".join(f"{name} {count}" for name, count in hit.most_common()))
+    mutations = [
+        trial["what"] for part, trials in results.items() if mutator.NAME in part.name for trial in trials.values()
+    ]
+    if mutations:
+        print(mutator.table(mutations).render(), end="")
     return 1 if lost else 0
 
 
