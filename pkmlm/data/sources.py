@@ -5,19 +5,18 @@ from. (fsspec opens the same files, but reads a zstd file that was cut short as 
 for a gzip file without text, and hides the stored bytes.)
 """
 
-import contextlib
 import glob
 import hashlib
-import io
 import os
 import stat
 import sys
 import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from pkmlm.errors import UserError, read_errors
 from pkmlm.runs.files import write_errors
@@ -62,22 +61,26 @@ class Source:
             return os.fstat(self.copy.fileno()).st_size
         return None if self.name == STANDARD_INPUT else os.stat(self.name).st_size
 
-    def open(self) -> "Stream":
-        """Begin a pass over the bytes; use the stream as a context manager.
+    @contextmanager
+    def open(self) -> Iterator["Stream"]:
+        """Begin a pass over the bytes.
 
         Raises:
             UserError: the file cannot be opened.
         """
         if self.copy:
             self.copy.seek(0)
-            return Stream(self, self.copy)
-        if self.name == STANDARD_INPUT:
-            return Stream(self, sys.stdin.buffer)
-        with read_errors(self.name):
-            return Stream(self, open(self.name, "rb"))
+            yield Stream(self, self.copy)
+        elif self.name == STANDARD_INPUT:
+            yield Stream(self, sys.stdin.buffer)
+        else:
+            with read_errors(self.name):
+                file = open(self.name, "rb")  # noqa: SIM115
+            with file:
+                yield Stream(self, file)
 
 
-class Stream(io.RawIOBase):
+class Stream:
     """One pass over a source: `count` stored bytes so far, their `digest`, and the decompressed `blocks()`."""
 
     def __init__(self, source: Source, file: IO[bytes]):
@@ -85,20 +88,17 @@ class Stream(io.RawIOBase):
         self.file = file
         self.count = 0
         self.digest = hashlib.sha256()
+        self.unread = b""
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        size: int = self.file.readinto(buffer)  # type: ignore[attr-defined]
-        self.digest.update(memoryview(buffer)[:size])
-        self.count += size
-        return size
-
-    def close(self) -> None:
-        if not self.closed and self.source.copy is None and self.source.name != STANDARD_INPUT:
-            self.file.close()
-        super().close()
+    def read(self, size: int) -> bytes:
+        """At most `size` stored bytes, maybe fewer; none at the end."""
+        if self.unread:
+            data, self.unread = self.unread[:size], self.unread[size:]
+            return data
+        data = self.file.read(size)
+        self.digest.update(data)
+        self.count += len(data)
+        return data
 
     def blocks(self) -> Iterator[bytes]:
         """The decompressed bytes in blocks of about 1 MiB; at the end every stored byte has been read.
@@ -108,14 +108,12 @@ class Stream(io.RawIOBase):
         """
         import zstandard
 
-        label = self.source.label
-        stored: io.BufferedReader[Any] = io.BufferedReader(self, READ)
+        label, compression = self.source.label, self.source.compression
         try:
-            head = stored.peek(4)
-            seen = next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), None)
-            compression = self.source.compression or seen
-            decompress = {"gzip": gzip_blocks, "zstd": zstd_blocks, None: plain_blocks}[compression]
-            yield from decompress(stored)
+            self.unread = self.read(4)
+            if compression is None:
+                compression = next((kind for magic, kind in MAGIC.items() if self.unread.startswith(magic)), None)
+            yield from {"gzip": gzip_blocks, "zstd": zstd_blocks, None: plain_blocks}[compression](self)
             if compression and not self.count:
                 raise EOFError("the file is empty")
         except (EOFError, zlib.error, zstandard.ZstdError) as error:
@@ -123,42 +121,41 @@ class Stream(io.RawIOBase):
         except OSError as error:  # also gzip.BadGzipFile, which has no strerror
             reason = error.strerror or f"damaged or cut short ({error})"
             raise UserError(f"cannot read {label}: {reason}") from None
-        finally:
-            with contextlib.suppress(ValueError):
-                stored.detach()  # the caller closes this stream, and still reads its count and digest
 
 
-def plain_blocks(stored: io.BufferedReader) -> Iterator[bytes]:
+def plain_blocks(stored: Stream) -> Iterator[bytes]:
     return iter(lambda: stored.read(READ), b"")
 
 
-def gzip_blocks(stored: io.BufferedReader) -> Iterator[bytes]:
+def gzip_blocks(stored: Stream) -> Iterator[bytes]:
     """The decompressed bytes of all gzip members."""
     import gzip
 
-    with gzip.GzipFile(fileobj=stored) as file:
+    with gzip.GzipFile(fileobj=stored) as file:  # type: ignore[call-overload]  # it needs read() alone
         yield from iter(lambda: file.read(READ), b"")
 
 
-def zstd_blocks(stored: io.BufferedReader) -> Iterator[bytes]:
+def zstd_blocks(stored: Stream) -> Iterator[bytes]:
     """The decompressed bytes of all zstd frames; zstandard's own stream reader accepts a frame that is cut short."""
     import zstandard
 
     frame = zstandard.ZstdDecompressor().decompressobj()
     begun = False
-    held: list[bytes] = []  # small blocks are joined: what follows has a fixed cost per block
-    while data := stored.read(ZSTD_INPUT):
-        while data:
-            if frame.eof:
-                frame = zstandard.ZstdDecompressor().decompressobj()
-            begun = True
-            held.append(frame.decompress(data))
-            data = frame.unused_data if frame.eof else b""
-        if sum(map(len, held)) >= READ:
-            yield b"".join(held)
-            held = []
-    if rest := b"".join(held):
-        yield rest
+    for block in plain_blocks(stored):
+        held: list[bytes] = []  # small blocks are joined: what follows has a fixed cost per block
+        for start in range(0, len(block), ZSTD_INPUT):
+            data = block[start : start + ZSTD_INPUT]
+            while data:
+                if frame.eof:
+                    frame = zstandard.ZstdDecompressor().decompressobj()
+                begun = True
+                held.append(frame.decompress(data))
+                data = frame.unused_data if frame.eof else b""
+            if sum(map(len, held)) >= READ:
+                yield b"".join(held)
+                held = []
+        if rest := b"".join(held):
+            yield rest
     if begun and not frame.eof:
         raise EOFError("the last frame is not complete")
 
@@ -175,7 +172,7 @@ def temporary_copy(stream: Stream, *, decompress: bool) -> IO[bytes]:
     """
     with write_errors(Path(tempfile.gettempdir())):
         file = tempfile.TemporaryFile()  # noqa: SIM115
-    for block in stream.blocks() if decompress else plain_blocks(io.BufferedReader(stream, READ)):
+    for block in stream.blocks() if decompress else plain_blocks(stream):
         with write_errors(Path(tempfile.gettempdir())):
             file.write(block)
     file.flush()
