@@ -16,7 +16,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["pkmlm", "pkmlm.*"]),
-    package_data={"pkmlm": ["py.typed"], "pkmlm.analysis": ["page/*"]},
+    package_data={"pkmlm": ["py.typed", "manual/*.md"], "pkmlm.analysis": ["page/*"]},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.11,<3",

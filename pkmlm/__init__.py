@@ -1,3 +1,42 @@
-"""pkmlm: language models whose capacity lies in a large, sparsely read memory."""
+"""pkmlm: language models whose capacity lies in a large, sparsely read memory.
+
+The names below are the Python front door. Each is imported when it is first used, so that `import pkmlm`, and every
+`--help`, stays free of torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:  # what an editor completes; at run time, `__getattr__` imports
+    from pkmlm.analysis.counters import UsageCounters as UsageCounters
+    from pkmlm.evaluate.load import load_run as load_run
+    from pkmlm.model.memory.hash_layer import HashLayer as HashLayer
+    from pkmlm.model.memory.key_memory import FlatKeyMemory as FlatKeyMemory
+    from pkmlm.model.memory.key_memory import ProductKeyMemory as ProductKeyMemory
+    from pkmlm.model.transformer import build_model as build_model
+    from pkmlm.recipe.load import load_recipe as load_recipe
+    from pkmlm.train.row_adam import RowAdam as RowAdam
+
+MODULES = {
+    "FlatKeyMemory": "pkmlm.model.memory.key_memory",
+    "HashLayer": "pkmlm.model.memory.hash_layer",
+    "ProductKeyMemory": "pkmlm.model.memory.key_memory",
+    "RowAdam": "pkmlm.train.row_adam",
+    "UsageCounters": "pkmlm.analysis.counters",
+    "build_model": "pkmlm.model.transformer",
+    "load_recipe": "pkmlm.recipe.load",
+    "load_run": "pkmlm.evaluate.load",
+}
+__all__ = list(MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *MODULES]

@@ -37,6 +37,7 @@ COMMANDS = {
     "bench": ("bench", "Speed on this machine."),
     "recipe": ("recipe", "Check a recipe, show it in full, list every key."),
     "doctor": ("doctor", "Versions, devices, memory, disk, and what is wrong."),
+    "help": ("help", "The manual."),
 }
 
 
@@ -112,7 +113,7 @@ def cli() -> None:
       pkmlm eval runs/mine
       pkmlm usage-report runs/mine
 
-    Results go to standard output, progress to standard error. Shell completion: see the README.
+    Results go to standard output, progress to standard error. `pkmlm help` shows the manual.
     """
 
 

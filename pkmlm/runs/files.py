@@ -105,7 +105,8 @@ def writing_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
         except BaseException:
             if old.is_dir() and not path.exists():
                 os.rename(old, path)
-            shutil.rmtree(temporary, ignore_errors=True)
+            for leftover in (temporary, old):
+                shutil.rmtree(leftover, ignore_errors=True)
             raise
         shutil.rmtree(old, ignore_errors=True)
 

@@ -1,0 +1,61 @@
+"""`pkmlm help`: the manual, in the terminal."""
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+MANUAL = Path(__file__).parents[1] / "manual"
+TOPICS = (  # in the order in which a new user needs them
+    "data",
+    "training",
+    "evaluation",
+    "usage",
+    "keys",
+    "sweeps",
+    "processes",
+    "export",
+    "python",
+    "models",
+    "speed",
+    "safety",
+    "changes",
+)
+
+
+def title(topic: str) -> str:
+    """The heading of a page."""
+    with open(MANUAL / f"{topic}.md", encoding="utf-8") as page:
+        return page.readline().lstrip("# ").rstrip()
+
+
+@click.command(short_help="The manual.")
+@click.argument("topic", required=False, type=click.Choice(TOPICS), metavar="[TOPIC]")
+def command(topic: str | None) -> None:
+    """The manual: its topics, or the page of one.
+
+    A terminal shows a page formatted, in a pager; anything else gets its Markdown.
+
+    \b
+    Examples:
+      pkmlm help
+      pkmlm help training
+    """
+    if topic is None:
+        click.echo("The manual has these pages; `pkmlm help TOPIC` shows one:\n")
+        for name in TOPICS:
+            click.echo(f"  {name:11} {title(name)}")
+        click.echo("\n`pkmlm COMMAND --help` explains a command, `pkmlm recipe keys` every key of a recipe.")
+        return
+    text = (MANUAL / f"{topic}.md").read_text("utf-8")
+    if not sys.stdout.isatty():
+        click.echo(text, nl=False)
+        return
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    os.environ.setdefault("LESS", "-FRX")  # colours, and no pager for what fits the screen
+    console = Console(width=min(100, Console().width))
+    with console.pager(styles=True):
+        console.print(Markdown(text, hyperlinks=False))

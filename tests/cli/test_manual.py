@@ -1,0 +1,124 @@
+"""The README and the manual: every command that they show is run, and nothing that a user can name is left out."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pkmlm.cli.help import MANUAL, TOPICS
+from tests.conftest import ROOT, pkmlm
+from tests.task_rows import write_rows
+
+README = (ROOT / "README.md").read_text()
+PAGES = {topic: (MANUAL / f"{topic}.md").read_text() for topic in TOPICS}
+# What keeps a training short here, and in one process; the rest of a command is run as it stands.
+SMALL = ["-s", "train.steps=3", "-s", "train.batch_tokens=512", "-s", "train.micro_batch=2", "-s", "eval.tokens=200"]
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.S | re.M)
+
+
+def commands(text: str) -> list[str]:
+    return [line[2:] for block in blocks(text, "console") for line in block.splitlines()]
+
+
+def run_python(program: str, folder: Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(novels: Path, tmp_path_factory: pytest.TempPathFactory):
+    """A working directory with the files that the pages name."""
+    folder = tmp_path_factory.mktemp("readme")
+    (folder / "recipes").symlink_to(ROOT / "recipes")
+    for shown, split in (("my", "train"), ("more", "valid"), ("valid", "valid"), ("test", "test")):
+        (folder / f"{shown}.txt").write_bytes((novels / f"{split}.txt").read_bytes())
+    write_rows(folder / "tasks")
+    (grid,) = (block for block in blocks(README, "yaml") if "axes:" in block)
+    few = yaml.safe_load(grid) | {"seeds": [1], "tune": {"key": "optim.lr", "values": [6e-3]}}
+    (folder / "twins.yaml").write_text(yaml.safe_dump(few))
+    before = Path.cwd()
+    os.chdir(folder)
+    yield folder
+    os.chdir(before)
+
+
+def test_every_command_of_the_readme_and_the_manual(folder):
+    done = set()
+    for name, text in {"README": README, **PAGES}.items():
+        for line in commands(text):
+            program, command, *arguments = shlex.split(line)
+            assert program == "pkmlm", line
+            if line in done:
+                continue
+            done.add(line)
+            short = SMALL if command in ("train", "sweep") and "--dry-run" not in arguments else []
+            if "figure-1" in line:  # arithmetic alone
+                short = []
+            if command == "train" and "--nproc" in arguments:
+                arguments[arguments.index("--nproc") + 1] = "1"
+            said = pkmlm(command, *arguments, *short).stdout
+            assert said or command == "train", f"{name}: {line}"
+    assert len(done) >= 30
+    for text in (README, PAGES["python"]):
+        logits, network = blocks(text, "python")
+        first, *memories = run_python(logits, folder).splitlines()
+        assert len(yaml.safe_load(first)) == 5
+        assert re.fullmatch(r"layer 3 memory: \[[\d ]+\] slots of each head", memories[0])
+        check = "assert memory.values.weight_KD.grad is None and all(optimizer.state for optimizer in optimizers)\n"
+        used = re.fullmatch(r"([0-9.]+)% of the slots were read\n", run_python(network + check, folder))
+        assert 50 < float(used[1]) < 100
+
+
+def test_make_targets_exist():
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+    targets += [f"{path.parts[-3]}-{path.stem}" for path in (ROOT / "recipes").glob("*/grids/*.yaml")]
+    texts = [README, (ROOT / ".github" / "CONTRIBUTING.md").read_text(), *PAGES.values()]
+    shown = [
+        word for text in texts for line in re.findall(r"^make (.+)", text, re.M) for word in line.split("#")[0].split()
+    ]
+    named = [word for word in shown if "=" not in word]
+    named += [word for text in texts for word in re.findall(r"`make ([a-z0-9-]+)`", text)]
+    assert len(named) >= 8
+    assert set(named) <= set(targets)
+
+
+def test_no_link_is_dead():
+    pages = [ROOT / "README.md", ROOT / "recipes" / "README.md", ROOT / ".github" / "CONTRIBUTING.md"]
+    for page in [*pages, *MANUAL.glob("*.md")]:
+        for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+            if not link.startswith(("http", "#")):
+                assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_the_manual_names_every_key_and_exit_code():
+    from pkmlm.recipe.schema import list_keys
+
+    for key in list_keys():
+        assert f"| {key.name} |" in PAGES["keys"], key.name
+    codes = re.findall(r"^\| (\d+) \|", PAGES["training"], re.M)
+    assert codes == ["0", "1", "2", "3", "75", "130"]
+
+
+def test_help_shows_the_pages():
+    listed = pkmlm("help").stdout
+    for topic in TOPICS:
+        assert re.search(rf"^  {topic} ", listed, re.M)
+        assert pkmlm("help", topic).stdout == PAGES[topic]
+    assert {path.stem for path in MANUAL.glob("*.md")} == set(TOPICS)
+    assert "training" in pkmlm("help", "trainin", code=2).stderr
+
+
+def test_the_front_door_is_lazy():
+    program = "import sys, pkmlm; assert 'torch' not in sys.modules; pkmlm.RowAdam; assert 'torch' in sys.modules"
+    run_python(program + "; [getattr(pkmlm, name) for name in pkmlm.__all__]", ROOT)
