@@ -30,8 +30,8 @@ class RowAdam(torch.optim.Optimizer):
     A step uses up the gradients: a network's own `zero_grad` would not reach them.
 
     Args:
-        tables: from now on their backward passes leave the gradients in their `gradient`, not in `.grad`; a table
-            has one such optimizer.
+        tables: the `values` of memories and of hash layers. From now on their backward passes leave the gradients in
+            their `gradient`, not in `.grad`; a table has one such optimizer.
         lr, betas, eps: as in Adam.
         weight_decay: decoupled, as in AdamW, on the rows that a step updates.
         every_row: update the rows too that were not read.
