@@ -65,7 +65,7 @@ def slot_mass(run: str, memories: Sequence[MemoryUsage]) -> Figure:
     figure, axes = new_figure(f"Slot mass in sorted order: {label(run)}")
     for number, memory in enumerate(chosen):
         axes.plot(*sorted_mass(memory), **line_style(number), label=f"layer {memory.layer} {memory.name}")
-    floors = {(m.slots, m.effective_reads): m for m in chosen if m.slots > 1}
+    floors = {(m.slots, *m.equal_draws): m for m in chosen if m.slots > 1}
     for number, (_, memory) in enumerate(sorted(floors.items(), key=lambda item: item[0])):
         name = "the same reads at random slots" if number == 0 else None
         axes.plot(*uniform_mass(memory), color=GREY, linestyle="--", linewidth=1.2, label=name)
@@ -201,11 +201,11 @@ def sorted_mass(memory: MemoryUsage) -> Line:
 
 def uniform_mass(memory: MemoryUsage) -> Line:
     """Rank and share of the mass that the same reads would give at uniformly random slots, in falling rank."""
-    tables, reads = (1 if memory.shared else memory.heads), memory.effective_reads
-    n, chance = reads_of_a_slot(memory.slots // tables, reads)
+    tables, (draws, topk) = (1 if memory.shared else memory.heads), memory.equal_draws
+    n, chance = reads_of_a_slot(memory.slots // tables, draws, topk)
     rank = memory.slots * np.cumsum(chance[::-1])[::-1]
     seen = (n > 0) & (rank >= 1) & (memory.slots * np.cumsum(chance) >= 0.5)
-    return rank[seen], n[seen] / (tables * reads)
+    return rank[seen], n[seen] / (tables * draws * topk)
 
 
 def training_lines(metrics: Metrics) -> dict[tuple[int, str], NDArray[np.float64]]:

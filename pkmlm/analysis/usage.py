@@ -91,9 +91,14 @@ class MemoryUsage:
         return self.common_HH / (self.reads / self.heads)
 
     @property
+    def topk(self) -> float:
+        """Slots that a head reads for one token: all of them differ."""
+        return self.reads / self.heads / self.tokens if self.tokens else 0.0
+
+    @property
     def uniform_overlap(self) -> float:
         """The overlap of independent heads that read uniformly: topk / slots."""
-        return self.reads / self.heads / self.tokens / self.slots
+        return self.topk / self.slots
 
     def as_json(self) -> dict[str, Any]:
         """The memory's entry in `usage-report --format json`, all numbers unrounded.
@@ -142,7 +147,7 @@ class MemoryUsage:
     @property
     def uniform(self) -> Measures:
         """What as many uniformly random reads give by count; of one table, where each head has its own."""
-        return uniform_reading(self.counts_HK.shape[1], self.reads if self.shared else self.tokens)
+        return uniform_reading(self.counts_HK.shape[1], self.tokens * (self.heads if self.shared else 1), self.topk)
 
     @cached_property
     def shares_H(self) -> NDArray[np.float64]:
@@ -151,50 +156,54 @@ class MemoryUsage:
         return masses_H / (masses_H.sum() or 1.0)
 
     @property
-    def effective_reads(self) -> int:
-        """How many reads of equal weight scatter as much as these: of the memory, or of a table on average."""
+    def equal_draws(self) -> tuple[int, float]:
+        """Draws of equal weight that scatter as much as these reads at random slots: their number, and the slots of
+        each (see `uniform_mass`); of the memory, or of a table on average.
+        """
         if self.shared:
-            return effective_reads(self.masses_HK.sum(), self.squares_H.sum())
-        return round(fmean(map(effective_reads, self.masses_HK.sum(axis=1), self.squares_H)))
+            return self._equal_draws(self.masses_HK.sum(), self.squares_H.sum(), self.tokens * self.heads)
+        return round(fmean(draws for draws, _ in self._equal_draws_H())), 1.0
 
     @property
     def uniform_mass(self) -> Measures:
-        """What the same reads give by mass if each keeps its weight and falls on a random slot (of its table).
+        """What the same reads give by mass if each keeps its weight and falls on a random slot (of its table); those of
+        one head for one token on different ones.
 
-        The expected KL is that of `effective_reads` reads of equal weight, to first order: for peaked weights (32 drawn
-        from a Dirichlet distribution of 0.3) it is 2 % too high at 100 reads a slot, and 25 % at 3. Tables keep their
-        masses, and the difference between these adds to the KL.
+        Of N searches (a head, a token) whose k weights w sum to 1, a random slot's mass has the variance
+        sum w^2 / S - N / S^2, that of N draws of n / N slots with equal weights, where n = N^2 / sum w^2 is Kish's
+        effective number of reads. The KL is that of such draws: equal to first order. For peaked weights (32 drawn from
+        a Dirichlet distribution of 0.3) it is 1 % too high at 100 reads a slot, and 26 % at 3. A table's single reads
+        are n draws of one slot. Tables keep their masses, and the difference between these adds to the KL.
         """
         if not self.masses_HK.any():
             return {"usage": 0.0, "kl": None}
         if self.shared:
-            return self.uniform | {"kl": uniform_reading(self.slots, self.effective_reads)["kl"]}
+            return self.uniform | {"kl": uniform_reading(self.slots, *self.equal_draws)["kl"]}
         kls = zip(self.shares_H, self._uniform_kls(), strict=True)
         return self.uniform | {"kl": sum(p * (math.log(p * self.heads) + kl) for p, kl in kls if p > 0)}
 
     @property
     def uniform_head(self) -> Measures:
         """What the reads of one head give at random slots, by mass: the mean over heads that have any."""
-        usage = uniform_reading(self.counts_HK.shape[1], self.reads // self.heads)["usage"]
+        usage = uniform_reading(self.counts_HK.shape[1], self.tokens, self.topk)["usage"]
         kls = [kl for kl in self._uniform_kls() if kl is not None]
         return {"usage": usage, "kl": fmean(kls) if kls else None}
 
     def _uniform_kls(self) -> list[Any]:
         """For each head the KL of its reads at random slots, by mass; None for a head without any."""
-        reads = map(effective_reads, self.masses_HK.sum(axis=1), self.squares_H)
-        return [uniform_reading(self.counts_HK.shape[1], each)["kl"] for each in reads]
+        return [uniform_reading(self.counts_HK.shape[1], *draws)["kl"] for draws in self._equal_draws_H()]
 
+    def _equal_draws_H(self) -> list[tuple[int, float]]:
+        """The `equal_draws` of each head."""
+        sums = zip(self.masses_HK.sum(axis=1), self.squares_H, strict=True)
+        return [self._equal_draws(mass, squares, self.tokens) for mass, squares in sums]
 
-def effective_reads(mass: float, squares: float) -> int:
-    """Kish's effective sample size of weights: (sum w)^2 / sum w^2.
-
-    The masses of slots that are drawn at random for each weight vary as much as those of so many equal weights.
-
-    Args:
-        mass: the sum of the weights.
-        squares: the sum of their squares.
-    """
-    return round(float(mass**2 / squares)) if squares > 0 else 0
+    def _equal_draws(self, mass: float, squares: float, searches: int) -> tuple[int, float]:
+        """The `equal_draws` of so many searches, given the sum of their weights and of the squares of these."""
+        effective_reads = float(mass**2 / squares) if squares > 0 else 0.0
+        if self.shared and effective_reads:
+            return searches, effective_reads / searches
+        return round(effective_reads), 1.0
 
 
 def measures(reads_S: NDArray[Any]) -> Measures:
@@ -234,39 +243,48 @@ def measures(reads_S: NDArray[Any]) -> Measures:
     }
 
 
-def uniform_reading(slots: int, reads: int) -> Measures:
-    """What `measures` is expected to give for the counts of so many independent, uniformly random reads.
+def uniform_reading(slots: int, draws: int, topk: float = 1.0) -> Measures:
+    """What `measures` is expected to give for the counts of independent, uniformly random draws of topk slots each,
+    which differ from one another.
 
-    With S slots and R reads, usage = 1 - (1 - 1/S)^R. A slot is read n ~ Bin(R, 1/S) times, so that the KL's
-    expectation, log S + S E[n/R log n/R], is E[log((1 + m) S/R)] with m ~ Bin(R - 1, 1/S). Where reads are
-    very many, the series (S - 1)/2R + (S^2 - 1)/12R^2 + (S^3 - S^2)/12R^3 takes over (Harris 1975: bias of
-    the plug-in entropy). Relative error below 1e-9 for 1 to at least 1e12 reads; no reads: usage 0, KL None.
+    A slot is read n ~ Bin(N, p) times, with S slots, N draws and p = topk/S, and R = N topk reads are made. Hence
+    usage = 1 - (1 - p)^N, and the KL's expectation, log S + S E[n/R log n/R], is E[log((1 + m) S/R)] with
+    m ~ Bin(N - 1, p). Both are exact. Where reads are very many, the series
+    (S/R - 1/N)/2 + (S^2/R^2 - 1/N^2)/12 + (S^3/R^3 - S^2/(R^2 N))/12 takes over (for topk = 1: Harris 1975, bias of the
+    plug-in entropy). Relative error below 1e-9 for 1 to at least 1e12 reads.
+
+    Args:
+        slots: S.
+        draws: N; 0 gives usage 0 and KL None.
+        topk: slots of a draw, 1 to S; need not be a whole number, as a mean.
     """
-    if reads < 1:
+    if draws < 1:
         return {"usage": 0.0, "kl": None}
-    if slots == 1:
+    if topk >= slots:
         return {"usage": 1.0, "kl": 0.0}
-    usage = -math.expm1(reads * math.log1p(-1 / slots))
-    x = slots / reads
-    if reads / slots > MANY_READS:
-        kl = (x - 1 / reads) / 2 + (x * x - reads**-2.0) / 12 + (x**3 - x * x / reads) / 12
+    usage = -math.expm1(draws * math.log1p(-topk / slots))
+    x = slots / (draws * topk)
+    if draws * topk / slots > MANY_READS:
+        kl = (x - 1 / draws) / 2 + (x * x - float(draws) ** -2.0) / 12 + (x**3 - x * x / draws) / 12
     else:
-        m, chance = reads_of_a_slot(slots, reads - 1)
+        m, chance = reads_of_a_slot(slots, draws - 1, topk)
         kl = float((chance * np.log((1 + m) * x)).sum())
-    return {"usage": usage, "kl": kl}
+    return {"usage": usage, "kl": max(0.0, kl)}
 
 
-def reads_of_a_slot(slots: int, reads: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """How often one of two or more slots is read by uniformly random reads: Bin(reads, 1/slots).
+def reads_of_a_slot(slots: int, draws: int, topk: float = 1.0) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """How often one slot is read by uniformly random draws of topk slots each: Bin(draws, topk/slots).
 
     Returns:
         Numbers of reads and their probabilities, float64 (window,) each; the window leaves out less than 1e-20.
     """
-    mean = reads / slots
+    if topk >= slots:
+        return np.array([float(draws)]), np.ones(1)
+    mean = draws * topk / slots
     reach = 10 * math.sqrt(mean) + 40
-    n = np.arange(max(0, math.floor(mean - reach)), min(reads, math.ceil(mean + reach)) + 1, dtype=np.float64)
+    n = np.arange(max(0, math.floor(mean - reach)), min(draws, math.ceil(mean + reach)) + 1, dtype=np.float64)
     # The ratio of neighbours: unlike factorials, it loses no digits when reads are many.
-    steps = np.log((reads - n[:-1]) / (n[1:] * (slots - 1)))
+    steps = np.log((draws - n[:-1]) * topk / (n[1:] * (slots - topk)))
     logs = np.concatenate([[0.0], np.cumsum(steps)])
     chance = np.exp(logs - logs.max())
     return n, chance / chance.sum()

@@ -4,6 +4,7 @@ import json
 import math
 from collections import Counter
 from fractions import Fraction
+from itertools import combinations, product
 from pathlib import Path
 
 import numpy as np
@@ -89,32 +90,57 @@ def test_uniform_reading_at_its_ends() -> None:
     assert falling == sorted(falling, reverse=True)
 
 
-def test_uniform_reading_is_what_sampling_gives() -> None:
-    slots, reads = 1 << 16, 160_000
-    drawn = measures(np.bincount(np.random.default_rng(0).integers(0, slots, reads), minlength=slots))
-    expected = uniform_reading(slots, reads)
-    assert drawn["usage"] == pytest.approx(expected["usage"], rel=0.01)
-    assert drawn["kl"] == pytest.approx(expected["kl"], rel=0.01)
+def sampled(draws: int, topk: int, slots: int, random: np.random.Generator) -> np.ndarray:
+    """Slots that uniformly random draws read, (draws, topk): those of one draw differ."""
+    if topk == 1:
+        return random.integers(0, slots, (draws, 1))
+    return random.random((draws, slots)).argsort(axis=1)[:, :topk]
 
 
-@pytest.mark.parametrize("kind", ["product-key", "hash"])
-def test_uniform_mass_is_what_sampling_gives(kind: str) -> None:
-    """Weights are as uneven as those of a peaked softmax, and one head's are three times the other's."""
-    random, slots, tokens = np.random.default_rng(0), 256, 40_000
-    tap = UsageTap(1, "memory", kind, slots if kind == "product-key" else 2 * slots, 2, shared=kind == "product-key")
-    topk = 8 if kind == "product-key" else 1
-    slots_NHk = random.integers(0, slots, (tokens, 2, topk))
-    if kind == "hash":
-        slots_NHk[:, 1] += slots
-    weights_NHk = random.exponential(size=(tokens, 2, topk)) ** 2 * np.array([1, 3])[:, None]
-    with UsageCounters(model := Reader(tap)) as counters:
-        model((torch.from_numpy(slots_NHk), torch.from_numpy(weights_NHk)))
-    (found,) = counters.memories()
-    entry = found.as_json()
-    assert entry["mass"]["kl"] == pytest.approx(entry["uniform_mass"]["kl"], rel=0.05)
-    heads = entry["heads" if kind == "product-key" else "tables"]
-    assert np.mean([head["kl"] for head in heads]) == pytest.approx(entry["uniform_head"]["kl"], rel=0.05)
-    assert entry["mass"]["kl"] > 3 * entry["uniform"]["kl"], "equal weights scatter less"
+@pytest.mark.parametrize(("slots", "draws", "topk"), [(3, 2, 2), (4, 3, 1), (4, 3, 3), (5, 1, 3), (5, 3, 2), (4, 3, 4)])
+def test_uniform_reading_is_the_mean_over_all_draws(slots: int, draws: int, topk: int) -> None:
+    choices = [np.isin(range(slots), choice) for choice in combinations(range(slots), topk)]
+    counts = [sum(map(np.int64, drawn)) for drawn in product(choices, repeat=draws)]
+    found = uniform_reading(slots, draws, topk)
+    assert found["kl"] == pytest.approx(np.mean([measures(n)["kl"] for n in counts]), rel=1e-12, abs=1e-15)
+    assert found["usage"] == pytest.approx(np.mean([measures(n)["usage"] for n in counts]), rel=1e-12)
+
+
+@pytest.mark.parametrize(("slots", "draws", "topk"), [(64, 500, 32), (64, 40, 8), (16, 200_000, 12), (4096, 100, 32)])
+def test_uniform_reading_is_what_sampling_gives(slots: int, draws: int, topk: int) -> None:
+    random, found = np.random.default_rng(0), uniform_reading(slots, draws, topk)
+    times = max(4, 100_000 // (draws * slots))
+    drawn = [measures(np.bincount(sampled(draws, topk, slots, random).ravel(), minlength=slots)) for _ in range(times)]
+    error = 4 * math.sqrt(2 / slots / times)  # of the KL, which is nearly a chi-squared number
+    assert np.mean([each["kl"] for each in drawn]) == pytest.approx(found["kl"], rel=error)
+    assert np.mean([each["usage"] for each in drawn]) == pytest.approx(found["usage"], rel=0.01)
+
+
+@pytest.mark.parametrize(("kind", "slots", "topk"), [("product-key", 64, 32), ("flat-key", 256, 8), ("hash", 256, 1)])
+def test_uniform_mass_is_what_sampling_gives(kind: str, slots: int, topk: int) -> None:
+    """A head's weights are as uneven as those of a peaked softmax; of tables, one has three times the other's."""
+    random, shared = np.random.default_rng(0), kind != "hash"
+    tokens = 2000 if shared else 40_000  # the formula is of first order in one over reads
+    kls, floors, of_heads, head_floors = [], [], [], []
+    for _ in range(20):
+        slots_NHk = sampled(tokens * 2, topk, slots, random).reshape(tokens, 2, topk)
+        weights_NHk = random.exponential(size=(tokens, 2, topk)) ** 2
+        if shared:
+            weights_NHk /= weights_NHk.sum(axis=2, keepdims=True)
+        else:
+            weights_NHk *= np.array([[1], [3]])
+            slots_NHk += np.array([[0], [slots]])
+        tap = UsageTap(1, "memory", kind, slots if shared else 2 * slots, 2, shared=shared)
+        with UsageCounters(model := Reader(tap)) as counters:
+            model((torch.from_numpy(slots_NHk), torch.from_numpy(weights_NHk)))
+        entry = counters.memories()[0].as_json()
+        kls.append(entry["mass"]["kl"])
+        floors.append(entry["uniform_mass"]["kl"])
+        of_heads += [head["kl"] for head in entry["heads" if shared else "tables"]]
+        head_floors.append(entry["uniform_head"]["kl"])
+    error = 4 * math.sqrt(2 / slots / 20)
+    assert np.mean(kls) == pytest.approx(np.mean(floors), rel=error)
+    assert np.mean(of_heads) == pytest.approx(np.mean(head_floors), rel=error)
 
 
 def test_reads_of_a_slot_have_the_binomial_s_moments() -> None:
@@ -184,14 +210,15 @@ def test_counters_equal_plain_counting(monkeypatch: pytest.MonkeyPatch) -> None:
     assert entry["head_overlap"] == pytest.approx(np.mean(pairs))
     assert entry["head_overlap_uniform"] == topk / slots
     assert [head["head"] for head in entry["heads"]] == [1, 2, 3]
-    assert entry["uniform"] == uniform_reading(slots, entry["reads"])
+    assert entry["uniform"] == uniform_reading(slots, tokens * heads, topk)
     assert found.squares_H == pytest.approx(squares)
     mass, square = tokens * heads, sum(squares)
     assert entry["uniform_mass"]["usage"] == entry["uniform"]["usage"]
-    assert entry["uniform_mass"]["kl"] == uniform_reading(slots, round(mass**2 / square))["kl"]
-    of_heads = [uniform_reading(slots, round(tokens**2 / square))["kl"] for square in squares]
+    reads = mass**2 / square / (tokens * heads)
+    assert entry["uniform_mass"]["kl"] == pytest.approx(uniform_reading(slots, tokens * heads, reads)["kl"])
+    of_heads = [uniform_reading(slots, tokens, tokens / square)["kl"] for square in squares]
     assert entry["uniform_head"] == {
-        "usage": uniform_reading(slots, tokens * topk)["usage"],
+        "usage": uniform_reading(slots, tokens, topk)["usage"],
         "kl": pytest.approx(np.mean(of_heads)),
     }
     assert found.as_event() == {
