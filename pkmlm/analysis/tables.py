@@ -14,7 +14,12 @@ from pkmlm.runs.results import average_accuracy
 Entry = dict[str, Any]
 
 MEASURES = ("usage", "kl", "gini", "top50", "top90", "top99", "effective")
-ACCURACY = "{:.4f}"
+COUNT, GINI, ACCURACY = "{:,}", "{:.3f}", "{:.4f}"  # formats of numbers
+
+
+def numbers(format: str, *names: str) -> list[Column]:
+    """Columns of numbers that are shown alike."""
+    return [number(name, format) for name in names]
 
 
 def usage_tables(entries: Sequence[Entry]) -> list[Table]:
@@ -30,7 +35,7 @@ def usage_tables(entries: Sequence[Entry]) -> list[Table]:
         for memory in entry["memories"]:
             start = [entry["run"]] * several + [f"{memory['layer']} {memory['name']}"]
             heads = memory["heads"] if "heads" in memory else memory["tables"]
-            overlap = memory.get("head_overlap"), memory.get("head_overlap_uniform")
+            overlap = memory["head_overlap"], memory["head_overlap_uniform"]
             memories.append([*start, memory["kind"], len(heads), memory["slots"], memory["reads"], *overlap])
             by = {"mass": "mass", "uniform_mass": "random", "count": "count", "uniform": "random"}
             for group, weighing in by.items():
@@ -42,48 +47,18 @@ def usage_tables(entries: Sequence[Entry]) -> list[Table]:
                     row += [worst(values), fmean(values), memory["uniform_head"][key]]
                 of_heads.append(row)
     where = [Column("Run")] * several + [Column("Layer")]
-    tables = [
-        Table(
-            "How memories are used",
-            [Column("Run"), number("Step"), Column("Text"), number("Tokens"), number("Memories")],
-            texts,
-        ),
-        Table(
-            "Reads by heads or tables; overlap: slots that two heads both read for a token",
-            [
-                *where,
-                Column("Kind"),
-                number("Heads"),
-                number("Slots"),
-                number("Reads"),
-                number("Overlap", "{:.2%}"),
-                number("random", "{:.2%}"),
-            ],
-            memories,
-        ),
-        Table(
-            "Slots: share used, KL from uniform (nats), how many hold 50, 90 and 99 %",
-            [
-                *where,
-                Column("By"),
-                number("Usage", SHARE),
-                number("KL", NATS),
-                number("Gini", "{:.3f}"),
-                *(number(f"{percent}%") for percent in (50, 90, 99)),
-            ],
-            evenness,
-        ),
-        Table(
-            "Each head or table by itself, by mass (KL in nats)",
-            [
-                *where,
-                *(number(name, SHARE) for name in ("Least usage", "mean", "random")),
-                *(number(name, NATS) for name in ("Largest KL", "mean", "random")),
-            ],
-            of_heads,
-        ),
-    ]
-    return [table for table in tables if table.rows]
+    read = [*where, Column("Kind"), *numbers(COUNT, "Heads", "Slots", "Reads"), *numbers("{:.2%}", "Overlap", "random")]
+    held = numbers(COUNT, "50%", "90%", "99%")
+    even = [*where, Column("By"), number("Usage", SHARE), number("KL", NATS), number("Gini", GINI), *held]
+    ends = [*numbers(SHARE, "Least usage", "mean", "random"), *numbers(NATS, "Largest KL", "mean", "random")]
+    text = [Column("Run"), number("Step"), Column("Text"), *numbers(COUNT, "Tokens", "Memories")]
+    tables = {
+        "How memories are used": (text, texts),
+        "Reads by heads or tables; overlap: slots that two heads both read for a token": (read, memories),
+        "Slots: share used, KL from uniform (nats), how many hold 50, 90 and 99 %": (even, evenness),
+        "Each head or table by itself, by mass (KL in nats)": ([*where, *ends], of_heads),
+    }
+    return [Table(title, columns, rows) for title, (columns, rows) in tables.items() if rows]
 
 
 def usage_rows(entries: Sequence[Entry]) -> Table:
@@ -97,7 +72,7 @@ def usage_rows(entries: Sequence[Entry]) -> Table:
         [entry["run"], entry["step"], entry["split"]]
         + [memory[key] for key in facts]
         + [memory[group][key] for group, keys in groups.items() for key in keys]
-        + [memory.get(key) for key in overlap]
+        + [memory[key] for key in overlap]
         for entry in entries
         for memory in entry["memories"]
     ]
@@ -148,29 +123,19 @@ def compare_tables(runs: Sequence[Facts]) -> list[Table]:
         acc = {name: run["tasks"].get(name, {}).get("acc") for name in names}
         average, _ = average_accuracy(run["tasks"].get(name, {}) for name in shared)
         rows.append([run["run"], *acc.values(), average, *(run["tasks_step"] for _ in step)])
-    average_of = number("average" if shared == names else f"average of {len(shared)}", "{:.3f}")
-    columns = [Column("Run"), *(number(name, "{:.3f}") for name in names), average_of, *step]
-    tables.append(Table("Zero-shot accuracy", columns, rows))
+    average_of = "average" if shared == names else f"average of {len(shared)}"
+    tables.append(Table("Zero-shot accuracy", [Column("Run"), *numbers("{:.3f}", *names, average_of), *step], rows))
 
     step = at_step("usage_step")
-    columns = [
-        Column("Run"),
-        Column("Layer"),
-        number("Slots"),
-        number("Usage", SHARE),
-        number("random", SHARE),
-        number("KL (nats)", NATS),
-        number("random", NATS),
-        number("Gini", "{:.3f}"),
-        *step,
-    ]
+    measured = [*numbers(SHARE, "Usage", "random"), *numbers(NATS, "KL (nats)", "random"), number("Gini", GINI)]
+    columns = [Column("Run"), Column("Layer"), number("Slots"), *measured, *step]
     rows = []
     for run in runs:
         for memory in run["usage"]:
             mass, floor = memory["mass"], memory.get("uniform_mass") or {}  # older reports have none
-            numbers = [mass["usage"], memory["uniform"]["usage"], mass["kl"], floor.get("kl"), mass["gini"]]
-            numbers += [run["usage_step"] for _ in step]
-            rows.append([run["run"], f"{memory['layer']} {memory['name']}", memory["slots"], *numbers])
+            values = [mass["usage"], memory["uniform"]["usage"], mass["kl"], floor.get("kl"), mass["gini"]]
+            where = [run["run"], f"{memory['layer']} {memory['name']}", memory["slots"]]
+            rows.append([*where, *values, *(run["usage_step"] for _ in step)])
     tables.append(Table("Memory use on the test split, by mass", columns, rows))
     return [table for table in tables if any(value is not None for row in table.rows for value in row[1:])]
 
@@ -194,25 +159,12 @@ def _task_names(runs: Sequence[Facts]) -> list[str]:
 
 def most_read_table(record: Entry) -> Table:
     """The most read slots: how much, by whom, what they say, and what their contexts share."""
-    columns = [
-        Column("Slot"),
-        number("Reads"),
-        number("Mass", "{:.2%}"),
-        Column("Head"),
-        Column("Raises"),
-        Column("Pattern"),
-    ]
-    rows = [
-        [
-            slot["name"],
-            slot["reads"],
-            slot["share"],
-            _by_heads(slot, 1, "{head} {share:.0%}"),
-            _words(slot["raises"], 2),
-            pattern_text(slot["pattern"]),
-        ]
-        for slot in record["slots"]
-    ]
+    said = [Column(name) for name in ("Head", "Raises", "Pattern")]
+    columns = [Column("Slot"), number("Reads"), number("Mass", "{:.2%}"), *said]
+    rows = []
+    for slot in record["slots"]:
+        said_of = _by_heads(slot, 1, "{head} {share:.0%}"), _words(slot["raises"], 2), pattern_text(slot["pattern"])
+        rows.append([slot["name"], slot["reads"], slot["share"], *said_of])
     return Table(f"Slots with most mass: {_slots_title(record)}", columns, rows)
 
 
@@ -304,18 +256,11 @@ def task_report(record: dict[str, Any]) -> str:
         for metric, value in facts["metrics"].items()
     ]
     start, cut = [Column("Task"), number("n")], Column("cut", "right")
-    headings = ("acc", "stderr", "acc_norm", "stderr", "chance")
+    headings = numbers(ACCURACY, "acc", "stderr", "acc_norm", "stderr", "chance")
+    answers = [Column("Task"), Column("Answer"), number("acc", ACCURACY)]
     tables = (
-        Table(
-            f"Zero-shot tasks: {record['run']} at step {record['step']}",
-            [*start, *(number(name, ACCURACY) for name in headings), cut],
-            accuracies,
-        ),
-        Table(
-            "What the same answer to every question gives",
-            [Column("Task"), Column("Answer"), number("acc", ACCURACY)],
-            constant,
-        ),
+        Table(f"Zero-shot tasks: {record['run']} at step {record['step']}", [*start, *headings, cut], accuracies),
+        Table("What the same answer to every question gives", answers, constant),
         Table("Other metrics", [*start, Column("Metric"), number("value", "{:,.4f}"), cut], others),
     )
     notes = []
@@ -326,9 +271,7 @@ def task_report(record: dict[str, Any]) -> str:
     shots = {name: facts["num_fewshot"] for name, facts in tasks.items() if facts["num_fewshot"]}
     notes += [f"{name}: {count} examples before each question" for name, count in shots.items()]
     parts = [table.render() for table in tables if table.rows]
-    if notes:
-        parts.append("".join(f"{note}\n" for note in notes))
-    return "\n".join(parts)
+    return "\n".join([*parts, *(["\n".join(notes) + "\n"] if notes else [])])
 
 
 def _cut(facts: dict[str, Any]) -> str:
