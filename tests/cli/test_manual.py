@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from pkmlm.cli.help import MANUAL, TOPICS
+from pkmlm.recipe.load import load_recipe
 from tests.conftest import ROOT, pkmlm
 from tests.task_rows import write_rows
 
@@ -51,6 +52,15 @@ def folder(novels: Path, tmp_path_factory: pytest.TempPathFactory):
     os.chdir(folder)
     yield folder
     os.chdir(before)
+
+
+def test_the_demo_keeps_the_steps_that_the_manual_names():
+    recipe, text = load_recipe(ROOT / "recipes" / "demo.yaml"), README + "".join(PAGES.values())
+    last, every = recipe.train.steps, recipe.checkpoint.every
+    saved = {*range(every, last + 1, every), *range(recipe.eval.every, last + 1, recipe.eval.every)}  # if all are best
+    named = {int(step) for steps in re.findall(r"--step ([0-9]+(?:,[0-9]+)+)", text) for step in steps.split(",")}
+    assert named
+    assert named <= set(sorted(saved)[-recipe.checkpoint.keep :])
 
 
 def test_every_command_of_the_readme_and_the_manual(folder):
