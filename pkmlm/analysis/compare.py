@@ -13,6 +13,7 @@ from pkmlm.runs.files import read_json
 from pkmlm.runs.results import (
     STATE,
     CheckpointState,
+    altered_results,
     average_accuracy,
     partial_tasks,
     task_scores,
@@ -21,7 +22,6 @@ from pkmlm.runs.results import (
 )
 
 Facts = dict[str, Any]
-NAMED = 3  # runs of a kind, and kinds, that a warning names before it counts the rest
 
 
 class Comparison(NamedTuple):
@@ -135,8 +135,9 @@ def latest_state(run: RunDirectory) -> Facts:
 
 
 def differences(runs: dict[str, RunDirectory]) -> list[str]:
-    """A warning for each reason why the numbers of these runs cannot be compared: several tokenizers, several texts,
-    tasks asked in several ways, or weights that have seen more than the run's tokens.
+    """A warning for each reason why the numbers of these runs are missing or cannot be compared: results that are not
+    as they were written, several tokenizers, several texts, tasks asked in several ways, or weights that have seen more
+    than the run's tokens.
 
     A run of which something is not known is taken to be like the others. So is one with another tokenizer, which makes
     other tokens of the same text.
@@ -166,17 +167,16 @@ def differences(runs: dict[str, RunDirectory]) -> list[str]:
         rows = {label: (task.get("data") or {}).get("sha256") for label, task in asked.items()}
         values[f"several numbers of examples before a question of {name}"] = shots
         values[f"several files of rows of {name}"] = rows
-    groups = {what: labels_by_value(found) for what, found in values.items()}
-    warnings = [
-        f"{what} ({first_of([first_of(labels, ', ') for labels in several.values()], '; ')})"
-        for what, several in groups.items()
-        if len(several) > 1
+    warnings = [warning for run in runs.values() for warning in altered_results(run.path)]
+    warnings += [
+        f"{what} ({'; '.join(map(', '.join, several.values()))})"
+        for what, found in values.items()
+        if len(several := labels_by_value(found)) > 1
     ]
     started = labels_by_value({label: run.recipe().train.init_from for label, run in runs.items()})
     if started:
-        sources = [f"{first_of(labels, ', ')} from {source}" for source, labels in started.items()]
-        what = "started from another run's weights, whose steps and tokens are not counted"
-        warnings.append(f"{what} ({first_of(sources, '; ')})")
+        sources = "; ".join(f"{', '.join(labels)} from {source}" for source, labels in started.items())
+        warnings.append(f"started from another run's weights, whose steps and tokens are not counted ({sources})")
     return warnings
 
 
@@ -187,10 +187,3 @@ def labels_by_value(values: dict[str, Any]) -> dict[Any, list[str]]:
         if value is not None:
             groups.setdefault(value, []).append(label)
     return groups
-
-
-def first_of(texts: Sequence[str], separator: str) -> str:
-    """The first few of several texts, and how many more there are."""
-    rest = len(texts) - NAMED
-    named = separator.join(texts[:NAMED] if rest > 1 else texts)
-    return f"{named} and {rest} more" if rest > 1 else named

@@ -19,7 +19,7 @@ from pkmlm.model.memory.base import SparseMemory, memories
 from pkmlm.model.memory.values import side_by_side
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.files import remove_file
-from pkmlm.runs.results import drift_file, drift_state_file, read_arrays, write_arrays
+from pkmlm.runs.results import drift_file, drift_state_file, read_arrays, signed_arrays, write_arrays
 from pkmlm.seeds import derived_seed
 
 SAMPLE = 2048  # values of a memory whose movement is measured
@@ -85,6 +85,9 @@ class Drift:
         step: of the model's weights.
         world: the ranks that train the model, all of which call each method; rank 0 writes.
         allowed: called before each write; raises a UserError if the folder has become another run's.
+
+    Attributes:
+        warnings: about files that a resume could not use.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class Drift:
         seed = derived_seed(recipe.train.seed, "drift")
         self.memories = [_MemoryDrift(memory, seed, self.world) for memory in memories(model)]
         self.began = self.since = step
+        self.warnings: list[str] = []
         self._resume(step)
         self.began, self.since = self.world.broadcast([self.began, self.since])
 
@@ -151,18 +155,22 @@ class Drift:
         with self.world.collective_errors():
             if self.world.rank == 0:
                 self.allowed()
-                write_arrays(path, {"steps": np.array([self.began, self.since, step]), **arrays})
+                write_arrays(path, signed_arrays({"steps": np.array([self.began, self.since, step]), **arrays}))
 
     def _resume(self, step: int) -> None:
         """Take up the state that an earlier process left at this step, if it is whole."""
+        files = (drift_state_file(self.folder, step), drift_file(self.folder, step))
+        file = next((file for file in files if file.exists()), None)
+        if file is None:
+            return
         try:
-            files = (drift_state_file(self.folder, step), drift_file(self.folder, step))
-            arrays = read_arrays(next(file for file in files if file.exists()))
+            arrays = read_arrays(file)
             noted = [memory.noted(number, arrays) for number, memory in enumerate(self.memories)]
             began, since, at = (int(number) for number in arrays["steps"])
-        except (StopIteration, UserError, KeyError, ValueError, TypeError, OverflowError):
-            return
-        if not 0 <= began <= since <= at == step:
+            if not 0 <= began <= since <= at == step:
+                raise ValueError("another step's")
+        except (UserError, KeyError, ValueError, TypeError, OverflowError):
+            self.warnings.append(f"{file} is damaged, or of another memory: drift is recorded anew from here")
             return
         self.began, self.since = began, since
         for memory, (read_K, last_K, before_SD) in zip(self.memories, noted, strict=True):

@@ -100,7 +100,7 @@ def _report(
             raise UserError(f"--text {text} is not a file")
     if is_export(run.path):  # nothing is written into it
         return _measure(run, step, choice, quiet, world, details)
-    number = run.resolve(step)
+    number, first = run.resolve(step), world is None or world.rank == 0  # the others keep nothing
     number = world.broadcast(number) if world else number
     # What the report depends on: hashes of the checkpoint and of the text or the tokens, and how the text is read.
     source: dict[str, Any] = {"checkpoint": sha256_of(run.checkpoint(number) / MANIFEST)}
@@ -111,16 +111,16 @@ def _report(
     else:
         name = split = choice.split or "test"
         source["tokens"] = read_index(Path(choice.tokens_folder(run.path, run.recipe()))).sha256
-        if choice.data is not None and (world is None or world.rank == 0):  # the others keep nothing
+        if choice.data is not None and first:
             name = split_name(run.path / USAGE, split, "tokens", source["tokens"])
             if name != split:
                 warn(f"--data: the run has results of {split} on other tokens: these are kept as {name}")
     stem = usage_stem(run.path, name, number)
-    kept = None if details else load_usage(stem, source)
+    kept = load_usage(stem, source) if first and not details else None
     if world.broadcast(kept is not None) if world else kept is not None:
         return RunUsage(run, *(kept or ({}, [])), slots=[])
     report = _measure(run, str(number), choice, quiet, world, details)
-    if world is None or world.rank == 0:
+    if first:
         report.entry["source"] = source
         try:
             save_usage(stem, report.entry, report.memories)

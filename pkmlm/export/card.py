@@ -3,12 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+from pkmlm.console import warn
 from pkmlm.errors import printable
 from pkmlm.export.config import Origin
 from pkmlm.recipe.check import memory_layers
 from pkmlm.recipe.schema import Model, Recipe
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.results import EVAL, perplexity_file, read_evaluation
+from pkmlm.runs.results import EVAL, Altered, perplexity_file, read_evaluation
 
 
 def card_of(recipe: Recipe, origin: Origin, parameters: int, dtype: str, scores: dict[str, dict[str, Any]]) -> str:
@@ -79,7 +80,10 @@ def known_scores(run: RunDirectory, step: int) -> dict[str, dict[str, Any]]:
     for split in ("valid", "test"):
         kept = run.path / EVAL / perplexity_file(split, step, None)
         if kept.exists():
-            scores[f"{split} split"] = read_evaluation(kept).get("perplexity") or {}
+            try:
+                scores[f"{split} split"] = read_evaluation(kept).get("perplexity") or {}
+            except Altered as error:
+                warn(f"{error.message}; it is left out")
     if "valid split" not in scores:
         tokens = run.recipe().eval.tokens
         part = f"first {tokens:,} tokens of the valid split" if tokens else "valid split"

@@ -8,6 +8,9 @@ eval/tasks-NAMES[-shots-K]-step-N[-limit-L].json    zero-shot tasks: `Evaluation
 usage/NAME-step-N.json, .npz                an entry of `usage-report --format json`, and its arrays: `UsageReport`
 usage/drift-step-N.npz, kept-step-N.npz     what a "drift" event was computed from, and what a resume needs for the next
 
+Files of eval/ and usage/ hold a digest of their content, so that what is read back is what was written; those of older
+versions have none, and are taken as they are.
+
 Of the schemas, `NotRequired` keys may be missing, or null: older runs lack some. Objects may have keys that are not
 listed. `check_json` compares values with them.
 """
@@ -27,12 +30,26 @@ import numpy as np
 from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
+from pkmlm.console import warn
 from pkmlm.errors import UserError
-from pkmlm.runs.files import check_json, make_folder, read_json, refuse_link, regular, write_json, writing
+from pkmlm.runs.files import (
+    Damaged,
+    check_json,
+    json_text,
+    make_folder,
+    read_json,
+    refuse_link,
+    regular,
+    sha256_of,
+    write_json,
+    writing,
+)
 
 EVAL, USAGE = "eval", "usage"  # folders of a run
 STATE = "state.json"
 NAME_BYTES = 100  # of the name of a text or of tasks
+DIGEST = "digest"  # in a file of results: of all else in it
+ARRAYS = "arrays"  # in a usage report: the sha256 of its .npz file
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 MaybeNumber = Number | None
@@ -217,7 +234,7 @@ def split_name(folder: Path, split: str, key: str, sha256: str) -> str:
     for file in folder.glob("*.json"):
         if file.name.startswith(f"{split}-step-"):
             with suppress(UserError):  # damaged, or written before results had a source
-                kept.add(read_json(file, "the results", schema=Sourced)["source"].get(key))
+                kept.add(read_signed(file, "the results", Sourced)["source"].get(key))
     kept -= {None}
     return split if not kept or sha256 in kept else f"{split}-{sha256[:8]}"
 
@@ -272,6 +289,51 @@ def drift_state_file(folder: Path, step: int | str) -> Path:
 # Reading and writing.
 
 
+class Altered(Damaged):
+    """A file of results is not what was written."""
+
+    def __init__(self, path: Path):
+        super().__init__(f"{path} is not as it was written: its digest is of another content", "measure again", 1)
+
+
+def signed(record: dict[str, Any]) -> dict[str, Any]:
+    """A record with the digest of its content."""
+    return record | {DIGEST: content_digest(record)}
+
+
+def content_digest(record: dict[str, Any]) -> str:
+    """The sha256 of what a record says, however its JSON is laid out."""
+    content = json.loads(json_text({key: value for key, value in record.items() if key != DIGEST}))
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def read_signed(path: Path, what: str, schema: Any) -> dict[str, Any]:
+    """The content of a file that was `signed`, or that is of an older version and has no digest.
+
+    Raises:
+        Altered: the digest is that of another content.
+        UserError: (exit code 1) the file is damaged or cannot be read.
+    """
+    record: dict[str, Any] = read_json(path, what, exit_code=1, schema=schema)
+    if DIGEST in record and record[DIGEST] != content_digest(record):
+        raise Altered(path)
+    record.pop(DIGEST, None)
+    return record
+
+
+def altered_results(run: Path) -> list[str]:
+    """A warning for each file of results that is not as it was written; the functions below leave these out."""
+    warnings = []
+    for file in sorted([*(run / EVAL).glob("*.json"), *(run / USAGE).glob("*.json")]):
+        try:
+            read_signed(file, "the results", dict[str, Any])
+        except Altered as error:
+            warnings.append(f"{error.message}; it is left out")
+        except UserError:
+            pass  # whoever needs it says so
+    return warnings
+
+
 def write_evaluation(run: Path, file: str, record: dict[str, Any]) -> None:
     """Write RUN/eval/`file`.
 
@@ -280,17 +342,17 @@ def write_evaluation(run: Path, file: str, record: dict[str, Any]) -> None:
     """
     refuse_link(run / EVAL)
     make_folder(run / EVAL)
-    write_json(run / EVAL / file, record)
+    write_json(run / EVAL / file, signed(record))
 
 
 def read_evaluation(path: Path) -> dict[str, Any]:
     """A file of RUN/eval.
 
     Raises:
+        Altered: it is not what was written.
         UserError: (exit code 1) it is damaged or cannot be read.
     """
-    record: dict[str, Any] = read_json(path, "the results", exit_code=1, schema=Evaluation)
-    return record
+    return read_signed(path, "the results", Evaluation)
 
 
 def test_perplexity(run: Path) -> tuple[int | None, dict[str, Any]]:
@@ -334,8 +396,10 @@ def average_accuracy(tasks: Iterable[Mapping[str, Any]]) -> tuple[float | None, 
 
 def partial_tasks(run: Path) -> set[str]:
     """The tasks of which the run has evaluations with a limit alone."""
-    limited = [read_evaluation(file) for file in (run / EVAL).glob("tasks-*-limit-*.json")]
-    partial = {task for results in limited for task in results.get("tasks") or ()}
+    partial: set[str] = set()
+    for file in (run / EVAL).glob("tasks-*-limit-*.json"):
+        with suppress(Altered):
+            partial.update(read_evaluation(file).get("tasks") or ())
     for _, results in _results(run / EVAL, ".+", "tasks") if partial else ():
         partial -= results["tasks"].keys()
     return partial
@@ -347,7 +411,10 @@ def _results(folder: Path, names: str, holding: str) -> Iterator[tuple[int, dict
     steps = [(int(m[1]), file) for file in folder.glob("*.json") if (m := name.fullmatch(file.name))]
     schema = UsageReport if holding == "memories" else Evaluation
     for step, file in sorted(steps, key=lambda found: (-found[0], -found[1].stat().st_mtime_ns)):
-        results = read_json(file, "the results", exit_code=1, schema=schema)
+        try:
+            results = read_signed(file, "the results", schema)
+        except Altered:
+            continue
         if results.get(holding):
             yield step, results
 
@@ -359,17 +426,43 @@ def write_usage(stem: Path, entry: dict[str, Any], arrays: dict[str, np.ndarray]
         UserError: as `write_evaluation`.
     """
     refuse_link(stem.parent)
-    write_arrays(stem.with_name(f"{stem.name}.npz"), arrays)
-    write_json(stem.with_name(f"{stem.name}.json"), entry)
+    file = stem.with_name(f"{stem.name}.npz")
+    write_arrays(file, arrays)
+    write_json(stem.with_name(f"{stem.name}.json"), signed(entry | {ARRAYS: sha256_of(file)}))
 
 
 def read_usage(stem: Path, source: dict[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
-    """What `write_usage` wrote; None where there is nothing whole, or it was measured on another `source`."""
-    try:
-        entry = read_json(stem.with_name(f"{stem.name}.json"), "the usage report", schema=KeptUsageReport)
-        return (entry, read_arrays(stem.with_name(f"{stem.name}.npz"))) if entry["source"] == source else None
-    except UserError:
+    """What `write_usage` wrote; None where there is nothing, or it was measured on another `source`, or (with a
+    warning) is damaged.
+    """
+    file, arrays_file = (stem.with_name(f"{stem.name}.{ending}") for ending in ("json", "npz"))
+    if not file.exists():
         return None
+    try:
+        entry = read_signed(file, "the usage report", KeptUsageReport)
+        if entry["source"] != source:
+            return None
+        if entry.pop(ARRAYS, None) not in (None, sha256_of(arrays_file)):
+            raise Altered(arrays_file)
+        return entry, read_arrays(arrays_file)
+    except UserError as error:
+        warn(f"{error.message}; it is measured again")
+        return None
+
+
+def signed_arrays(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Arrays with the digest of their names, types, shapes and values."""
+    return arrays | {DIGEST: np.array(arrays_digest(arrays))}
+
+
+def arrays_digest(arrays: dict[str, np.ndarray]) -> str:
+    """See `signed_arrays`."""
+    digest = hashlib.sha256()
+    for name in sorted(arrays.keys() - {DIGEST}):
+        array = np.ascontiguousarray(arrays[name])
+        digest.update(json.dumps([name, array.dtype.str, array.shape]).encode())
+        digest.update(array.data)
+    return digest.hexdigest()
 
 
 def write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
@@ -380,16 +473,21 @@ def write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of an .npz file by name.
+    """The arrays of an .npz file by name, without the digest of those that are `signed_arrays`.
 
     Raises:
-        UserError: (exit code 1) it is missing or damaged.
+        Altered: the digest is that of others.
+        UserError: (exit code 1) the file is missing or damaged.
     """
     try:
         with open(path, "rb", opener=regular) as stored, np.load(stored, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
+            arrays = {name: file[name] for name in file.files}
     except Exception as error:  # zip, zlib, the headers' parser and the allocator: each says it in its own way
         raise UserError(f"{path} is missing or damaged: {type(error).__name__}: {error}", exit_code=1) from None
+    if DIGEST in arrays and str(arrays[DIGEST]) != arrays_digest(arrays):
+        raise Altered(path)
+    arrays.pop(DIGEST, None)
+    return arrays
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:

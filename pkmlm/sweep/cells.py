@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pkmlm.analysis.compare import Facts, facts_of, first_of
+from pkmlm.analysis.compare import Facts, facts_of
 from pkmlm.data.corpus import read_index
 from pkmlm.errors import UserError
 from pkmlm.recipe.check import warnings
@@ -116,7 +116,7 @@ class Cells:
         for cell in self.first.values():
             for text in warnings(cell.recipe, self.base, cell.overrides):
                 found.setdefault(text, []).append(cell.name)
-        return [f"{first_of(names, ', ')}: {text}" for text, names in found.items()]
+        return [f"{', '.join(names)}: {text}" for text, names in found.items()]
 
     def tuning(self, point: Point) -> list[Cell]:
         """The cells of a point's first seed, one for each value of the tuned key."""

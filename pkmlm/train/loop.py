@@ -65,6 +65,8 @@ class Training:
         self.drift = Drift(
             run.path / "usage", self.recipe, state.model, state.progress.step, self.world, run.refuse_replaced
         )
+        for text in self.drift.warnings:
+            log.warn(state.progress.step, text)
         keyed = [module for module in state.model.modules() if isinstance(module, KeyMemory)]
         self.reads = [RecentReads(memory, self.world) for memory in keyed[:2]]  # what fits a line
 
