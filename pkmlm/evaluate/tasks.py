@@ -34,7 +34,6 @@ from pkmlm.runs.files import sha256_of
 
 KINDS = ("multiple_choice", "loglikelihood", "loglikelihood_rolling")
 FEWSHOT_SEED = 1234  # lm-eval's own
-EXAMPLES = "few-shot examples"  # a split that no definition names
 Json = dict[str, Any]
 
 
@@ -139,6 +138,9 @@ def load_task(
     named = [config.get(f"{split}_split") for split in ("test", "validation", "training", "fewshot")]
     if not any(named[:2]):
         raise UserError(f"{own or name}: neither test_split nor validation_split: nothing to score")
+    for key in ("doc_to_text", "doc_to_target", "doc_to_choice")[: 3 if kind == "multiple_choice" else 2]:
+        if own is not None and key not in config:
+            raise UserError(f"{own}: no key {key!r}, which a task of {kind} needs")
     config = {key: value for key, value in config.items() if key not in ("tag", "group", "task_list")}
     if num_fewshot is not None:
         config["num_fewshot"] = num_fewshot
@@ -147,7 +149,9 @@ def load_task(
     named_here = made or {"data_files", "data_dir"} & (config.get("dataset_kwargs") or {}).keys()
     file, rows, examples = (folder or Path("DIR")) / f"{name}.jsonl", None, None
     hint = how_to_write(config, file)
-    if folder is not None and file.is_file():
+    with read_errors(file):
+        found = folder is not None and file.is_file()
+    if found:
         rows = read_rows(file)
         examples = read_rows(shots) if (shots := file.with_suffix(".train.jsonl")).is_file() else None
     elif not named_here if local else folder is not None:
@@ -159,7 +163,8 @@ def load_task(
         if shots_asked > len(examples.rows):
             message = f"--num-fewshot {shots_asked}: {examples.file} has {len(examples.rows):,} examples"
             raise UserError(message, "ask for fewer")
-        config["fewshot_config"] = {**(config.get("fewshot_config") or {}), "split": EXAMPLES}
+        shots_split = " ".join(filter(None, named)) + " examples"  # longer than any that is named
+        config["fewshot_config"] = {**(config.get("fewshot_config") or {}), "split": shots_split}
 
     def build(count: int) -> ConfigurableTask:
         """The task with so many of the rows."""
@@ -169,7 +174,7 @@ def load_task(
         data = datasets.Dataset.from_list(rows.rows[:count])
         splits = {split: data.select([]) for split in others} | {scored: data}
         if examples is not None:
-            splits[EXAMPLES] = datasets.Dataset.from_list(examples.rows)
+            splits[shots_split] = datasets.Dataset.from_list(examples.rows)
         return manager.load([{**config, "custom_dataset": lambda **_: splits}])["tasks"][name]
 
     try:
@@ -329,6 +334,9 @@ def check_document(task: ConfigurableTask, document: Json, shots: int, stock: bo
     text = task.config.doc_to_text
     if isinstance(text, str) and text.isidentifier() and text not in document:
         raise ValueError(f"no field {text!r}")  # lm-eval would ask for the word itself
+    question = task.doc_to_text(document)
+    if not task.multiple_input and not isinstance(question, str):
+        raise ValueError(f"the question is {str(question)[:60]!r} (expected a text)")
     asked = requests(document, shots)
     texts = [text for request in asked for text in request.args]
     if wrong := [text for text in texts if not isinstance(text, str)]:

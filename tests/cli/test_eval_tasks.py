@@ -200,10 +200,13 @@ def test_examples_before_the_question_come_from_their_own_file(run, tmp_path):
     assert (run / "eval" / "tasks-arc_easy-shots-2-step-30.json").exists()
 
 
-@pytest.mark.parametrize("named", ["", "training_split: test\n", "fewshot_split: dev\n"])
+@pytest.mark.parametrize(
+    "named",
+    ["test_split: test", "test_split: test\ntraining_split: test", "test_split: few-shot examples\nfewshot_split: dev"],
+)
 def test_examples_have_a_split_of_their_own_whatever_a_definition_names(tmp_path, named):
     path = tmp_path / "own.yaml"
-    path.write_text(OWN.format(file="none") + named)
+    path.write_text(OWN.format(file="none").replace("test_split: test", named))
     (tmp_path / "colours.jsonl").write_text('{"thing": "Snow", "colour": 0}\n{"thing": "Milk", "colour": 0}\n')
     with pytest.raises(UserError, match="no examples for colours"):
         load_tasks(str(path), tmp_path, 1)

@@ -182,10 +182,13 @@ def test_definitions_without_what_scoring_needs(tmp_path):
         ("output_type: multiple_choice\n", "no key 'task'"),
         ("task: mine\n", "a task of generate_until"),
         ("task: mine\noutput_type: multiple_choice\ndataset_path: json\n", "nothing to score"),
+        ("task: mine\noutput_type: loglikelihood_rolling\ntest_split: test\n", "'doc_to_text'"),
+        (OWN.replace("doc_to_choice", "doc_to_text").replace("[x, y]", "q"), "'doc_to_choice'"),
+        (f"{OWN}doc_to_text: q\n".replace("mine", "m" * 300), "m" * 300),
         ("task: mine # " + "x" * (1 << 16), "more than"),
     ):
         path.write_text(text)
-        assert said in refused(path).message
+        assert said in refused(path, tmp_path).message
     assert "none.yaml" in refused(tmp_path / "none.yaml").message
 
 
@@ -252,6 +255,17 @@ def test_a_definition_is_checked_on_each_row_whatever_its_name(rows, tmp_path):
     assert f"{path} cannot be used with {rows / 'piqa.jsonl'}:2: the answer is 7 " in refused(path, rows).message
     path.write_text(text.replace("[x, y]", '"{{nothing.split()}}"') + "doc_to_target: label\n")
     assert "'nothing' is undefined" in refused(path, rows).message
+
+
+@pytest.mark.parametrize("column", ["doc_to_text", "doc_to_target"])
+@pytest.mark.parametrize("kind", ["loglikelihood", "loglikelihood_rolling"])
+def test_a_column_of_numbers_is_no_text(kind, column, tmp_path):
+    (tmp_path / "mine.jsonl").write_text('{"n": 5, "q": "a"}\n')
+    other = {"doc_to_text": "doc_to_target", "doc_to_target": "doc_to_text"}[column]
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"task: mine\noutput_type: {kind}\ntest_split: test\n{column}: n\n{other}: q\n")
+    assert "mine.jsonl:1: " in (said := refused(path, tmp_path).message)
+    assert "'5'" in said
 
 
 def test_a_metric_that_cannot_sum_up_the_rows_is_refused(tmp_path):
