@@ -71,20 +71,21 @@ def rounds_option(default: int) -> Callable[[Callable[..., None]], Callable[...,
     )
 
 
-models_option = click.option(
-    "--only",
-    "kinds",
-    metavar="A,B",
-    callback=several(click.Choice(MODELS)),
-    help=f"Some of {', '.join(MODELS)}. Default: all there are.",
-)
-slots_option = click.option(
-    "--slots",
-    "num_keys",
-    metavar="N,N",
-    callback=several(Slots()),
-    help="Sizes of the memory, a model for each: 16k,1M. Default: the recipe's.",
-)
+def model_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add what `generate` and `train` have in common."""
+    slots = "Sizes of the memory, a model for each: 16k,1M. Default: the recipe's."
+    some = f"Some of {', '.join(MODELS)}. Default: all there are."
+    for option in (
+        quiet_option,
+        json_option,
+        rounds_option(5),
+        click.option("--only", "kinds", metavar="A,B", callback=several(click.Choice(MODELS)), help=some),
+        click.option("--slots", "num_keys", metavar="N,N", callback=several(Slots()), help=slots),
+        set_option,
+        click.argument("recipe_file", type=PATH, metavar="RECIPE"),
+    ):
+        command = option(command)
+    return command
 
 
 @click.group("bench")
@@ -121,16 +122,7 @@ def command() -> None:
 @json_option
 @quiet_option
 def memory(
-    num_keys: tuple[int, ...],
-    dim: int,
-    heads: int,
-    topk: int,
-    key_dim: int,
-    tokens: int,
-    rounds: int,
-    only: tuple[str, ...],
-    as_json: bool,
-    quiet: bool,
+    num_keys: tuple[int, ...], only: tuple[str, ...], rounds: int, as_json: bool, quiet: bool, **shape: int
 ) -> None:
     """A product-key memory beside the same layer in plain torch, and the FFN it replaces.
 
@@ -148,17 +140,14 @@ def memory(
     """
     from pkmlm.bench import memory as bench
 
-    shapes = [bench.Shape(keys, dim, heads, topk, key_dim, tokens) for keys in num_keys]
+    shapes = [bench.Shape(keys, **shape) for keys in num_keys]
     with waiting(quiet) as say:
         results = bench.time_sizes(shapes, only, rounds, say)
     show(bench.as_json(results), [result.table() for result in results], as_json, bench.growth(results))
 
 
 @command.command("generate", short_help="Whole models decoding and scoring.")
-@click.argument("recipe_file", type=PATH, metavar="RECIPE")
-@set_option
-@slots_option
-@models_option
+@model_options
 @click.option(
     "--batch",
     "batches",
@@ -169,9 +158,6 @@ def memory(
     help="Sequences at once.",
 )
 @click.option("--tokens", default=16, show_default=True, metavar="N", type=SIZE, help="To decode in a sequence.")
-@rounds_option(5)
-@json_option
-@quiet_option
 def generate(
     recipe_file: str,
     overrides: tuple[str, ...],
@@ -211,13 +197,7 @@ def generate(
 
 
 @command.command("train", short_help="Whole models taking training steps.")
-@click.argument("recipe_file", type=PATH, metavar="RECIPE")
-@set_option
-@slots_option
-@models_option
-@rounds_option(5)
-@json_option
-@quiet_option
+@model_options
 def train(
     recipe_file: str,
     overrides: tuple[str, ...],

@@ -47,7 +47,10 @@ def command(as_json: bool) -> None:
 
 
 def examine() -> dict[str, Any]:
-    """The facts of this machine; sizes are in bytes, and None stands for what is not installed or not known."""
+    """The facts of this machine; sizes are in bytes, and None stands for what is not installed or not known.
+
+    `torch.utils.collect_env` takes seconds (it runs pip, gcc and others) and tells none of what is judged here.
+    """
     versions: dict[str, str | None] = {"python": platform.python_version(), "pkmlm": __version__}
     for name in (*NEEDED, *OPTIONAL):
         try:
@@ -144,22 +147,13 @@ def problems(facts: dict[str, Any]) -> list[dict[str, Any]]:
 
 def described(facts: dict[str, Any]) -> str:
     """The facts and their problems as lines for a person."""
-    here, torch, disk = facts["machine"], facts["torch"], facts["disk"]
-    rows = []
-    for name, found in facts["versions"].items():
-        rows.append((name, found or ("not installed (optional)" if name in OPTIONAL else "not installed")))
-    rows += [("", ""), ("system", here["system"]), ("cores", str(here["cores"]))]
-    if here["memory_bytes"] is not None:
-        rows.append(("memory", f"{here['memory_bytes'] / GIGA:.1f} GB, {here['memory_free_bytes'] / GIGA:.1f} GB free"))
-    rows.append(("disk", f"{disk['free_bytes'] / GIGA:.1f} GB free in {disk['folder']}"))
-    if "error" not in torch:
-        products = ", fp32 products by oneDNN" if torch["fp32_by_onednn"] else ""
-        rows.append(("torch threads", f"{torch['threads']}, {torch['cpu']}{products}"))
-        for gpu in torch["cuda"]:
-            size = f"{gpu['memory_bytes'] / GIGA:.1f} GB"
-            rows.append(("gpu", f"{gpu['name']}, {size}, capability {gpu['capability']}"))
-        rows.append(("device", f"{torch['device']}, {torch['precision']} ({torch['precision_reason']})"))
-    lines = [f"{name:<16}{value}".rstrip() for name, value in [*rows, ("", "")]]
+    lines = []
+    for section in ("versions", "machine", "disk", "torch"):
+        lines.append(section)
+        for name, value in facts[section].items():
+            shown = f"{value / GIGA:.1f} GB" if name.endswith("_bytes") and value is not None else value
+            shown = ", ".join(map(str, shown)) or "none" if isinstance(shown, list) else shown
+            lines.append(f"  {name.removesuffix('_bytes').replace('_', ' '):<18}{'-' if shown is None else shown}")
     for problem in facts["problems"]:
         lines += [f"{'broken' if problem['broken'] else 'warning'}: {problem['what']}", f"  {problem['todo']}"]
-    return "\n".join(printable(line) for line in lines) + ("" if facts["problems"] else "nothing is wrong")
+    return "\n".join(printable(line) for line in lines) + ("" if facts["problems"] else "\nnothing is wrong")

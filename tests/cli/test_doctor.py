@@ -33,7 +33,7 @@ def test_json_names_versions_devices_memory_and_disk(tmp_path: Path, monkeypatch
 
 
 def test_text_is_for_a_person() -> None:
-    labels = [line[:16].rstrip() for line in pkmlm("doctor").stdout.splitlines()]
+    labels = [line[:20].strip() for line in pkmlm("doctor").stdout.splitlines()]
     assert {"python", "huggingface-hub", "pkmlm", "torch", "system", "cores", "memory", "disk", "device"} <= set(labels)
 
 
