@@ -1,9 +1,11 @@
 """Errors that a user can mend: shown as one `error:` line and one `hint:` line, never as a traceback."""
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 MOST = 600  # characters of an error: of a longer one, which quotes somebody's text or path, the middle is left out
+SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)  # whichever file the user names
 
 
 class UserError(Exception):
@@ -38,10 +40,11 @@ def printable(text: str) -> str:
 @contextmanager
 def read_errors(what: object, exit_code: int = 2) -> Iterator[None]:
     """Turn a refusal to read a file into one line that names it: the system's (OSError), or Python's of a name that no
-    file can have (ValueError).
+    file can have (ValueError). Where the machine has run out of something, the exit code is 1.
     """
     try:
         yield
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"cannot read {what}: {reason}", exit_code=exit_code) from None
+        code = 1 if getattr(error, "errno", None) in SHORTAGES else exit_code
+        raise UserError(f"cannot read {what}: {reason}", exit_code=code) from None

@@ -2,10 +2,11 @@
 
 import contextlib
 import io
+import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import zstandard
 
 from pkmlm.cli import main
+from tests.forks import Children, Ended, Forks
 
 # A shell that runs the tests in the background ignores Ctrl-C, and what they start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -124,6 +126,34 @@ def trained(
     return run
 
 
+class Ranks:
+    """Starts ranks, as children of one server."""
+
+    def __init__(self, forks: Forks):
+        self.forks = forks
+
+    def start(self, size: int, job: str, limit: float = 60.0, **arguments: Any) -> Children:
+        """Let `size` ranks begin a job of `tests.distributed.jobs`."""
+        return self.forks.start(job, size, limit, **arguments)
+
+    def run(self, size: int, job: str, code: int | None = 0, **arguments: Any) -> list[Ended]:
+        """Run a job on `size` ranks to its end, and check their exit codes (None: any)."""
+        ended = self.start(size, job, **arguments).end()
+        assert code is None or {rank.code for rank in ended} == {code}, ended
+        return ended
+
+    def pkmlm(self, size: int, *words: object, code: int | None = 0) -> list[Ended]:
+        """Run a command line on `size` ranks."""
+        return self.run(size, "command", code, words=[str(word) for word in words])
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with Forks(tmp_path_factory.mktemp("ranks"), "tests.distributed.jobs") as forks:
+        forks.run("warm", here=True)
+        yield Ranks(forks)
+
+
 def after_step(monkeypatch: pytest.MonkeyPatch, step: int, do: Callable[[Any], object]) -> None:
     """Let something be done, in this process, when training has taken a step."""
     from pkmlm.train import loop
@@ -137,3 +167,13 @@ def after_step(monkeypatch: pytest.MonkeyPatch, step: int, do: Callable[[Any], o
         return result
 
     monkeypatch.setattr(loop, "train_step", taken)
+
+
+def without_state(checkpoint: Path, *keys: str) -> None:
+    """Make a checkpoint one of an earlier version, whose state did not have these keys."""
+    from pkmlm.runs.files import entry_of, write_json
+
+    state, manifest = (json.loads((checkpoint / name).read_text()) for name in ("state.json", "manifest.json"))
+    write_json(checkpoint / "state.json", {key: value for key, value in state.items() if key not in keys})
+    manifest["files"]["state.json"] = entry_of(checkpoint / "state.json")
+    write_json(checkpoint / "manifest.json", manifest)

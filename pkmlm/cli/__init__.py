@@ -156,6 +156,10 @@ def report_error(error: Exception) -> int:
         if isinstance(error, click.NoSuchOption):
             hint = key_hint(error) or hint
         return print_error(UserError(printable(error.format_message()).rstrip("."), hint))
+    if isinstance(error, ImportError) and not (error.name or "").startswith("pkmlm"):
+        what = f"a library cannot be loaded: {(str(error) or 'it gives no reason').splitlines()[0]}"
+        hint = "`pkmlm doctor` says what is missing; if nothing is, memory or open files are limited (`ulimit -a`)"
+        return print_error(UserError(what, hint, exit_code=1))
     if isinstance(error, OSError):
         if error.filename is not None:  # reads; writes are reported where they fail
             code = 2 if error.errno in WRONG_NAME else 1

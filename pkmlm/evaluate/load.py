@@ -75,10 +75,11 @@ def load_run(path: str | Path, step: str = "latest", device: torch.device | None
         number = run.resolve(step)
         try:
             checkpoint.verify(run.checkpoint(number), optimizer=False)
+            progress = checkpoint.read_progress(run.checkpoint(number))
+            run.check_origin(number, progress.run, progress.recipe)
             checkpoint.check_weights(run.checkpoint(number), expected.state_dict(), table_ranks(expected))
             model = build_model(recipe, vocab_size, device, init_weights=False)
             checkpoint.load_weights(run.checkpoint(number), model.state_dict(), table_ranks(model))
-            progress = checkpoint.read_progress(run.checkpoint(number))
             break
         except UserError:
             if run.checkpoint(number).exists():

@@ -11,7 +11,7 @@ those of a model's tensors that are tables, with the ranks that divide their col
 (`model.memory.values.table_ranks`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -51,8 +51,44 @@ Tables = dict[str, World]
 
 
 @dataclass
+class Validations:
+    """What the validations of a run have shown.
+
+    Attributes:
+        step: of the last one; None: there was none.
+        best_step, best_loss: of the best one (nats a token).
+        worse: validations since the best one.
+        due: this step asks for one that a stop request has cut short.
+    """
+
+    step: int | None = None
+    best_step: int | None = None
+    best_loss: float | None = None
+    worse: int = 0
+    due: bool = False
+
+    @classmethod
+    def of(cls, events: Iterable[dict[str, Any]]) -> "Validations":
+        """As a log tells it; checkpoints of earlier versions do not."""
+        found = cls()
+        for event in events:
+            if event["event"] == "valid" and event.get("loss") is not None:
+                found.add(event["step"], event["loss"])
+        return found
+
+    def add(self, step: int, loss: float) -> bool:
+        """Note a validation; whether it is the best so far."""
+        self.step, self.due = step, False
+        if self.best_loss is None or loss < self.best_loss:
+            self.best_step, self.best_loss, self.worse = step, loss, 0
+            return True
+        self.worse += 1
+        return False
+
+
+@dataclass
 class Progress:
-    """How far a run is.
+    """How far a run is, and which run it is. Checkpoints of earlier versions lack the last three.
 
     Attributes:
         step: steps taken.
@@ -61,6 +97,9 @@ class Progress:
         scaler: state of the loss scaler; empty without one.
         seconds: time spent in training steps.
         data: the sha256 of the tokenizer and of the splits that it was trained and validated on (`Corpus.hashes`).
+        run: the "id" in the run's run.json.
+        recipe: the keys that a resume may not change, and their values as YAML.
+        validations: by which the best checkpoint and the end of patience are known.
     """
 
     step: int = 0
@@ -69,6 +108,9 @@ class Progress:
     scaler: dict[str, Any] | None = None
     seconds: float = 0.0
     data: dict[str, str] = field(default_factory=dict)
+    run: str | None = None
+    recipe: dict[str, str] | None = None
+    validations: Validations | None = None
 
 
 class Differences(NamedTuple):
@@ -156,14 +198,13 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     sync_file(path)  # the library makes files that only their owner can read
 
 
-def prune(run: RunDirectory, keep: int) -> None:
+def prune(run: RunDirectory, keep: int, best: int | None) -> None:
     """Delete all but the `keep` newest checkpoints and the best one.
 
     Raises:
         UserError: (exit code 1) one cannot be deleted.
     """
-    steps, best = run.steps(), run.best()
-    for step in steps[:-keep]:
+    for step in run.steps()[:-keep]:
         if step != best:
             remove_folder(run.checkpoint(step))
 
@@ -197,7 +238,10 @@ def check_weights(path: Path, weights: dict[str, Tensor], tables: Tables, *, str
 def read_progress(path: Path) -> Progress:
     """How far the run was at a verified checkpoint folder."""
     state = read_json(path / STATE, "the checkpoint's state", exit_code=1, schema=CheckpointState)
-    return Progress(**{name: state[name] for name in asdict(Progress()) if state.get(name) is not None})
+    progress = Progress(**{name: state[name] for name in asdict(Progress()) if state.get(name) is not None})
+    if found := state.get("validations"):
+        progress.validations = Validations(**{name: found[name] for name in asdict(Validations())})
+    return progress
 
 
 def verify(path: Path, *, optimizer: bool = True) -> None:

@@ -7,13 +7,13 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from pkmlm.errors import UserError
 from pkmlm.recipe.load import load_recipe
-from pkmlm.recipe.schema import Recipe, dump_recipe
+from pkmlm.recipe.schema import Recipe, dump_recipe, flatten, scalar_text
 from pkmlm.runs.files import (
     abandoned,
     locked,
@@ -26,7 +26,7 @@ from pkmlm.runs.files import (
     write_json,
     write_text,
 )
-from pkmlm.runs.results import EVAL, USAGE, RunFacts, read_metrics
+from pkmlm.runs.results import EVAL, STATE, USAGE, CheckpointState, RunFacts, read_metrics
 
 CHECKPOINT = re.compile(r"step-([0-9]{8,18})")
 STEP = re.compile(r"[0-9]{1,18}")
@@ -174,12 +174,27 @@ class RunDirectory:
         return int(step)
 
     def best(self) -> int | None:
-        """The step that the `best` pointer names, if its checkpoint is there."""
-        try:
+        """The step of the best validation, if its checkpoint is there: the one that the `best` pointer names, on which
+        the state of the latest checkpoint must agree.
+
+        Raises:
+            UserError: (exit code 1) it does not.
+        """
+        steps, pointed, state = self.steps(), None, {}
+        with suppress(OSError, UnicodeDecodeError):
             match = CHECKPOINT.fullmatch(read_bytes(self.path / "best").decode().strip())
-        except (OSError, UnicodeDecodeError):
-            return None
-        return int(match[1]) if match and int(match[1]) in self.steps() else None
+            pointed = int(match[1]) if match and int(match[1]) in steps else None
+        if steps:
+            with suppress(UserError):  # damaged, as those who load it say
+                state = read_json(self.checkpoint(steps[-1]) / STATE, "the state", schema=CheckpointState)
+        shown = state.get("validations") or {}
+        best = shown.get("best_step")
+        if best is None or pointed == best or (shown["due"] and pointed == steps[-1]):  # validated since it was saved
+            return pointed
+        if pointed is None or best == steps[-1]:  # saved a moment ago, and not yet pointed at
+            return best if best in steps else None
+        message = f"run {self.path}: its best validation was at step {best}, but `best` names step {pointed}"
+        raise UserError(message, f"name one: --step {best}", exit_code=1)
 
     def done(self) -> int | None:
         """The step in the file `done`, at which training finished or ran out of patience; None where there is none."""
@@ -228,14 +243,43 @@ class RunDirectory:
             message = f"{self.tokenizer_file} is damaged: sha256 {found[:16]}... (expected {str(expected)[:16]}...)"
             raise UserError(message, hint, exit_code=1)
 
+    def check_origin(self, step: int, origin: str | None, trained: dict[str, str] | None) -> None:
+        """Refuse a checkpoint that another run has written, or this run under another recipe.
+
+        Args:
+            origin, trained: the "run" and "recipe" of its state.json; None, as in those of earlier versions: unknown.
+
+        Raises:
+            UserError: (exit code 1) it is such a checkpoint.
+        """
+        path, own = self.checkpoint(step), self.facts().get("id")
+        if own and origin and own != origin:
+            message = f"{path} is a checkpoint of another run: id {origin[:20]} (expected {own[:20]}, as in run.json)"
+            raise UserError(message, "take it out of this run's folder", exit_code=1)
+        found = {key: scalar_text(value) for key, value in flatten(self.recipe()).items()}
+        changed = [
+            f"{key} is {found[key]} (expected {text})"
+            for key, text in (trained or {}).items()
+            if found.get(key, text) != text
+        ]
+        if changed:
+            message = f"{self.recipe_file} is not the recipe that {path.name} was trained with: {', '.join(changed)}"
+            raise UserError(message, "set it back: weights mean nothing without their recipe", exit_code=1)
+
     def metrics(self) -> list[dict[str, Any]]:
         """All whole lines of metrics.jsonl; a line torn by a kill is skipped."""
         return list(read_metrics(self.metrics_file))
 
-    def cut_metrics(self, step: int) -> None:
-        """Drop what was measured after `step` (by a run that died before its next checkpoint) and torn lines."""
+    def cut_metrics(self, step: int, *, validated: bool = True) -> None:
+        """Drop what was measured after `step` (by a run that died before its next checkpoint) and torn lines.
+
+        Args:
+            validated: whether the validation of `step` itself stays.
+        """
         if self.metrics_file.exists():
             kept = [line for line in read_metrics(self.metrics_file) if line["step"] <= step]
+            if not validated:
+                kept = [line for line in kept if (line["step"], line["event"]) != (step, "valid")]
             write_text(self.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
 
     def clean(self) -> None:

@@ -279,13 +279,14 @@ def read_json(
     def refuse(name: str) -> None:
         raise ValueError(f"it holds {name}")  # NaN or Infinity, which JSON has not
 
+    with read_errors(f"{what} {path}", exit_code):
+        try:
+            text = read_bytes(path)
+        except (FileNotFoundError, NotADirectoryError):
+            raise Damaged(f"{what} is missing: {path}", hint, exit_code) from None
     try:
-        value = json.loads(read_bytes(path), parse_constant=refuse)
+        value = json.loads(text, parse_constant=refuse)
         return value if schema is None else check_json(value, schema)
-    except (FileNotFoundError, NotADirectoryError):
-        raise Damaged(f"{what} is missing: {path}", hint, exit_code) from None
-    except OSError as error:
-        raise UserError(f"cannot read {what} {path}: {error.strerror}", exit_code=exit_code) from None
     except TypeError as error:
         raise Damaged(f"{what} {path} is not as it was written: {error}", hint, exit_code) from None
     except (ValueError, RecursionError) as error:

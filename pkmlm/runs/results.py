@@ -59,6 +59,7 @@ MaybeText = str | None
 class RunFacts(TypedDict):
     """run.json."""
 
+    id: NotRequired[MaybeText]
     status: NotRequired[MaybeText]
     exit_code: NotRequired[int | None]
     parameters: NotRequired[dict[str, Number] | None]
@@ -71,6 +72,16 @@ class RunFacts(TypedDict):
     earlier: NotRequired[list[dict[str, Any]] | None]
 
 
+class ValidationState(TypedDict):
+    """What the validations of a run have shown, see `runs.checkpoint.Validations`."""
+
+    step: int | None
+    best_step: int | None
+    best_loss: MaybeNumber
+    worse: int
+    due: bool
+
+
 class CheckpointState(TypedDict):
     """state.json of a checkpoint, see `runs.checkpoint.Progress`."""
 
@@ -80,6 +91,9 @@ class CheckpointState(TypedDict):
     scaler: NotRequired[dict[str, Number] | None]
     seconds: Number
     data: dict[str, str]
+    run: NotRequired[MaybeText]
+    recipe: NotRequired[dict[str, str] | None]
+    validations: NotRequired[ValidationState | None]
 
 
 class Scores(TypedDict):

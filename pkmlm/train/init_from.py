@@ -13,9 +13,9 @@ from pkmlm.model.memory.values import table_ranks
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.check import unused_keys
 from pkmlm.recipe.schema import flatten, scalar_text
-from pkmlm.runs.checkpoint import check_weights, load_weights, verify
+from pkmlm.runs.checkpoint import check_weights, load_weights, read_progress, verify
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.files import Damaged, sha256_of
+from pkmlm.runs.files import sha256_of
 from pkmlm.train.job import Job
 
 HEAD = "untied_head.weight"
@@ -86,12 +86,15 @@ def _source_checkpoint(job: Job) -> tuple[RunDirectory, Path]:
             f"train.init_from: run {source.path} has another tokenizer than {job.recipe.data.dir}",
             f"tokenize again with --tokenizer {source.tokenizer_file}",
         )
-    path = source.checkpoint(source.resolve("best" if source.best() is not None else "latest"))
     try:
+        step = source.resolve("best" if source.best() is not None else "latest")
+        path = source.checkpoint(step)
         verify(path, optimizer=False)
-    except Damaged as error:
+        progress = read_progress(path)
+        source.check_origin(step, progress.run, progress.recipe)
+    except UserError as error:
         hint = "start from another run, or copy that one again"
-        raise UserError(f"train.init_from: {error.message}", hint, exit_code=1) from None
+        raise UserError(f"train.init_from: {error.message}", hint, error.exit_code) from None
     return source, path
 
 

@@ -10,11 +10,12 @@ from pkmlm.analysis.drift import Drift, RecentReads
 from pkmlm.errors import NotFinite, UserError
 from pkmlm.model.memory.key_memory import KeyMemory
 from pkmlm.runs import checkpoint
+from pkmlm.runs.checkpoint import Validations
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import remove_file
 from pkmlm.signals import StopRequest
 from pkmlm.train.log import RunLog
-from pkmlm.train.monitor import ValidationHistory
+from pkmlm.train.resume import fixed_keys
 from pkmlm.train.step import TrainState, diverged, train_step
 from pkmlm.train.validation import recalibrate
 
@@ -57,11 +58,12 @@ class Training:
     def __init__(self, run: RunDirectory, state: TrainState, validate: Validate | None, log: RunLog, stop: StopRequest):
         self.run, self.state, self.validate, self.log, self.stop = run, state, validate, log, stop
         self.recipe, self.world = state.recipe, state.process_groups.world
-        valid_events = [event for event in run.metrics() if event["event"] == "valid"]
-        self.history = ValidationHistory.of(self.world.broadcast(valid_events))
         self.calibrated = 0  # the step whose running statistics the model has
-        self._restore()
+        self.history = self._restore()
+        state.progress.validations, state.progress.recipe = self.history, fixed_keys(self.recipe)
         state.progress.data |= state.batches.corpus.hashes
+        if self.world.rank == 0:
+            state.progress.run = run.facts().get("id")
         self.drift = Drift(
             run.path / "usage", self.recipe, state.model, state.progress.step, self.world, run.refuse_replaced
         )
@@ -128,7 +130,7 @@ class Training:
     def _validation_is_due(self) -> bool:
         """Whether this step asks for a validation that it has not had."""
         step = self.state.progress.step
-        asked = step >= self.recipe.train.steps or is_due(self.recipe.eval.every, step)
+        asked = step >= self.recipe.train.steps or is_due(self.recipe.eval.every, step) or self.history.due
         return self.validate is not None and asked and self.history.step != step
 
     def _validate(self) -> None:
@@ -146,67 +148,67 @@ class Training:
         if numbers is None:
             return
         self.log.event("valid", step, **numbers)
-        previous = f"best {history.best_loss:.4f} at step {history.best_step}"
         is_best = history.add(step, numbers["loss"])
-        mark = "best so far" if is_best else previous
+        mark = "best so far" if is_best else f"best {history.best_loss:.4f} at step {history.best_step}"
         self.log.say(f"step {step}  validation {numbers['loss']:.4f} nats/token  ({mark})")
         if is_best:
             self._save()
-            with self.world.collective_errors():
-                if self.world.rank == 0:
-                    self.run.point("best", step)
-            self._prune()  # the one that was best
 
     def _save(self) -> None:
-        """Save a checkpoint of this step, unless there is one: a step has one state."""
+        """Save a checkpoint of this step, unless there is one: a step has one state. Then point `best` at it, if it is
+        the best, and delete checkpoints that need not be kept, and what was kept beside them.
+        """
         run, state, progress = self.run, self.state, self.state.progress
         with self.world.collective_errors():
             run.refuse_replaced()
-        if self.world.broadcast(run.checkpoint(progress.step).exists()):
-            return
-        self.drift.keep(progress.step)
-        progress.scaler = state.scaler.state_dict()
+        if not self.world.broadcast(run.checkpoint(progress.step).exists()):
+            self.history.due = self._validation_is_due()
+            self.drift.keep(progress.step)
+            progress.scaler = state.scaler.state_dict()
+            with self.world.collective_errors():
+                self.log.sync()  # events before the checkpoint that builds on them
+            with self.log.doing("saving a checkpoint"):
+                self._recalibrate()
+                checkpoint.save(run, progress, *state.tensors(), state.process_groups)
+            self.log.event("save", progress.step)
         with self.world.collective_errors():
-            self.log.sync()  # events before the checkpoint that builds on them
-        with self.log.doing("saving a checkpoint"):
-            self._recalibrate()
-            checkpoint.save(run, progress, *state.tensors(), state.process_groups)
-        self._prune()
-        self.log.event("save", progress.step)
+            if self.world.rank == 0:
+                if self.history.best_step == progress.step:
+                    run.point("best", progress.step)
+                checkpoint.prune(run, self.recipe.checkpoint.keep, self.history.best_step)
+                self.drift.forget(run.steps())
 
-    def _restore(self) -> None:
-        """Go back to the latest checkpoint, if there is one."""
+    def _restore(self) -> Validations:
+        """Go back to the latest checkpoint, if there is one; return what the validations until then have shown."""
         run, state = self.run, self.state
         steps = self.world.broadcast(run.steps())
         if not steps:
-            return
+            return Validations()
         path = run.checkpoint(steps[-1])
         with self.world.collective_errors():
             state.progress = checkpoint.load(path, *state.tensors())
+        history = state.progress.validations
+        if history is None:  # a checkpoint of an earlier version
+            valid_events = [event for event in run.metrics() if event["event"] == "valid"]
+            history = Validations.of(self.world.broadcast(valid_events))
+        with self.world.collective_errors():
             if self.world.rank == 0:
                 run.point("latest", steps[-1])  # a kill may have come between the checkpoint and its pointer
-                best = self.history.best_step
-                if best is not None and best in steps:
-                    run.point("best", best)
+                if history.best_step is not None and history.best_step in steps:
+                    run.point("best", history.best_step)
                 else:  # it is gone; a new checkpoint of its step would be taken for it
                     remove_file(run.path / "best")
         if state.progress.scaler and state.scaler.is_enabled():
             if state.progress.scaler.keys() != state.scaler.state_dict().keys():
                 raise UserError(f"{path}: the state of the loss scaler is not whole", exit_code=1)
             state.scaler.load_state_dict(state.progress.scaler)
+        return history
 
     def _recalibrate(self) -> None:
         """Recalibrate once a step, so that the checkpoint holds the statistics that validation has used."""
         if self.calibrated != self.state.progress.step:
             recalibrate(self.state, self.state.progress.step)
             self.calibrated = self.state.progress.step
-
-    def _prune(self) -> None:
-        """Delete checkpoints that need not be kept, and what was kept beside them."""
-        with self.world.collective_errors():
-            if self.world.rank == 0:
-                checkpoint.prune(self.run, self.recipe.checkpoint.keep)
-                self.drift.forget(self.run.steps())
 
     def _outcome(self, status: str, exit_code: int = 0) -> Outcome:
         return Outcome(status, self.state.progress.step, exit_code, self.state.progress.seconds)

@@ -1,6 +1,7 @@
 """Whether a run that exists may be resumed, what has changed since it last trained, and the provenance in run.json."""
 
 import platform
+import secrets
 import sys
 from typing import Any
 
@@ -13,7 +14,7 @@ from pkmlm.device import DeviceSettings, name_of
 from pkmlm.environment import source_commit
 from pkmlm.errors import UserError
 from pkmlm.recipe.schema import Recipe, flatten, scalar_text
-from pkmlm.runs.checkpoint import read_progress
+from pkmlm.runs.checkpoint import Progress, read_progress
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.train.job import Job
 
@@ -44,18 +45,26 @@ def refuse_output(run: RunDirectory, resume: str) -> None:
 
 def refuse_changed_recipe(run: RunDirectory, recipe: Recipe) -> None:
     """Refuse to resume with another recipe, but for the keys that may change."""
-    may_change = CHANGES_NUMBERS + CHANGES_NO_NUMBERS
-    fixed = [text for key, text in changed_keys(run.recipe(), recipe).items() if not key.startswith(may_change)]
-    if fixed:
-        message = f"run {run.path} was started with another recipe: {', '.join(fixed)}"
+    fixed = fixed_keys(recipe)
+    changed = [text for key, text in changed_keys(run.recipe(), recipe).items() if key in fixed]
+    if changed:
+        message = f"run {run.path} was started with another recipe: {', '.join(changed)}"
         raise UserError(message, "train it under another -o")
 
 
-def refuse_other_data(run: RunDirectory, job: Job) -> None:
-    """Refuse to resume with another tokenizer, or on other text to train or to validate on, than the latest checkpoint
-    names, which must be whole. A split for validation may come or go.
+def fixed_keys(recipe: Recipe) -> dict[str, str]:
+    """The keys that may not change when a run is resumed, and their values as YAML; each checkpoint holds them."""
+    may_change = CHANGES_NUMBERS + CHANGES_NO_NUMBERS
+    return {key: scalar_text(value) for key, value in flatten(recipe).items() if not key.startswith(may_change)}
+
+
+def refuse_other_origin(run: RunDirectory, job: Job) -> None:
+    """Refuse to resume from a latest checkpoint, which must be whole, of another run or recipe, or that names another
+    tokenizer, or other text to train or to validate on. A split for validation may come or go.
     """
-    before = read_progress(run.checkpoint(run.steps()[-1])).data
+    progress = read_progress(run.checkpoint(run.steps()[-1]))
+    run.check_origin(progress.step, progress.run, progress.recipe)
+    before = progress.data
     for name, what in (
         ("tokenizer", "trained with another tokenizer than that of"),
         ("train", "trained on other tokens than those in"),
@@ -112,8 +121,7 @@ def lost_metrics_warning(run: RunDirectory) -> list[str]:
     logged = {line["step"] for line in run.metrics() if line["event"] == "train" and 0 < line["step"] <= last}
     if len(logged) == last:
         return []
-    effect = "curves have a gap, and the best checkpoint and eval.patience follow from the rest"
-    return [f"metrics.jsonl lacks {last - len(logged):,} of {last:,} steps: {effect}"]
+    return [f"metrics.jsonl lacks {last - len(logged):,} of {last:,} steps: curves have a gap"]
 
 
 def changed_keys(before: Recipe, now: Recipe) -> dict[str, str]:
@@ -130,11 +138,17 @@ def change(name: str, old: Any, new: Any) -> str:
     return f"{name} was {old} and is now {new}"
 
 
-def provenance(job: Job, settings: DeviceSettings, ranks: int, run: RunDirectory) -> dict[str, Any]:
-    """What run.json says of the process that trains: its command line, versions, commit, device, and the parameters;
-    where the run is resumed, "earlier" lists the environments of processes that differed.
+def provenance(job: Job, settings: DeviceSettings, ranks: int, run: RunDirectory, latest: Progress) -> dict[str, Any]:
+    """What run.json says of the run, an id that its checkpoints hold, and of the process that trains: its command line,
+    versions, commit, device, and the parameters; where the run is resumed, "earlier" lists the environments of
+    processes that differed.
+
+    Args:
+        latest: that of the latest checkpoint, or none yet.
     """
+    before = run.facts()
     now = {
+        "id": before.get("id") or latest.run or secrets.token_hex(8),
         "argv": sys.argv[1:],
         "versions": {
             "pkmlm": __version__,
@@ -150,7 +164,6 @@ def provenance(job: Job, settings: DeviceSettings, ranks: int, run: RunDirectory
         "parameters": cost_of(job.recipe, job.vocab_size).as_json()["parameters"],
     }
     if run.steps():
-        before = run.facts()
         now["earlier"] = list(before.get("earlier") or ())
         if "versions" in before and any(before.get(key) != now[key] for key in ENVIRONMENT):
             now["earlier"].append({"until_step": run.steps()[-1], **{key: before.get(key) for key in ENVIRONMENT}})

@@ -16,7 +16,7 @@ from pkmlm.errors import UserError, printable
 from pkmlm.model.memory.values import table_ranks
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Recipe
-from pkmlm.runs.checkpoint import check_weights, quarantine_damaged_checkpoints
+from pkmlm.runs.checkpoint import Progress, check_weights, quarantine_damaged_checkpoints, read_progress
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import remove_file, write_text, writing
 from pkmlm.signals import StopRequest, stop_on_signals
@@ -32,7 +32,7 @@ from pkmlm.train.resume import (
     lost_metrics_warning,
     provenance,
     refuse_changed_recipe,
-    refuse_other_data,
+    refuse_other_origin,
     refuse_output,
 )
 from pkmlm.train.step import TrainState, train_step
@@ -66,7 +66,7 @@ def train(job: Job, output: str, world: World, *, resume: str = "auto", quiet: b
                 if run.steps():
                     refuse_changed_recipe(run, job.recipe)
                     warnings += quarantine_damaged_checkpoints(run)
-                    refuse_other_data(run, job)
+                    refuse_other_origin(run, job)
                 complete = is_complete(run, job.recipe)
         if world.broadcast(complete):
             if lead:
@@ -156,7 +156,8 @@ def begin(run: RunDirectory, job: Job, settings: DeviceSettings, ranks: int) -> 
     run.json that this process trains; return warnings.
     """
     recipe, step = job.recipe, max(run.steps(), default=0)
-    facts, warnings = provenance(job, settings, ranks, run), list(job.warnings)
+    latest = read_progress(run.checkpoint(step)) if step else Progress()
+    facts, warnings = provenance(job, settings, ranks, run, latest), list(job.warnings)
     if step:
         recipe_before = run.recipe()
         warnings = change_warnings(recipe_before, recipe, run.facts(), facts)
@@ -165,7 +166,8 @@ def begin(run: RunDirectory, job: Job, settings: DeviceSettings, ranks: int) -> 
     remove_file(run.path / "done")  # before the recipe changes, by which `is_complete` knows whether all is done
     run.create(recipe)
     run.clean()
-    run.cut_metrics(step)  # before the log opens the file, which this replaces
+    # Before the log opens the file, which this replaces. A validation that the checkpoint does not know is repeated.
+    run.cut_metrics(step, validated=latest.validations is None or latest.validations.step == step)
     with writing(run.tokenizer_file) as file:
         file.write(job.tokenizer.model_bytes)
     if step:

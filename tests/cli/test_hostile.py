@@ -5,8 +5,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +15,7 @@ from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.train.resume import change_warnings
 from pkmlm.train.step import TrainState
-from tests.conftest import ROOT, after_step, pkmlm
+from tests.conftest import after_step, pkmlm
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +245,7 @@ def test_strange_events_and_pointers_are_passed_over(begun, copy):
     (copy / "best").write_bytes(b"\xff")
     pkmlm("compare", copy)
     pkmlm("usage-report", copy, "--html", copy / "page.html")
-    assert "has no best checkpoint" in pkmlm("eval", copy, "--step", "best", code=2).stderr
+    assert RunDirectory(copy).best() == before[-1]["step"] == 8, "as the latest checkpoint says"
     assert "no checkpoint at step" in pkmlm("eval", copy, "--step", "9" * 5000, code=2).stderr
     on(begun, copy, "-s", "train.steps=9")
 
@@ -293,7 +291,7 @@ def test_a_text_that_is_no_text(copy):
 
 
 @pytest.mark.parametrize("command", ["eval", "usage-report"])
-def test_an_output_that_takes_nothing_loses_nothing_else(command, copy, tmp_path):
+def test_an_output_that_takes_nothing_loses_nothing_else(command, copy, tmp_path, ranks):
     if command == "eval":
         (tmp_path / "piqa.jsonl").write_text(json.dumps({"goal": "a", "sol1": "b", "sol2": "c", "label": 1}) + "\n")
         files = ["samples"]
@@ -303,33 +301,23 @@ def test_an_output_that_takes_nothing_loses_nothing_else(command, copy, tmp_path
         files = ["page.html", "counts.npz", "pictures/run-slot-mass.png"]
         options = ["--html", tmp_path / files[0], "--export", tmp_path / files[1], "--plots", tmp_path / "pictures"]
         kept = copy / "usage" / "test-step-8.json"
-    words = [sys.executable, "-m", "pkmlm", command, str(copy), *map(str, options), "-q"]
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
-    assert done.returncode == 1
+    words = [command, str(copy), *map(str, options), "-q"]
+    (done,) = ranks.run(1, "command_into", 1, words=words, stdout="/dev/full", limit=300)
     assert done.stderr.endswith("error: cannot write to standard output: No space left on device\n")
     assert kept.exists()
     assert all((tmp_path / file).stat().st_size for file in files)
 
 
-def test_training_outlives_its_terminal_and_saves_when_it_hangs_up(begun, tmp_path):
+def test_training_outlives_its_terminal_and_saves_when_it_hangs_up(begun, tmp_path, ranks):
     """Standard error is closed after its first line, as by `2>&1 | head -1`; SIGHUP comes later."""
     recipe, run = begun[0], tmp_path / "run"
-    words = [sys.executable, "-m", "pkmlm", "train", str(recipe), "-o", str(run), "-s", "train.steps=100000"]
-    heed = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # noqa: E731
-    training = subprocess.Popen(
-        [*words, "-s", "checkpoint.every=100000", "-s", "log.every=1"],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        preexec_fn=heed,
-    )
-    training.stderr.readline()
-    training.stderr.close()
+    words = ["train", str(recipe), "-o", str(run), "-s", "train.steps=100000", "-s", "checkpoint.every=100000"]
+    training = ranks.start(1, "command_without_reader", words=[*words, "-s", "log.every=1"])
     until = time.monotonic() + 60
-    while len(RunDirectory(run).metrics()) < 20 and training.poll() is None and time.monotonic() < until:
+    while len(RunDirectory(run).metrics()) < 20 and training.running() and time.monotonic() < until:
         time.sleep(0.05)
-    training.send_signal(signal.SIGHUP)
-    assert training.wait(60) == 75
+    training.signal(signal.SIGHUP)
+    assert [ended.code for ended in training.end()] == [75]
     facts = json.loads((run / "run.json").read_text())
     assert (facts["status"], facts["exit_code"]) == ("stopped", 75)
     assert RunDirectory(run).steps()[-1] == facts["step"]

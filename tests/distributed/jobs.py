@@ -1,7 +1,9 @@
 """What ranks do in tests: functions whose names and arguments the tests give."""
 
 import os
+import signal
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -64,6 +66,27 @@ def launch_a_rank(words: list[str]) -> None:
 def command_with(words: list[str], environment: dict[str, str]) -> None:
     """A command line in another environment."""
     os.environ.update(environment)
+    command(words)
+
+
+def command_into(words: list[str], stdout: str) -> None:
+    """A command line whose standard output goes to a file of that name."""
+    os.dup2(os.open(stdout, os.O_WRONLY), 1)
+    command(words)
+
+
+def command_without_reader(words: list[str]) -> None:
+    """A command line whose standard error is closed by its reader after the first bytes, and that heeds SIGHUP."""
+    reader, writer = os.pipe()
+    os.dup2(writer, 2)
+    os.close(writer)
+
+    def read() -> None:
+        os.read(reader, 1)
+        os.close(reader)
+
+    threading.Thread(target=read).start()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup
     command(words)
 
 

@@ -115,7 +115,8 @@ def state_of(run: Path) -> dict[str, Any]:
             data = (folder / f"{name}.safetensors").read_bytes()
             state[f"{folder.name}: {name}"] = hashlib.sha256(data).hexdigest()
         progress = json.loads((folder / "state.json").read_text())
-        state[f"{folder.name}: progress"] = exact({k: v for k, v in progress.items() if k != "seconds"})
+        passed = ("seconds", "run", "validations")  # what validations have shown, `best` and the events say
+        state[f"{folder.name}: progress"] = exact({k: v for k, v in progress.items() if k not in passed})
     state.update({name: (run / name).read_text() for name in ("best", "latest", "done")})
     facts = json.loads((run / "run.json").read_text())
     state["outcome"] = tuple(facts.get(key) for key in ("status", "exit_code", "step"))
@@ -134,7 +135,8 @@ def exact(value: Any) -> Any:
 
 def saved_items(run: Path, step: int) -> list[str]:
     """Everything that a checkpoint saves and training goes on with, one by one; and the log, without which it is not
-    whole. The seconds are told alone, and the hashes of the data decide whether it goes on at all.
+    whole. The seconds are told alone; the run, its recipe and the hashes of its data decide whether it goes on at all;
+    what validations have shown has tests of its own.
     """
     from safetensors import safe_open
 
@@ -144,7 +146,8 @@ def saved_items(run: Path, step: int) -> list[str]:
         with safe_open(folder / f"{name}.safetensors", framework="np") as file:
             items += [f"{name}:{tensor}" for tensor in file.keys()]  # noqa: SIM118
     state = json.loads((folder / "state.json").read_text())
-    kept = [key for key in state if key not in ("seconds", "data") and state[key]]
+    passed = ("seconds", "data", "run", "recipe", "validations")
+    kept = [key for key in state if key not in passed and state[key]]
     return [*items, *(f"state:{key}" for key in kept), "log:metrics.jsonl"]
 
 

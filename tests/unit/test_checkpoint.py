@@ -164,11 +164,10 @@ def test_pruning_keeps_the_newest_and_the_best(run):
     tensors = state_of(run)
     for step in (40, 50, 60):
         checkpoint.save(run, Progress(step=step), *tensors)
-    run.point("best", 40)
-    checkpoint.prune(run, 2)
+    checkpoint.prune(run, 2, 40)
     assert run.steps() == [40, 50, 60]
     checkpoint.save(run, Progress(step=70), *tensors)
-    checkpoint.prune(run, 2)
+    checkpoint.prune(run, 2, 40)
     assert run.steps() == [40, 60, 70]
 
 

@@ -16,7 +16,7 @@ from pkmlm.recipe.schema import Log
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import json_text
 from pkmlm.train.log import TrainingLog
-from tests.conftest import ROOT, pkmlm
+from tests.conftest import ROOT, pkmlm, without_state
 from tests.forks import Forks
 from tests.torture import crashes, damage, disks, kills, mutants, records, sizes, stops
 from tests.torture.oracle import Ground, forget_one, saved_items
@@ -226,6 +226,7 @@ def test_sizes_are_checked_before_anything_is_allocated(ground):
     run = ground.stopped_at("product-key", 6, ground.folder / "huge")
     path = run / "recipe.yaml"
     path.write_text(path.read_text().replace("num_keys: 8", "num_keys: 32768"))
+    without_state(run / "checkpoints/step-00000006", "recipe")  # by which it would be refused, too
     for words in (["eval", run], ["train", path, "-o", run]):
         ended = ground.forks.pkmlm(*words, code=2, memory=1 << 30)
         assert re.search(r"^error: \S+: tensor \S+ has shape .* \(expected .*32768", ended.stderr, re.MULTILINE), ended

@@ -75,7 +75,7 @@ try:
     print("waiting", flush=True)
     time.sleep(60)
 finally:
-    time.sleep(1)
+    time.sleep(0.2)
     print("cleaned", flush=True)
 """
 
@@ -92,8 +92,9 @@ libc.pthread_mutex_lock(mutex)  # a signal that comes now is handled half a seco
 
 @pytest.fixture
 def process(request):
-    """A process that stops on signals, and gives those five seconds that no handler answers, or here one."""
-    begun = "from pkmlm import signals\nsignals.GRACE = 1\nwith signals.stop_on_signals(message='heard'):\n"
+    """A process that stops on signals, with shorter times than those of a command."""
+    begun = "from pkmlm import signals\nsignals.GRACE, signals.SAME_REQUEST = 1, 0.4\n"
+    begun += "with signals.stop_on_signals(message='heard'):\n"
     body = textwrap.indent(request.param, "    ")
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     heed = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # noqa: E731 (ignored where the tests run under nohup)
@@ -119,7 +120,7 @@ def test_a_second_request_that_is_answered_leaves_time_to_clean_up(process):
     time.sleep(0.1)  # it has said that it waits, and now does
     process.send_signal(signal.SIGTERM)
     assert process.stderr.readline() == "heard\n"
-    time.sleep(1.1)
+    time.sleep(0.6)
     process.send_signal(signal.SIGTERM)
     assert process.stdout.read().endswith("cleaned\n")
     assert process.wait(10) not in (0, 130), "KeyboardInterrupt, which the command line turns into 130"
@@ -129,7 +130,7 @@ def test_a_second_request_that_is_answered_leaves_time_to_clean_up(process):
 def test_requests_are_heard_after_the_terminal_has_gone(process):
     process.stderr.close()
     process.send_signal(signal.SIGHUP)
-    time.sleep(1.5)
+    time.sleep(0.7)
     process.send_signal(signal.SIGHUP)
     assert process.wait(10) == 130
 
