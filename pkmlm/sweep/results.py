@@ -17,8 +17,8 @@ from pkmlm import __version__
 from pkmlm.console import Column, Table, number
 from pkmlm.environment import source_commit
 from pkmlm.errors import UserError
-from pkmlm.runs.files import make_folder, read_json, write_json, write_text
-from pkmlm.runs.results import Number
+from pkmlm.runs.files import make_folder, write_json, write_text
+from pkmlm.runs.results import Number, read_signed, signed
 from pkmlm.sweep.cells import Cell, Cells, Outcome, best, finished
 from pkmlm.sweep.grid import Grid, Point, Tune
 from pkmlm.sweep.measures import MEASURES
@@ -368,8 +368,10 @@ class SweepFolder:
             if self.path.is_dir() and any(self.path.iterdir()) and not self.runs.exists():
                 raise UserError(f"{self.path} holds no sweep, but other files", "name a new folder with -o")
             return {}
-        hint = "delete it: it is made from the runs"
-        found: dict[str, Any] = read_json(file, "the sweep's results", hint, exit_code=1, schema=SweepResults)
+        try:
+            found = read_signed(file, "the sweep's results", SweepResults)
+        except UserError as error:
+            raise UserError(error.message, "delete it: it is made from the runs", error.exit_code) from None
         if (found["grid"], found.get("scale")) != (self.grid, self.scale):
             held, asked = f"{found['grid']} at scale {found.get('scale')}", f"{self.grid} at scale {self.scale}"
             hint = "choose its --scale, or name another folder with -o"
@@ -379,7 +381,7 @@ class SweepFolder:
     def begin(self, results: Results) -> None:
         """Write the overrides of the runs before the first has ended: `--table` needs the same."""
         if not self.read().get("cells"):
-            write_json(self.path / "results.json", results.as_json(self.grid, self.scale))
+            write_json(self.path / "results.json", signed(results.as_json(self.grid, self.scale)))
 
     def collect(self, results: Results) -> None:
         """Add the runs in the folder to the results, if the grid needs any.
@@ -402,6 +404,6 @@ class SweepFolder:
         """Write results.json and table.md; returns the tables."""
         tables = results.tables()
         make_folder(self.path)
-        write_json(self.path / "results.json", results.as_json(self.grid, self.scale))
+        write_json(self.path / "results.json", signed(results.as_json(self.grid, self.scale)))
         write_text(self.path / "table.md", "\n".join(table.render("md") for table in tables))
         return tables

@@ -125,7 +125,8 @@ def test_a_sweep_trains_measures_and_tells(grid, tmp_path):
     assert pkmlm(*sweep, "--table").stdout == done.stdout
     assert pkmlm("sweep", grid, "-o", folder, "--table").stdout == done.stdout, "with the -s of last time"
     written = (folder / "results.json").read_text()
-    publisher = {"published_by": json.loads(written)["published_by"]}  # another, where somebody commits meanwhile
+    # Another commit, where somebody commits meanwhile.
+    publisher = {key: json.loads(written)[key] for key in ("published_by", "digest")}
     assert json.loads(written) == kept | publisher
     grid.write_text(TUNED.replace(", 1e-9, 1000", "") + "set: {model.dim: 16}\n")
     said = pkmlm(*sweep, "--table", code=2).stderr

@@ -12,6 +12,7 @@ from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.nodes import parse, yaml_text
 from pkmlm.recipe.schema import dump_recipe
 from pkmlm.runs.files import write_json
+from pkmlm.runs.results import signed
 from pkmlm.sweep.cells import Cells, Outcome, steps_taken
 from pkmlm.sweep.grid import Grid, read_grid
 from pkmlm.sweep.measures import MEASURES, facts_of_cost
@@ -383,7 +384,11 @@ def test_a_speed_is_that_of_the_recipe_that_was_timed(folder):
     SweepFolder(swept, "grid", None).write(recalled(other))
     assert recalled(cells).values("speed", P[0]) == (2.0,), "another's table loses no time"
     kept = json.loads((swept / "results.json").read_text())
-    write_json(swept / "results.json", kept | {"speed": [kept["speed"][0] | {"recipe": None}]})
+    changed = kept | {"speed": [kept["speed"][0] | {"recipe": None}]}
+    write_json(swept / "results.json", changed)
+    with pytest.raises(UserError, match=r"results.json is not as it was written"):
+        recalled(cells)
+    write_json(swept / "results.json", signed(changed))
     assert recalled(cells).values("speed", P[0]) == ()
 
 
@@ -415,7 +420,7 @@ def test_a_folder_keeps_to_the_settings_of_its_runs(folder):
     with pytest.raises(UserError, match="expected nothing"):
         swept.recall(results())  # the table is there
     kept = json.loads((swept.path / "results.json").read_text())
-    write_json(swept.path / "results.json", {key: kept[key] for key in kept if key != "set"})
+    write_json(swept.path / "results.json", {key: kept[key] for key in kept if key not in ("set", "digest")})
     swept.recall(results())  # nothing says with which settings
 
 
