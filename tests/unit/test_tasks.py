@@ -56,9 +56,9 @@ def test_rows_that_can_be_had_nowhere(rows, tmp_path):
     assert load_tasks("wsc273", rows, 0)[0].task.config.num_fewshot == 0
 
 
-def test_the_readmes_task_without_its_rows(tmp_path):
+def test_the_manuals_task_without_its_rows(tmp_path):
     """The hint is a line that writes one."""
-    (example,) = re.findall(r"```yaml\n(task: colours\n[^`]*)```", (ROOT / "README.md").read_text())
+    (example,) = re.findall(r"```yaml\n(task: colours\n[^`]*)```", (ROOT / "pkmlm/manual/evaluation.md").read_text())
     (tmp_path / "colours.yaml").write_text(example)
     for folder in (None, tmp_path):
         missing = refused(tmp_path / "colours.yaml", folder)
