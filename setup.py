@@ -15,8 +15,13 @@ setup(
     long_description=(HERE / "README.md").read_text("utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    packages=find_packages(include=["pkmlm", "pkmlm.*"]),
-    package_data={"pkmlm": ["py.typed", "manual/*.md"], "pkmlm.analysis": ["page/*"]},
+    packages=[*find_packages(include=["pkmlm", "pkmlm.*"]), "pkmlm.recipes"],
+    package_dir={"pkmlm": "pkmlm", "pkmlm.recipes": "recipes"},
+    package_data={
+        "pkmlm": ["py.typed", "manual/*.md"],
+        "pkmlm.analysis": ["page/*"],
+        "pkmlm.recipes": ["schema.json", "*.yaml", "*/*.yaml", "*/grids/*.yaml", "demo/*.zst"],
+    },
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.11,<3",

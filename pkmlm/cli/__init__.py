@@ -35,7 +35,7 @@ COMMANDS = {
     "sweep": ("sweep", "Run every cell of a grid, and its table beside the paper's."),
     "compare": ("compare", "Runs side by side: curves, perplexity, usage, speed."),
     "bench": ("bench", "Speed on this machine."),
-    "recipe": ("recipe", "Check a recipe, show it in full, list every key."),
+    "recipe": ("recipe", "Check a recipe, show it in full, list recipes and keys."),
     "doctor": ("doctor", "Versions, devices, memory, disk, and what is wrong."),
     "help": ("help", "The manual."),
 }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pkmlm.bench import LAYERS, MODELS, short
-from pkmlm.cli.options import PATH, json_option, quiet_option, set_option
+from pkmlm.cli.options import RECIPE, json_option, quiet_option, set_option
 
 if TYPE_CHECKING:
     from pkmlm.console import Table
@@ -82,7 +82,7 @@ def model_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--only", "kinds", metavar="A,B", callback=several(click.Choice(MODELS)), help=some),
         click.option("--slots", "num_keys", metavar="N,N", callback=several(Slots()), help=slots),
         set_option,
-        click.argument("recipe_file", type=PATH, metavar="RECIPE"),
+        click.argument("recipe_file", type=RECIPE, metavar="RECIPE"),
     ):
         command = option(command)
     return command

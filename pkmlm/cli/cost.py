@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from pkmlm.cli.options import PATH, json_option, set_option
+from pkmlm.cli.options import RECIPE, json_option, set_option
 from pkmlm.console import warn
 from pkmlm.errors import printable
 
@@ -26,7 +26,7 @@ def byte_size(context: click.Context, parameter: click.Parameter, value: str | N
 
 
 @click.command(short_help="Parameters, operations, bytes and memory of a recipe.")
-@click.argument("recipe_file", required=False, type=PATH, metavar="RECIPE")
+@click.argument("recipe_file", required=False, type=RECIPE, metavar="RECIPE")
 @set_option
 @click.option(
     "--entry-bytes",

@@ -11,6 +11,17 @@ from pkmlm.errors import UserError
 
 PATH = click.Path(readable=False)  # any name, which a shell completes; the commands say what is wrong with one
 
+
+class RecipePath(click.Path):
+    """The file of a recipe or grid, or the name of one that is installed with the package."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from pkmlm.recipe.shipped import find_recipe
+
+        return str(find_recipe(value))
+
+
+RECIPE = RecipePath(readable=False)
 set_option = click.option(
     "-s",
     "--set",

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import click
 
-from pkmlm.cli.options import PATH, format_option, set_option
+from pkmlm.cli.options import RECIPE, format_option, set_option
 from pkmlm.console import Format, warn
 from pkmlm.errors import UserError, printable
 
 
-@click.group(short_help="Check a recipe, show it in full, list every key.")
+@click.group(short_help="Check a recipe, show it in full, list recipes and keys.")
 def command() -> None:
-    """Check a recipe, show it in full, list every key.
+    """Check a recipe, show it in full, list recipes and keys, print the schema.
 
     A recipe is a YAML file that says what to train and how. `base: other.yaml` in it inherits another recipe.
 
@@ -27,7 +27,7 @@ def command() -> None:
 
 
 @command.command()
-@click.argument("files", nargs=-1, required=True, type=PATH, metavar="FILE...")
+@click.argument("files", nargs=-1, required=True, type=RECIPE, metavar="RECIPE...")
 @set_option
 @click.pass_obj
 def check(settings: dict[str, bool], files: tuple[str, ...], overrides: tuple[str, ...]) -> int:
@@ -63,20 +63,52 @@ def check(settings: dict[str, bool], files: tuple[str, ...], overrides: tuple[st
 
 
 @command.command()
-@click.argument("file", type=PATH, metavar="FILE")
+@click.argument("file", type=RECIPE, metavar="RECIPE")
 @set_option
 def show(file: str, overrides: tuple[str, ...]) -> None:
     """Print a recipe with everything that it inherits and every default.
 
     \b
     Examples:
-      pkmlm recipe show recipes/demo.yaml
-      pkmlm recipe show recipes/demo.yaml -s optim.lr=1e-3 > mine.yaml
+      pkmlm recipe show demo > mine.yaml
+      pkmlm recipe show my.yaml -s optim.lr=1e-3
     """
     from pkmlm.recipe.load import load_recipe
     from pkmlm.recipe.schema import dump_recipe
 
     click.echo(dump_recipe(load_recipe(file, overrides)), nl=False)
+
+
+@command.command("list")
+def list_recipes() -> None:
+    """List the recipes and grids that are installed with the package.
+
+    Commands take such a name wherever they take a file: where no file has that name, it is the recipe's.
+
+    \b
+    Examples:
+      pkmlm recipe list
+      pkmlm train demo -o runs/demo
+    """
+    from pkmlm.console import Column, Table, number
+    from pkmlm.recipe.load import load_recipe
+    from pkmlm.recipe.nodes import parse, yaml_text
+    from pkmlm.recipe.shipped import find_recipe, shipped_names
+
+    recipes, grids = [], []
+    for name in shipped_names():
+        path = find_recipe(name)
+        tree = parse(yaml_text(path), name)
+        keys = tree.value if isinstance(tree.value, dict) else {}
+        if "axes" in keys:
+            grids.append([name, keys["title"].value])
+        else:
+            model = load_recipe(path).model
+            memory = "hash" if model.projections == "hash" else model.memory.kind
+            recipes.append([name, model.layers, model.dim, memory, model.attention])
+    columns = [Column("Recipe"), number("Layers"), number("Width"), Column("Memory"), Column("Attention")]
+    tables = [Table("", columns, recipes), Table("", [Column("Grid"), Column("Table")], grids)]
+    click.echo("\n".join(table.render() for table in tables), nl=False)
 
 
 @command.command()

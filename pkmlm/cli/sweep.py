@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from pkmlm.cli.options import PATH, quiet_option, set_option
+from pkmlm.cli.options import PATH, RECIPE, quiet_option, set_option
 from pkmlm.console import warn_each
 from pkmlm.errors import UserError
 
@@ -14,7 +14,7 @@ GPU = re.compile(r"[0-9]+|(GPU|MIG)-[\w/-]+", re.ASCII)  # as CUDA_VISIBLE_DEVIC
 
 
 @click.command()
-@click.argument("grid_file", type=PATH, metavar="GRID")
+@click.argument("grid_file", type=RECIPE, metavar="GRID")
 @click.option("-o", "--output", type=PATH, metavar="DIR", help="The folder for runs, table, plots and results.json.")
 @click.option("--scale", metavar="NAME", help="One of the grid's scales, e.g. cpu, gpu or paper. Default: its first.")
 @set_option

@@ -3,13 +3,13 @@
 import click
 
 from pkmlm.cli.launch import launch, launches
-from pkmlm.cli.options import PATH, quiet_option, set_option
+from pkmlm.cli.options import PATH, RECIPE, quiet_option, set_option
 from pkmlm.environment import launched_processes
 from pkmlm.errors import UserError
 
 
 @click.command()
-@click.argument("recipe_file", type=PATH, metavar="RECIPE")
+@click.argument("recipe_file", type=RECIPE, metavar="RECIPE")
 @click.option(
     "-o", "--output", type=PATH, metavar="RUN", help="The run directory to write (not needed with --dry-run)."
 )

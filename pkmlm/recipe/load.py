@@ -18,6 +18,7 @@ from pkmlm.errors import UserError
 from pkmlm.recipe.check import check_recipe
 from pkmlm.recipe.nodes import Node, parse, parse_override, shorten, yaml_text
 from pkmlm.recipe.schema import Recipe, leaves
+from pkmlm.recipe.shipped import find_recipe
 
 INTEGER = re.compile(r"[+-]?(0|[1-9][0-9]*(_[0-9]+)*)")
 NUMBER = re.compile(r"[+-]?((0|[1-9][0-9]*(_[0-9]+)*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,4})?")
@@ -41,14 +42,14 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """Read, inherit, override and check a recipe.
 
     Args:
-        path: a YAML file. A `base: other.yaml` in it, relative to its folder, is read first; mappings are merged,
-            everything else is replaced.
+        path: a YAML file, or the name of an installed recipe ("demo"). A `base: other.yaml` in it, relative to its
+            folder, is read first; mappings are merged, everything else is replaced.
         overrides: `key=value` with a dotted key; the value is a scalar or a list ([3, 5]); the last wins.
 
     Raises:
         UserError: the file is no recipe, or `pkmlm.recipe.check` finds keys that cannot hold together.
     """
-    return recipe_of(read_tree(Path(path)), overrides)
+    return recipe_of(read_tree(find_recipe(path)), overrides)
 
 
 def recipe_of(tree: Node, overrides: Iterable[str] = ()) -> Recipe:

@@ -1,13 +1,15 @@
 """`pkmlm recipe` as a user runs it."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Recipe
-from tests.conftest import pkmlm
+from pkmlm.recipe.shipped import find_recipe
+from tests.conftest import ROOT, pkmlm
 
 SMALL = "name: small\nmodel: {dim: 64, heads: 4, context: 32}\ntrain: {batch_tokens: 512}\n"
 
@@ -119,3 +121,17 @@ def test_keys_lists_every_key() -> None:
     assert "model.memory:\n  kind: none " in shown
     assert f"  steps: {Recipe().train.steps} " in shown
     assert "| model.memory.topk | int | 32 |" in pkmlm("recipe", "keys", "--format", "md").stdout
+
+
+def test_recipes_that_come_along_are_found_by_name():
+    listed = pkmlm("recipe", "list").stdout
+    files = sorted((ROOT / "recipes").rglob("*.yaml"))
+    assert len(files) > 30
+    for file in files:
+        name = file.relative_to(ROOT / "recipes").with_suffix("").as_posix()
+        assert re.search(rf"^{name} ", listed, re.M), name
+        assert find_recipe(name) == file
+    assert pkmlm("recipe", "show", "demo").stdout == pkmlm("recipe", "show", ROOT / "recipes/demo.yaml").stdout
+    Path("demo").write_text("name: mine")
+    assert "name: mine" in pkmlm("recipe", "show", "demo").stdout
+    assert "nowhere" in pkmlm("recipe", "show", "nowhere", code=2).stderr
