@@ -103,10 +103,10 @@ class Browser:
             fields = {"type": kind, "key": key, "windowsVirtualKeyCode": codes.get(key, ord(key[0]))}
             self._call("Input.dispatchKeyEvent", fields | ({"text": key} if len(key) == 1 else {}))
 
-    def prefer(self, scheme: str, width: int = 1280) -> None:
-        """Let the system wish for a "light" or "dark" theme; and set the window's width."""
+    def prefer(self, scheme: str, width: int = 1280, height: int = 1000) -> None:
+        """Let the system wish for a "light" or "dark" theme; and set the window's size."""
         self._call("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
-        metrics = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self._call("Emulation.setDeviceMetricsOverride", metrics)
         self._call("Emulation.setScrollbarsHidden", {"hidden": True})
 

@@ -36,6 +36,12 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield opened
 
 
+@pytest.fixture(autouse=True)
+def few_deals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of contexts at random: a hundred take a second."""
+    monkeypatch.setattr("pkmlm.analysis.slots.DEALS", 2)
+
+
 @pytest.fixture(scope="module")
 def page(trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of a product-key and a hash run."""
@@ -117,8 +123,23 @@ def test_the_page_asks_nothing_of_the_network(page: Path) -> None:
     assert "Leon Sorokin" in text, "the licence of the chart library"
 
 
+def values(browser: Browser, place: str) -> list[list[float | None]]:
+    """The exact values of the tables in the first element that a CSS selector finds, row by row."""
+    rows = browser.run(
+        f"[...document.querySelector({place!r}).querySelectorAll('table:not(.u-legend) tbody tr')]"
+        ".map(r => [...r.querySelectorAll('td')].map(c => c.dataset.value))"
+    )
+    return [[None if cell is None else float(cell) for cell in row] for row in rows]
+
+
+def show_slot(browser: Browser, name: str, column: int = 1) -> None:
+    form = f".column:nth-child({column}) [data-panel=map] form"
+    browser.run(f"document.querySelector({form + ' input'!r}).value = {name!r}")
+    browser.run(f"document.querySelector({form!r}).requestSubmit()")
+
+
 @in_browser
-def test_every_panel_is_drawn_and_shows_the_reports_numbers(page: Path, trained, browser: Browser) -> None:
+def test_every_panel_is_drawn_named_and_shows_the_reports_numbers(page: Path, trained, browser: Browser) -> None:
     browser.prefer("light")
     browser.open(page)
     columns = browser.run(
@@ -131,33 +152,24 @@ def test_every_panel_is_drawn_and_shows_the_reports_numbers(page: Path, trained,
         return new Set(new Uint32Array(pixels.buffer)).size })""")
     assert len(inked) >= 12
     assert min(inked) > 1, "no canvas is blank"
-    entry = json.loads(pkmlm("usage-report", trained("product-key"), "--format", "json").stdout)["runs"][0]
+    (entry,) = json.loads(pkmlm("usage-report", trained("product-key"), "--format", "json").stdout)["runs"]
     memory = entry["memories"][0]
-    rows = browser.run(
-        "[...document.querySelectorAll('.column')[0].querySelectorAll('[data-panel=summary] tbody tr')]"
-        ".map(r => [...r.querySelectorAll('td')].map(c => c.dataset.value))"
-    )
     keys = ("usage", "kl", "gini", "top50", "top90", "top99", "effective")
-    for row, by in zip(rows, ("mass", "uniform_mass", "count", "uniform"), strict=True):
-        assert [None if cell is None else float(cell) for cell in row] == [memory[by].get(key) for key in keys]
-    heads = browser.run(
-        "[...document.querySelectorAll('.column')[0].querySelectorAll('[data-panel=heads] details tbody tr')]"
-        ".map(r => [...r.querySelectorAll('td')].map(c => Number(c.dataset.value)))"
-    )
-    assert heads[:2] == [[head["usage"], head["kl"]] for head in memory["heads"]]
-    training = browser.run(
-        "[...document.querySelectorAll('.column')[0].querySelectorAll('[data-panel=training] details')].map(d =>"
-        "[...d.querySelectorAll('tbody tr')].map(r => [...r.querySelectorAll('td')].map(c => Number(c.dataset.value))))"
-    )
+    of_all = [[memory[by].get(key) for by in ("mass", "uniform_mass", "count", "uniform")] for key in keys]
+    assert values(browser, "[data-panel=summary]") == of_all
+    assert values(browser, "[data-panel=heads]")[:2] == [[head["usage"], head["kl"]] for head in memory["heads"]]
+    assert values(browser, "[data-panel=overlap]") == memory["head_overlap_matrix"]
     events = [json.loads(line) for line in (trained("product-key") / "metrics.jsonl").read_text().splitlines()]
     valid = [event["usage"][0] for event in events if event["event"] == "valid"]
     drift = [event["memories"][0] for event in events if event["event"] == "drift"]
-    assert training[0] == [[v["usage"], v["kl"], round((1 - v["usage"]) * 256)] for v in valid]
-    assert training[1] == [[d[key] for key in ("read", "died", "woke", "never", "moved")] for d in drift]
-    overlap = browser.run(
-        "[...document.querySelectorAll('[data-panel=overlap] tbody td')].map(c => Number(c.dataset.value))"
-    )
-    assert overlap == [value for row in memory["head_overlap_matrix"] for value in row]
+    training = [[v["usage"], v["kl"], round((1 - v["usage"]) * 256)] for v in valid]
+    training += [[d[key] for key in ("read", "died", "woke", "never", "moved")] for d in drift]
+    assert values(browser, "[data-panel=training]") == training
+    assert browser.run("[...document.querySelectorAll('canvas.map, .chart')].every(c => c.getAttribute('aria-label'))")
+    unnamed = "[...document.querySelectorAll('select, input')].filter(c => !c.labels.length && !c.ariaLabel).length"
+    assert browser.run(unnamed) == 0
+    bare = "[...document.querySelectorAll('.panel:has(.chart)')].filter(p => !p.querySelector('details table')).length"
+    assert browser.run(bare) == 0, "every chart has a table behind it"
     assert browser.complaints == []
 
 
@@ -168,38 +180,34 @@ def test_a_click_and_the_keyboard_show_the_slot(page: Path, trained, browser: Br
         reads = arrays["0-counts_HK"].sum(axis=0)
     card = "document.querySelector('[data-panel=map] .card')"
     shown = f"(s => s && [Number(s.dataset.slot), Number(s.dataset.reads)])({card}.querySelector('[data-reads]'))"
-    x, y, width = browser.run(
-        "(c => (c.scrollIntoView(), (r => [r.x, r.y, r.width])(c.getBoundingClientRect())))"
-        "(document.querySelector('canvas.map'))"
-    )
-    cell = width / 16
+
+    def click(slot: int) -> None:
+        x, y, width = browser.run(
+            "(c => (c.scrollIntoView(), (r => [r.x, r.y, r.width])(c.getBoundingClientRect())))"
+            "(document.querySelector('canvas.map'))"
+        )
+        browser.click(x + (slot % 16 + 0.5) * width / 16, y + (slot // 16 + 0.5) * width / 16)
+
     for slot in (0, 17, int(reads.argmax()), 255):
-        browser.click(x + (slot % 16 + 0.5) * cell, y + (slot // 16 + 0.5) * cell)
+        click(slot)
         assert browser.run(shown) == [slot, int(reads[slot])]
     browser.run("document.querySelector('canvas.map').focus()")
-    browser.click(x + 2.5 * cell, y + 3.5 * cell)
+    click(3 * 16 + 2)
     for key in ("ArrowRight", "ArrowDown", "Enter"):
         browser.press(key)
     assert browser.run(shown) == [4 * 16 + 3, int(reads[4 * 16 + 3])]
-    by_form = browser.run(
-        """(() => {
-            const field = document.querySelector('[data-panel=map] input'), shown = [];
-            for (let slot = 0; slot < 256; slot++) {
-                field.value = `${slot >> 4}:${slot & 15}`;
-                field.form.requestSubmit();
-                shown.push(Number(document.querySelector('.card [data-reads]').dataset.reads));
-            }
-            return shown;
-        })()"""
-    )
-    assert by_form == reads.tolist(), "slot by slot"
+    by_form = []
+    for slot in range(0, 256, 5):
+        show_slot(browser, f"{slot // 16}:{slot % 16}")
+        by_form.append(browser.run(shown))
+    assert by_form == [[slot, int(reads[slot])] for slot in range(0, 256, 5)]
     for name in ("0:16", "16:0", "0:300", "256", "none"):
-        browser.run(f"document.querySelector('[data-panel=map] input').value = '{name}'")
-        browser.run("document.querySelector('[data-panel=map] form').requestSubmit()")
-        assert browser.run(shown) == [255, int(reads[255])], f"there is no slot {name}"
-    for name, heading in (("0:3", None), ("9:0", None), ("8:15", "Slot 8:15")):  # 8 tables of 16 buckets, from 1
-        browser.run(f"document.querySelector('.column + .column input').value = '{name}'")
-        browser.run("document.querySelector('.column + .column [data-panel=map] form').requestSubmit()")
+        show_slot(browser, "3:4")
+        show_slot(browser, name)
+        assert browser.run(shown) is None, "the one before has gone"
+        assert browser.run(f"{card}.textContent").startswith(f"There is no slot {name} ")
+    for name, heading in (("8:15", "Slot 8:15"), ("0:3", None), ("9:0", None)):  # 8 tables of 16 buckets, from 1
+        show_slot(browser, name, column=2)
         assert browser.run("document.querySelector('.column + .column .card h3')?.textContent") == heading
     best = json.loads(pkmlm("slots", trained("product-key"), "--top", 1, "--json").stdout)["slots"][0]
     browser.run("document.querySelector('[data-panel=map] details button').click()")
@@ -208,6 +216,63 @@ def test_a_click_and_the_keyboard_show_the_slot(page: Path, trained, browser: Br
     assert f'"{best["raises"][0]["token"]}"' in text
     assert browser.run(f"{card}.querySelectorAll('mark').length") == min(6, len(best["contexts"]))
     assert browser.complaints == []
+
+
+@in_browser
+@pytest.mark.parametrize("runs", [1, 2])
+def test_the_chosen_slot_is_in_view(browser: Browser, tmp_path: Path, runs: int) -> None:
+    browser.prefer("light", width=1280, height=900)
+    browser.open(page_of(tmp_path / "view.html", *[[made_up(16, "a text of some words")]] * runs))
+    edges = "(r => [r.top, r.bottom])(document.querySelector({!r}).getBoundingClientRect())"
+    for choose in ("document.querySelector('[data-panel=map] details button').click()", None):
+        browser.run("scrollTo(0, 0)")
+        browser.run("document.querySelector('[data-panel=map] details').open = true")
+        browser.run(choose) if choose else show_slot(browser, "15:3")
+        for part in [".card"] + ["canvas.map"] * (runs == 1):
+            top, bottom = browser.run(edges.format(part))
+            assert 0 <= top < bottom <= 900, part
+    browser.prefer("light")
+    assert browser.complaints == []
+
+
+@in_browser
+def test_runs_side_by_side_share_their_scales(browser: Browser, tmp_path: Path) -> None:
+    browser.open(page_of(tmp_path / "beside.html", [made_up(16)], [made_up(32)]))
+    scales = (
+        "[...document.querySelectorAll('.column')].map(c => Object.fromEntries([...c.querySelectorAll('.chart')]"
+        ".map(b => [b.dataset.scale, ['x', 'y'].map(s => [b.plot.scales[s].min, b.plot.scales[s].max])])))"
+    )
+    left, right = browser.run(scales)
+    assert left == right
+    assert len(left) >= 4
+    ticks = browser.run("[...document.querySelectorAll('.ticks')].map(t => [...t.children].map(c => c.textContent))")
+    assert ticks[0] == ticks[1]
+    assert len([float(tick.replace(",", "")) for tick in ticks[0]]) > 1, "the colour bar has numbers"
+    browser.run("(c => (c.value = -1, c.dispatchEvent(new Event('change'))))(document.getElementById('right'))")
+    browser.wait(
+        "document.querySelectorAll('.column').length === 1 && document.querySelector('main').ariaBusy === 'false'"
+    )
+    assert browser.run(scales)[0] != left, "alone, a run has its own"
+    legends = browser.run("[...document.querySelectorAll('.u-legend')].map(l => l.textContent).join()")
+    assert "measured" in legends
+    assert "--" not in legends, "no legend shows a value of nothing"
+    assert browser.complaints == []
+
+
+@in_browser
+def test_never_read_is_told_from_little(page: Path, browser: Browser) -> None:
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    little = luminance("#440154")  # where viridis begins
+    for scheme in ("light", "dark"):
+        browser.prefer(scheme)
+        browser.open(page)
+        unread = browser.run("getComputedStyle(document.documentElement).getPropertyValue('--unread').trim()")
+        assert (luminance(unread) + 0.05) / (little + 0.05) > 4.5
+    browser.prefer("light")
 
 
 @in_browser
@@ -243,9 +308,11 @@ def test_both_themes_and_a_narrow_window(page: Path, browser: Browser, tmp_path:
         assert (tmp_path / f"{scheme}.png").stat().st_size > 50_000
     browser.run("document.getElementById('theme').click()")
     assert browser.run(back) == "rgb(255, 255, 255)", "the switch overrules the system"
-    browser.prefer("light", width=400)
+    browser.prefer("light", width=390)
     browser.open(page)
-    assert browser.run("document.documentElement.scrollWidth") <= 400
+    assert browser.run("document.documentElement.scrollWidth") <= 390
+    wide = "[...document.querySelectorAll('.panel, .scroll, .card')].filter(n => n.scrollWidth > n.clientWidth + 1)"
+    assert browser.run(f"{wide}.map(n => n.textContent.slice(0, 40))") == [], "nothing is cut"
     browser.prefer("light")
     assert browser.complaints == []
 
@@ -266,8 +333,7 @@ def test_a_dark_page_is_printed_whole_and_light(page: Path, browser: Browser) ->
         browser.open(page)
         browser.run(choose)
         browser.wait(f"{chosen}.includes('hash') && document.querySelectorAll('.column').length === 2")
-        browser.run("document.querySelector('.column input').value = '3:4'")
-        browser.run("document.querySelector('.column form').requestSubmit()")
+        show_slot(browser, "3:4")
         browser.run("new Promise(requestAnimationFrame)")
         browser.run(f"addEventListener('beforeprint', () => queueMicrotask(() => {{ window.printed = {inks} }}))")
         before = browser.run(inks)
@@ -281,20 +347,6 @@ def test_a_dark_page_is_printed_whole_and_light(page: Path, browser: Browser) ->
     assert found["dark"][3] == found["light"][3]
     browser.prefer("light")
     assert browser.complaints == []
-
-
-@in_browser
-def test_every_control_and_figure_has_a_name(page: Path, browser: Browser) -> None:
-    browser.open(page)
-    assert browser.run("[...document.querySelectorAll('canvas.map, .chart')].every(c => c.getAttribute('aria-label'))")
-    unnamed = "[...document.querySelectorAll('select, input')].filter(c => !c.labels.length && !c.ariaLabel).length"
-    assert browser.run(unnamed) == 0
-    charts = browser.run("document.querySelectorAll('.column:first-child .panel:has(.chart)').length")
-    assert (
-        browser.run("document.querySelectorAll('.column:first-child .panel:has(.chart):has(details table)').length")
-        == charts
-    )
-    assert browser.run("document.documentElement.lang") == "en"
 
 
 def made_up(n: int, text: str = WILD) -> tuple[MemoryUsage, PageSlots]:
@@ -314,11 +366,14 @@ def made_up(n: int, text: str = WILD) -> tuple[MemoryUsage, PageSlots]:
     return usage, PageSlots(held, first, [f"{text}{i}" for i in range(8000)])
 
 
-def page_of(path: Path, *memories: tuple[MemoryUsage, PageSlots]) -> Path:
-    usages, slots = map(list, zip(*memories, strict=True))
-    entry = {"run": WILD, "step": 1, "split": WILD, "memories": [usage.as_json() for usage in usages]}
-    report = RunUsage(RunDirectory(path.with_suffix("")), entry, usages, slots)
-    path.write_text(usage_page([report]), encoding="utf-8")
+def page_of(path: Path, *runs: list[tuple[MemoryUsage, PageSlots]]) -> Path:
+    """The page of some runs, each of which has some memories."""
+    reports = []
+    for run in runs:
+        usages, slots = map(list, zip(*run, strict=True))
+        entry = {"run": WILD, "step": 1, "split": WILD, "memories": [usage.as_json() for usage in usages]}
+        reports.append(RunUsage(RunDirectory(path.with_suffix("")), entry, usages, slots))
+    path.write_text(usage_page(reports), encoding="utf-8")
     return path
 
 
@@ -326,7 +381,7 @@ def page_of(path: Path, *memories: tuple[MemoryUsage, PageSlots]) -> Path:
 def test_labels_of_many_bars_do_not_overlap(browser: Browser, tmp_path: Path) -> None:
     counts = np.ones((64, 4), dtype=np.int64)
     usage = MemoryUsage(1, "qkv", "hash", 4, counts, counts / 2, counts.sum(axis=1) / 4, None)
-    browser.open(page_of(tmp_path / "bars.html", (usage, PageSlots([], None, []))))
+    browser.open(page_of(tmp_path / "bars.html", [(usage, PageSlots([], None, []))]))
     drawn = browser.run(
         """(async () => {
             const texts = [], write = CanvasRenderingContext2D.prototype.fillText;
@@ -351,7 +406,7 @@ def test_labels_of_many_bars_do_not_overlap(browser: Browser, tmp_path: Path) ->
 @in_browser
 def test_what_is_chosen_last_is_shown(browser: Browser, tmp_path: Path) -> None:
     """A large memory takes longer to unpack than a small one that is chosen right after it."""
-    browser.open(page_of(tmp_path / "two.html", made_up(16), made_up(32)))
+    browser.open(page_of(tmp_path / "two.html", [made_up(16), made_up(32)]))
     browser.run(
         """(() => {
             const choice = document.querySelector('.column select'), unpacked = numbers;
@@ -376,7 +431,7 @@ def test_what_is_chosen_last_is_shown(browser: Browser, tmp_path: Path) -> None:
 
 @in_browser
 def test_text_of_a_corpus_is_never_run(browser: Browser, tmp_path: Path) -> None:
-    path = page_of(tmp_path / "wild.html", made_up(16))
+    path = page_of(tmp_path / "wild.html", [made_up(16)])
     browser.open(path)
     browser.run("document.querySelector('[data-panel=map] details button').click()")
     assert "<img src=x onerror=alert(2)>" in browser.run("document.querySelector('.card').textContent")
@@ -390,12 +445,11 @@ def test_text_of_a_corpus_is_never_run(browser: Browser, tmp_path: Path) -> None
 @in_browser
 def test_a_million_slots_take_ten_megabytes(browser: Browser, tmp_path: Path) -> None:
     usage, held = made_up(1024, "of words as long as they come " * 4)
-    path = page_of(tmp_path / "million.html", (usage, held))
+    path = page_of(tmp_path / "million.html", [(usage, held)])
     assert path.stat().st_size < 10e6
     browser.open(path)
     slot = int(np.flatnonzero(usage.counts_S == 3)[0])
-    browser.run(f"document.querySelector('[data-panel=map] input').value = '{slot}'")
-    browser.run("document.querySelector('[data-panel=map] form').requestSubmit()")
+    show_slot(browser, str(slot))
     card = "document.querySelector('.card [data-reads]')"
     assert browser.run(f"[{card}.dataset.slot, {card}.dataset.reads]") == [str(slot), "3"]
     shown = browser.run(f"{card}.parentNode.textContent")

@@ -1,8 +1,24 @@
 "use strict";
 // Charts of lines and bars.
 
-const CHART = { width: 560, height: 260 };
+const HEIGHT = 260;
 const DASHED = [8, 5];
+
+// The least and the largest of some values, without null.
+const extent = (values) =>
+  values.reduce(([low, high], v) => (v === null ? [low, high] : [Math.min(low, v), Math.max(high, v)]), [Infinity, -Infinity]);
+
+// Of a figure's extents, {name: [low, high]}, one that holds those of all figures of its kind (data-scale), so that runs
+// side by side can be compared by eye.
+function shared(node, name) {
+  const alike = [...document.querySelectorAll("[data-scale]")].filter((other) => other.dataset.scale === node.dataset.scale);
+  return extent([node, ...alike].flatMap((other) => other.extents[name]));
+}
+
+// To be called when figures have come or gone.
+function rescale() {
+  for (const node of document.querySelectorAll("[data-scale]")) node.rescale();
+}
 
 // A colour of the style sheet, asked for whenever a chart is drawn.
 function ink(name) {
@@ -27,8 +43,12 @@ const series = (line) => ({
   spanGaps: true,
   fill: line.bars ? ink(line.colour) : undefined,
   points: { show: Boolean(line.points), size: 6 },
+  value: (u, v) => short(v),
   paths: line.bars ? uPlot.paths.bars({ size: [0.7, 60] }) : undefined,
 });
+
+// A number in a legend; nothing where the pointer is at none.
+const short = (v) => (v === null || v === undefined ? "" : Number(v.toPrecision(4)).toLocaleString("en", { maximumSignificantDigits: 4 }));
 
 // Numbers beside a logarithmic axis.
 const powers = (u, at) => at.map((v) => (v === null ? "" : v < 0.01 ? v.toExponential(0) : count(v)));
@@ -40,31 +60,46 @@ function labelled(x, ticks, width) {
   return x.filter((_, i) => i % each === 0);
 }
 
-// lines: [{label, values, colour, dash, points, bars}] over x. options: xLabel, yLabel; log: both axes are logarithmic;
-// zero: y begins at 0; ticks(x): what stands below each bar.
+// lines: [{label, values, colour, dash, points, bars}] over x. options: xLabel, yLabel; log: both axes are logarithmic, else
+// y begins at 0; ticks(x): what stands below each bar.
 function chart(label, x, lines, options) {
-  const box = make("div", { class: "chart", role: "img", "aria-label": label });
-  const { xLabel, yLabel, log, zero, ticks } = options;
+  const { xLabel, yLabel, log, ticks } = options;
+  const box = make("div", { class: "chart", role: "img", "aria-label": label, "data-scale": label });
+  const values = lines.flatMap((line) => line.values).filter((v) => !log || v > 0);
+  box.extents = { x: extent(x), y: extent(values) };
+  const range = {
+    x: () => {
+      const [low, high] = lines[0].bars ? box.extents.x : shared(box, "x"); // parts are another model's
+      if (log) return uPlot.rangeLog(low, high, 10, false);
+      if (lines[0].bars) return [low - 0.7, high + 0.7];
+      return low < high ? [low, high] : uPlot.rangeNum(low, high, 0.1, true);
+    },
+    y: () => {
+      const [low, high] = shared(box, "y");
+      return log ? uPlot.rangeLog(low, high, 10, false) : [0, high > 0 ? high * 1.05 : 1];
+    },
+  };
   const scale = log ? { distr: 3, log: 10 } : {};
   const below = ticks && { splits: (u) => labelled(x, ticks, u.width - 80), values: (u, at) => at.map(ticks) };
   const shown = (u, i) => `var(--${lines[i - 1].colour})`;
   const settings = {
-    ...CHART,
+    width: 320,
+    height: HEIGHT,
     legend: { markers: { stroke: shown, fill: (u, i) => (lines[i - 1].bars ? shown(u, i) : "transparent") } },
-    series: [{ label: xLabel }, ...lines.map(series)],
-    scales: {
-      x: { time: false, ...scale, ...(ticks && { range: (u, low, high) => [low - 0.7, high + 0.7] }) },
-      y: { ...scale, ...(zero && { range: (u, low, high) => [0, high > 0 ? high * 1.05 : 1] }) },
-    },
+    series: [{ label: xLabel, value: (u, v) => short(v) }, ...lines.map(series)],
+    scales: { x: { time: false, ...scale, range: range.x }, y: { ...scale, range: range.y } },
     axes: [
       axis(xLabel, { size: 46, ...below }),
       axis(yLabel, { size: 58, ...(log && { values: powers }) }),
     ],
   };
-  const drawn = new uPlot(settings, [x, ...lines.map((line) => line.values)], box);
-  box.draw = () => drawn.redraw(false);
-  requestAnimationFrame(() => {
-    if (box.clientWidth) drawn.setSize({ width: Math.min(720, box.clientWidth), height: CHART.height });
-  });
+  const plot = new uPlot(settings, [x, ...lines.map((line) => line.values)], box);
+  box.plot = plot;
+  box.draw = () => plot.redraw(false);
+  box.rescale = () => plot.setData(plot.data);
+  new ResizeObserver(() => {
+    const width = Math.min(720, box.clientWidth);
+    if (width && width !== plot.width) plot.setSize({ width, height: HEIGHT });
+  }).observe(box);
   return box;
 }

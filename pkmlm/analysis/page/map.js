@@ -1,10 +1,11 @@
 "use strict";
 // The slots of a memory as a grid that can be zoomed and walked with the keyboard.
 //
-// options: rows, columns: of the grid; codes: Uint16Array, 0 for no mass, one a slot; dark: the code that the colours
-// begin at; colours: from low to high; name(slot): what a slot is called; choose(slot): called on a click or Enter.
+// options: rows, columns: of the grid; codes: Uint16Array, 0 for no mass, one a slot; level(code): the logarithm of the mass
+// that is shown as a colour; dark: the code that the colours begin at; colours: from low to high; bar: the `colourBar`;
+// name(slot): what a slot is called; choose(slot): called on a click or Enter.
 function slotMap(options) {
-  const { rows, columns, codes, dark, colours } = options;
+  const { rows, columns, codes, level, dark, colours } = options;
   const canvas = document.createElement("canvas");
   canvas.className = "map";
   canvas.tabIndex = 0;
@@ -16,7 +17,8 @@ function slotMap(options) {
   const palette = colours.map(packed);
   let top = 1;
   for (const code of codes) if (code > top) top = code;
-  const span = Math.max(1, top - dark);
+  canvas.dataset.scale = "map";
+  canvas.extents = { level: [level(dark), level(Math.max(top, dark))] };
   let view = { x: 0, y: 0, w: columns, h: rows };
   let cursor = { x: 0, y: 0 };
   let shownCursor = false;
@@ -36,7 +38,12 @@ function slotMap(options) {
     const { width, height } = canvas;
     const image = context.createImageData(width, height), pixels = new Uint32Array(image.data.buffer);
     const style = getComputedStyle(document.documentElement);
-    const grey = packed(style.getPropertyValue("--unread").trim());
+    const [low, high] = shared(canvas, "level"), span = high - low || 1;
+    const inks = new Uint32Array(top + 1); // by code
+    inks[0] = packed(style.getPropertyValue("--unread").trim());
+    for (let code = 1; code <= top; code++)
+      inks[code] = palette[Math.max(0, Math.min(255, Math.round((255 * (level(code) - low)) / span)))];
+    options.bar.draw(low, high);
     // The first cell of each pixel, and of the one after the last.
     const edges = (start, size, length, most) =>
       Int32Array.from({ length: length + 1 }, (_, at) => Math.min(most, Math.floor(start + (at * size) / length)));
@@ -48,8 +55,7 @@ function slotMap(options) {
       }
       for (let px = 0; px < width; px++) {
         const code = codeAt(xs[px], Math.max(xs[px] + 1, xs[px + 1]), ys[py], Math.max(ys[py] + 1, ys[py + 1]));
-        const shade = Math.round((255 * Math.max(0, code - dark)) / span);
-        pixels[py * width + px] = code ? palette[Math.min(255, shade)] : grey;
+        pixels[py * width + px] = inks[code];
       }
     }
     context.putImageData(image, 0, 0);
@@ -136,8 +142,13 @@ function slotMap(options) {
     else return;
     event.preventDefault();
   });
+  function leave() {
+    shownCursor = false;
+    draw();
+  }
+
   draw();
-  canvas.draw = draw;
-  return { canvas, go, whole: () => move(0, 0, columns, rows),
+  canvas.draw = canvas.rescale = draw;
+  return { canvas, go, leave, whole: () => move(0, 0, columns, rows),
     zoom: (factor) => zoom(factor, cursor.x, cursor.y) };
 }

@@ -37,6 +37,7 @@ async function columnOf(run, colours, place) {
     const chosen = choice.selectedIndex, column = await prepared(run, chosen);
     if (choice.selectedIndex !== chosen) return; // another one was chosen meanwhile
     body.replaceChildren(...panels(run, column, colours));
+    rescale();
   };
   choice.addEventListener("change", draw);
   place.append(

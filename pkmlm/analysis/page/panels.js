@@ -6,22 +6,19 @@ const MEASURES = [
   ["usage", "Slots used", share],
   ["kl", "KL (nats)", fixed(4)],
   ["gini", "Gini", fixed(3)],
-  ["top50", "hold 50 %", count],
-  ["top90", "90 %", count],
-  ["top99", "99 %", count],
+  ["top50", "Hold 50 %", count],
+  ["top90", "Hold 90 %", count],
+  ["top99", "Hold 99 %", count],
   ["effective", "Effective", fixed(0)],
 ];
 
 function summary(entry, facts) {
-  const rows = Object.entries(NAMES).map(([by, name]) => [
-    name,
-    ...MEASURES.map(([key, , shown]) => [facts[by][key], shown]),
-  ]);
+  const rows = MEASURES.map(([key, name, shown]) => [name, ...Object.keys(NAMES).map((by) => [facts[by][key], shown])]);
   const text =
     `${entry.run} at step ${count(entry.step)}, ${entry.split}: ${count(facts.tokens)} tokens, ` +
     `${count(facts.reads)} reads of ${count(facts.slots)} slots (${facts.kind}).`;
   const caption = "By mass and by count, each with what the same reads give at random slots";
-  const headings = ["By", ...MEASURES.map(([, name]) => name)];
+  const headings = ["By", ...Object.values(NAMES)];
   return panel("summary", "Summary", make("p", {}, text), table(caption, headings, rows));
 }
 
@@ -50,7 +47,7 @@ function sortedMass(data) {
 // One bar for each of some parts; of numbers that may be null.
 function bars(label, name, colour, values, xLabel, ticks) {
   const line = { label: name, values, colour, bars: true };
-  const options = { xLabel, yLabel: name, zero: true, ticks };
+  const options = { xLabel, yLabel: name, ticks };
   return chart(label, values.map((_, i) => i + 1), [line], options);
 }
 
@@ -93,14 +90,10 @@ function layers(entry) {
 function overlap(facts, colours) {
   const matrix = facts.head_overlap_matrix;
   if (!matrix) return null;
-  const most = Math.max(1e-12, ...matrix.flatMap((row, g) => row.filter((_, h) => h !== g)));
+  const cells = [];
   const cell = (value, own) => {
     const node = make("td", { "data-value": String(value) }, own ? "-" : share(value));
-    if (!own) {
-      const tone = Math.round((255 * value) / most);
-      node.style.background = colours[tone];
-      node.style.color = tone > 140 ? "#000" : "#fff";
-    }
+    if (!own) cells.push([node, value]);
     return node;
   };
   const name = (h, scope) => make("th", { scope }, String(h + 1));
@@ -108,17 +101,23 @@ function overlap(facts, colours) {
     make("tr", {}, name(g, "row"), ...row.map((value, h) => cell(value, g === h))));
   const head = make("tr", {}, make("th", { scope: "col" }, "Head"), ...matrix.map((_, h) => name(h, "col")));
   const caption = `Share of a head's slots, for one token; random: ${share(facts.head_overlap_uniform)}`;
-  return panel(
-    "overlap",
-    "Slots that two heads have in common",
-    make(
-      "table",
-      { class: "overlap" },
-      make("caption", {}, caption),
-      make("thead", {}, head),
-      make("tbody", {}, ...rows),
-    ),
+  const whole = make(
+    "table",
+    { class: "overlap", "data-scale": "overlap" },
+    make("caption", {}, caption),
+    make("thead", {}, head),
+    make("tbody", {}, ...rows),
   );
+  whole.extents = { share: extent(cells.map(([, value]) => value)) };
+  whole.rescale = () => {
+    const most = Math.max(1e-12, shared(whole, "share")[1]);
+    for (const [node, value] of cells) {
+      const tone = Math.round((255 * value) / most);
+      node.style.background = colours[tone];
+      node.style.color = tone > 140 ? "#000" : "#fff";
+    }
+  };
+  return panel("overlap", "Slots that two heads have in common", scrolled(whole));
 }
 
 function buckets(facts, counts) {
@@ -133,13 +132,16 @@ function buckets(facts, counts) {
       { label: "reads (%)", values: own.map((n) => (100 * n) / total), colour: "blue", bars: true },
       { label: "uniform", values: own.map(() => 100 / each), colour: "red", dash: DASHED },
     ];
-    const options = { xLabel: "bucket", yLabel: "reads (%)", zero: true };
+    const options = { xLabel: "bucket", yLabel: "reads (%)" };
     place.replaceChildren(
       chart("Reads of each bucket", own.map((_, i) => i), lines, options),
       behind(`Buckets of table ${choice.value}`, ["Bucket", "Reads"], own.map((n, i) => [String(i), [n, count]])),
     );
   };
-  choice.addEventListener("change", draw);
+  choice.addEventListener("change", () => {
+    draw();
+    rescale();
+  });
   draw();
   return panel("buckets", "Bucket frequency", make("label", {}, "Table ", choice), place);
 }
@@ -151,7 +153,7 @@ function validations([step, usage, kl, floorUsage, floorKl], slots) {
   const over = (name, yLabel, values, floor) => {
     const lines = [{ label: "measured", values, colour: "blue", points: true }];
     if (floor) lines.push({ label: "random", values: floor, colour: "red", dash: DASHED });
-    return chart(name, step, lines, { xLabel: "step", yLabel, zero: true });
+    return chart(name, step, lines, { xLabel: "step", yLabel });
   };
   const rows = step.map((s, i) => [count(s), [usage[i], share], [kl[i], fixed(4)], [dead[i], count]]);
   return [
@@ -186,9 +188,9 @@ function drifts(records) {
       "Slots that died, woke, and were never read, between records of training",
       step,
       [line("died", "red"), line("woke", "green"), line("never", "blue")],
-      { xLabel: "step", yLabel: "slots", zero: true },
+      { xLabel: "step", yLabel: "slots" },
     ),
-    chart("How far values moved", step, [moved], { xLabel: "step", yLabel: "moved (% of size)", zero: true }),
+    chart("How far values moved", step, [moved], { xLabel: "step", yLabel: "moved (% of size)" }),
     note(
       "In training, between two records: died = read before, not since; woke = not read before, read since; never = " +
         "not read so far, so never learnt; moved = median way of read values, over their size before.",

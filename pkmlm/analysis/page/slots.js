@@ -4,10 +4,9 @@
 const HOW =
   "Click a slot, or move with the arrow keys (shift: ten) and press Enter; + and - zoom, 0 shows all, the wheel zooms " +
   "once the map is chosen, dragging moves. ";
-const SIDES = {
-  hash: "Rows: tables; columns: buckets.",
-  "product-key": "Rows: sub-key of the first half; columns: of the second.",
-};
+const PAIRED = ["product-key", "peer"]; // kinds whose slots are pairs of sub-keys
+const HALVES = "Rows: sub-key of the first half; columns: of the second.";
+const SIDES = { hash: "Rows: tables; columns: buckets.", ...Object.fromEntries(PAIRED.map((kind) => [kind, HALVES])) };
 
 function grid(facts) {
   const rows = facts.tables ? facts.tables.length : Math.sqrt(facts.slots);
@@ -17,7 +16,7 @@ function grid(facts) {
 function slotName(facts, shape, slot) {
   const row = Math.floor(slot / shape.columns), column = slot % shape.columns;
   if (facts.tables) return `${row + 1}:${column}`;
-  return facts.kind === "product-key" ? `${row}:${column}` : String(slot);
+  return PAIRED.includes(facts.kind) ? `${row}:${column}` : String(slot);
 }
 
 // The slot of a name, or of a number; null: there is none.
@@ -73,33 +72,70 @@ function slotCard({ facts, data, counts, codes, first, shape }, slot) {
   return parts;
 }
 
+// The colours of a map with their numbers: the mass of a slot, where uniform reading gives 1.
+function colourBar(colours) {
+  const ticks = make("div", { class: "ticks" }), bar = make("div", { class: "bar" });
+  bar.style.background = `linear-gradient(to right, ${colours.filter((_, i) => i % 15 === 0).join(", ")})`;
+  const node = make(
+    "div",
+    { class: "scale" },
+    make("p", {}, "Mass of a slot (1: as in uniform reading)"),
+    bar,
+    ticks,
+    make("p", {}, make("span", { class: "unread" }), "never read"),
+  );
+  const draw = (low, high) => {
+    const steps = high - low > Math.log(200) ? [1] : [1, 2, 5], at = [];
+    for (let power = Math.floor(low / Math.LN10); power <= high / Math.LN10; power++)
+      for (const step of steps) if (Math.log(step) + power * Math.LN10 >= low) at.push(step * 10 ** power);
+    const inside = at.filter((v) => Math.log(v) <= high);
+    const few = inside.filter((_, i) => i % Math.ceil(inside.length / 6) === 0);
+    const marks = (few.length ? few : [Math.exp(high)]).map((v) => {
+      const mark = make("span", {}, short(v));
+      mark.style.left = `${high > low ? (100 * (Math.log(v) - low)) / (high - low) : 0}%`;
+      return mark;
+    });
+    ticks.replaceChildren(...marks);
+  };
+  return { node, draw };
+}
+
 function mapPanel(column, colours) {
   const { facts, data, codes, shape } = column;
   const card = make("div", { class: "card", "aria-live": "polite" }, note("No slot chosen."));
   const name = (slot) => slotName(facts, shape, slot);
-  const choose = (slot) => card.replaceChildren(...slotCard(column, slot));
-  const map = slotMap({ ...shape, codes, colours, dark: data.mass.dark, choose, name });
+  const show = (...parts) => {
+    card.replaceChildren(...parts);
+    map.canvas.scrollIntoView({ block: "nearest" });
+    card.scrollIntoView({ block: "nearest" });
+  };
+  const choose = (slot) => show(...slotCard(column, slot));
+  const uniform = Math.log((data.mass.total || 1) / facts.slots), bar = colourBar(colours);
+  const level = (code) => data.mass.low + (code - 1) * data.mass.step - uniform;
+  const map = slotMap({ ...shape, codes, colours, level, dark: data.mass.dark, bar, choose, name });
   const go = (slot) => {
     map.go(slot);
     choose(slot);
   };
-  const scale = make("div", { class: "scale" });
-  scale.style.background = `linear-gradient(to right, ${colours.filter((_, i) => i % 15 === 0).join(", ")})`;
-  const ends = [make("span", {}, "little mass (grey: never read)"), make("span", {}, "much")];
-  return panel(
-    "map",
-    facts.kind === "product-key" ? "Product keys in use" : "Slots in use",
-    slotForm(column, map, go),
+  const missing = (text) => {
+    map.leave();
+    const last = facts.slots - 1, names = name(last) === String(last) ? "" : ` or ${name(0)} to ${name(last)}`;
+    show(note(`There is no slot ${text} (expected 0 to ${last}${names}).`));
+  };
+  const where = make(
+    "div",
+    {},
+    slotForm(column, map, go, missing),
     note(HOW + (SIDES[facts.kind] || "")),
     map.canvas,
-    scale,
-    make("div", { class: "ends" }, ...ends),
-    card,
+    bar.node,
     mostMass(column, go),
   );
+  const title = PAIRED.includes(facts.kind) ? "Product keys in use" : "Slots in use";
+  return panel("map", title, make("div", { class: "slots" }, where, make("div", {}, card)));
 }
 
-function slotForm({ facts, shape }, map, go) {
+function slotForm({ facts, shape }, map, go, missing) {
   const field = make("input", { size: "9", "aria-label": "Slot", placeholder: slotName(facts, shape, 0) });
   const form = make(
     "form",
@@ -113,7 +149,8 @@ function slotForm({ facts, shape }, map, go) {
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     const slot = slotNumber(facts, shape, field.value);
-    if (slot !== null) go(slot);
+    if (slot === null) missing(field.value);
+    else go(slot);
   });
   return form;
 }
