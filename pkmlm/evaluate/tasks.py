@@ -34,6 +34,7 @@ from pkmlm.runs.files import sha256_of
 
 KINDS = ("multiple_choice", "loglikelihood", "loglikelihood_rolling")
 FEWSHOT_SEED = 1234  # lm-eval's own
+LABELS = {"copa": (0, 1)}  # of stock tasks whose function takes any other label for the last
 Json = dict[str, Any]
 
 
@@ -345,6 +346,8 @@ def check_document(task: ConfigurableTask, document: Json, shots: int, stock: bo
         # A template prints null as the word None; without the field, it fails.
         requests({key: value for key, value in document.items() if value is not None}, 0)
     if task.OUTPUT_TYPE == "multiple_choice":
+        if stock and task.task_name in LABELS and document["label"] not in LABELS[task.task_name]:
+            raise ValueError(f"the label is {document['label']!r} (expected one of {LABELS[task.task_name]})")
         choices = task.doc_to_choice(document)
         if len(choices) < 2 or not all(isinstance(choice, str) and choice.strip() for choice in choices):
             raise ValueError(f"the choices are {str(choices)[:200]} (expected two or more texts, none blank)")

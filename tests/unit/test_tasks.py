@@ -102,6 +102,7 @@ def test_without_a_file_of_rows_the_hub_is_asked(monkeypatch):
         ("arc_challenge", {"choices": {"text": ["a"], "label": ["A"]}, "answerKey": "A"}, "two"),
         ("logiqa", {"options": ["a", "b", "c", None]}, "blank"),
         ("copa", {"label": None}, "label"),
+        ("copa", {"label": 2}, "2"),
     ],
 )
 def test_a_bad_row_is_named_by_its_line(task, change, said, tmp_path):
