@@ -20,7 +20,7 @@ from pydantic.dataclasses import dataclass
 
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError, read_errors
-from pkmlm.runs.files import json_text, read_json, size_of, write_json
+from pkmlm.runs.files import json_text, open_file, read_bytes, read_json, size_of, write_json
 
 FORMAT = "pkmlm-tokens-1"
 PART_FORMAT = "pkmlm-tokens-part-2"
@@ -199,7 +199,7 @@ def read_stamped(path: Path, kind: type[Record], form: str) -> Record:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "content"
         raise damaged(path, f"{where}: {first['msg']} (found {str(first['input'])[:40]!r})") from None
-    if path.read_bytes() != json_text(stamped(record, form)).encode():
+    if read_bytes(path) != json_text(stamped(record, form)).encode():
         raise damaged(path, "it is not as it was written")
     return record
 
@@ -323,8 +323,8 @@ class CheckedFile:
         self.path = path
         self.size = size
         self.digests = digests
-        with read_errors(path):
-            self.numbers = np.memmap(path, numbers, "r", shape=(size,))
+        with read_errors(path), open_file(path) as file:
+            self.numbers = np.memmap(file, numbers, "r", shape=(size,))
         self.block = HASHED // numbers.itemsize
         self.unread = bytearray(b"\1") * (len(digests) // DIGEST)
 
@@ -339,7 +339,7 @@ class CheckedFile:
 
     def _check(self, block: int) -> None:
         # Read, not mapped: faulting the map in page by page takes seven times as long.
-        with read_errors(self.path), open(self.path, "rb") as file:
+        with read_errors(self.path), open_file(self.path) as file:
             file.seek(block * HASHED)
             data = file.read(HASHED)
         found, expected = hashlib.sha256(data).digest(), self.digests[block * DIGEST : (block + 1) * DIGEST]
@@ -375,7 +375,7 @@ def open_files(folder: Path, split: str, index: Index) -> tuple[list[CheckedFile
 def read_checked(path: Path, sha256: str) -> bytes:
     """Read a whole file, whose sha256 is in the index."""
     with read_errors(path):
-        data = path.read_bytes()
+        data = read_bytes(path)
     found = hashlib.sha256(data).hexdigest()
     if found != sha256:
         raise damaged(path, f"its sha256 is {found[:16]}... (expected {sha256[:16]}...)")

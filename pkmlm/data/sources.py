@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from pkmlm.errors import UserError, read_errors
-from pkmlm.runs.files import write_errors
+from pkmlm.runs.files import open_file, write_errors
 
 FORMATS = ("txt", "jsonl", "parquet")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
@@ -75,7 +75,7 @@ class Source:
             yield Stream(self, sys.stdin.buffer)
         else:
             with read_errors(self.name):
-                file = open(self.name, "rb")  # noqa: SIM115
+                file = open_file(self.name)
             with file:
                 yield Stream(self, file)
 
@@ -239,8 +239,7 @@ def find_source(name: str, format: str | None) -> Source:
             raise UserError(f"{name} is a folder (expected a file)", f"name its files: '{name.rstrip('/')}/*'")
         if not stat.S_ISREG(mode):
             raise UserError(f"{name} is not a regular file", "give a pipe as standard input, by the name -")
-        with open(name, "rb"):
-            pass
+        open_file(name).close()
     if format is None and suffix.lower()[1:] not in FORMATS:
         raise UserError(
             f"{name}: unknown kind of file (expected .txt, .jsonl or .parquet, plain or with .gz or .zst)",

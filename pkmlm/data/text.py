@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from pkmlm.data.sources import STANDARD_INPUT, Source, Stream, temporary_copy
 from pkmlm.errors import UserError
+from pkmlm.runs.files import open_file
 
 WINDOW = 2048  # characters: BPE slows down on long strings
 LAST_SINGLE_SPACE = re.compile(r".*[^ ](?= [^ ])", re.DOTALL)
@@ -279,7 +280,7 @@ def parquet_documents(stream: Stream, field: str) -> Iterator[tuple[str, bool]]:
     source = stream.source
     plain = source.copy is None and source.name != STANDARD_INPUT and source.compression is None
     row = 0
-    with open(source.name, "rb") if plain else temporary_copy(stream, decompress=True) as file:
+    with open_file(source.name) if plain else temporary_copy(stream, decompress=True) as file:
         try:
             table = pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20)
             check_column(table.schema_arrow, field, source.label)

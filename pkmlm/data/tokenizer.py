@@ -14,6 +14,7 @@ import sentencepiece
 
 from pkmlm.data.text import chunks_of, has_surrogate
 from pkmlm.errors import UserError, read_errors
+from pkmlm.runs.files import read_bytes
 
 MARK = "\u2581"  # how SentencePiece writes a space; where the text itself has this character, it is spelt in bytes
 RESERVED = "\u2585"  # SentencePiece learns nothing from a sentence with this character, which progress bars use
@@ -102,7 +103,7 @@ class Tokenizer:
             UserError: the file cannot be read, or see the constructor.
         """
         with read_errors(f"the tokenizer {path}"):
-            model_bytes = path.read_bytes()
+            model_bytes = read_bytes(path)
         return cls(model_bytes, str(path))
 
     @classmethod

@@ -4,6 +4,7 @@ lm-eval's reader of definitions imports the Python that `!function` names, its m
 some readers of `datasets` unpickle. A user's file therefore holds data and templates, and nothing in it is code.
 """
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -37,8 +38,16 @@ def shipped_metric(value: str) -> str:
     return value
 
 
+def file_or_folder(value: str) -> str:
+    """A path that leads to no pipe or device, which the readers of `datasets` would wait for."""
+    if os.path.exists(value) and not (os.path.isfile(value) or os.path.isdir(value)):
+        raise ValueError("expected a regular file")
+    return value
+
+
 Name = Annotated[str, Field(min_length=1)]
-LocalPath = Annotated[str, Field(pattern=r"^[^:]+$")]  # with a colon it may lead to another machine
+# With a colon, a path may lead to another machine.
+LocalPath = Annotated[str, Field(pattern=r"^[^:]+$"), AfterValidator(file_or_folder)]
 Paths = LocalPath | list[LocalPath]
 Version = str | int | Annotated[float, Field(allow_inf_nan=False)]
 
@@ -150,7 +159,9 @@ def read_task_file(path: Path, includers: tuple[Path, ...] = ()) -> dict[str, An
 
 def misfit(error: ValidationError, tree: Node) -> str:
     """The first value that does not fit: where it stands, what it is, and what was expected."""
-    first = error.errors()[0]
+    first, *others = error.errors()
+    same = (other for other in others if other["loc"][0] == first["loc"][0])  # as another type, where several may stand
+    first = max([first, *same], key=lambda each: len(each["loc"]))
     node, names = tree, []
     for part in first["loc"]:
         inside = node.value

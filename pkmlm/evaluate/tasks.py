@@ -30,7 +30,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from pkmlm.data.text import json_object
 from pkmlm.errors import UserError, read_errors
 from pkmlm.evaluate.task_file import LOCAL, SUITES, read_task_file
-from pkmlm.runs.files import sha256_of
+from pkmlm.runs.files import read_bytes, sha256_of
 
 KINDS = ("multiple_choice", "loglikelihood", "loglikelihood_rolling")
 FEWSHOT_SEED = 1234  # lm-eval's own
@@ -224,7 +224,7 @@ def read_rows(file: Path) -> Rows:
             in the lines before. A field that is missing is null.
     """
     with read_errors(file):
-        content = file.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+        content = read_bytes(file).removeprefix(b"\xef\xbb\xbf").split(b"\n")
     rows: list[Json] = []
     lines = [number for number, line in enumerate(content, 1) if line.strip()]
     for number in lines:

@@ -37,6 +37,7 @@ from pkmlm.runs.files import (
     check_files,
     entry_of,
     exists,
+    open_file,
     read_json,
     read_manifest,
     write_json,
@@ -224,6 +225,8 @@ def open_weights(path: Path, expected: dict[str, Tensor]) -> Iterator[dict[str, 
             raise UserError(f"{path / INDEX} is no index of weights", HINT, exit_code=1)
     with contextlib.ExitStack() as stack:
         try:
+            for name in names:
+                open_file(path / name).close()  # safe_open would wait for a pipe's writer
             files = [stack.enter_context(safe_open(path / name, framework="pt")) for name in names]
         except (SafetensorError, OSError) as error:
             raise UserError(f"cannot read the weights of {path}: {error}", HINT, exit_code=1) from None

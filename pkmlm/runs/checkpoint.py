@@ -32,6 +32,7 @@ from pkmlm.runs.files import (
     Manifest,
     check_files,
     entry_of,
+    open_file,
     read_json,
     read_manifest,
     remove_folder,
@@ -364,6 +365,8 @@ def open_tensors(
     try:
         with ExitStack() as stack:
             paths = parts_of(path)
+            for place in (path, *paths):
+                open_file(place).close()  # safe_open would wait for a pipe's writer
             whole, *parts = (stack.enter_context(safe_open(name, framework="pt")) for name in (path, *paths))
             names = {name for file in (whole, *parts) for name in file.keys()}  # noqa: SIM118
             differences = Differences(tensors.keys() - names, names - tensors.keys())

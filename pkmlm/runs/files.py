@@ -174,10 +174,14 @@ def no_link(path: str, flags: int) -> int:
 
 def regular(path: str, flags: int) -> int:
     """Open a regular file (an `opener` of `open`); others are refused, and a pipe is not waited for."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    refusal = OSError(errno.EINVAL, "it is no regular file", path)
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        raise (refusal if error.errno == errno.ENXIO else error) from None  # a socket
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no regular file", path)
+        raise refusal
     return descriptor
 
 
@@ -250,10 +254,18 @@ def size_of(path: Path) -> int | None:
     return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
-def read_bytes(path: Path) -> bytes:
+def open_file(path: str | Path, mode: str = "rb", **options: Any) -> IO[Any]:
+    """Open a regular file to read, as `open` does. All of pkmlm reads files through this: what is something else (a
+    folder, a pipe, a socket, a device) is an OSError, where reading would wait for a writer or never end.
+    """
+    return open(path, mode, opener=regular, **options)
+
+
+def read_bytes(path: str | Path) -> bytes:
     """The bytes of a regular file; that it cannot be read, or is something else, is an OSError."""
-    with open(path, "rb", opener=regular) as file:
-        return file.read()
+    with open_file(path) as file:
+        data: bytes = file.read()
+    return data
 
 
 def read_json(
@@ -324,7 +336,7 @@ def sha256_of(path: Path) -> str:
         UserError: (exit code 1) the file cannot be read.
     """
     digest = hashlib.sha256()
-    with read_errors(path, exit_code=1), open(path, "rb", opener=regular) as file:
+    with read_errors(path, exit_code=1), open_file(path) as file:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
@@ -449,7 +461,7 @@ def abandoned(path: Path) -> bool:
     locks of another machine's processes may not be seen.)
     """
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             if not file.read(100).decode(errors="replace").endswith(here()):
                 return False
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -37,9 +37,9 @@ from pkmlm.runs.files import (
     check_json,
     json_text,
     make_folder,
+    open_file,
     read_json,
     refuse_link,
-    regular,
     sha256_of,
     write_json,
     writing,
@@ -494,7 +494,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
         UserError: (exit code 1) the file is missing or damaged.
     """
     try:
-        with open(path, "rb", opener=regular) as stored, np.load(stored, allow_pickle=False) as file:
+        with open_file(path) as stored, np.load(stored, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
     except Exception as error:  # zip, zlib, the headers' parser and the allocator: each says it in its own way
         raise UserError(f"{path} is missing or damaged: {type(error).__name__}: {error}", exit_code=1) from None
@@ -508,7 +508,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a metrics.jsonl that are events; others are passed over."""
     if not path.exists():
         return
-    with open(path, encoding="utf-8", errors="replace", opener=regular) as file:
+    with open_file(path, "r", encoding="utf-8", errors="replace") as file:
         for text in file:
             with suppress(ValueError, RecursionError, TypeError):  # torn by a kill, or no event
                 line = check_json(json.loads(text), Event)

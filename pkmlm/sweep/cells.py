@@ -14,6 +14,7 @@ from pkmlm.recipe.check import warnings
 from pkmlm.recipe.load import read_tree, recipe_of
 from pkmlm.recipe.schema import Recipe, dump_recipe, flatten, scalar_text
 from pkmlm.runs.directory import RunDirectory
+from pkmlm.runs.files import open_file
 from pkmlm.sweep.grid import Grid, Point, overlap
 from pkmlm.sweep.measures import MEASURES
 
@@ -243,7 +244,7 @@ def has_moved_tokens(run: RunDirectory, before: Recipe, now: Recipe) -> bool:
 def steps_taken(cell: Cell, folder: Path) -> int:
     """How many steps a running cell has logged, from the end of its log; 0 where the log does not say."""
     try:
-        with open(RunDirectory(folder / cell.name).metrics_file, "rb") as file:
+        with open_file(RunDirectory(folder / cell.name).metrics_file) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))  # a line tells of each memory
             last = file.read().splitlines()[-1]
         return int(json.loads(last)["step"])

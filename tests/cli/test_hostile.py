@@ -5,7 +5,9 @@ import os
 import re
 import shutil
 import signal
+import stat
 import time
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -257,6 +259,109 @@ def test_what_is_no_file_is_not_waited_for(copy, name, code, make):
     (copy / name).unlink()
     make(copy / name)
     assert re.match(r"error: cannot read .*\n\Z", pkmlm("compare", copy, code=code).stderr)
+
+
+NO_FILES = {
+    "pipe": os.mkfifo,
+    "socket": lambda path: os.mknod(path, stat.S_IFSOCK | 0o600),
+    "folder": os.mkdir,
+    "device": lambda path: os.symlink("/dev/zero", path),
+}
+
+
+@pytest.fixture
+def ground(begun, tokens, tmp_path):
+    """A folder with a recipe, a run, its tokens, an export and rows of a task."""
+    shutil.copytree(begun[1], tmp_path / "run")
+    shutil.copytree(tokens, tmp_path / "tokens")
+    recipe = begun[0].read_text().replace(str(tokens), "tokens")
+    (tmp_path / "base.yaml").write_text(recipe)
+    (tmp_path / "recipe.yaml").write_text("base: base.yaml\n")
+    (tmp_path / "text.txt").write_text("some text\n")
+    (tmp_path / "mine.yaml").write_text(TASK)
+    return tmp_path
+
+
+TASK = """task: mine
+dataset_path: json
+dataset_kwargs: {data_files: {test: rows.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: ["a", "b"]
+doc_to_target: answer
+"""
+
+
+@contextmanager
+def impatience(seconds=30):
+    """Fail rather than wait for ever."""
+
+    def fail(number, frame):
+        raise AssertionError("it waits")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+TRAIN = ("train", "recipe.yaml", "-o", "new", "--dry-run")
+EVAL = ("eval", "run")
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "code"),
+    [
+        ("recipe.yaml", TRAIN, 2),
+        ("base.yaml", TRAIN, 2),
+        *(
+            (f"tokens/{name}", TRAIN, 2)
+            for name in ("index.json", "tokenizer.model", "train.hashes", "train-00000.bin")
+        ),
+        ("given.model", ("tokenize", "text.txt", "--tokenizer", "given.model", "-o", "out"), 2),
+        ("text.jsonl", ("tokenize", "text.jsonl", "-o", "out"), 2),
+        ("text.txt", (*EVAL, "--text", "text.txt"), 2),
+        ("rows.jsonl", (*EVAL, "--tasks", "mine.yaml"), 2),
+        ("piqa.jsonl", (*EVAL, "--tasks", "piqa", "--task-data", "."), 2),
+        ("run/tokenizer.model", EVAL, 1),
+        ("run/run.json", EVAL, 1),
+        ("run/metrics.jsonl", ("compare", "run"), 2),
+        *((f"run/checkpoints/step-00000008/{name}", EVAL, 1) for name in ("manifest.json", "weights.safetensors")),
+        ("run/.lock", ("train", "recipe.yaml", "-o", "run", "-s", "train.steps=9"), 1),
+        *((f"exported/{name}", ("eval", "exported"), 1) for name in ("config.json", "model.safetensors")),
+    ],
+)
+def test_what_is_no_file_is_refused_in_one_line(ground, monkeypatch, name, words, code):
+    """Reading a pipe would wait for a writer, and reading a device would never end."""
+    monkeypatch.chdir(ground)
+    if name.startswith("exported"):
+        pkmlm("export", "run", "-o", "exported")
+        Path("exported/manifest.json").unlink()  # with one, files that are not whole are found before
+    for kind, make in NO_FILES.items():
+        with suppress(FileNotFoundError, IsADirectoryError):
+            os.unlink(name)
+        make(name)
+        with impatience():
+            said = pkmlm(*words, code=code).stderr
+        assert re.search(rf"^error: .*{re.escape(Path(name).name)}.*\n(hint: .*\n)?\Z", said, re.MULTILINE), (
+            kind,
+            said,
+        )
+        (os.rmdir if kind == "folder" else os.unlink)(name)
+
+
+def test_a_lock_that_is_no_file_is_not_waited_for(copy):
+    """A run that says it still trains is asked whether its lock is held."""
+    facts = json.loads((copy / "run.json").read_text())
+    (copy / "run.json").write_text(json.dumps({**facts, "status": "running"}))
+    (copy / ".lock").unlink()
+    os.mkfifo(copy / ".lock")
+    with impatience():
+        pkmlm("compare", copy)
 
 
 def test_pipes_and_devices_are_neither_waited_for_nor_replaced(copy, tmp_path):
