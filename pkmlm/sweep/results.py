@@ -1,5 +1,5 @@
 """The results of a grid: mean and spread over seeds at each point, beside the paper's numbers and claims; and the
-folder that keeps them: the runs in `cells/`, and `results.json`, `table.md` and plots, which are made from them.
+folder that keeps them: the runs in `cells/`, and `results.json`, a page (`README.md`) and plots, made from them.
 """
 
 import platform
@@ -400,10 +400,18 @@ class SweepFolder:
             hint = failed[0] if failed else "wait for one, or leave --table out to train them"
             raise UserError(f"{self.path} holds no run of this grid that has ended", hint)
 
-    def write(self, results: Results) -> list[Table]:
-        """Write results.json and table.md; returns the tables."""
-        tables = results.tables()
+    def write(self, results: Results, drawn: Sequence[Path] = ()) -> list[Table]:
+        """Write results.json, and a page of the tables and the plots `drawn`; returns the tables."""
+        tables, record = results.tables(), results.as_json(self.grid, self.scale)
+        setting = f"Grid `{self.grid}`, base `{record['base']}`, seeds {', '.join(map(str, record['seeds']))}"
+        setting += f", scale `{self.scale}`." if self.scale else "."
+        if trainers := record["trained_by"]:
+            torch = sorted({facts["versions"]["torch"] for facts in trainers})
+            commits = sorted({(facts["commit"] or "unknown")[:7] for facts in trainers})
+            setting += f" Trained with torch {', '.join(torch)}, commit {', '.join(commits)}."
+        plots = [f"![{path.stem}]({path.name})\n" for path in drawn]
+        page = [f"# {results.grid.title}\n", f"{setting}\n", *plots, *(table.render("md") for table in tables)]
         make_folder(self.path)
-        write_json(self.path / "results.json", signed(results.as_json(self.grid, self.scale)))
-        write_text(self.path / "table.md", "\n".join(table.render("md") for table in tables))
+        write_json(self.path / "results.json", signed(record))
+        write_text(self.path / "README.md", "\n".join(page))
         return tables

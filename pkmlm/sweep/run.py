@@ -120,7 +120,8 @@ def run_sweep(
     if results.ended or not results.grid.trains:  # an empty table must not replace one that is there
         names = [outcome.cell.name for point in results.grid.points() for outcome in results.chosen(point)]
         warn_each(differences({name: RunDirectory(folder.runs / name) for name in names}))
-        tables, drawn = folder.write(results), draw(results, folder.path)
+        drawn = draw(results, folder.path)
+        tables = folder.write(results, drawn)
         sys.stdout.write("\n".join(table.render() for table in tables))
         if drawn:
             plots = "1 plot" if len(drawn) == 1 else f"{len(drawn)} plots"

@@ -107,7 +107,7 @@ def test_a_sweep_trains_measures_and_tells(grid, tmp_path):
     assert point["measured"]["speed"]["mean"] > 0
     assert (point["tuned"], point["paper"]["perplexity"]) == ("3e-3", 21.0)
     assert (folder / "perplexity-by-slots.png").read_bytes().startswith(b"\x89PNG")
-    assert "diverged" in (folder / "table.md").read_text()
+    assert "diverged" in (folder / "README.md").read_text()
     assert re.findall(r"^(\S+) 256_", done.stderr, re.MULTILINE) == ["1/3", "2/3", "3/3", "chosen"]
     assert "chosen 256_3e-3_seed-1: ppl " in done.stderr
     trained = RunDirectory(run).facts()
@@ -156,7 +156,7 @@ def test_a_run_under_other_settings_is_not_the_cells(grid, tmp_path):
     assert before == {path: path.read_bytes() for path in folder.glob("*.*")}
     assert [path.name for path in (folder / "cells").glob("*_*")] == ["256_seed-1"]
     grid.write_text(narrow)
-    table = (folder / "table.md").read_text()
+    table = (folder / "README.md").read_text()
     # A longer training would have had other learning rates on its way.
     for key, was, value in (("eval.tokens", 600, 500), ("train.steps", 2, 4)):
         (folder / "results.json").unlink(missing_ok=True)  # nothing tells but the run
@@ -165,7 +165,7 @@ def test_a_run_under_other_settings_is_not_the_cells(grid, tmp_path):
         assert "256_seed-1: failed: " in told.stderr
         assert found in told.stderr
         assert found in pkmlm(*sweep, "-s", f"{key}={value}", "--table", code=2).stderr
-        assert (folder / "table.md").read_text() == table, "the table that is there stays"
+        assert (folder / "README.md").read_text() == table, "the table that is there stays"
     assert pkmlm(*sweep, "--table").stdout, "what was noted of others is in nobody's way"
     assert cells_in(folder)["256_seed-1"]["status"] == "measured"
     assert RunDirectory(folder / "cells" / "256_seed-1").done() == 2
@@ -401,13 +401,13 @@ def test_splits_that_a_sweep_will_need_are_asked_for_first(grid, novels, tmp_pat
 def test_a_folder_of_another_sweep_or_of_other_files_is_left_alone(grid, tmp_path):
     folder = tmp_path / "swept"
     folder.mkdir()
-    (folder / "table.md").write_text("mine")
-    said = pkmlm("sweep", grid, "-o", folder / "table.md", code=2).stderr
-    assert f"{folder / 'table.md'} is a file" in said
+    (folder / "README.md").write_text("mine")
+    said = pkmlm("sweep", grid, "-o", folder / "README.md", code=2).stderr
+    assert f"{folder / 'README.md'} is a file" in said
     said = pkmlm("sweep", grid, "-o", folder, "--table", code=2).stderr
     assert f"{folder} holds no sweep" in said
-    assert (folder / "table.md").read_text() == "mine"
-    (folder / "table.md").unlink()
+    assert (folder / "README.md").read_text() == "mine"
+    (folder / "README.md").unlink()
     for missing in (folder, tmp_path / "swetp"):
         said = pkmlm("sweep", grid, "-o", missing, "--table", code=2).stderr
         assert f"{missing} holds no run of this grid" in said
