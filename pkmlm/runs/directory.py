@@ -127,14 +127,16 @@ class RunDirectory:
             yield
 
     def refuse_replaced(self) -> None:
-        """Refuse to write into a folder that was deleted, and perhaps made anew by another run, since it was locked.
+        """Refuse to write into a folder that was renamed or deleted, and perhaps made anew by another run, since it was
+        locked.
 
         Raises:
             UserError: (exit code 1) it is.
         """
         if not self.held():
-            message = f"run {self.path} has been deleted or replaced since this process began: nothing more is written"
-            raise UserError(message, CHOOSE, exit_code=1)
+            message = f"run {self.path} has been renamed, deleted or replaced while this process trained in it"
+            hint = "nothing more is written; where it is now, it resumes from its last checkpoint"
+            raise UserError(message, hint, exit_code=1)
 
     def steps(self) -> list[int]:
         """Steps with a committed checkpoint, ascending."""

@@ -250,6 +250,8 @@ def noting_failure(run: RunDirectory, world: World) -> Iterator[None]:
     try:
         yield
     except BaseException as failure:
+        if isinstance(failure, UserError | OSError) and world.rank == 0:
+            run.refuse_replaced()  # if it is, this is why a file was missing or seemed damaged, and nothing is noted
         status, exit_code, message = "failed", 1, None
         if isinstance(failure, UserError):
             status, exit_code = ("diverged" if failure.exit_code == 3 else "failed"), failure.exit_code

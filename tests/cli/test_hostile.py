@@ -10,10 +10,12 @@ import time
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pkmlm.recipe.schema import Recipe
+from pkmlm.runs import checkpoint
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.train.resume import change_warnings
 from pkmlm.train.step import TrainState
@@ -169,8 +171,25 @@ def test_a_run_that_is_made_anew_meanwhile_gets_nothing_of_the_old_one(begun, tm
 
     after_step(monkeypatch, 3, replace_it)
     said = on(begun, run, code=1).stderr
-    assert re.match(r"error: run \S+ has been deleted or replaced", said)
+    assert re.match(r"error: run \S+ has been renamed, deleted or replaced", said)
     assert sorted(path.name for path in run.rglob("*")) == [".lock", "checkpoints", "recipe.yaml"]
+
+
+@pytest.mark.parametrize("during", ["write_tensors", "entry_of", "verify"])
+def test_a_run_that_is_renamed_while_it_saves_is_not_called_damaged(begun, tmp_path, monkeypatch, during):
+    run, function = tmp_path / "run", getattr(checkpoint, during)
+
+    def rename_first(*arguments: Any) -> Any:
+        if run.exists():
+            run.rename(tmp_path / "elsewhere")
+        return function(*arguments)
+
+    monkeypatch.setattr(checkpoint, during, rename_first)
+    said = on(begun, run, code=1).stderr
+    assert re.match(r"error: run \S+ has been renamed, deleted or replaced", said)
+    monkeypatch.undo()
+    on(begun, tmp_path / "elsewhere")
+    assert RunDirectory(tmp_path / "elsewhere").done() == 8
 
 
 def test_the_clock_does_not_matter(begun, copy, tmp_path, monkeypatch):

@@ -185,7 +185,7 @@ def test_a_run_that_was_replaced_while_it_was_held_is_let_go(tmp_path):
     with run.locked():
         run.point("latest", 3)
         os.rename(run.path, tmp_path / "away")
-        told = re.escape(f"run {run.path} has been deleted or replaced since this process began")
+        told = re.escape(f"run {run.path} has been renamed, deleted or replaced")
         with pytest.raises(UserError, match=told):
             run.point("latest", 4)
         assert not run.path.exists()
