@@ -31,10 +31,8 @@ function slotNumber(facts, shape, name) {
 }
 
 function words(list) {
-  const parts = list.flatMap(([text, logit]) => [
-    make("bdi", {}, `"${text}"`),
-    ` ${logit > 0 ? "+" : ""}${logit}   `,
-  ]);
+  const parts = list.map(([text, logit]) =>
+    make("span", {}, make("bdi", {}, `"${text}"`), ` ${logit > 0 ? "+" : ""}${logit}`));
   return make("span", { class: "words" }, ...parts);
 }
 
