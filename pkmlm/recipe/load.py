@@ -7,7 +7,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -43,7 +43,8 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 
     Args:
         path: a YAML file, or the name of an installed recipe ("demo"). A `base: other.yaml` in it, relative to its
-            folder, is read first; mappings are merged, everything else is replaced.
+            folder, is read first; mappings are merged, everything else is replaced. A relative `data.dir` that is not
+            in the working directory, but in the folder of the file that names it, is the one there.
         overrides: `key=value` with a dotted key; the value is a scalar or a list ([3, 5]); the last wins.
 
     Raises:
@@ -58,6 +59,11 @@ def recipe_of(tree: Node, overrides: Iterable[str] = ()) -> Recipe:
         tree = merge(tree, parse_override(override))
     places: dict[str, str] = {}
     recipe: Recipe = bind(tree, Recipe, "", places)
+    folder = recipe.data.dir
+    if folder is not None and not os.path.exists(folder) and not places["data.dir"].startswith("-s "):
+        beside = os.path.join(os.path.dirname(places["data.dir"].rsplit(":", 2)[0]), folder)
+        if os.path.exists(beside):
+            recipe = replace(recipe, data=replace(recipe.data, dir=beside))
     return check_recipe(recipe, places)
 
 

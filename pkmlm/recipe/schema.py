@@ -52,7 +52,7 @@ def key(default: Any, text: str, **limits: Any) -> Any:
 
 @dataclass(frozen=True, config=STRICT)
 class Data:
-    dir: str | None = key(None, "folder written by `pkmlm tokenize -o`, relative to the working directory")
+    dir: str | None = key(None, "folder written by `pkmlm tokenize -o`, in the working directory or beside the recipe")
 
 
 @dataclass(frozen=True, config=STRICT)

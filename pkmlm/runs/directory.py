@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,17 +75,24 @@ class RunDirectory:
         write_text(self.recipe_file, dump_recipe(recipe))
 
     def recipe(self) -> Recipe:
-        """The resolved recipe that the run was started with.
+        """The resolved recipe that the run was started with; a relative `data.dir` that does not exist, seen from the
+        working directory, becomes the absolute path that run.json keeps, if that does.
 
         Raises:
             UserError: (exit code 1) its file is missing or damaged: here that is no mistake in what the user wrote.
         """
         try:
-            return load_recipe(self.recipe_file)
+            recipe = load_recipe(self.recipe_file)
         except UserError as error:
             message = f"run {self.path}: its recipe.yaml is missing or damaged: {error.message}"
             hint = f"`pkmlm recipe show RECIPE -s ... > {self.recipe_file}` writes it again, if you know what it was"
             raise UserError(message, hint, exit_code=1) from None
+        if recipe.data.dir is not None and not os.path.isabs(recipe.data.dir) and not os.path.exists(recipe.data.dir):
+            with suppress(UserError):  # run.json is damaged, which concerns those who need it
+                folder = self.facts().get("data_dir")
+                if folder is not None and os.path.exists(folder):
+                    return replace(recipe, data=replace(recipe.data, dir=folder))
+        return recipe
 
     def refuse_foreign(self) -> None:
         """Refuse, before anything is written, a folder in which training would overwrite what no run wrote.

@@ -65,6 +65,7 @@ class RunFacts(TypedDict):
     parameters: NotRequired[dict[str, Number] | None]
     tokenizer_sha256: NotRequired[MaybeText]
     data_sha256: NotRequired[MaybeText]
+    data_dir: NotRequired[MaybeText]
     versions: NotRequired[dict[str, str] | None]
     device: NotRequired[MaybeText]
     precision: NotRequired[MaybeText]

@@ -2,6 +2,7 @@
 writes nothing.
 """
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -172,8 +173,9 @@ def begin(run: RunDirectory, job: Job, settings: DeviceSettings, ranks: int) -> 
         file.write(job.tokenizer.model_bytes)
     if step:
         warnings += no_validation_warning(job) + lost_metrics_warning(run)
-    hashes = {"data_sha256": job.corpus.sha256, "tokenizer_sha256": job.tokenizer.sha256}
-    run.note(**hashes, **facts, status="running", exit_code=None, seconds=None, rank=None, message=None)
+    data = {"data_dir": os.path.abspath(job.corpus.folder), "data_sha256": job.corpus.sha256}
+    tokenizer = {"tokenizer_sha256": job.tokenizer.sha256}
+    run.note(**data, **tokenizer, **facts, status="running", exit_code=None, seconds=None, rank=None, message=None)
     return warnings + too_large_warning(job, settings, ranks)
 
 

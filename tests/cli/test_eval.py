@@ -200,6 +200,32 @@ def test_tokens_that_have_moved_are_named_with_data(trained, tokens, novels, tmp
     assert result["perplexity"]["split"] == "test"
 
 
+def test_tokens_are_found_from_any_directory(tokens, write_recipe, tmp_path, monkeypatch):
+    """A relative data.dir: in the working directory, or beside the recipe, or where the run was trained."""
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    (project / "recipes").mkdir(parents=True)
+    elsewhere.mkdir()
+    shutil.copytree(tokens, project / "data")
+    (project / "base.yaml").write_text(write_recipe(tmp_path, "dense").read_text().replace(str(tokens), "data"))
+    (project / "recipes" / "own.yaml").write_text("base: ../base.yaml\ntrain: {steps: 2}\n")
+    monkeypatch.chdir(project)
+    pkmlm("train", "base.yaml", "-o", "one", "-q", "-s", "train.steps=2")
+    monkeypatch.chdir(elsewhere)
+    pkmlm("train", "../project/recipes/own.yaml", "-o", "../two", "-q")
+    assert "data.dir" not in pkmlm("train", "../project/recipes/own.yaml", "-o", "../two", "-s", "train.steps=3").stderr
+    assert "no tokens" in pkmlm("train", project / "base.yaml", "-o", "x", "-s", "data.dir=data", code=2).stderr
+    monkeypatch.chdir("/")
+    shown = [pkmlm("eval", run, "-q").stdout.partition("\n")[2] for run in (project / "one", tmp_path / "two")]
+    assert "token" in shown[0]
+    assert json.loads((project / "one/run.json").read_text())["data_dir"] == str(project / "data")
+    facts = json.loads((project / "one/run.json").read_text())
+    del facts["data_dir"]  # as of an earlier build
+    (project / "one/run.json").write_text(json.dumps(facts))
+    assert "--data" in pkmlm("eval", project / "one", code=2).stderr
+    monkeypatch.chdir(project)
+    assert pkmlm("eval", "one", "-q").stdout.partition("\n")[2] == shown[0]
+
+
 def test_tokens_of_another_tokenizer_are_refused(trained, novels, tmp_path):
     pkmlm("export", trained("product-key"), "-o", tmp_path / "exported")
     pkmlm("tokenize", novels / "train.txt", "--vocab-size", 500, "-o", tmp_path / "other", "-q")
