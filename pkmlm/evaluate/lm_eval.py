@@ -23,7 +23,7 @@ from pkmlm.evaluate.generate import Sampling, generate, stream_text
 from pkmlm.evaluate.likelihood import Window, build_prefix_trees, continuation_windows, score_trees
 from pkmlm.evaluate.load import LoadedRun, load_run
 from pkmlm.evaluate.perplexity import BATCH, score_windows, windows
-from pkmlm.evaluate.tasks import Json, ZeroShotTask, one_line, quiet, sandboxed_templates
+from pkmlm.evaluate.tasks import Json, ZeroShotTask, contained, one_line
 from pkmlm.recipe.check import require_softmax
 from pkmlm.runs.results import average_accuracy
 
@@ -255,7 +255,7 @@ def score_tasks(
     """
     model = PkmLM(run, batch_size=batch_size, advance=advance)
     try:
-        with quiet(), sandboxed_templates():
+        with contained():
             found = evaluate(model, {"tasks": {each.name: each.task for each in tasks}}, limit=limit, bootstrap_iters=0)
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # of a definition that passed the checks
         own = ", ".join(str(each.own) for each in tasks if each.own is not None)

@@ -84,7 +84,7 @@ def load_tasks(names: str, folder: Path | None, num_fewshot: int | None) -> list
     if folder is not None and not folder.is_dir():
         raise UserError(f"--task-data {folder} is not a folder (expected one with TASK.jsonl in it)")
     found: dict[str, ZeroShotTask] = {}
-    with quiet(), sandboxed_templates():
+    with contained():
         files = {name: Path(name) for name in asked if name.endswith((".yaml", ".yml"))}
         manager = task_manager([name for name in asked if name not in files])
         for name in asked:
@@ -371,18 +371,6 @@ def bounded(total: Callable[[Any], float], items: Any) -> float:
         return math.inf
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keep lm-eval from writing on the terminal: its log, its bars, what its tasks print."""
-    before = logging.root.manager.disable
-    logging.disable()
-    try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        logging.disable(before)
-
-
 class Sandbox(ImmutableSandboxedEnvironment):
     """Templates that reach nothing but their row; each is compiled once."""
 
@@ -393,17 +381,21 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 @contextlib.contextmanager
-def sandboxed_templates() -> Iterator[None]:
-    """Let lm-eval fill in templates in a sandbox: in its own environment, they can call any function of Python."""
-    before = lm_eval.utils.env
-    sandbox = Sandbox(
+def contained() -> Iterator[None]:
+    """Keep lm-eval from writing on the terminal (its log, its bars, what its tasks print), and let it fill in templates
+    in a sandbox: in its own environment, they can call any function of Python.
+    """
+    before, disabled = lm_eval.utils.env, logging.root.manager.disable
+    lm_eval.utils.env = Sandbox(
         loader=before.loader, undefined=before.undefined, keep_trailing_newline=before.keep_trailing_newline
     )
-    sandbox.filters.update(before.filters)
-    lm_eval.utils.env = sandbox
+    lm_eval.utils.env.filters.update(before.filters)
+    logging.disable()
     try:
-        yield
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield
     finally:
+        logging.disable(disabled)
         lm_eval.utils.env = before
 
 

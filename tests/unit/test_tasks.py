@@ -273,7 +273,7 @@ def test_a_metric_that_cannot_sum_up_the_rows_is_refused(tmp_path):
     (tmp_path / "mine.jsonl").write_text('{"q": "a", "a": 0}\n{"q": "b", "a": 1}\n{"q": "c", "a": 2}\n')
     path = tmp_path / "mine.yaml"
     text = OWN.replace("[x, y]", "[x, y, z]") + "doc_to_text: q\n"
-    for metric in ("{metric: f1}", "{metric: acc, aggregation: nope}"):
+    for metric in ("{metric: acc, aggregation: weighted_perplexity}", "{metric: acc, aggregation: nope}"):
         path.write_text(f"{text}metric_list: [{metric}]\n")
         assert str(path) in refused(path, tmp_path).message
     path.write_text(f"{text}metric_list: [{{metric: acc, aggregation: median}}]\n")
