@@ -5,6 +5,7 @@ Needs torch only to measure.
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:  # of modules that import torch
     from pkmlm.distributed import World
 
 ARRAYS = ("counts_HK", "masses_HK", "squares_H", "common_HH")  # of a MemoryUsage, as its run keeps them
+FLOORS = ("uniform", "uniform_mass", "uniform_head")  # of its entry
 
 
 class RunUsage(NamedTuple):
@@ -171,21 +173,32 @@ def save_usage(stem: Path, entry: dict[str, Any], memories: list[MemoryUsage]) -
 
 
 def load_usage(stem: Path, source: dict[str, Any]) -> tuple[dict[str, Any], list[MemoryUsage]] | None:
-    """What `save_usage` wrote; None where there is nothing whole, or it was measured on another `source`."""
-    found = read_usage(stem, source)
-    if found is None:
+    """What `save_usage` wrote; None where there is nothing whole, or it was measured on another `source`.
+
+    Of a report that an older version wrote, the random floors are computed anew, and kept.
+    """
+    kept_files = read_usage(stem, source)
+    if kept_files is None:
         return None
-    entry, arrays = found
+    entry, arrays = kept_files
     memories = []
     try:
         for number, facts in enumerate(entry["memories"]):
             fields = {key: facts[key] for key in ("layer", "name", "kind", "tokens")}
             fields |= {name: arrays[f"{number}-{name}"] for name in ARRAYS[:-1]}
             memories.append(MemoryUsage(**fields, common_HH=arrays.get(f"{number}-common_HH")))
-        agree = [memory.as_json() for memory in memories] == entry["memories"]
+        found = [memory.as_json() for memory in memories]
+        pairs = zip(entry["memories"], found, strict=True)
+        agree = all(kept | {key: now[key] for key in FLOORS} == now for kept, now in pairs)
     except (ArithmeticError, LookupError, TypeError, ValueError):
         return None
-    return (entry, memories) if agree else None
+    if not agree:
+        return None
+    if entry["memories"] != found:
+        entry["memories"] = found
+        with suppress(UserError):  # in another user's folder
+            save_usage(stem, entry, memories)
+    return entry, memories
 
 
 def export_usage(path: Path, report: RunUsage) -> None:

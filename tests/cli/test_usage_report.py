@@ -115,6 +115,12 @@ def test_what_is_stale_or_damaged_is_measured_again(run_of: Callable[[str], Path
     kept.write_text(json.dumps(old))  # as older versions wrote it
     assert pkmlm("usage-report", run, "--format", "json").stderr == ""
     assert json.loads(kept.read_text()) == old
+    old["memories"] = [memory | {"uniform_mass": {"usage": 1.0, "kl": 0.9}} for memory in old["memories"]]
+    kept.write_text(json.dumps(old))  # by another formula
+    for weights in (run / "checkpoints" / "step-00000030").glob("*.safetensors"):
+        weights.unlink()
+    assert report(run) == before, "computed without a pass over the text"
+    assert kept.read_text() == true
 
 
 def test_text_equals_its_split_and_steps_differ(run_of: Callable[[str], Path], novels: Path) -> None:

@@ -17,7 +17,7 @@ from pkmlm.model.transformer import build_model
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Memory, Model, Recipe, Train
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.results import drift_file
+from pkmlm.runs.results import drift_file, drift_state_file
 from pkmlm.train.step import TrainState, train_step
 from tests.conftest import pkmlm
 from tests.golden.test_curves import Stream
@@ -202,6 +202,17 @@ def test_training_records_drift(trained, kind: str) -> None:
     kept = {f"kept-step-{step}.npz" for step in RunDirectory(run).steps() if step % 15 and memories}
     assert {file.name for file in run.glob("usage/kept-*")} == kept
     assert pkmlm("compare", run).stdout, "other readers of metrics.jsonl pass over it"
+
+
+def test_a_resume_that_cannot_use_the_drift_record_says_so(write_recipe, tmp_path: Path) -> None:
+    recipe, run = write_recipe(tmp_path, "product-key"), tmp_path / "run"
+    pkmlm("train", recipe, "-o", run, "-q", "-s", "train.steps=20")
+    kept = drift_state_file(run / "usage", 20)
+    kept.write_bytes(kept.read_bytes()[:-50])
+    said = pkmlm("train", recipe, "-o", run, "-q", "-s", "train.steps=22").stderr
+    assert said.count(str(kept)) == 1
+    (told,) = (line for line in RunDirectory(run).metrics() if line["event"] == "warn" and "drift" in line["text"])
+    assert told["step"] == 20
 
 
 @pytest.mark.parametrize("recompute", [False, True])
