@@ -167,7 +167,7 @@ def differences(runs: dict[str, RunDirectory]) -> list[str]:
         rows = {label: (task.get("data") or {}).get("sha256") for label, task in asked.items()}
         values[f"several numbers of examples before a question of {name}"] = shots
         values[f"several files of rows of {name}"] = rows
-    warnings = [warning for run in runs.values() for warning in altered_results(run.path)]
+    warnings = [text for run in runs.values() for text in (*run.alterations(), *altered_results(run.path))]
     warnings += [
         f"{what} ({'; '.join(map(', '.join, several.values()))})"
         for what, found in values.items()

@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from pkmlm.cli.options import PATH, force_option, step_option
+from pkmlm.console import warn_each
 from pkmlm.errors import printable
 
 
@@ -43,6 +44,7 @@ def command(run_path: str, output: str, step: str, dtype: str, force: bool) -> N
     folder = Path(output).absolute()
     check_free(folder, force)
     run = RunDirectory.existing(run_path)
+    warn_each(run.alterations())
     loaded = load_run(run.path, step, torch.device("cpu"))
     origin = Origin(loaded.name, loaded.step, loaded.tokens)
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())

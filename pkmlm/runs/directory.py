@@ -3,6 +3,7 @@
 Nothing here is ordered by time stamps: the step numbers in the names are the order.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -27,7 +28,17 @@ from pkmlm.runs.files import (
     write_json,
     write_text,
 )
-from pkmlm.runs.results import EVAL, STATE, USAGE, CheckpointState, RunFacts, read_metrics
+from pkmlm.runs.results import (
+    EVAL,
+    STATE,
+    USAGE,
+    Altered,
+    CheckpointState,
+    RunFacts,
+    read_metrics,
+    read_signed,
+    signed,
+)
 
 CHECKPOINT = re.compile(r"step-([0-9]{8,18})")
 STEP = re.compile(r"[0-9]{1,18}")
@@ -234,9 +245,35 @@ class RunDirectory:
         return "killed" if status == "running" and abandoned(self.path / ".lock") else status
 
     def note(self, **facts: Any) -> None:
-        """Set keys of run.json."""
+        """Set keys of run.json, and sign it, the recipe, and the log as far as it goes."""
         self.refuse_replaced()
-        write_json(self.path / "run.json", {**self.facts(), **facts})
+        log_bytes = self.metrics_file.stat().st_size if self.metrics_file.exists() else 0
+        facts["recipe_sha256"] = sha256_of(self.recipe_file)
+        facts["log"] = {"bytes": log_bytes, "sha256": self._log_sha256(log_bytes)}
+        write_json(self.path / "run.json", signed({**self.facts(), **facts}))
+
+    def unsign(self) -> None:
+        """Forget the digests of the recipe and the log, which are about to change."""
+        if facts := self.facts():
+            write_json(self.path / "run.json", signed({**facts, "recipe_sha256": None, "log": None}))
+
+    def alterations(self) -> list[str]:
+        """A warning for each of the run's records that is not as training wrote it; earlier versions signed none."""
+        file, altered = self.path / "run.json", []
+        try:
+            facts = read_signed(file, "the run's record", RunFacts) if file.exists() else {}
+        except Altered:
+            facts, altered = self.facts(), [file]
+        if facts.get("recipe_sha256") not in (None, sha256_of(self.recipe_file)):
+            altered.append(self.recipe_file)
+        if (log := facts.get("log")) and log["sha256"] != self._log_sha256(log["bytes"]):
+            altered.append(self.metrics_file)
+        return [f"{path} is not as training wrote it" for path in altered]
+
+    def _log_sha256(self, size: int) -> str:
+        """The sha256 of the first `size` bytes of metrics.jsonl."""
+        log = read_bytes(self.metrics_file) if self.metrics_file.exists() else b""
+        return hashlib.sha256(log[:size]).hexdigest()
 
     def check_tokenizer(self) -> None:
         """Refuse a tokenizer file that is not the one that the run was trained with.

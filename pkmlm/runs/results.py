@@ -56,6 +56,13 @@ MaybeNumber = Number | None
 MaybeText = str | None
 
 
+class Extent(TypedDict):
+    """How far a file went when it was signed."""
+
+    bytes: int
+    sha256: str
+
+
 class RunFacts(TypedDict):
     """run.json."""
 
@@ -66,6 +73,8 @@ class RunFacts(TypedDict):
     tokenizer_sha256: NotRequired[MaybeText]
     data_sha256: NotRequired[MaybeText]
     data_dir: NotRequired[MaybeText]
+    recipe_sha256: NotRequired[MaybeText]
+    log: NotRequired[Extent | None]
     versions: NotRequired[dict[str, str] | None]
     device: NotRequired[MaybeText]
     precision: NotRequired[MaybeText]

@@ -176,6 +176,7 @@ class Training:
                 if self.history.best_step == progress.step:
                     run.point("best", progress.step)
                 checkpoint.prune(run, self.recipe.checkpoint.keep, self.history.best_step)
+                run.note()
                 self.drift.forget(run.steps())
 
     def _restore(self) -> Validations:

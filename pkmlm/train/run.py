@@ -161,9 +161,10 @@ def begin(run: RunDirectory, job: Job, settings: DeviceSettings, ranks: int) -> 
     facts, warnings = provenance(job, settings, ranks, run, latest), list(job.warnings)
     if step:
         recipe_before = run.recipe()
-        warnings = change_warnings(recipe_before, recipe, run.facts(), facts)
+        warnings = run.alterations() + change_warnings(recipe_before, recipe, run.facts(), facts)
         # The run keeps the `train.init_from` that it did start from.
         recipe = replace(recipe, train=replace(recipe.train, init_from=recipe_before.train.init_from))
+    run.unsign()
     remove_file(run.path / "done")  # before the recipe changes, by which `is_complete` knows whether all is done
     run.create(recipe)
     run.clean()

@@ -348,3 +348,23 @@ def test_trained_runs(trained: Callable[[str], Path], tmp_path: Path) -> None:
     assert found[0]["memory"] == 0 < found[1]["memory"]
     shutil.copytree(trained("dense"), tmp_path / "run", ignore=shutil.ignore_patterns("step-*"))
     assert facts(tmp_path / "run")[0]["seconds"] == found[0]["seconds"], "kept also without checkpoints"
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("metrics.jsonl", r'("event": "valid", "step": 15, "loss": )[0-9.]+', r"\g<1>0.5"),
+        ("metrics.jsonl", r'\A\{"event": "train", "step": 1,.*\n', ""),
+        ("run.json", r'("memory": )[0-9]+', r"\g<1>7"),
+        ("recipe.yaml", r"(\n  every: )10\n", r"\g<1>9\n"),
+    ],
+)
+def test_records_that_are_not_as_training_wrote_them_are_named(trained, tmp_path, name, before, after):
+    run = tmp_path / "run"
+    shutil.copytree(trained("product-key"), run, symlinks=True)
+    assert "warning" not in pkmlm("compare", run).stderr
+    text = (run / name).read_text()
+    changed = re.sub(before, after, text, count=1)
+    assert changed != text
+    (run / name).write_text(changed)
+    assert f"warning: {run / name} is not as training wrote it\n" in pkmlm("compare", run).stderr
