@@ -11,6 +11,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -75,56 +76,59 @@ def kinds(ground: Ground) -> dict[str, Kind]:
         (place / "sound-so-far").rename(sound)
     work = place / "work"
     run, tokens, sweep, export = (work / name for name in ("run", "tokens", "sweep", "export"))
-    on_test = ("--split", "test")
-    train: tuple[object, ...] = ("train", recipe, "-o", run, "-q", "-s", f"train.steps={STEPS}")
-    reading = {
-        "eval": ("eval", run, *on_test, "--json"),
-        "usage-report": ("usage-report", run, *on_test, "--format", "json"),
-        "eval --step best": ("eval", run, *on_test, "--json", "--step", "best"),
-        "slots": ("slots", run, *on_test, "--top", 3, "--json"),
-        "generate": ("generate", run, "It was", "-n", 8),
-    }
-    on_tokens = {name: (*words, "--data", tokens) for name, words in reading.items() if name != "generate"}
-    on_export = {
-        name: tuple(export if word is run else word for word in words)
-        for name, words in (reading | on_tokens).items()
-        if "best" not in words
-    }
     grid = sound / "grid.yaml"
-    found = {
+    train: tuple[object, ...] = ("train", recipe, "-o", run, "-q", "-s", f"train.steps={STEPS}")
+
+    def reading(model: Path, data: Path) -> dict[str, Sequence[object]]:
+        test = ("--split", "test", "--data", data)
+        return {
+            "eval": ("eval", model, *test, "--json"),
+            "usage-report": ("usage-report", model, *test, "--format", "json"),
+            "slots": ("slots", model, *test, "--top", 3, "--json"),
+        }
+
+    found: dict[str, dict[str, Sequence[object]]] = {
         "run": {
-            **reading,
+            **reading(run, sound / "tokens"),
+            "eval --step best": (*reading(run, sound / "tokens")["eval"], "--step", "best"),
+            "generate": ("generate", run, "It was", "-n", 8),
             "compare": ("compare", run, "--format", "json"),
             "export": ("export", run, "-o", work / "exported"),
             "train": train,
         },
-        "tokens": {**on_tokens, "train": (*train, "-s", f"data.dir={tokens}")},
+        "tokens": {**reading(run, tokens), "train": (*train, "-s", f"data.dir={tokens}")},
         "sweep": {"sweep": ("sweep", grid, "-o", sweep, "-q"), "--table": ("sweep", grid, "-o", sweep, "--table")},
-        "export": on_export,
+        "export": {**reading(export, sound / "tokens"), "generate": ("generate", export, "It was", "-n", 8)},
     }
     return {name: Kind(work / name, sound / name, commands) for name, commands in found.items()}
 
 
 def make_sound(ground: Ground, place: Path) -> None:
-    """Tokens; a run that was stopped half way, with all that is measured of one; its export; a sweep."""
+    """Tokens; a run that was stopped half way, with all that is measured of one; its export."""
     shutil.rmtree(place, ignore_errors=True)
-    shutil.copytree(ground.tokens, place / "tokens")
+    tokens, valid = place / "tokens", ground.folder / "valid.txt"
+    splits = ("--valid", valid, "--test", valid, "--tokenizer", ground.tokens / "tokenizer.model")
+    ground.forks.pkmlm("tokenize", ground.text, *splits, "-o", tokens)
     run = ground.stopped_at("product-key", HALF, place / "run")
     shutil.rmtree(run / "checkpoints" / "step-00000003")
     (run / "best").write_text((run / "best").read_text().replace(f"{STEPS:08d}", "00000004"))
-    on_test = ("--split", "test")
-    for words in (("eval", run, *on_test), ("usage-report", run, *on_test), ("export", run, "-o", place / "export")):
+    test = ("--split", "test", "--data", tokens)
+    for words in (("eval", run, *test), ("usage-report", run, *test), ("export", run, "-o", place / "export")):
         ground.forks.pkmlm(*words)
     scores = {"n": 4, "acc": 0.5, "acc_stderr": 0.25, "acc_norm": 0.75, "acc_norm_stderr": 0.2, "chance": 0.5}
     record = {"run": "run", "step": HALF, "perplexity": None, "tasks": {"piqa": scores}, "average_acc": 0.5}
     write_evaluation(run, f"tasks-piqa-step-{HALF}.json", record)
     shutil.copy(ground.recipe("product-key"), place)
-    grid = place / "grid.yaml"
-    grid.write_text(GRID)
-    for cell in Cells(read_grid(grid)[0], place / "product-key.yaml").first.values():
+    (place / "grid.yaml").write_text(GRID)
+
+
+def make_sweep(ground: Ground, place: Path) -> None:
+    """A sweep of `GRID`, whose runs are trained before, in children."""
+    base, grid, sweep = (place / name for name in ("product-key.yaml", "grid.yaml", "sweep"))
+    for cell in Cells(read_grid(grid)[0], base).first.values():
         settings = [word for text in cell.overrides for word in ("-s", text)]
-        ground.forks.pkmlm("train", place / "product-key.yaml", "-o", place / "sweep" / "cells" / cell.name, *settings)
-    ground.forks.pkmlm("sweep", grid, "-o", place / "sweep", "-q")
+        ground.forks.pkmlm("train", base, "-o", sweep / "cells" / cell.name, *settings)
+    ground.forks.pkmlm("sweep", grid, "-o", sweep, "-q")
 
 
 # What a command gives.
@@ -145,6 +149,8 @@ def give(ground: Ground, kind: Kind, command: str) -> Given:
     ended: Ended = ground.forks.pkmlm(*words, code=None, limit=60)
     said = tuple(line for line in ended.stderr.splitlines() if line.startswith(("warning: ", "error: ")))
     result: Any = ended.stdout
+    with suppress(ValueError):
+        result = json.loads(ended.stdout)
     if words[0] == "export" and ended.code == 0:
         files = sorted(path for path in (work / "exported").iterdir() if path.name != "manifest.json")
         result = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
@@ -180,6 +186,7 @@ class Mutator:
 
     Args:
         name: of the kind: "run", "tokens", "sweep" or "export".
+        only: the commands that are tried; empty: all.
 
     Attributes:
         changes: of all its files.
@@ -187,8 +194,11 @@ class Mutator:
         reads: the files that each command reads, as their time of access says.
     """
 
-    def __init__(self, ground: Ground, name: str):
+    def __init__(self, ground: Ground, name: str, only: Sequence[str] = ()):
         self.ground, self.kind = ground, kinds(ground)[name]
+        self.commands = only or list(self.kind.commands)
+        if name == "sweep" and not self.kind.sound.exists():
+            make_sweep(ground, self.kind.sound.parent)
         self.before: dict[str, Given] = {}
         self.reads: dict[str, set[str]] = {}
         files = sorted(path for path in self.kind.sound.rglob("*") if path.is_file() and path.name != ".lock")
@@ -218,7 +228,7 @@ class Mutator:
         """
         change = self.changes[number]
         verdicts: dict[str, Verdict] = {}
-        for command in self.kind.commands:
+        for command in self.commands:
             if command not in self.before:
                 self.run_unchanged(command)
             if change.file not in self.reads[command]:

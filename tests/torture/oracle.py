@@ -73,8 +73,7 @@ class Ground:
         warm = ("tokenize", valid, "-o", self.folder / "warm-tokens", "--vocab-size", 320, "--force")
         self.forks.pkmlm(*warm, here=True)
         if not self.tokens.exists():
-            splits = ("--valid", valid, "--test", valid)
-            self.forks.pkmlm("tokenize", self.text, *splits, "-o", self.tokens, "--vocab-size", 350)
+            self.forks.pkmlm("tokenize", self.text, "--valid", valid, "-o", self.tokens, "--vocab-size", 350)
         for kind, (memory, precision) in KINDS.items():
             text = RECIPE.format(kind=kind, tokens=self.tokens, memory=memory, precision=precision, steps=STEPS)
             self.recipe(kind).write_text(text)

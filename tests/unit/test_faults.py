@@ -18,7 +18,7 @@ from pkmlm.runs.files import json_text
 from pkmlm.train.log import TrainingLog
 from tests.conftest import ROOT, pkmlm, without_state
 from tests.forks import Forks
-from tests.torture import crashes, damage, disks, kills, mutants, records, sizes, stops
+from tests.torture import crashes, damage, disks, kills, mutants, mutator, records, sizes, stops
 from tests.torture.oracle import Ground, forget_one, saved_items
 
 
@@ -138,6 +138,16 @@ def test_another_tokenizer_in_the_run_is_found(ground):
 def test_corrupted_tokens_are_found(ground):
     for number in range(20):
         survived, said = damage.spoil_tokens(ground, number)
+        assert survived, said
+
+
+def test_small_changes_of_a_runs_files_are_told_or_harmless(ground):
+    """The last change of each file, and the commands to which it may matter."""
+    changed = mutator.Mutator(ground, "run", ("eval", "compare", "train"))
+    numbers = {change.file: number for number, change in enumerate(changed.changes)}
+    assert len(numbers) > 15
+    for number in numbers.values():
+        survived, said = changed.try_change(number)
         assert survived, said
 
 
