@@ -119,7 +119,9 @@ def run_sweep(
                 problem = UserError(f"nothing was timed: {error.message}", error.hint, exit_code=1)
     if results.ended or not results.grid.trains:  # an empty table must not replace one that is there
         names = [outcome.cell.name for point in results.grid.points() for outcome in results.chosen(point)]
-        warn_each(differences({name: RunDirectory(folder.runs / name) for name in names}))
+        measured = [name for name, outcome in results.outcomes.items() if outcome.status == "measured"]
+        altered = [text for name in measured for text in RunDirectory(folder.runs / name).alterations()]
+        warn_each([*altered, *differences({name: RunDirectory(folder.runs / name) for name in names})])
         drawn = draw(results, folder.path)
         tables = folder.write(results, drawn)
         sys.stdout.write("\n".join(table.render() for table in tables))

@@ -204,6 +204,10 @@ class Mutator:
         files = sorted(path for path in self.kind.sound.rglob("*") if path.is_file() and path.name != ".lock")
         older = f"checkpoints/step-{4:08d}/"  # whose tensors are those of the newest once more
         files = [path for path in files if older not in str(path) or path.suffix == ".json"]
+        if name == "sweep":  # of its runs one, without its tensors: these are those of "run" once more
+            cells = sorted(path for path in (self.kind.sound / "cells").iterdir() if path.name[0] != ".")
+            files = [path for path in files if not any(str(cell) in str(path) for cell in cells[1:])]
+            files = [path for path in files if path.suffix != ".safetensors"]
         self.changes = [
             Change(str(path.relative_to(self.kind.sound)), what, data)
             for path in files
