@@ -11,7 +11,7 @@ import torch
 from pkmlm.errors import UserError
 from pkmlm.evaluate.load import load_run
 from pkmlm.evaluate.tasks import load_tasks
-from pkmlm.runs.results import tasks_file
+from pkmlm.runs.results import read_evaluation, tasks_file
 from tests.conftest import pkmlm
 from tests.task_rows import ROWS, write_rows
 from tests.torture.disks import small_disk
@@ -126,7 +126,7 @@ def test_the_result_is_kept_with_the_run_and_compared(run, rows):
     record, _ = scored(run, rows, "memoryformer", "--batch-size", 1)
     assert list(record["tasks"]) == PAPER
     assert record["harness"]["batch_size"] == 1
-    kept = json.loads((run / "eval" / f"tasks-{'-'.join(PAPER)}-step-30.json").read_text())
+    kept = read_evaluation(run / "eval" / f"tasks-{'-'.join(PAPER)}-step-30.json")
     assert kept == record
     assert record["average_acc"] == pytest.approx(sum(facts["acc"] for facts in record["tasks"].values()) / 6)
     assert kept["harness"]["versions"].keys() == {"pkmlm", "lm_eval", "datasets", "torch"}
