@@ -109,14 +109,6 @@ def resolve_precision(requested: str, device: torch.device) -> tuple[Precision, 
     return requested, "as the recipe asks"  # type: ignore[return-value]
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory has run out, in the words of Python, numpy, torch, Triton or CUDA."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    words = ("allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "out of memory")
-    return isinstance(error, RuntimeError) and any(each in str(error) for each in words)
-
-
 def at_least_fp32(x: torch.Tensor) -> torch.Tensor:
     """Half precisions widened to fp32; fp64 kept."""
     return x if x.dtype == torch.float64 else x.float()

@@ -48,3 +48,9 @@ def read_errors(what: object, exit_code: int = 2) -> Iterator[None]:
         reason = getattr(error, "strerror", None) or error
         code = 1 if getattr(error, "errno", None) in SHORTAGES else exit_code
         raise UserError(f"cannot read {what}: {reason}", exit_code=code) from None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory has run out, in the words of Python, numpy, torch, oneDNN, Triton or CUDA."""
+    words = ("allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "could not create a primitive")
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(w in str(error) for w in words))

@@ -14,7 +14,7 @@ import click
 
 from pkmlm import __version__
 from pkmlm.console import prepare_streams
-from pkmlm.errors import UserError, printable
+from pkmlm.errors import UserError, is_out_of_memory, printable
 from pkmlm.signals import interrupt_after_imports
 
 # A file that is not or cannot be there: the user has named a wrong one (exit code 2).
@@ -172,8 +172,6 @@ def report_error(error: Exception) -> int:
         if error.errno == errno.EPIPE:  # `| head` has enough
             return 0
         return print_error(UserError(f"cannot write to standard output: {error.strerror}", exit_code=1))
-    from pkmlm.device import is_out_of_memory
-
     if is_out_of_memory(error):
         return print_error(UserError("out of memory", exit_code=1))  # `pkmlm train` has said what to lower
     raise error

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from pkmlm.errors import UserError, read_errors
+from pkmlm.errors import SHORTAGES, UserError, read_errors
 from pkmlm.runs.files import open_file, write_errors
 
 FORMATS = ("txt", "jsonl", "parquet")
@@ -120,7 +120,8 @@ class Stream:
             raise UserError(f"{label}: damaged or cut short ({compression}: {error})") from None
         except OSError as error:  # also gzip.BadGzipFile, which has no strerror
             reason = error.strerror or f"damaged or cut short ({error})"
-            raise UserError(f"cannot read {label}: {reason}") from None
+            code = 1 if error.errno in SHORTAGES else 2
+            raise UserError(f"cannot read {label}: {reason}", exit_code=code) from None
 
 
 def plain_blocks(stored: Stream) -> Iterator[bytes]:

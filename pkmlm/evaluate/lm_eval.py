@@ -16,9 +16,8 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import evaluate
 
 from pkmlm import __version__
-from pkmlm.device import is_out_of_memory
 from pkmlm.distributed import current_world
-from pkmlm.errors import UserError
+from pkmlm.errors import UserError, is_out_of_memory
 from pkmlm.evaluate.generate import Sampling, generate, stream_text
 from pkmlm.evaluate.likelihood import Window, build_prefix_trees, continuation_windows, score_trees
 from pkmlm.evaluate.load import LoadedRun, load_run

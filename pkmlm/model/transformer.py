@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, relu
 
-from pkmlm.device import is_out_of_memory
 from pkmlm.distributed import ProcessGroups
-from pkmlm.errors import UserError
+from pkmlm.errors import UserError, is_out_of_memory
 from pkmlm.kernels.matmul import Linear, linear
 from pkmlm.model.attention import Attention, AttentionLayout, KVCache, rotation
 from pkmlm.model.init import Constant, InitSpec, Normal, initialise, linear_std

@@ -78,7 +78,7 @@ def read_tree(path: Path, inheritors: tuple[str, ...] = (), named_at: str = "") 
     try:
         text = yaml_text(path)
     except UserError as error:
-        raise UserError(f"{prefix}{error.message}", error.hint) from None
+        raise UserError(f"{prefix}{error.message}", error.hint, error.exit_code) from None
     whole = os.path.realpath(path)
     if whole in inheritors:
         raise UserError(f"{prefix}{path} inherits from itself", "name another base, or none")

@@ -86,7 +86,7 @@ class Cells:
             recipe = recipe_of(self.tree, overrides)
         except UserError as error:
             where = ", ".join(f"{axis} {name}" for axis, name in self.grid.place(point).items())
-            raise UserError(f"{where}: {error.message}", error.hint) from None
+            raise UserError(f"{where}: {error.message}", error.hint, error.exit_code) from None
         return Cell(point, seed, tuned, tuple(overrides), recipe)
 
     def refuse_missing_data(self) -> None:

@@ -24,9 +24,9 @@ from pkmlm.bench.generate import score
 from pkmlm.bench.rounds import interleaved
 from pkmlm.console import progress_bars, warn_each
 from pkmlm.data.batches import Batches
-from pkmlm.device import default_device, is_out_of_memory, machine
+from pkmlm.device import default_device, machine
 from pkmlm.environment import usable_cores
-from pkmlm.errors import UserError, printable
+from pkmlm.errors import UserError, is_out_of_memory, printable
 from pkmlm.evaluate.documents import open_split
 from pkmlm.evaluate.load import load_run
 from pkmlm.recipe.schema import dump_recipe

@@ -11,9 +11,9 @@ from dataclasses import asdict, replace
 from pkmlm.console import warn
 from pkmlm.cost import cost_of
 from pkmlm.data.batches import Batches
-from pkmlm.device import DeviceSettings, held_bytes, is_out_of_memory, select_device
+from pkmlm.device import DeviceSettings, held_bytes, select_device
 from pkmlm.distributed import ProcessGroups, World, build_process_groups, is_network_error
-from pkmlm.errors import UserError, printable
+from pkmlm.errors import UserError, is_out_of_memory, printable
 from pkmlm.model.memory.values import table_ranks
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Recipe

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from pkmlm.bench.models import RandomBatches
-from pkmlm.device import is_finite, is_out_of_memory, resolve_precision
-from pkmlm.errors import UserError
+from pkmlm.device import is_finite, resolve_precision
+from pkmlm.errors import UserError, is_out_of_memory
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Memory, Model, Optim, Recipe, Train
 from pkmlm.train.step import TrainState, train_step
