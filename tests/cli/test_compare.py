@@ -17,6 +17,8 @@ import pytest
 
 from pkmlm.analysis.compare import compare_runs
 from pkmlm.errors import UserError
+from pkmlm.export.card import known_scores
+from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import write_json
 from pkmlm.runs.results import signed
 from tests.conftest import pkmlm
@@ -330,6 +332,15 @@ def test_results_that_are_not_as_they_were_written_are_named_and_left_out(run: P
         outcomes[outcome] += 1
     assert outcomes["warned"] > 5
     assert outcomes["refused"] > 0
+
+
+def test_the_card_of_an_export_leaves_out_scores_that_were_changed(run: Path, capsys) -> None:
+    file = run / "eval" / "test-step-200.json"
+    write_json(file, signed(json.loads(file.read_text())))
+    assert known_scores(RunDirectory(run), 200)["test split"]["token_ppl"] == 7.0
+    file.write_text(file.read_text().replace("7.0", "6.0"))
+    assert "test split" not in known_scores(RunDirectory(run), 200)
+    assert file.name in capsys.readouterr().err
 
 
 def test_damaged_results_are_named(run: Path) -> None:
