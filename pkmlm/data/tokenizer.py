@@ -3,9 +3,11 @@
 import hashlib
 import heapq
 import io
+import itertools
 import random
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from pkmlm.runs.files import read_bytes
 MARK = "\u2581"  # how SentencePiece writes a space; where the text itself has this character, it is spelt in bytes
 RESERVED = "\u2585"  # SentencePiece learns nothing from a sentence with this character, which progress bars use
 VOCABULARY = 8192  # ids, by default
+LEAST_VOCABULARY = 261  # bytes, the unknown and the end token, a newline, a space, a character
 SAMPLE = 32 << 20  # bytes of text to learn from
 SEED = 0  # of the random choice of that text
 LEARNING: dict[str, Any] = {
@@ -112,6 +115,9 @@ class Tokenizer:
     ) -> "Tokenizer":
         """Learn a model from chunks of text; the same texts give the same model, byte for byte.
 
+        Where the vocabulary is too small to hold every usual character of the text, three quarters of what it has
+        beside bytes go to the most frequent characters; bytes spell the others.
+
         Args:
             texts: chunks, read once.
             vocab_size: how many ids; None: 8192.
@@ -119,21 +125,26 @@ class Tokenizer:
             sample: bytes to learn from; of more text, a random part of that size is used.
 
         Raises:
-            UserError: the text is too small, or has too many different characters, for this vocabulary.
+            UserError: the text is too small for this vocabulary, or the vocabulary too small for any text.
         """
-        model = io.BytesIO()
-        sentences = (part for text in sampled(texts, sample) for part in text.split(RESERVED) if part)
+        chunks, size = sampled(texts, sample), vocab_size or VOCABULARY
+
+        def train(sentences: Iterable[str], **changes: Any) -> bytes:
+            model, options = io.BytesIO(), {**LEARNING, "vocab_size": size, "model_type": model_type, **changes}
+            sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(sentences), model_writer=model, **options)
+            return model.getvalue()
+
         try:
-            sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=sentences,
-                model_writer=model,
-                vocab_size=vocab_size or VOCABULARY,
-                model_type=model_type,
-                **LEARNING,
-            )
+            return cls(train(part for text in chunks for part in text.split(RESERVED) if part))
         except RuntimeError as error:
-            raise learning_error(str(error), vocab_size) from None
-        return cls(model.getvalue())
+            message, room = str(error), size - LEAST_VOCABULARY
+        if "required_chars" in message and room >= 0:
+            for count in (1 + room * 3 // 4, 1 + room):  # all of it where too little else repeats
+                try:
+                    return cls(train(frequent_characters(chunks, count), character_coverage=1.0))
+                except RuntimeError as error:
+                    message = str(error)
+        raise learning_error(message, vocab_size)
 
     def encode(self, text: str) -> list[int]:
         """The ids of one document, cut into chunks as a corpus cuts it; without `eos`.
@@ -208,6 +219,16 @@ def sampled(texts: Iterable[str], limit: int) -> list[str]:
     return [text for _, _, _, text in sorted(kept, key=lambda entry: entry[1])]
 
 
+def frequent_characters(texts: Sequence[str], count: int) -> Iterator[str]:
+    """The texts with a newline, which no piece goes beyond, for all but the `count` most frequent characters."""
+    found = Counter(itertools.chain.from_iterable(texts))
+    for character in ("\n", " ", RESERVED):
+        found.pop(character, None)
+    kept = "".join(sorted(character for character, _ in found.most_common(count)))
+    others = re.compile(f"[^\n {re.escape(kept)}]+")
+    return (others.sub("\n", text) for text in texts)
+
+
 def learning_error(message: str, vocab_size: int | None) -> UserError:
     """The error for a message of SentencePiece, in terms of our options."""
     size = f"--vocab-size: {vocab_size:,}" if vocab_size else f"--vocab-size: its default of {VOCABULARY:,}"
@@ -217,12 +238,8 @@ def learning_error(message: str, vocab_size: int | None) -> UserError:
             f"{size} is too large for this text (expected at most {most:,})",
             f"use --vocab-size {most}, or more text",
         )
-    if found := re.search(r"required_chars\. \d+ vs (\d+)", message):
-        least = int(found[1])
-        return UserError(
-            f"{size} is too small (256 bytes and the text's characters need {least:,})",
-            f"use --vocab-size {least} or more",
-        )
+    if "required_chars" in message:
+        return UserError(f"{size} is too small (256 bytes and a few characters need {LEAST_VOCABULARY})")
     if "sentences_.empty()" in message or "all_chars_count" in message:
         return UserError("the training text is too small to learn a tokenizer from")
     return UserError(f"SentencePiece cannot learn a tokenizer: {message}")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pkmlm.data.text import WINDOW, chunks_of
-from pkmlm.data.tokenizer import LEARNING, PROBES, Tokenizer, sampled
+from pkmlm.data.tokenizer import LEARNING, LEAST_VOCABULARY, PROBES, Tokenizer, sampled
 from pkmlm.errors import UserError
 
 TEXT = "the of and a to in he was that it his her with as had for she 12 1987 be, him. \u201cwhich\u201d"
@@ -100,12 +100,28 @@ def test_a_vocabulary_too_large_names_the_largest_that_works():
         Tokenizer.learn(texts, most + 1)
 
 
-def test_a_vocabulary_too_small_names_the_smallest_that_works():
+def test_a_vocabulary_too_small_for_bytes_names_the_smallest_that_works():
     texts = chunks_of(prose(200))
-    with pytest.raises(UserError, match="--vocab-size: 20 is too small") as caught:
-        Tokenizer.learn(texts, 20)
-    least = int(caught.value.hint.split()[2])
-    assert Tokenizer.learn(texts, least).size == least
+    with pytest.raises(UserError, match=f"--vocab-size: {LEAST_VOCABULARY - 1} .* {LEAST_VOCABULARY}"):
+        Tokenizer.learn(texts, LEAST_VOCABULARY - 1)
+    assert Tokenizer.learn(texts, LEAST_VOCABULARY).size == LEAST_VOCABULARY
+
+
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+@pytest.mark.parametrize("size", [300, 600])
+def test_bytes_spell_the_characters_that_a_small_vocabulary_cannot_hold(model_type, size):
+    """A text with 20,000 different characters: the frequent ones have ids of their own."""
+    draw = random.Random(0)
+    rare = [chr(0x4E00 + i) for i in range(20_000)]
+    draw.shuffle(rare)
+    text = "".join(f"{character}\u6f22\u5b57 \u2585\n"[: draw.randrange(1, 7)] for character in rare)
+    tokenizer = Tokenizer.learn(chunks_of(text), size, model_type)
+    assert tokenizer.size == size
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.unknown not in ids
+    assert len(tokenizer.encode("\u6f22 \u5b57")) <= 3
+    assert Tokenizer.learn(chunks_of(text), size, model_type).sha256 == tokenizer.sha256
 
 
 @pytest.mark.parametrize("texts", [[], ["\n"]])
