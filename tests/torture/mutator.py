@@ -217,6 +217,9 @@ class Mutator:
 
     def run_unchanged(self, command: str) -> None:
         """Note what a command gives and reads."""
+        if command not in ("train", "sweep"):  # the server imports what the children will need
+            fresh(self.kind)
+            self.ground.forks.pkmlm(*self.kind.commands[command], here=True)
         fresh(self.kind)
         files = [path for path in self.kind.folder.rglob("*") if path.is_file()]
         for path in files:
