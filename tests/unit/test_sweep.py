@@ -82,12 +82,12 @@ def test_a_cells_steps_are_those_of_its_last_line_however_long(folder):
     assert steps_taken(cell, folder) == 7
 
 
-def test_the_example_of_the_readme_has_every_key(tmp_path):
-    text = (ROOT / "recipes" / "README.md").read_text().partition("All its keys:\n\n```yaml\n")[2].partition("```")[0]
+def test_the_example_of_the_manual_has_every_key(tmp_path):
+    text = (ROOT / "pkmlm" / "manual" / "sweeps.md").read_text().partition("\n```yaml\n")[2].partition("```")[0]
     (tmp_path / "small.yaml").write_text(BASE)
     assert grid_of(tmp_path, text, "large").points()[-1] == ("4k", "yes")
     assert len(Cells(grid_of(tmp_path, text, "small"), tmp_path / "small.yaml")) == 9
-    keys = parse(text, "README").value
+    keys = parse(text, "sweeps.md").value
     assert set(keys) | {"set", "only"} == {field.name for field in fields(Grid)} | {"scales"}
 
 
