@@ -139,24 +139,27 @@ def load_task(
     named = [config.get(f"{split}_split") for split in ("test", "validation", "training", "fewshot")]
     if not any(named[:2]):
         raise UserError(f"{own or name}: neither test_split nor validation_split: nothing to score")
-    for key in ("doc_to_text", "doc_to_target", "doc_to_choice")[: 3 if kind == "multiple_choice" else 2]:
-        if own is not None and key not in config:
+    for key in ("doc_to_text", "doc_to_target", "doc_to_choice"):
+        needed = key != "doc_to_choice" or kind == "multiple_choice"
+        if own is not None and needed and key not in config:
             raise UserError(f"{own}: no key {key!r}, which a task of {kind} needs")
     config = {key: value for key, value in config.items() if key not in ("tag", "group", "task_list")}
     if num_fewshot is not None:
         config["num_fewshot"] = num_fewshot
-    made = config.get("custom_dataset") is not None
-    local = made or config.get("dataset_path") in LOCAL
-    named_here = made or {"data_files", "data_dir"} & (config.get("dataset_kwargs") or {}).keys()
-    file, rows, examples = (folder or Path("DIR")) / f"{name}.jsonl", None, None
-    hint = how_to_write(config, file)
+    made = config.get("custom_dataset") is not None  # by a function of lm-eval
+    on_hub = not made and config.get("dataset_path") not in (None, *LOCAL)
+    file = (folder or Path("DIR")) / f"{name}.jsonl"
+    rows = examples = None
     with read_errors(file):
-        found = folder is not None and file.is_file()
-    if found:
+        given = folder is not None and file.is_file()
+    if given:
         rows = read_rows(file)
         examples = read_rows(shots) if (shots := file.with_suffix(".train.jsonl")).is_file() else None
-    elif not named_here if local else folder is not None:
-        raise UserError(f"--task-data: no rows of {name} (expected {file})", hint)
+    else:
+        names_files = made or {"data_files", "data_dir"} & (config.get("dataset_kwargs") or {}).keys()
+        missing = folder is not None if on_hub else not names_files
+        if missing:
+            raise UserError(f"--task-data: no rows of {name} (expected {file})", how_to_write(config, file))
     shots_asked = config.get("num_fewshot") or 0
     if examples is None and shots_asked:
         check_examples(name, config, rows is not None, folder)
@@ -183,9 +186,11 @@ def load_task(
     except Exception as error:  # the definition's functions and templates can raise anything
         if rows is not None:
             raise bad_row(name, own, rows, *first_failure(build, len(rows.rows), error)) from None
-        if own is not None and local:
+        if own is not None and not on_hub:
             raise UserError(f"{own} cannot be used with its rows: {one_line(error)}") from None
-        raise UserError(f"--tasks: no rows of {name} from the hub: {one_line(error)}", hint) from None
+        raise UserError(
+            f"--tasks: no rows of {name} from the hub: {one_line(error)}", how_to_write(config, file)
+        ) from None
     totals = task.aggregation()
     totals.update({metric: functools.partial(bounded, total) for metric, total in totals.items()})
     task.set_fewshot_seed(FEWSHOT_SEED)
@@ -197,12 +202,13 @@ def load_task(
 
 def how_to_write(config: Json, file: Path) -> str:
     """The lines that write the rows of a task: one for each row, or two of Python that fetch them."""
-    if config.get("dataset_path") not in LOCAL:
+    if config.get("dataset_path") not in (None, *LOCAL):
         names = [config.get("dataset_path"), config.get("dataset_name")]
         split = config.get("test_split") or config.get("validation_split")
         source = ", ".join(json.dumps(name) for name in names if name) + f", split={json.dumps(split)}"
         fetch = f"load_dataset({source}).to_json({json.dumps(str(file))}, force_ascii=False)"
-        return f"two lines of Python write it, where there is a network: from datasets import load_dataset; {fetch}"
+        where = f"where there is a network, write it for --task-data {file.parent}"
+        return f"{where}: from datasets import load_dataset; {fetch}"
     fields: list[str] = []
     for text in (config.get(key) for key in ("doc_to_text", "doc_to_choice", "doc_to_target")):
         if isinstance(text, str) and text.isidentifier():
@@ -211,9 +217,8 @@ def how_to_write(config: Json, file: Path) -> str:
             with contextlib.suppress(TemplateError):
                 fields += sorted(meta.find_undeclared_variables(Environment().parse(text)))
     row = json.dumps(dict.fromkeys(fields, "..."))
-    return (
-        f"a row is one JSON object a line: echo {shlex.quote(row)} >> {shlex.quote(str(file))}, with values of your own"
-    )
+    where = f"write it for --task-data {file.parent}, a row a line, with values of your own"
+    return f"{where}: echo {shlex.quote(row)} >> {shlex.quote(str(file))}"
 
 
 def read_rows(file: Path) -> Rows:

@@ -60,9 +60,11 @@ def test_the_manuals_task_without_its_rows(tmp_path):
     """The hint is a line that writes one."""
     (example,) = re.findall(r"```yaml\n(task: colours\n[^`]*)```", (ROOT / "pkmlm/manual/evaluation.md").read_text())
     (tmp_path / "colours.yaml").write_text(example)
+    (tmp_path / "nowhere.yaml").write_text(example.replace("dataset_path: json\n", ""))
     for folder in (None, tmp_path):
-        missing = refused(tmp_path / "colours.yaml", folder)
-        assert f"expected {folder or 'DIR'}/colours.jsonl" in missing.message
+        for definition in ("nowhere.yaml", "colours.yaml"):
+            missing = refused(tmp_path / definition, folder)
+            assert f"expected {folder or 'DIR'}/colours.jsonl" in missing.message
     (line,) = re.findall("echo .*colours.jsonl", missing.hint)
     subprocess.run(line.replace('"..."', "0"), shell=True, check=True, timeout=20)
     assert json.loads((tmp_path / "colours.jsonl").read_text()) == {"thing": 0, "colour": 0}
