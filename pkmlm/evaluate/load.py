@@ -48,11 +48,12 @@ class LoadedRun:
         return self.path.resolve().name
 
 
-def load_run(path: str | Path, step: str = "latest", device: torch.device | None = None) -> LoadedRun:
+def load_run(path: str | Path, step: str = "best", device: torch.device | None = None) -> LoadedRun:
     """Load a checkpoint of a run, or an exported folder, which holds one step.
 
     Args:
-        step: "latest", "best" or a number.
+        path: the run directory or the exported folder.
+        step: "best" (by validation loss), "latest" or a number; either word names the one step of an export.
         device: None: CUDA where there is one, else the CPU.
 
     Raises:
@@ -61,7 +62,7 @@ def load_run(path: str | Path, step: str = "latest", device: torch.device | None
     device = device or default_device()
     if is_export(path := Path(path)):
         recipe, origin, model, tokenizer = read_export(path, device)
-        if step not in ("latest", str(origin.step)):
+        if step not in ("best", "latest", str(origin.step)):
             raise UserError(f"{path} is an export of step {origin.step} (found --step {step})", "leave --step out")
         check_values(model, path)
         frozen = model.eval().requires_grad_(False)

@@ -369,7 +369,7 @@ def time_models(results: Results, runs: Path, say: Say) -> None:
     cells = {point: chosen[0].cell for point in results.grid.points() if (chosen := results.chosen(point))}
     try:
         for point, cell in cells.items():
-            run = load_run(runs / cell.name)
+            run = load_run(runs / cell.name, "latest")
             context = run.recipe.model.context
             sequences = max(1, TIMED_TOKENS // context)
             corpus = open_split(cell.recipe.data.dir or "", "test", run.tokenizer)

@@ -79,7 +79,7 @@ def test_perplexities_that_no_number_holds_are_left_out(run, tmp_path, page, kep
 
 def independent(run: Path, context: str, continuation: str) -> tuple[float, bool]:
     """log p of a continuation from the model's raw logits, in a few lines of its own."""
-    loaded = load_run(run)
+    loaded = load_run(run, "latest")
     ids = loaded.tokenizer.encode(context + continuation)
     first = len(loaded.tokenizer.encode(context))
     window, answer = ids[-33:], len(ids) - first

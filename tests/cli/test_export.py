@@ -71,7 +71,7 @@ def test_the_folder_holds_a_whole_model(exports):
 
 
 def test_transformers_alone_gives_our_logits_ids_and_texts(exports, trained, tmp_path):
-    folder, run = shutil.copytree(exports["product-key"], tmp_path / "exported"), load_run(trained("product-key"))
+    folder, run = shutil.copytree(exports["product-key"], tmp_path / "exported"), load_run(trained("product-key"), "latest")
     environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
     (example,) = re.findall(r"```python\n([^`]*\"exported\"[^`]*)```", (ROOT / "pkmlm/manual/export.md").read_text())
     command = [sys.executable, "-c", USER + example, "exported"]
@@ -316,7 +316,7 @@ def test_weights_in_several_files_are_read(exports, trained, tmp_path):
     shutil.copy(exports["product-key"] / "tokenizer.model", tmp_path)
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     ids = torch.arange(20)[None]
-    assert torch.equal(load_run(tmp_path).model(ids), load_run(trained("product-key")).model(ids))
+    assert torch.equal(load_run(tmp_path).model(ids), load_run(trained("product-key"), "latest").model(ids))
     index = tmp_path / "model.safetensors.index.json"
     for text in (
         '{"weight_map": {"model.norm.weight": "../model.safetensors"}}',  # files of the folder alone
@@ -334,7 +334,7 @@ def test_a_weight_that_fp16_cannot_hold_is_told(trained, tmp_path):
     from pkmlm.export.config import Origin
     from pkmlm.export.folder import write_export
 
-    run = load_run(trained("dense"))
+    run = load_run(trained("dense"), "latest")
     with torch.no_grad():
         run.model.norm.weight[3] = 1e6
     how = (run.model, run.recipe, run.tokenizer, Origin("x", 30, 1), "card")

@@ -52,7 +52,7 @@ def page(trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def counted(run: Path, split: str) -> tuple[dict[int, Counter], dict[int, dict[int, float]]]:
     """Reads and mass of each slot by each head, in plain Python: documents one window after another."""
-    loaded, index = load_run(run), json.loads((run / "usage" / f"{split}-step-30.json").read_text())
+    loaded, index = load_run(run, "latest"), json.loads((run / "usage" / f"{split}-step-30.json").read_text())
     assert index["step"] == 30
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     hook = memories(loaded.model)[0].tap.register_forward_hook(lambda tap, inputs, reads: seen.append(reads))

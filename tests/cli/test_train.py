@@ -363,7 +363,7 @@ def test_checkpoints_are_read_while_training_saves_and_prunes_and_a_kill_is_noti
         deadline = time.monotonic() + 120
         while not (run.exists() and len(RunDirectory(run).steps()) >= 2) and time.monotonic() < deadline:
             time.sleep(0.05)
-        seen = [load_run(run).step for _ in range(15)]
+        seen = [load_run(run, "latest").step for _ in range(15)]
         assert RunDirectory(run).status() == "running"
     finally:
         training.signal(signal.SIGKILL)

@@ -134,7 +134,7 @@ def test_evaluation_checks_what_it_reads_and_no_moments(run):
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
         with pytest.raises(UserError, match=f"{name}: sha256") if noticed else nullcontext():
-            assert load_run(run.path).step == 30
+            assert load_run(run.path, "latest").step == 30
         with pytest.raises(UserError, match=f"{name}: sha256"):
             verify(run.checkpoint(30))
         data[len(data) // 2] ^= 1

@@ -39,7 +39,7 @@ class Bigram(nn.Module):
 
 @pytest.fixture(scope="module")
 def run(trained):
-    loaded = load_run(trained("dense"))
+    loaded = load_run(trained("dense"), "latest")
     return replace(loaded, model=Bigram(loaded.tokenizer.size))
 
 
@@ -190,7 +190,7 @@ def test_scores_that_are_not_finite_are_an_error(run, bad):
 
 
 def test_rolling_perplexity_is_that_of_eval(trained, novels):
-    loaded = load_run(trained("product-key"))
+    loaded = load_run(trained("product-key"), "latest")
     texts = [(novels / f"{split}.txt").read_text() for split in ("test", "valid")]
     sums = PkmLM(loaded).loglikelihood_rolling(ask("loglikelihood_rolling", *((text,) for text in texts)))
     ids = [np.array(loaded.tokenizer.encode(text)) for text in texts]

@@ -126,7 +126,7 @@ def test_documents_are_cut_between_characters(tokens, tmp_path):
 
 @pytest.mark.parametrize("most", [None, 100])
 def test_all_validations_of_a_run_open_its_split_once(trained, monkeypatch, most):
-    run, opened = load_run(trained("product-key")), []
+    run, opened = load_run(trained("product-key"), "latest"), []
     recipe = replace(run.recipe, eval=replace(run.recipe.eval, tokens=most))
     state = TrainState(recipe, run.model, Batches.of(Corpus(recipe.data.dir, "train"), recipe), "fp32")
     whole = Corpus.__init__
@@ -137,7 +137,7 @@ def test_all_validations_of_a_run_open_its_split_once(trained, monkeypatch, most
 
 
 def test_generation_is_the_same_with_and_without_a_cache(trained):
-    run = load_run(trained("product-key"))
+    run = load_run(trained("product-key"), "latest")
     greedy = list(generate(run.model, [run.tokenizer.eos, 7], Sampling(temperature=0), 20, 600))
     ids = [run.tokenizer.eos, 7]
     for _ in range(20):

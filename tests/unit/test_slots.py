@@ -41,7 +41,7 @@ TEXTS = ["It was a dark night.\n", "He said nothing; " * 40, "x", "The end of th
 
 @pytest.fixture(scope="module")
 def run(trained) -> LoadedRun:
-    return load_run(trained("product-key"))
+    return load_run(trained("product-key"), "latest")
 
 
 def documents(run: LoadedRun):
@@ -143,7 +143,7 @@ def test_the_lens_ranks_tokens_as_a_large_value_does(run: LoadedRun) -> None:
 
 
 def test_rows_that_do_not_reach_the_stream_say_nothing(trained) -> None:
-    hashed = load_run(trained("hash"))
+    hashed = load_run(trained("hash"), "latest")
     assert [LogitLens(hashed, memory).applies for memory in memories(hashed.model)[:3]] == [False, False, True]
     index = index_slots(hashed, documents(hashed))[0]
     ((slot,),) = slot_details(hashed, [index], [[17]], documents(hashed))
@@ -173,7 +173,7 @@ def test_a_prompt_gives_the_strongest_slots_of_each_token(run: LoadedRun) -> Non
 
 
 def test_find_memory_by_layer_and_name(trained) -> None:
-    hashed = load_run(trained("hash")).model
+    hashed = load_run(trained("hash"), "latest").model
     all_of_them = memories(hashed)
     found = [find_memory(hashed, name) for name in (None, "1", "1:qkv", "2:ffn1")]
     assert [all_of_them.index(memory) for memory in found] == [5, 2, 0, 4]
