@@ -71,7 +71,10 @@ def test_the_folder_holds_a_whole_model(exports):
 
 
 def test_transformers_alone_gives_our_logits_ids_and_texts(exports, trained, tmp_path):
-    folder, run = shutil.copytree(exports["product-key"], tmp_path / "exported"), load_run(trained("product-key"), "latest")
+    folder, run = (
+        shutil.copytree(exports["product-key"], tmp_path / "exported"),
+        load_run(trained("product-key"), "latest"),
+    )
     environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
     (example,) = re.findall(r"```python\n([^`]*\"exported\"[^`]*)```", (ROOT / "pkmlm/manual/export.md").read_text())
     command = [sys.executable, "-c", USER + example, "exported"]
