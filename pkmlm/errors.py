@@ -1,10 +1,11 @@
 """Errors that a user can mend: shown as one `error:` line and one `hint:` line, never as a traceback."""
 
 import errno
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-MOST = 600  # characters of an error: of a longer one, which quotes somebody's text or path, the middle is left out
+LONGEST, MOST = 300, 2000  # characters of a word and of a line in an error: what is quoted may be of any length
 SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)  # whichever file the user names
 
 
@@ -12,14 +13,15 @@ class UserError(Exception):
     """What is wrong, where, what was found and what was expected, in one line.
 
     Args:
-        message: one line: what, where, found (expected); cut to `MOST` characters.
+        message: one line: what, where, found (expected); what is too long in it lacks its middle.
         hint: what to do about it, in one line; may be empty.
         exit_code: 2 for wrong usage, recipe or input; 1 where the machine failed (a full disk, say); 3 for divergence.
     """
 
     def __init__(self, message: str, hint: str = "", exit_code: int = 2):
-        if len(message) > MOST:
-            message = f"{message[: MOST // 2]}...{message[-MOST // 3 :]}"
+        message = without_middle(
+            re.sub(rf"\S{{{LONGEST},}}", lambda word: without_middle(word[0], LONGEST), message), MOST
+        )
         super().__init__(message)
         self.message = message
         self.hint = hint
@@ -28,6 +30,11 @@ class UserError(Exception):
 
 class NotFinite(UserError):
     """A model's numbers are infinite, or none at all; if it is being trained, training has diverged."""
+
+
+def without_middle(text: str, most: int) -> str:
+    """A text of at most `most` characters."""
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[3 - most // 2 :]}"
 
 
 def printable(text: str) -> str:
