@@ -60,4 +60,6 @@ def read_errors(what: object, exit_code: int = 2) -> Iterator[None]:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory has run out, in the words of Python, numpy, torch, oneDNN, Triton or CUDA."""
     words = ("allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "could not create a primitive")
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(w in str(error) for w in words))
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # the latter is torch's
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
