@@ -260,6 +260,14 @@ def test_runs_side_by_side_share_their_scales(browser: Browser, tmp_path: Path) 
 
 
 @in_browser
+def test_heads_and_tables_share_their_scales(page: Path, browser: Browser) -> None:
+    browser.open(page)
+    highest = "[...document.querySelectorAll('[data-panel=heads]')].map(p => [...p.querySelectorAll('.chart')]"
+    left, right = browser.run(f"{highest}.map(b => b.plot.scales.y.max))")
+    assert left == right
+
+
+@in_browser
 def test_never_read_is_told_from_little(page: Path, browser: Browser) -> None:
     def luminance(colour: str) -> float:
         parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]

@@ -61,10 +61,10 @@ function labelled(x, ticks, width) {
 }
 
 // lines: [{label, values, colour, dash, points, bars}] over x. options: xLabel, yLabel; log: both axes are logarithmic, else
-// y begins at 0; ticks(x): what stands below each bar.
+// y begins at 0; ticks(x): what stands below each bar; scale: what charts that share their scales are called (the label).
 function chart(label, x, lines, options) {
-  const { xLabel, yLabel, log, ticks } = options;
-  const box = make("div", { class: "chart", role: "img", "aria-label": label, "data-scale": label });
+  const { xLabel, yLabel, log, ticks, scale = label } = options;
+  const box = make("div", { class: "chart", role: "img", "aria-label": label, "data-scale": scale });
   const values = lines.flatMap((line) => line.values).filter((v) => !log || v > 0);
   box.extents = { x: extent(x), y: extent(values) };
   const range = {
@@ -79,7 +79,7 @@ function chart(label, x, lines, options) {
       return log ? uPlot.rangeLog(low, high, 10, false) : [0, high > 0 ? high * 1.05 : 1];
     },
   };
-  const scale = log ? { distr: 3, log: 10 } : {};
+  const kind = log ? { distr: 3, log: 10 } : {};
   const below = ticks && { splits: (u) => labelled(x, ticks, u.width - 80), values: (u, at) => at.map(ticks) };
   const shown = (u, i) => `var(--${lines[i - 1].colour})`;
   const settings = {
@@ -87,7 +87,7 @@ function chart(label, x, lines, options) {
     height: HEIGHT,
     legend: { markers: { stroke: shown, fill: (u, i) => (lines[i - 1].bars ? shown(u, i) : "transparent") } },
     series: [{ label: xLabel, value: (u, v) => short(v) }, ...lines.map(series)],
-    scales: { x: { time: false, ...scale, range: range.x }, y: { ...scale, range: range.y } },
+    scales: { x: { time: false, ...kind, range: range.x }, y: { ...kind, range: range.y } },
     axes: [
       axis(xLabel, { size: 46, ...below }),
       axis(yLabel, { size: 58, ...(log && { values: powers }) }),

@@ -44,10 +44,10 @@ function sortedMass(data) {
   return panel("sorted", title, drawn, behind("Share by rank", ["Rank", "Share"], few));
 }
 
-// One bar for each of some parts; of numbers that may be null.
-function bars(label, name, colour, values, xLabel, ticks) {
+// One bar for each of some parts (scale: heads and tables alike); of numbers that may be null.
+function bars(label, scale, name, colour, values, xLabel, ticks) {
   const line = { label: name, values, colour, bars: true };
-  const options = { xLabel, yLabel: name, ticks };
+  const options = { xLabel, yLabel: name, ticks, scale };
   return chart(label, values.map((_, i) => i + 1), [line], options);
 }
 
@@ -61,8 +61,8 @@ function heads(facts) {
   return panel(
     "heads",
     `Each ${unit} by itself`,
-    bars(`slots used (%) of each ${unit}`, "slots used (%)", "blue", percent, unit, ticks),
-    bars(`KL (nats) of each ${unit}`, "KL (nats)", "green", kl, unit, ticks),
+    bars(`slots used (%) of each ${unit}`, "usage of parts", "slots used (%)", "blue", percent, unit, ticks),
+    bars(`KL (nats) of each ${unit}`, "KL of parts", "KL (nats)", "green", kl, unit, ticks),
     behind(`By mass, each ${unit}`, [unit, "Slots used", "KL (nats)"], rows),
   );
 }
@@ -82,7 +82,7 @@ function layers(entry) {
   return panel(
     "layers",
     "Each layer",
-    bars("Share of slots used in each memory", "slots used (%)", "blue", percent, "memory", ticks),
+    bars("Share of slots used in each memory", "usage of memories", "slots used (%)", "blue", percent, "memory", ticks),
     behind("By mass", ["Layer", "Slots used", "random", "KL (nats)", "random", "Gini"], rows),
   );
 }
