@@ -210,7 +210,10 @@ class RunDirectory:
                 state = read_json(self.checkpoint(steps[-1]) / STATE, "the state", schema=CheckpointState)
         shown = state.get("validations") or {}
         best = shown.get("best_step")
-        if best is None or pointed == best or (shown["due"] and pointed == steps[-1]):  # validated since it was saved
+        if best is None or pointed == best:
+            return pointed
+        events = {(line["event"], line["step"]) for line in self.metrics()}
+        if pointed == steps[-1] != shown["step"] and ("valid", pointed) in events:  # validated after it was saved
             return pointed
         if pointed is None or best == steps[-1]:  # saved a moment ago, and not yet pointed at
             return best if best in steps else None

@@ -153,12 +153,23 @@ def test_a_validation_that_was_cut_short_is_owed(run):
     assert [line["step"] for line in run.metrics() if line["event"] == "valid"] == [2, 3]
 
 
+def test_a_checkpoint_that_is_validated_when_it_turns_out_to_be_the_last_may_be_the_best(run):
+    changes = ["eval.every=2", "checkpoint.every=100"]
+    train_on(run, ["train.steps=9", *changes], iter([5.0]), stop_at=3)
+    (run.path / "best").write_text("step-00000003\n")
+    with pytest.raises(UserError, match="best validation was at step 2"):
+        run.best()
+    train_on(run, ["train.steps=3", *changes], iter([4.0]))
+    assert run.best() == 3
+
+
 def test_a_pointer_to_another_checkpoint_than_the_best_is_refused(run):
     train_on(run, [*CHANGES, "checkpoint.keep=9"], iter([5.0, 4.0, 4.5, 4.6, 4.7]))
     assert run.best() == 2
-    (run.path / "best").write_text("step-00000003\n")
-    with pytest.raises(UserError, match="best validation was at step 2") as told:
-        run.resolve("best")
-    assert told.value.exit_code == 1
+    for step in (3, 5):
+        (run.path / "best").write_text(f"step-{step:08d}\n")
+        with pytest.raises(UserError, match="best validation was at step 2") as told:
+            run.resolve("best")
+        assert told.value.exit_code == 1
     (run.path / "best").unlink()
     assert run.best() == 2

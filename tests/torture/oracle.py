@@ -158,7 +158,7 @@ def forget(item: str) -> None:
     kind, _, name = item.partition(":")
     if kind == "log":
         cut = rundir.RunDirectory.cut_metrics
-        rundir.RunDirectory.cut_metrics = lambda self, step: cut(self, 0)  # type: ignore[method-assign]
+        rundir.RunDirectory.cut_metrics = lambda self, step, **_: cut(self, 0)  # type: ignore[method-assign]
     elif kind == "state":
         read = checkpoint.read_progress
 
