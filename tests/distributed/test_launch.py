@@ -14,6 +14,7 @@ from torch.distributed.elastic.multiprocessing import ProcessFailure
 from pkmlm.cli import cli, main
 from pkmlm.cli.launch import outcome
 from pkmlm.errors import UserError
+from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.directory import RunDirectory
 from tests.conftest import ROOT, pkmlm
 
@@ -109,6 +110,7 @@ def test_ranks_agree_on_an_exit_code(ends, passed, code):
     ],
 )
 def test_the_rank_that_ended_all_is_named(tmp_path, ends, message, status):
+    RunDirectory(tmp_path).create(Recipe())
     RunDirectory(tmp_path).note(status="running")
     with pytest.raises(UserError, match=message) as told:
         outcome({rank: failed(rank, *end) for rank, end in enumerate(ends)}, [], str(tmp_path))
