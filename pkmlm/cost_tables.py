@@ -121,6 +121,8 @@ def layer_table(recipe: Recipe, cost: Cost) -> Table:
         rows.append(row)
     model = recipe.model
     title = f"{recipe.name}: {model.layers} layers of {model.dim:,}, a sequence of {model.context:,} tokens"
+    if any(table.layers > 1 for table in cost.tables):
+        title += "; the memories share one table"
     return Table(title, columns, rows)
 
 
@@ -152,7 +154,9 @@ def rank_tables(recipe: Recipe, world: dict[str, Any]) -> list[Table]:
         for each in divisions:
             largest = each["largest"]
             sizes = (
-                (largest["num_keys"], largest["slots"], largest["slots"] * recipe.model.dim) if largest else (None,) * 3
+                (largest["num_keys"], largest["slots"], largest["slots"] * sum(recipe.model.table_widths))
+                if largest
+                else (None,) * 3
             )
             rows.append((each["memory"], *sizes))
         columns = [number(name) for name in ("memory", "num_keys", "slots a layer", "values a layer")]
