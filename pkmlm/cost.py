@@ -25,7 +25,7 @@ from pkmlm.model.loss import tokens_of_chunk
 from pkmlm.model.memory.base import SparseMemory, memories
 from pkmlm.model.memory.values import Pool
 from pkmlm.model.transformer import FFN, Transformer, build_block, build_pool
-from pkmlm.recipe.check import MAX_PARAMETERS, MAX_SLOTS, memory_layers
+from pkmlm.recipe.constraints import MAX_PARAMETERS, MAX_SLOTS, memory_layers
 from pkmlm.recipe.schema import Model, Recipe
 
 

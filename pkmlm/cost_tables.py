@@ -9,7 +9,7 @@ from pkmlm.console import Column, Table, number
 from pkmlm.cost import BlockCost, Cost, bytes_held, bytes_sent, cost_of, divisions, hash_layer_cost, most_keys
 from pkmlm.data.corpus import FILE, read_index
 from pkmlm.errors import UserError
-from pkmlm.recipe.check import check_ranks
+from pkmlm.recipe.constraints import check_ranks
 from pkmlm.recipe.schema import Parallel, Recipe
 
 MEGA, GIGA = 10**6, 10**9

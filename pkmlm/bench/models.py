@@ -16,7 +16,7 @@ from pkmlm.device import default_device, free_bytes
 from pkmlm.errors import UserError
 from pkmlm.model.attention import KVCache
 from pkmlm.model.transformer import Transformer
-from pkmlm.recipe.check import check_recipe
+from pkmlm.recipe.constraints import check_recipe
 from pkmlm.recipe.schema import Hash, Memory, Model, Recipe
 from pkmlm.seeds import generator
 

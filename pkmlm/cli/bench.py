@@ -185,7 +185,7 @@ def generate(
     """
     from pkmlm.bench.generate import time_inference
     from pkmlm.bench.models import chosen_models
-    from pkmlm.recipe.check import require_softmax
+    from pkmlm.recipe.constraints import require_softmax
     from pkmlm.recipe.load import load_recipe
 
     recipe = load_recipe(recipe_file, overrides)

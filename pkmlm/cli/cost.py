@@ -94,7 +94,7 @@ def command(
         raise click.UsageError("--tokens is for --hash-layer; a RECIPE's sequences have model.context tokens.")
 
     from pkmlm import cost_tables
-    from pkmlm.recipe.check import unused_key_warnings
+    from pkmlm.recipe.constraints import unused_key_warnings
     from pkmlm.recipe.load import load_recipe
 
     result: dict[str, Any]

@@ -65,7 +65,7 @@ def command(
     """
     from pkmlm.evaluate.generate import Sampling, generate, stream_text
     from pkmlm.evaluate.load import load_run
-    from pkmlm.recipe.check import require_softmax
+    from pkmlm.recipe.constraints import require_softmax
 
     if not temperature < float("inf"):
         raise UserError(f"--temperature {temperature} is not a number to divide by (expected 0 or more)")

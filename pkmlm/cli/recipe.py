@@ -43,7 +43,7 @@ def check(settings: dict[str, bool], files: tuple[str, ...], overrides: tuple[st
       pkmlm recipe check mine.yaml -s model.layers=12
     """
     from pkmlm.cli import print_error
-    from pkmlm.recipe.check import warnings
+    from pkmlm.recipe.constraints import warnings
     from pkmlm.recipe.load import load_recipe
 
     code = 0

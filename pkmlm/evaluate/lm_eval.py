@@ -23,7 +23,7 @@ from pkmlm.evaluate.likelihood import Window, build_prefix_trees, continuation_w
 from pkmlm.evaluate.load import LoadedRun, load_run
 from pkmlm.evaluate.perplexity import BATCH, score_windows, windows
 from pkmlm.evaluate.tasks import Json, ZeroShotTask, contained, one_line
-from pkmlm.recipe.check import require_softmax
+from pkmlm.recipe.constraints import require_softmax
 from pkmlm.runs.results import average_accuracy
 
 TOKENS = {"cpu": 2048, "cuda": 1 << 15}  # of a forward pass, where the batch size is not given

@@ -6,7 +6,7 @@ from typing import Any
 from pkmlm.console import warn
 from pkmlm.errors import printable
 from pkmlm.export.config import Origin
-from pkmlm.recipe.check import memory_layers
+from pkmlm.recipe.constraints import memory_layers
 from pkmlm.recipe.schema import Model, Recipe
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.results import EVAL, Altered, perplexity_file, read_evaluation

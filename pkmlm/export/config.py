@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from typing_extensions import NotRequired, TypedDict
 
 from pkmlm.errors import UserError
-from pkmlm.recipe.check import check_recipe, memory_layers
+from pkmlm.recipe.constraints import check_recipe, memory_layers
 from pkmlm.recipe.load import bind
 from pkmlm.recipe.nodes import Node
 from pkmlm.recipe.schema import Model, Recipe

@@ -29,7 +29,7 @@ from pkmlm.export.config import (
     tokenizer_config,
 )
 from pkmlm.model.transformer import Transformer, build_model
-from pkmlm.recipe.check import require_softmax
+from pkmlm.recipe.constraints import require_softmax
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.checkpoint import check_tensors, write_tensors
 from pkmlm.runs.files import (

@@ -20,7 +20,7 @@ from pkmlm.model.memory.key_memory import FlatKeyMemory, KeyMemory, ProductKeyMe
 from pkmlm.model.memory.peer import PEER
 from pkmlm.model.memory.query import QueryBatchNorm
 from pkmlm.model.memory.values import Pool, Values
-from pkmlm.recipe.check import memory_layers, rotary_width
+from pkmlm.recipe.constraints import memory_layers, rotary_width
 from pkmlm.recipe.schema import Model, Recipe
 
 BATCH_NORM_MOMENTUM = 0.1  # of one optimizer step

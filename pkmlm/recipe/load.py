@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from pydantic import ValidationError
 
 from pkmlm.errors import UserError
-from pkmlm.recipe.check import check_recipe
+from pkmlm.recipe.constraints import check_recipe
 from pkmlm.recipe.nodes import Node, parse, parse_override, shorten, yaml_text
 from pkmlm.recipe.schema import Recipe, leaves
 from pkmlm.recipe.shipped import find_recipe
@@ -48,7 +48,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         overrides: `key=value` with a dotted key; the value is a scalar or a list ([3, 5]); the last wins.
 
     Raises:
-        UserError: the file is no recipe, or `pkmlm.recipe.check` finds keys that cannot hold together.
+        UserError: the file is no recipe, or `pkmlm.recipe.constraints` finds keys that cannot hold together.
     """
     return recipe_of(read_tree(find_recipe(path)), overrides)
 

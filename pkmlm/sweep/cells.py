@@ -10,7 +10,7 @@ from pathlib import Path
 from pkmlm.analysis.compare import Facts, facts_of
 from pkmlm.data.corpus import read_index
 from pkmlm.errors import UserError
-from pkmlm.recipe.check import warnings
+from pkmlm.recipe.constraints import warnings
 from pkmlm.recipe.load import read_tree, recipe_of
 from pkmlm.recipe.schema import Recipe, dump_recipe, flatten, scalar_text
 from pkmlm.runs.directory import RunDirectory

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pkmlm.data.corpus import Corpus, open_tokenizer
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
-from pkmlm.recipe import check
+from pkmlm.recipe import constraints
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Recipe
 
@@ -67,9 +67,9 @@ def open_job(recipe_file: str, overrides: Iterable[str], ranks: int, *, verify: 
             f"model.vocab_size: {recipe.model.vocab_size} (expected at least the tokenizer's {tokenizer.size})",
             "leave it null, or tokenize with a smaller --vocab-size",
         )
-    check.check_ranks(recipe, ranks, recipe_file)
+    constraints.check_ranks(recipe, ranks, recipe_file)
     job = Job(recipe, corpus, tokenizer)
-    warnings = check.warnings(recipe, recipe_file, overrides)
+    warnings = constraints.warnings(recipe, recipe_file, overrides)
     if job.epochs > MANY_EPOCHS:
         reading = f"{recipe.train.steps:,} steps read them {job.epochs:,.0f} times"
         warnings.append(f"{folder}: train has {corpus.tokens:,} tokens: {reading}")

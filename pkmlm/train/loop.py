@@ -15,7 +15,7 @@ from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import remove_file
 from pkmlm.signals import StopRequest
 from pkmlm.train.log import RunLog
-from pkmlm.train.resume import fixed_keys
+from pkmlm.train.resume_check import fixed_keys
 from pkmlm.train.step import TrainState, diverged, train_step
 from pkmlm.train.validation import recalibrate
 

@@ -27,7 +27,7 @@ from pkmlm.train.log import RunLog, SilentLog, TrainingLog
 from pkmlm.train.loop import Outcome, Training
 from pkmlm.train.monitor import TrainingMonitor
 from pkmlm.train.out_of_memory import out_of_memory_error, too_large_warning, training_bytes
-from pkmlm.train.resume import (
+from pkmlm.train.resume_check import (
     change_warnings,
     is_complete,
     lost_metrics_warning,

@@ -17,7 +17,7 @@ import pytest
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs import checkpoint
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.train.resume import change_warnings
+from pkmlm.train.resume_check import change_warnings
 from pkmlm.train.step import TrainState
 from tests.conftest import after_step, pkmlm
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from pkmlm.errors import UserError
-from pkmlm.recipe.check import check_recipe
+from pkmlm.recipe.constraints import check_recipe
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import dump_recipe, flatten
 from tests.forks import ROOT

@@ -17,7 +17,7 @@ from pkmlm.model.attention import KVCache, rotate, rotation
 from pkmlm.model.efficient_attention import CosFormer, Linformer, Performer
 from pkmlm.model.init import initialise, orthogonal_rows
 from pkmlm.model.transformer import Transformer, build_model
-from pkmlm.recipe.check import check_recipe
+from pkmlm.recipe.constraints import check_recipe
 from pkmlm.recipe.schema import AttentionOptions, Hash, Memory, Model, Recipe, Train
 
 CONTEXT, WIDTH = 150, 6

@@ -11,7 +11,7 @@ from pkmlm.bench.models import RandomBatches, random_tokens
 from pkmlm.errors import UserError
 from pkmlm.kernels import matmul
 from pkmlm.model.transformer import build_model
-from pkmlm.recipe.check import check_recipe
+from pkmlm.recipe.constraints import check_recipe
 from pkmlm.recipe.schema import Memory, Model, Recipe, Train
 from pkmlm.train.compile_and_recompute import compile_dense_parts
 from pkmlm.train.step import TrainState, train_step

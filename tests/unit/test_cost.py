@@ -21,7 +21,7 @@ from pkmlm.cost import (
 )
 from pkmlm.kernels.row_gradient import exchange_bytes
 from pkmlm.model.transformer import build_model
-from pkmlm.recipe.check import check_recipe
+from pkmlm.recipe.constraints import check_recipe
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import AttentionOptions, Hash, Memory, Model, Parallel, Recipe, Train
 

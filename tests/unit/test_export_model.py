@@ -21,7 +21,7 @@ from pkmlm.export.configuration_pkmlm import PkmlmConfig
 from pkmlm.export.folder import read_export, write_export
 from pkmlm.export.modeling_pkmlm import PkmlmForCausalLM, PkmlmModel, visible
 from pkmlm.model.transformer import Transformer, build_model
-from pkmlm.recipe.check import check_recipe, memory_layers
+from pkmlm.recipe.constraints import check_recipe, memory_layers
 from pkmlm.recipe.schema import AttentionOptions, Hash, Memory, Model, Recipe, Train, flatten
 
 CPU = torch.device("cpu")

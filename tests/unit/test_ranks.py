@@ -15,7 +15,7 @@ from pkmlm.errors import UserError
 from pkmlm.kernels.row_gradient import exchange_bytes
 from pkmlm.model import init
 from pkmlm.model.memory.values import _AllGather, _AllToAll
-from pkmlm.recipe.check import check_ranks, check_recipe
+from pkmlm.recipe.constraints import check_ranks, check_recipe
 from pkmlm.recipe.schema import Hash, Memory, Model, Parallel, Recipe, Train
 
 KEYS = (46_340, 46_341)  # their squares lie on both sides of 2^31

@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 from pydantic import ValidationError
 
 from pkmlm.errors import UserError
-from pkmlm.recipe.check import check_recipe, memory_layers, rotary_width, unused_key_warnings
+from pkmlm.recipe.constraints import check_recipe, memory_layers, rotary_width, unused_key_warnings
 from pkmlm.recipe.load import bind, load_recipe
 from pkmlm.recipe.nodes import parse
 from pkmlm.recipe.schema import (
