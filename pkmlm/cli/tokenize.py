@@ -130,7 +130,8 @@ def command(
           --shard I/3 -o parts/I
       pkmlm tokenize --join parts/1 parts/2 parts/3 -o data/web
     """
-    from pkmlm.data.shards import join_parts, tokenize
+    from pkmlm.data.join_parts import join_parts
+    from pkmlm.data.shards import tokenize
 
     check_options(context)
     folder = free_tokens(output, force)

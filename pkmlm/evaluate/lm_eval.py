@@ -22,7 +22,8 @@ from pkmlm.evaluate.generate import Sampling, generate, stream_text
 from pkmlm.evaluate.likelihood import Window, build_prefix_trees, continuation_windows, score_trees
 from pkmlm.evaluate.load import LoadedRun, load_run
 from pkmlm.evaluate.perplexity import BATCH, score_windows, windows
-from pkmlm.evaluate.tasks import Json, ZeroShotTask, contained, one_line
+from pkmlm.evaluate.task_rows import Json, one_line
+from pkmlm.evaluate.tasks import ZeroShotTask, contained
 from pkmlm.recipe.constraints import require_softmax
 from pkmlm.runs.results import average_accuracy
 

@@ -2,9 +2,9 @@
 
 A recipe is a tree of frozen dataclasses that pydantic validates, however they are made: a value of another type, beyond
 its range or none of the choices raises `pydantic.ValidationError`. `load.py` fills the tree from YAML and turns such an
-error into one line with its place; `constraints.py` says what must hold between keys. `pkmlm recipe keys` and `pkmlm recipe
-schema` print what stands here, and `dump_recipe` writes a recipe out. A key's unit is in its help. PKM is Lample et al.
-2019, MF is MemoryFormer (Ding et al. 2024).
+error into one line with its place; `constraints.py` says what must hold between keys. `pkmlm recipe keys` and `pkmlm
+recipe schema` print what stands here, and `dump_recipe` writes a recipe out. A key's unit is in its help. PKM is Lample
+et al. 2019, MF is MemoryFormer (Ding et al. 2024).
 """
 
 import re

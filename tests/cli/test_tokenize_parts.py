@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pkmlm.data.corpus import HASHED, Corpus
-from pkmlm.data.shards import Encoding, assign_parts, join_parts, write_corpus
+from pkmlm.data.join_parts import join_parts
+from pkmlm.data.shards import Encoding, assign_parts, write_corpus
 from pkmlm.data.sources import find_sources
 from pkmlm.data.tokenizer import Tokenizer
 from tests.cli.test_tokenize import WORDS, assert_same_folders
