@@ -102,22 +102,6 @@ def product_key_select(q_NHd: Tensor, subkeys_H2nf: Tensor, k: int) -> tuple[Ten
     return scores_NHk, slots_NHk
 
 
-class _RowScores(torch.autograd.Function):
-    """Products of queries with chosen keys."""
-
-    @staticmethod
-    def forward(ctx: Any, q_Nd: Tensor, keys_Kd: Tensor, slots_Nk: Tensor) -> Tensor:
-        ctx.save_for_backward(q_Nd, keys_Kd, slots_Nk)
-        products_Nk: Tensor = backend.of(q_Nd).row_products(keys_Kd, q_Nd, slots_Nk)
-        return products_Nk
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_Nk: Tensor) -> tuple[Tensor, Tensor, None]:
-        q_Nd, keys_Kd, slots_Nk = ctx.saved_tensors
-        return *_score_gradients(q_Nd, keys_Kd, slots_Nk, grad_Nk.contiguous()), None
-
-
 def flat_key_select(q_NHd: Tensor, keys_HKd: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k best of K plain keys for each query: the baseline of table 4. Returns as `product_key_select`.
 
@@ -139,7 +123,7 @@ def flat_key_select(q_NHd: Tensor, keys_HKd: Tensor, k: int) -> tuple[Tensor, Te
         with torch.no_grad():
             chunks = row_chunks(q_Nd, keys_Kd, chunk_size)
             slots_Nk = cat([backend.of(q_Nd).top_k(matmul_nt(q_Cd, keys_Kd), k)[1] for q_Cd in chunks])
-        scores.append(_RowScores.apply(q_Nd, keys_Kd, slots_Nk))
+        scores.append(row_products(keys_Kd, q_Nd, slots_Nk))
         slots.append(slots_Nk)
     return torch.stack(scores, 1), torch.stack(slots, 1)
 
@@ -194,6 +178,58 @@ def weighted_row_sum(
     """
     out_ND: Tensor = _WeightedRowSum.apply(values_KD, slots_Nr, weights_Nr.to(values_KD.dtype), gradient, copy_KD)
     return out_ND
+
+
+class _RowProducts(torch.autograd.Function):
+    """The mirror of `_WeightedRowSum`: to the rows, x has the place of the output's gradient, and the gradient of a
+    product that of a weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values_KD: Tensor,
+        x_ND: Tensor,
+        slots_Nr: Tensor,
+        gradient: RowGradient | None,
+        copy_KD: Tensor | None,
+    ) -> Tensor:
+        read_KD = values_KD if copy_KD is None else copy_KD
+        ctx.save_for_backward(read_KD, x_ND, slots_Nr)
+        ctx.gradient = gradient
+        products_Nr: Tensor = backend.of(read_KD).row_products(read_KD, x_ND, slots_Nr)
+        return products_Nr
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_Nr: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        read_KD, x_ND, slots_Nr = ctx.saved_tensors
+        grad_Nr = grad_Nr.contiguous()
+        values_grad = x_grad = None
+        if ctx.needs_input_grad[0]:
+            gradient = ctx.gradient if ctx.gradient is not None else RowGradient(len(read_KD), every_row=True)
+            gradient.add(x_ND.to(read_KD.dtype), slots_Nr, grad_Nr)
+            values_grad = gradient.dense() if ctx.gradient is None else None
+        if ctx.needs_input_grad[1]:
+            x_grad = backend.of(read_KD).weighted_row_sum(read_KD, slots_Nr, grad_Nr).to(x_ND.dtype)
+        return values_grad, x_grad, None, None, None
+
+
+def row_products(
+    values_KD: Tensor,
+    x_ND: Tensor,
+    slots_Nr: Tensor,
+    gradient: RowGradient | None = None,
+    copy_KD: Tensor | None = None,
+) -> Tensor:
+    """out[t, r] = <x[t], values[slots[t, r]]>, in the dtype of the values.
+
+    Args:
+        values_KD, slots_Nr, gradient, copy_KD: as for `weighted_row_sum`.
+        x_ND: any floating dtype; taken in that of the values.
+    """
+    x_ND = x_ND.to(values_KD.dtype).contiguous()
+    products_Nr: Tensor = _RowProducts.apply(values_KD, x_ND, slots_Nr, gradient, copy_KD)
+    return products_Nr
 
 
 bucket_codes = reference.bucket_codes  # integer arithmetic, exact in every dtype
