@@ -302,7 +302,7 @@ def warmup_warnings(recipe: Recipe) -> list[str]:
     """Warm-ups that are longer than training, so that the learning rate never reaches its peak."""
     optim, steps = recipe.optim, recipe.train.steps
     warmups: dict[str, int | None] = {"optim.warmup_steps": optim.warmup_steps}
-    if recipe.model.memory.kind != "none":
+    if recipe.model.memory.kind != "none" and optim.values.schedule != "relative":
         warmups["optim.values.warmup_steps"] = optim.values.warmup_steps
     if recipe.model.projections == "hash":
         warmups["optim.tables.warmup_steps"] = optim.tables.warmup_steps
@@ -365,6 +365,11 @@ def unused_keys(recipe: Recipe) -> dict[str, str]:
     ]
     if not {"cosine", "linear"} & recipe.schedules:
         disabled["optim.schedule"] = ["optim.final_lr"]
+    if model.memory.kind != "none":
+        relative = recipe.optim.values.schedule == "relative"
+        idle = ["lr", "warmup_steps"] if relative else ["times"]
+        idle += [] if recipe.optim.values.schedule in ("cosine", "linear") else ["final_lr"]
+        disabled["optim.values.schedule"] = [f"optim.values.{name}" for name in idle]
     if recipe.eval.every == 0:
         disabled["eval.every"] = ["eval.patience"]
     return {key: switch for switch, keys in disabled.items() for key in flatten(recipe) if key.startswith(tuple(keys))}

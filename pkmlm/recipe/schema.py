@@ -27,11 +27,14 @@ NOT_TEXT = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}  # to o
 Size = Annotated[int, Field(ge=1, le=MAX_INT)]
 Steps = Annotated[int, Field(ge=0, le=MAX_INT)]
 Schedule = Literal["inverse-sqrt", "cosine", "linear", "constant"]
+ValuesSchedule = Literal["inverse-sqrt", "cosine", "linear", "constant", "relative"]
+Times = Annotated[float, Field(ge=0, le=1000)]
 QueryMap = Literal["linear", "mlp"]
 QueryNorm = Literal["batch", "layer", "rms", "none"]
 HashScore = Literal["paper", "scaled"]
 LearningRate = Annotated[float, Field(gt=0, le=1000)]  # more is a slip of the pen, and would soon overflow
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
 WeightDecay = Annotated[float, Field(ge=0, le=1e30)]  # finite in fp32 when multiplied by a learning rate
 Clip = Annotated[float, Field(ge=0)]
 Epsilon = Annotated[float, Field(ge=1e-30)]  # less is 0 in fp32: unread rows would give 0 / 0
@@ -136,8 +139,12 @@ class ValuesOptim:
     lr: LearningRate = key(1e-3, "peak learning rate of the memory values")
     betas: tuple[Fraction, Fraction] = key((0.9, 0.999), "Adam's decay rates")
     eps: Epsilon | None = key(None, "Adam's epsilon; null: that of optim")
-    schedule: Schedule = key("constant", "learning-rate schedule")
+    schedule: ValuesSchedule = key(
+        "constant", "learning-rate schedule; relative: the dense learning rate, times a factor (`times`)"
+    )
+    times: tuple[Times, Times] = key((4.0, 1.0), "relative: the factor at the start and at the end")
     warmup_steps: Steps = key(0, "steps of linear warm-up")
+    final_lr: Share | None = key(None, "cosine and linear end at this share of the peak; null: that of optim")
     weight_decay: WeightDecay = key(0.0, "decoupled weight decay; row-adam decays the rows that it updates")
     clip: Clip = key(1.0, "largest gradient norm of the values; 0: no clipping")
 
@@ -170,7 +177,7 @@ class Optim:
     eps: Epsilon = key(1e-8, "Adam's epsilon, for every group")
     schedule: Schedule = key("inverse-sqrt", "learning-rate schedule")
     warmup_steps: Steps = key(4000, "steps of linear warm-up; inverse-sqrt needs at least 1")
-    final_lr: float = key(0.1, "cosine and linear end at this share of the peak", ge=0, le=1)
+    final_lr: Share = key(0.1, "cosine and linear end at this share of the peak")
     weight_decay: WeightDecay = key(
         0.0, "decoupled weight decay of dense matrices (never keys, biases, norms, values or tables)"
     )
@@ -242,9 +249,9 @@ class Recipe:
         return self.train.batch_tokens // self.model.context
 
     @property
-    def schedules(self) -> set[Schedule]:
+    def schedules(self) -> set[ValuesSchedule]:
         """The learning-rate schedules of the groups of parameters that the model has."""
-        found = {self.optim.schedule}
+        found: set[ValuesSchedule] = {self.optim.schedule}
         if self.model.memory.kind != "none":
             found.add(self.optim.values.schedule)
         if self.model.projections == "hash":

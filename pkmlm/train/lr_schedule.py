@@ -37,3 +37,24 @@ class LrSchedule:
         progress = min(1.0, (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
         fall = progress if self.shape == "linear" else (1 - math.cos(math.pi * progress)) / 2
         return self.peak * (1 - (1 - self.final) * fall)
+
+
+@dataclass(frozen=True)
+class RelativeLrSchedule:
+    """Another schedule, times a factor that goes in a straight line from the first to the last step (UltraMem, Huang et
+    al. 2024: from 4 to 1).
+
+    Args:
+        other: the schedule that it follows.
+        times: the factor before the first step, and at the last.
+        steps: of the whole run.
+    """
+
+    other: LrSchedule
+    times: tuple[float, float]
+    steps: int
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of a step (from 1)."""
+        first, last = self.times
+        return self.other.lr_at(step) * (first + (last - first) * min(1.0, step / self.steps))

@@ -11,7 +11,7 @@ from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.model.memory.key_memory import KeyMemory
 from pkmlm.model.memory.values import Values, tables_of
 from pkmlm.recipe.schema import Recipe, TablesOptim, ValuesOptim
-from pkmlm.train.lr_schedule import LrSchedule
+from pkmlm.train.lr_schedule import LrSchedule, RelativeLrSchedule
 from pkmlm.train.parallel import is_shard, local_part
 from pkmlm.train.row_adam import RowAdam, empty_state
 
@@ -31,7 +31,7 @@ class ParameterGroup:
     parameters: dict[str, nn.Parameter]
     row_gradients: list[RowGradient]
     optimizer: torch.optim.Optimizer
-    schedule: LrSchedule
+    schedule: LrSchedule | RelativeLrSchedule
     clip: float
 
     def own_square(self, process_groups: ProcessGroups) -> Tensor:
@@ -77,9 +77,8 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[ParameterGroup]:
     hash_tables = {path: table for path, table in tables.items() if table.group == "tables"}
     if values:
         spec = optim.values
-        schedule = LrSchedule(spec.lr, spec.schedule, spec.warmup_steps, recipe.train.steps, optim.final_lr)
         eps = optim.eps if spec.eps is None else spec.eps
-        groups.append(_row_group("values", values, spec, schedule, spec.betas, eps))
+        groups.append(_row_group("values", values, spec, values_schedule(recipe), spec.betas, eps))
     if hash_tables:
         own = optim.tables
         shape = own.schedule or optim.schedule
@@ -87,6 +86,21 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[ParameterGroup]:
         schedule = LrSchedule(optim.lr * own.lr_scale, shape, warmup_steps, recipe.train.steps, optim.final_lr)
         groups.append(_row_group("tables", hash_tables, own, schedule, own.betas or optim.betas, optim.eps))
     return groups
+
+
+def dense_schedule(recipe: Recipe) -> LrSchedule:
+    """The learning rate of the dense parameters."""
+    optim = recipe.optim
+    return LrSchedule(optim.lr, optim.schedule, optim.warmup_steps, recipe.train.steps, optim.final_lr)
+
+
+def values_schedule(recipe: Recipe) -> LrSchedule | RelativeLrSchedule:
+    """The learning rate of the values of memories."""
+    spec, steps = recipe.optim.values, recipe.train.steps
+    if spec.schedule == "relative":
+        return RelativeLrSchedule(dense_schedule(recipe), spec.times, steps)
+    final = recipe.optim.final_lr if spec.final_lr is None else spec.final_lr
+    return LrSchedule(spec.lr, spec.schedule, spec.warmup_steps, steps, final)
 
 
 def optimizer_state(groups: Iterable[ParameterGroup]) -> dict[str, Tensor]:
@@ -121,21 +135,20 @@ def _dense_group(model: nn.Module, parameters: dict[str, nn.Parameter], recipe: 
         for (decay, lr_scale, _), chosen in settings.items()
     ]
     optimizer = torch.optim.AdamW(split, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
-    schedule = LrSchedule(optim.lr, optim.schedule, optim.warmup_steps, recipe.train.steps, optim.final_lr)
-    return ParameterGroup("dense", parameters, [], optimizer, schedule, optim.clip)
+    return ParameterGroup("dense", parameters, [], optimizer, dense_schedule(recipe), optim.clip)
 
 
 def _row_group(
     name: str,
     tables: dict[str, Values],
     spec: ValuesOptim | TablesOptim,
-    schedule: LrSchedule,
+    schedule: LrSchedule | RelativeLrSchedule,
     betas: tuple[float, float],
     eps: float,
 ) -> ParameterGroup:
     """Tables of rows, updated straight from their reads."""
     every_row = spec.optimizer == "adam"
-    optimizer = RowAdam(tables.values(), schedule.peak, betas, eps, spec.weight_decay, every_row=every_row)
+    optimizer = RowAdam(tables.values(), schedule.lr_at(1), betas, eps, spec.weight_decay, every_row=every_row)
     parameters = {path: table.weight_KD for path, table in tables.items()}
     gradients = [table.gradient for table in tables.values() if table.gradient is not None]
     return ParameterGroup(name, parameters, gradients, optimizer, schedule, spec.clip)

@@ -102,7 +102,9 @@ def change_warnings(
     for name in ("torch", "numpy", "device", "precision", "ranks"):
         if before.get(name) not in (None, now[name]):
             changed.append(change(name, before[name], now[name]))
-    has_length = bool(recipe.schedules & {"cosine", "linear"})  # other schedules do not depend on train.steps
+    has_length = bool(
+        recipe.schedules & {"cosine", "linear", "relative"}
+    )  # other schedules do not depend on train.steps
     for key, text in changed_keys(recipe_before, recipe).items():
         if key == "train.init_from":
             changed.append(f"{text} (ignored: the run has a checkpoint of its own)")

@@ -13,7 +13,7 @@ from pkmlm.model.memory import values as values_module
 from pkmlm.model.memory.values import Values
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Hash, KeysOptim, Memory, Model, Optim, Recipe, TablesOptim, Train, ValuesOptim
-from pkmlm.train.lr_schedule import LrSchedule
+from pkmlm.train.lr_schedule import LrSchedule, RelativeLrSchedule
 from pkmlm.train.optim import parameter_groups
 from pkmlm.train.row_adam import RowAdam
 
@@ -39,6 +39,35 @@ def test_schedules():
     assert lrs("linear", 5, 10, 35, 60, 110, 500) == pytest.approx([1.0, 2.0, 1.55, 1.1, 0.2, 0.2])
     assert lrs("constant", 5, 10, 60, 500) == pytest.approx([1.0, 2.0, 2.0, 2.0])
     assert LrSchedule(1.0, "constant", warmup_steps=0, steps=5, final=0.1).lr_at(1) == 1.0
+
+
+def test_the_relative_schedule_is_the_dense_one_times_a_falling_factor():
+    dense = LrSchedule(2.0, "cosine", warmup_steps=10, steps=110, final=0.1)
+    relative = RelativeLrSchedule(dense, times=(4.0, 1.0), steps=110)
+    assert relative.lr_at(5) == pytest.approx(1.0 * (4 - 3 * 5 / 110))  # in the warm-up
+    assert relative.lr_at(55) == pytest.approx(dense.lr_at(55) * 2.5)
+    assert relative.lr_at(110) == pytest.approx(0.2)
+    assert relative.lr_at(500) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("values", "middle", "last"),
+    [
+        (ValuesOptim(lr=1.0, schedule="linear"), 0.55, 0.1),  # final_lr is that of optim
+        (ValuesOptim(lr=1.0, schedule="linear", final_lr=0.5), 0.75, 0.5),
+        (ValuesOptim(lr=1.0, schedule="linear", final_lr=0.0), 0.5, 0.0),
+        (ValuesOptim(schedule="relative", times=(8.0, 2.0)), 0.275 * 5, 0.05 * 2),
+    ],
+)
+def test_values_have_their_own_end_and_may_follow_the_dense_rate(values, middle, last):
+    optim = Optim(lr=0.5, schedule="linear", warmup_steps=0, final_lr=0.1, values=values)
+    recipe = replace(RECIPE, optim=optim, train=replace(RECIPE.train, steps=100))
+    groups = {group.name: group for group in parameter_groups(build_model(recipe, 20), recipe)}
+    found = []
+    for step in (50, 100):
+        groups["values"].step(step)
+        found.append(groups["values"].optimizer.param_groups[0]["lr"])
+    assert found == pytest.approx([middle, last])
 
 
 def test_every_parameter_is_in_one_group():
