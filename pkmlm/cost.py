@@ -10,6 +10,7 @@ G = W / M: ranks that hold the same columns; t: tokens of a rank in a step; r: r
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +23,8 @@ from pkmlm.model.attention import Attention
 from pkmlm.model.efficient_attention import CHUNK
 from pkmlm.model.loss import tokens_of_chunk
 from pkmlm.model.memory.base import SparseMemory, memories
-from pkmlm.model.transformer import FFN, Transformer, build_block
+from pkmlm.model.memory.values import Pool
+from pkmlm.model.transformer import FFN, Transformer, build_block, build_pool
 from pkmlm.recipe.check import MAX_PARAMETERS, MAX_SLOTS, memory_layers
 from pkmlm.recipe.schema import Model, Recipe
 
@@ -34,13 +36,15 @@ class TableCost:
     Attributes:
         name: of the layer that reads it: "memory", "qkv", "ffn1" or "ffn2".
         rows, width: its shape.
-        reads: rows that one token reads.
+        reads: rows that one token reads in a layer.
+        layers: that read it: more than one, if it is of a pool.
     """
 
     name: str
     rows: int
     width: int
     reads: int
+    layers: int
 
     @property
     def parameters(self) -> int:
@@ -77,7 +81,7 @@ class BlockCost:
 
     @property
     def memory(self) -> int:
-        """Parameters of its tables."""
+        """Parameters of the tables that it reads, of which those of a pool are other blocks', too."""
         return sum(table.parameters for table in self.tables)
 
     @property
@@ -115,8 +119,8 @@ class Cost:
 
     @property
     def tables(self) -> list[TableCost]:
-        """The tables of all blocks."""
-        return [table for block in self.blocks for table in block.tables]
+        """The tables of all blocks; those of a pool once."""
+        return tables_of_blocks(self.blocks)
 
     def as_json(self) -> dict[str, Any]:
         """The shape of `pkmlm cost --json`."""
@@ -153,13 +157,15 @@ def cost_of(recipe: Recipe, vocab_size: int, entry_bytes: int = 2) -> Cost:
         entry_bytes: bytes an entry of values and tables: 2 as the papers count (fp16), 4 for fp32.
     """
     model = recipe.model
+    with torch.device("meta"):
+        pool = build_pool(model)
     placements = memory_layers(model)
     built: dict[bool | None, BlockCost] = {}  # by where the memory stands, if there is one: such blocks are equal
     blocks = []
     for layer in range(1, model.layers + 1):
         placement = placements.get(layer)
         if placement not in built:
-            built[placement] = count_block(recipe, layer)
+            built[placement] = count_block(recipe, layer, pool)
         blocks.append(replace(built[placement], layer=layer))
     with torch.device("meta"):
         outside = Transformer(model, vocab_size, [])
@@ -170,7 +176,7 @@ def cost_of(recipe: Recipe, vocab_size: int, entry_bytes: int = 2) -> Cost:
     flops = sum(block.flops_without_attention + block.attention_flops for block in blocks)
     return Cost(
         dense=dense,
-        memory=sum(block.memory for block in blocks),
+        memory=sum(table.parameters for table in tables_of_blocks(blocks)),
         read_per_token=dense - unread + sum(block.read for block in blocks),
         blocks=tuple(blocks),
         flops_per_token=flops // model.context + vocab_size * model.dim,
@@ -179,17 +185,28 @@ def cost_of(recipe: Recipe, vocab_size: int, entry_bytes: int = 2) -> Cost:
     )
 
 
-def count_block(recipe: Recipe, layer: int) -> BlockCost:
+def tables_of_blocks(blocks: Sequence[BlockCost]) -> list[TableCost]:
+    """The tables of all blocks: those that each has for itself, then those of the pool, which several read."""
+    own = [table for block in blocks for table in block.tables if table.layers == 1]
+    pools = [[table for table in block.tables if table.layers > 1] for block in blocks]
+    return own + next(filter(None, pools), [])
+
+
+def count_block(recipe: Recipe, layer: int, pool: Pool | None) -> BlockCost:
     """Build a block on the meta device, and count what its modules hold and do.
 
     Multiply-adds of a token are those of its linear maps, one for each weight, and what its memories state.
     """
     model, s, d = recipe.model, recipe.model.context, recipe.model.dim
     with torch.device("meta"):
-        block = build_block(recipe, layer, micro_batches=1)
+        block = build_block(recipe, layer, micro_batches=1, pool=pool)
     found = memories(block)
     maps = sum(module.weight.numel() for module in block.modules() if isinstance(module, nn.Linear))
-    tables = [TableCost(each.tap.name, each.tap.slots, each.values.width, each.reads) for each in found]
+    tables = [
+        TableCost(each.tap.name, each.tap.slots, table.width, each.reads, max(1, len(each.tap.pool)))
+        for each in found
+        for table in each.read_tables()
+    ]
     parts: list[str] = []
     for name, part in (("attention", block.attention), *block.parts.items()):
         parts += [memory.tap.name for memory in memories(part)] or [name]
@@ -200,7 +217,8 @@ def count_block(recipe: Recipe, layer: int) -> BlockCost:
     return BlockCost(
         layer=layer,
         parts=tuple(parts),
-        dense=sum(parameter.numel() for parameter in block.parameters()) - sum(table.parameters for table in tables),
+        dense=sum(parameter.numel() for parameter in block.parameters())
+        - sum(table.parameters for table in tables if table.layers == 1),
         keys=sum(parameter.numel() for memory in found for parameter in memory.parameters(recurse=False)),
         tables=tuple(tables),
         flops_without_attention=s * (maps + sum(memory.flops_per_token() for memory in found)),
@@ -311,7 +329,7 @@ def training_bytes(recipe: Recipe, dense: int, blocks: list[BlockCost], vocab_si
         vocab_size: rows of the embedding.
     """
     model, train = recipe.model, recipe.train
-    tables = [table for block in blocks for table in block.tables]
+    tables = tables_of_blocks(blocks)
     parameters = dense + sum(table.parameters for table in tables)
     tokens = train.micro_batch * model.context
     saved = [block.saved for block in blocks]
@@ -336,8 +354,8 @@ def row_gradient_bytes(table: TableCost, tokens: int, micro_batch_tokens: int, t
     """Bytes of the gradient of a table of rows until the update (`pkmlm.kernels.row_gradient`).
 
     For each read its slot and weight, twice while they are sorted, and for each token the gradient of the output: of
-    all tokens of a step, or, where that is less, of one backward pass beside sums of rows, and as much again while
-    reads turn into sums.
+    all tokens of a step, in each layer that reads the table, or, where that is less, of one layer's backward pass
+    beside sums of rows, and as much again while reads turn into sums.
 
     Args:
         tokens: of a step.
@@ -346,7 +364,7 @@ def row_gradient_bytes(table: TableCost, tokens: int, micro_batch_tokens: int, t
     """
     token_bytes = 40 * table.reads + 4 * table.width // table_ranks
     sums = 8 * table.parameters // table_ranks
-    return min(tokens * token_bytes, sums + table_ranks * micro_batch_tokens * token_bytes)
+    return min(table.layers * tokens * token_bytes, sums + table_ranks * micro_batch_tokens * token_bytes)
 
 
 def divisions(cost: Cost, ranks: int) -> list[int]:
@@ -377,7 +395,7 @@ def bytes_held(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> dict
     for table in cost.tables:
         held["gradients"] -= row_gradient_bytes(table, recipe.train.batch_tokens, tokens)
         held["gradients"] += row_gradient_bytes(table, recipe.train.batch_tokens, tokens, table_ranks)
-    held["activations"] += tokens * (table_ranks - 1) * sum(table.reads for table in cost.tables) * 12
+    held["activations"] += tokens * (table_ranks - 1) * sum(table.layers * table.reads for table in cost.tables) * 12
     if recipe.parallel.shard and ranks > 1:
         in_blocks, outside = shardable(cost)
         others = in_blocks + outside - (in_blocks + outside) // ranks
@@ -402,20 +420,20 @@ def bytes_sent(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> dict
     Numbers are those of the outputs: 2 bytes in bf16 and fp16 (on a GPU), else 4. Left out: some 100 bytes a step for
     loss, norms and stop requests, and what validation and checkpoints take.
     """
-    train, memory = recipe.train, recipe.model.memory
+    train, model, memory = recipe.train, recipe.model, recipe.model.memory
     tokens, groups = train.batch_tokens // ranks, ranks // table_ranks
     number = 2 if in_half_precision(recipe) else 4
     reads = gradients = 0
     for block in cost.blocks:
         for table in block.tables:
             # Recomputation stops at the last activation that a backward needs: before the block's last output.
-            passes = 2 if train.recompute and table is not block.tables[-1] else 1
+            last = table is block.tables[-1] and not (table.name == "memory" and model.maps_values)
+            passes = 2 if train.recompute and not last else 1
             outputs = (1 + passes) * table.width * number // table_ranks
             reads += tokens * (table_ranks - 1) * ((20 if train.recompute else 12) * table.reads + outputs)
-            columns = table.width // table_ranks
-            gradients += min(
-                exchange_bytes(table_ranks * tokens, table.reads, table.rows, columns, number, ranks=groups)
-            )
+    for table in cost.tables:
+        read_by, columns = table.layers * table_ranks * tokens, table.width // table_ranks
+        gradients += min(exchange_bytes(read_by, table.reads, table.rows, columns, number, ranks=groups))
     in_blocks, outside = shardable(cost) if recipe.parallel.shard else (0, 0)
     fetched = recipe.micro_batches(ranks) * (3 * in_blocks + 2 * outside)
     statistics = 0
@@ -423,7 +441,7 @@ def bytes_sent(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> dict
         features = 2 * 4 * memory.heads * memory.key_dim
         passes = 2 if train.recompute else 1
         forward = passes * (ranks - 1) * features + 2 * (ranks - 1) * features // ranks
-        statistics = len(memory_layers(recipe.model)) * recipe.micro_batches(ranks) * forward
+        statistics = len(memory_layers(model)) * recipe.micro_batches(ranks) * forward
     return {
         "dense": 4 * (ranks - 1) * (2 * (cost.dense - in_blocks - outside) + fetched) // ranks,
         "reads": reads,

@@ -152,7 +152,9 @@ def rank_tables(recipe: Recipe, world: dict[str, Any]) -> list[Table]:
         for each in divisions:
             largest = each["largest"]
             sizes = (
-                (largest["num_keys"], largest["slots"], largest["slots"] * recipe.model.dim) if largest else (None,) * 3
+                (largest["num_keys"], largest["slots"], largest["slots"] * sum(recipe.model.table_widths))
+                if largest
+                else (None,) * 3
             )
             rows.append((each["memory"], *sizes))
         columns = [number(name) for name in ("memory", "num_keys", "slots a layer", "values a layer")]

@@ -17,13 +17,14 @@ from pkmlm.model.init import Constant, InitSpec, Normal, initialise, linear_std
 from pkmlm.model.loss import summed_loss
 from pkmlm.model.memory.hash_layer import HashLayer, MemoryBlock
 from pkmlm.model.memory.key_memory import FlatKeyMemory, KeyMemory, ProductKeyMemory
+from pkmlm.model.memory.peer import PEER
 from pkmlm.model.memory.query import QueryBatchNorm
-from pkmlm.model.memory.values import Values
+from pkmlm.model.memory.values import Pool, Values
 from pkmlm.recipe.check import memory_layers, rotary_width
 from pkmlm.recipe.schema import Model, Recipe
 
 BATCH_NORM_MOMENTUM = 0.1  # of one optimizer step
-KEY_MEMORIES: dict[str, type[KeyMemory]] = {each.kind: each for each in (ProductKeyMemory, FlatKeyMemory)}
+KEY_MEMORIES: dict[str, type[KeyMemory]] = {each.kind: each for each in (ProductKeyMemory, FlatKeyMemory, PEER)}
 
 
 class ResidualLinear(Linear):
@@ -109,9 +110,10 @@ class Transformer(nn.Module):
         model: the recipe's section.
         vocab_size: rows of the embedding (V).
         blocks: the blocks, from the first to the last.
+        pool: the tables that their memories share; None: each has its own.
     """
 
-    def __init__(self, model: Model, vocab_size: int, blocks: list[Block]):
+    def __init__(self, model: Model, vocab_size: int, blocks: list[Block], pool: Pool | None = None):
         super().__init__()
         self.context = model.context
         self.rotary_width = rotary_width(model) if model.positions == "rotary" else 0
@@ -119,6 +121,7 @@ class Transformer(nn.Module):
         self.positions = uninitialized_embedding(model.context, model.dim) if model.positions == "learned" else None
         self.dropout = nn.Dropout(model.dropout)
         self.blocks = nn.ModuleList(blocks)
+        self.pool = pool
         self.norm = nn.LayerNorm(model.dim)
         self.untied_head = None if model.tie_embeddings else Linear(model.dim, vocab_size, bias=False)
 
@@ -180,13 +183,22 @@ def uninitialized_embedding(rows: int, dim: int) -> nn.Embedding:
     return nn.Embedding.from_pretrained(torch.empty(rows, dim), freeze=False)
 
 
-def build_block(recipe: Recipe, layer: int, micro_batches: int) -> Block:
+def build_pool(model: Model) -> Pool | None:
+    """The tables that the memories of a model share, without initial weights; None where each has its own."""
+    layers = tuple(memory_layers(model))
+    if not model.memory.share_values or len(layers) < 2:
+        return None
+    return Pool(KEY_MEMORIES[model.memory.kind].new_tables(model.dim, model.memory), layers)
+
+
+def build_block(recipe: Recipe, layer: int, micro_batches: int, pool: Pool | None) -> Block:
     """A block of a recipe's model, without initial weights.
 
     Args:
         recipe: its `model` section is read.
         layer: counted from 1.
         micro_batches: forwards of an optimizer step, over which batch-normalised queries take their momentum.
+        pool: of `build_pool`.
     """
     model = recipe.model
     share = (2 * model.layers) ** -0.5
@@ -198,7 +210,7 @@ def build_block(recipe: Recipe, layer: int, micro_batches: int) -> Block:
     if layer in memories:
         momentum = 1 - (1 - BATCH_NORM_MOMENTUM) ** (1 / micro_batches)
         kind = KEY_MEMORIES[model.memory.kind]
-        parts["memory"] = kind(model.dim, **model.memory.arguments, layer=layer, momentum=momentum)
+        parts["memory"] = kind(model.dim, **model.memory.arguments, pool=pool, layer=layer, momentum=momentum)
     qkv: nn.Module = Linear(model.dim, 3 * model.dim, bias=model.bias)
     out: nn.Module | None = ResidualLinear(model.dim, model.dim, model.bias, share)
     if hashed:
@@ -240,8 +252,9 @@ def build_model(
     """
     with torch.device("meta"):
         micro_batches = recipe.micro_batches(ranks.world.size if ranks else 1)
-        blocks = [build_block(recipe, layer, micro_batches) for layer in range(1, recipe.model.layers + 1)]
-        model = Transformer(recipe.model, vocab_size, blocks)
+        pool = build_pool(recipe.model)
+        blocks = [build_block(recipe, layer, micro_batches, pool) for layer in range(1, recipe.model.layers + 1)]
+        model = Transformer(recipe.model, vocab_size, blocks, pool)
         if ranks is not None:  # divide the tables, and let batch norms see the tokens of all ranks
             for module in model.modules():
                 if isinstance(module, Values):

@@ -62,7 +62,7 @@ def check_recipe(recipe: Recipe, places: Mapping[str, str] | None = None) -> Rec
 def check_division(check: Check, recipe: Recipe) -> None:
     """`parallel.memory` divides every table into whole columns."""
     parts, model = recipe.parallel.memory, recipe.model
-    widths = {model.dim} if model.memory.kind != "none" else set()
+    widths = set(model.table_widths)
     if model.projections == "hash":
         widths.add(model.dim)
         if has_ffn(model):
@@ -75,6 +75,7 @@ def check_division(check: Check, recipe: Recipe) -> None:
             "parallel.memory",
             f"{parts} ranks cannot divide tables of {' and '.join(map(str, sorted(widths)))} columns",
             f"a divisor of {common}",
+            "model.memory.value_dim",
             "model.dim",
         )
 
@@ -118,7 +119,7 @@ def check_sizes(check: Check, model: Model) -> None:
         "model.ffn_dim": model.layers * (model.ffn_dim or 0) * model.dim,
     }
     if memory.kind != "none":
-        sizes["model.memory.num_keys"] = memory.slots * model.dim
+        sizes["model.memory.num_keys"] = memory.slots * sum(model.table_widths)
         sizes["model.memory.key_dim"] = memory.heads * memory.key_dim * max(memory.key_rows, model.dim)
     if model.attention == "performer":
         sizes["model.attention_options.features"] = model.layers * model.attention_options.features * model.dim
@@ -225,10 +226,10 @@ def check_memory(check: Check, model: Model) -> None:
     """A memory's sizes fit one another, and it has a layer."""
     memory = model.memory
     if memory.topk > memory.key_rows:
-        what = "num_keys" if memory.kind == "product-key" else "the slots"
+        what = "num_keys" if memory.halved else "the slots"
         others = ("model.memory.num_keys", "model.memory.kind")
         check.fail("model.memory.topk", f"found {memory.topk}", f"at most {memory.key_rows}, {what}", *others)
-    if memory.kind == "product-key" and memory.key_dim % 2:
+    if memory.halved and memory.key_dim % 2:
         check.fail("model.memory.key_dim", f"{memory.key_dim} has no half for a sub-key", "an even width")
     if not memory.layers:
         check.fail(
@@ -350,6 +351,8 @@ def unused_keys(recipe: Recipe) -> dict[str, str]:
         disabled["model.memory.kind"] = ["model.memory.", "optim.keys.", "optim.values.", "eval.recalibrate"]
     elif model.memory.query_norm != "batch":
         disabled["model.memory.query_norm"] = ["eval.recalibrate"]
+    if model.memory.kind not in ("none", "peer"):
+        disabled["model.memory.kind"] = ["model.memory.expert"]
     if model.projections == "hash":
         disabled["model.projections"] = ["model.ffn_dim", "model.activation", "model.bias"]
     else:
@@ -357,6 +360,8 @@ def unused_keys(recipe: Recipe) -> dict[str, str]:
     if not has_ffn(model):
         ffn = ["model.ffn_dim", "model.activation", "model.hash.extra_bits", "model.hash.activation"]
         disabled["model.memory.layers"] = ffn
+    if len(memory_layers(model)) == 1:
+        disabled.setdefault("model.memory.layers", []).append("model.memory.share_values")
     if model.positions != "rotary":
         disabled["model.positions"] = ["model.rotary_fraction"]
     options = {"features": "performer", "block": "linformer", "rank": "linformer"}

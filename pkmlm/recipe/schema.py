@@ -31,6 +31,10 @@ ValuesSchedule = Literal["inverse-sqrt", "cosine", "linear", "constant", "relati
 Times = Annotated[float, Field(ge=0, le=1000)]
 QueryMap = Literal["linear", "mlp"]
 QueryNorm = Literal["batch", "layer", "rms", "none"]
+KeyNorm = Literal["none", "rms"]
+Scores = Literal["softmax", "relu", "none"]
+Gate = Literal["none", "silu"]
+Expert = Literal["gelu", "relu"]
 HashScore = Literal["paper", "scaled"]
 LearningRate = Annotated[float, Field(gt=0, le=1000)]  # more is a slip of the pen, and would soon overflow
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -60,7 +64,9 @@ class Data:
 
 @dataclass(frozen=True, config=STRICT)
 class Memory:
-    kind: Literal["none", "product-key", "flat-key"] = key("none", "the memory that replaces or accompanies an FFN")
+    kind: Literal["none", "product-key", "flat-key", "peer"] = key(
+        "none", "the memory that replaces or accompanies an FFN"
+    )
     layers: MemoryLayers = key(
         (),
         "layers with a memory, counted from 1: 5 replaces the FFN, 5+ adds beside it; auto:2 spreads two evenly",
@@ -73,6 +79,14 @@ class Memory:
         "linear", "the query network: one linear map, or two with a ReLU between, of which the heads share the first"
     )
     query_norm: QueryNorm = key("batch", "normalisation of the queries; batch is the paper's (PKM table 2)")
+    key_norm: KeyNorm = key("none", "rms: normalise each sub-key and each half of a query, with a learnt gain each")
+    scores: Scores = key(
+        "softmax", "what makes weights of the best slots' scores; relu and none weigh each slot by itself"
+    )
+    share_values: bool = key(False, "one table for the memories of all layers")
+    value_dim: Size | None = key(None, "width of a value; null: dim; another width adds a map back to dim")
+    gate: Gate = key("none", "silu: the answer is W2 (m * silu(W1 x)), m being the weighted sum of values (Memory+)")
+    expert: Expert = key("gelu", "peer: activation of an expert's one neuron")
 
     @property
     def slots(self) -> int:
@@ -80,13 +94,24 @@ class Memory:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What the layer of this kind takes by the same names: every key but `kind` and `layers`."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("kind", "layers")}
+        """What the layer of this kind takes by the same names."""
+        others = {"kind", "layers", "share_values"} | ({"expert"} if self.kind != "peer" else set())
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in others}
 
     @property
     def key_rows(self) -> int:
         """Keys of a head, in rows of `key_dim`: two halves' sub-keys are as many rows as one half has."""
-        return self.num_keys if self.kind == "product-key" else self.slots
+        return self.num_keys if self.halved else self.slots
+
+    @property
+    def halved(self) -> bool:
+        """Whether slots are pairs of sub-keys, each of which meets a half of the query."""
+        return self.kind != "flat-key"
+
+    @property
+    def key_width(self) -> int:
+        """Entries of a key."""
+        return self.key_dim // 2 if self.halved else self.key_dim
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -131,6 +156,19 @@ class Model:
     )
     memory: Memory = key(Memory, "a sparsely read memory")
     hash: Hash = key(Hash, "MemoryFormer's tables (projections: hash)")
+
+    @property
+    def maps_values(self) -> bool:
+        """Whether a map stands between the values of a memory and the residual stream."""
+        return self.memory.gate != "none" or self.memory.value_dim not in (None, self.dim)
+
+    @property
+    def table_widths(self) -> tuple[int, ...]:
+        """The width of each table of a memory; empty where there is none."""
+        if self.memory.kind == "none":
+            return ()
+        values = self.memory.value_dim or self.dim
+        return (self.dim, values) if self.memory.kind == "peer" else (values,)
 
 
 @dataclass(frozen=True, config=STRICT)

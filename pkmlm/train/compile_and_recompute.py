@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from pkmlm.errors import UserError
 from pkmlm.model.attention import Attention
+from pkmlm.model.memory.base import memories
 from pkmlm.model.memory.query import QueryBatchNorm
-from pkmlm.model.memory.values import tables_of
 from pkmlm.model.transformer import FFN, Transformer
 
 # Dropout draws the same numbers as without compiling.
@@ -41,7 +41,7 @@ def compile_dense_parts(model: Transformer) -> None:
         ) from None
     for block in model.blocks:
         inner = [part for part in block.modules() if isinstance(part, Attention | FFN)]
-        for part in inner if tables_of(block) else [block]:
+        for part in inner if memories(block) else [block]:
             run_compiled_in_training(part)
 
 

@@ -22,7 +22,8 @@ HEAD = "untied_head.weight"
 # Keys that change what a model computes from its weights, but no shape of a tensor.
 SHAPELESS = {
     *("model.heads", "model.residual", "model.activation", "model.rotary_fraction", "model.attention"),
-    *("model.memory.topk", "model.hash.temperature", "model.hash.score", "model.hash.activation"),
+    *("model.memory.topk", "model.memory.scores", "model.memory.expert"),
+    *("model.hash.temperature", "model.hash.score", "model.hash.activation"),
 }
 
 

@@ -39,6 +39,21 @@ KEYS = {"kind": "product-key", "layers": ("2",), "num_keys": 8, "heads": 2, "top
 MODELS = {
     "layer": Model(**SMALL, memory=Memory(**KEYS, query_norm="layer")),
     "batch": Model(**SMALL, memory=Memory(**KEYS, query_norm="batch", query="mlp")),
+    "pool": Model(
+        **SMALL,
+        memory=Memory(
+            **{**KEYS, "layers": ("1+", "2")},
+            query_norm="none",
+            key_norm="rms",
+            gate="silu",
+            share_values=True,
+            value_dim=12,
+        ),
+    ),
+    "peer": Model(**SMALL, memory=Memory(**{**KEYS, "kind": "peer"}, query_norm="layer", value_dim=8)),
+    "peer pool": Model(
+        **SMALL, memory=Memory(**{**KEYS, "kind": "peer", "layers": ("1", "2")}, query_norm="rms", share_values=True)
+    ),
     "hash": Model(**{**SMALL, "layers": 1}, projections="hash", hash=Hash(bits=4), positions="rotary"),
 }
 

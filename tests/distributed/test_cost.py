@@ -5,8 +5,9 @@ import pytest
 CASES = [
     *[("layer", *case, False) for case in [(4, 1, 2), (4, 2, 1), (4, 4, 2), (2, 2, 4)]],
     *[("batch", *case, False) for case in [(4, 1, 1), (4, 2, 2), (2, 2, 2)]],
+    *[(kind, *case, False) for kind in ("pool", "peer", "peer pool") for case in [(4, 1, 2), (4, 2, 2), (4, 4, 1)]],
     *[("hash", *case, False) for case in [(4, 1, 2), (4, 4, 1), (2, 1, 4)]],
-    *[(kind, 4, 2, 2, True) for kind in ("layer", "batch", "hash")],  # forwards are taken twice
+    *[(kind, 4, 2, 2, True) for kind in ("layer", "batch", "pool", "peer", "hash")],  # forwards are taken twice
 ]
 
 

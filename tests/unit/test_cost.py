@@ -246,18 +246,20 @@ def test_attention_costs_what_its_products_do(attention: str, context: int) -> N
     assert counted.get_total_flops() / 2 == 4 * context * 32 * 32 + attention_flops(model)
 
 
-@pytest.mark.parametrize("query", ["linear", "mlp"])
-@pytest.mark.parametrize("kind", ["product-key", "flat-key"])
-def test_memories_cost_what_their_products_do(kind: str, query: str) -> None:
-    """torch counts the query map and the scores of all keys; the weighted sum of values is no operation of torch's."""
-    memory = Memory(kind=kind, layers=("1",), num_keys=8, heads=2, topk=4, key_dim=6, query=query)
+@pytest.mark.parametrize(
+    "changes", [{}, {"query": "mlp"}, {"gate": "silu", "value_dim": 12}, {"key_norm": "rms"}], ids=str
+)
+@pytest.mark.parametrize("kind", ["product-key", "flat-key", "peer"])
+def test_memories_cost_what_their_products_do(kind: str, changes: dict[str, object]) -> None:
+    """torch counts maps and the scores of all keys; products with rows and their weighted sums are none of its own."""
+    memory = Memory(**{"kind": kind, "layers": ("1",), "num_keys": 8, "heads": 2, "topk": 4, "key_dim": 6, **changes})
     recipe = Recipe(model=Model(dim=16, layers=1, heads=2, context=10, memory=memory))
     layer = build_model(recipe, 30).blocks[0].parts["memory"]
     with torch.no_grad(), FlopCounterMode(display=False) as counted:
         layer(torch.randn(1, 10, 16))
-    attention, values = 4 * 16 * 16, 2 * 4 * 16
+    attention, rows = 4 * 16 * 16, 2 * 4 * ((memory.value_dim or 16) + (16 if kind == "peer" else 0))
     block = cost_of(recipe, 30).blocks[0]
-    assert counted.get_total_flops() / 2 == block.flops_without_attention - 10 * (attention + values)
+    assert counted.get_total_flops() / 2 == block.flops_without_attention - 10 * (attention + rows)
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_embeddings": False, "ffn_dim": 20, "residual": "parallel"}])
@@ -301,6 +303,31 @@ def test_memory_to_train_by_hand() -> None:
     assert row_gradient_bytes(many.blocks[1].tables[0], 4000, 20, 2) == 2 * 20 * (2 * 4 * 40 + 4 * 8) + 2 * 4 * 64 * 8
 
 
+POOLED = Memory(
+    kind="product-key", layers=("1", "2"), key_dim=64, query_norm="none", key_norm="rms", gate="silu", share_values=True
+)
+
+
+def test_a_pool_is_counted_once_and_read_in_each_layer() -> None:
+    """128^2 slots of 64, for two layers; 4 * 32 reads of a token in each; 256 tokens a step, 64 a micro-batch."""
+    model = Model(dim=64, layers=3, heads=4, context=64, memory=replace(POOLED, num_keys=128))
+    recipe = Recipe(model=model, train=Train(batch_tokens=256, micro_batch=1))
+    own = replace(recipe, model=replace(model, memory=replace(model.memory, share_values=False)))
+    cost, two = cost_of(recipe, 100), cost_of(own, 100)
+    assert (cost.memory, two.memory) == (128**2 * 64, 2 * 128**2 * 64)
+    assert (cost.dense, cost.flops_per_token) == (two.dense, two.flops_per_token)
+    assert cost.gather_bytes_per_token == two.gather_bytes_per_token
+    assert cost.training["moments"] == 8 * (cost.dense + cost.memory)
+    assert cost.training["gradients"] == two.training["gradients"] == 4 * cost.dense + 2 * 256 * (40 * 128 + 4 * 64)
+    halves = bytes_sent(recipe, cost, 2, 2)
+    assert halves["reads"] == 2 * 128 * (128 * 12 + 2 * 32 * 4)  # each layer sends its own
+    assert bytes_sent(recipe, cost, 2, 1)["gradients"] == 2 * 128 * (128 * 8 + 64 * 4)
+    many = cost_of(replace(recipe, train=Train(batch_tokens=2**20, micro_batch=1)), 100)
+    sums = 2 * 4 * 128**2 * 64  # beside which one layer's reads of one micro-batch are kept
+    assert many.training["gradients"] == 4 * cost.dense + sums + 64 * (40 * 128 + 4 * 64)
+    assert [block["table_bytes"] for block in cost.as_json()["block"]] == [2 * cost.memory, 2 * cost.memory, 0]
+
+
 def saved_bytes(recipe: Recipe, vocab_size: int) -> int:
     """What autograd keeps of one micro-batch's forward, parameters and the loss left out."""
     model = build_model(recipe, vocab_size)
@@ -327,9 +354,22 @@ def saved_bytes(recipe: Recipe, vocab_size: int) -> int:
         {"positions": "rotary", "rotary_fraction": 0.25},
         {"memory": Memory(kind="product-key", layers=("1", "2"), num_keys=32, key_dim=64)},
         {"memory": Memory(kind="flat-key", layers=("1", "2"), num_keys=8, key_dim=64)},
+        {"memory": replace(POOLED, num_keys=32)},
+        {"memory": Memory(kind="peer", layers=("1", "2"), num_keys=32, key_dim=64)},
         *({"attention": kind, "context": 256} for kind in ("linformer", "cosformer", "performer")),
     ],
-    ids=["dense", "hash", "rotary", "product-key", "flat-key", "linformer", "cosformer", "performer"],
+    ids=[
+        "dense",
+        "hash",
+        "rotary",
+        "product-key",
+        "flat-key",
+        "memory-plus",
+        "peer",
+        "linformer",
+        "cosformer",
+        "performer",
+    ],
 )
 def test_the_estimate_of_activations_is_near_what_autograd_keeps(changes: dict[str, object]) -> None:
     model = Model(**{"dim": 128, "layers": 2, "heads": 4, "context": 64, **changes})

@@ -10,6 +10,7 @@ from pkmlm.analysis.counters import UsageCounters
 from pkmlm.model.init import initialise
 from pkmlm.model.memory.hash_layer import HashLayer, MemoryBlock, score_rms
 from pkmlm.model.memory.key_memory import FlatKeyMemory, ProductKeyMemory
+from pkmlm.model.memory.peer import PEER
 from pkmlm.model.memory.query import QueryBatchNorm
 from pkmlm.model.memory.values import Values
 from pkmlm.recipe.schema import Hash, Memory
@@ -45,6 +46,8 @@ def test_a_memory_computes_equations_1_to_4(kind):
 LAYERS = {
     "product-key": lambda: ProductKeyMemory(10, **SIZES),
     "flat-key": lambda: FlatKeyMemory(10, **SIZES, query="mlp"),
+    "gated": lambda: ProductKeyMemory(10, **SIZES, gate="silu", value_dim=7, key_norm="rms"),
+    "peer": lambda: PEER(10, **SIZES),
     "hash": lambda: HashLayer(12, 7, bits=4),
     "block": lambda: MemoryBlock(16, Hash(bits=4, extra_bits=2), 1, share=1.0),
 }

@@ -135,9 +135,18 @@ def test_numbers_are_read_by_the_type_of_their_key(recipe_file: Path) -> None:
         ('eval: {sample: "\\ud800"}', "eval.sample: the text holds a character that no file can hold"),
         (
             "model: {memory: {kind: product_key}}",
-            "found product_key (expected none, product-key or flat-key)",
+            "found product_key (expected none, product-key, flat-key or peer)",
         ),
         ("parallel: {memory: 2}", "parallel.memory: 2 ranks, but the model has no table to divide (expected 1)"),
+        (
+            "model: {dim: 64, memory: {kind: peer, layers: 2, value_dim: 30}}\nparallel: {memory: 4}",
+            "parallel.memory: 4 ranks cannot divide tables of 30 and 64 columns (expected a divisor of 2)",
+        ),
+        ("model: {memory: {kind: peer, layers: 2, key_dim: 15}}", "model.memory.key_dim: 15 has no half"),
+        ("model: {memory: {kind: peer, layers: 2, num_keys: 8}}", "model.memory.topk: found 32 (expected at most 8"),
+        ("model: {memory: {value_dim: 0}}", "model.memory.value_dim: found 0"),
+        ("optim: {schedule: relative}", "optim.schedule: found relative"),
+        ("optim: {values: {times: [4]}}", "optim.values.times"),
         ("base: nowhere.yaml", ":1:1: base: cannot read "),
         ("base: bad.yaml", ":1:1: base: "),
         ("base: " + "a" * 6000, ":1:1: base: cannot read "),
@@ -385,7 +394,7 @@ def test_keys_and_flatten_agree_with_the_schema() -> None:
     assert all(key.help and key.type for key in listed)
     by_name = {key.name: key for key in listed}
     assert by_name["optim.lr"].default == "0.00025"
-    assert by_name["model.memory.kind"].type == "none | product-key | flat-key"
+    assert by_name["model.memory.kind"].type == "none | product-key | flat-key | peer"
     assert by_name["eval.patience"].type == "int or null"
     numeric = [name for name, value in flat.items() if isinstance(value, float)]
     for name in numeric:  # no number goes unchecked
@@ -444,6 +453,17 @@ def test_keys_that_have_an_effect_are_not_warned_of(tmp_path: Path) -> None:
     (told,) = unused(tmp_path, MEMORY, *everywhere, "model.ffn_dim=8", "model.activation=relu")
     assert told == "model.ffn_dim, model.activation: without effect, as model.memory.layers is [1, 2]"
     assert unused(tmp_path, MEMORY, "model.memory.layers=1+", "model.ffn_dim=8") == []
+    (told,) = unused(tmp_path, MEMORY, "optim.values.schedule=relative", "optim.values.lr=1e-2")
+    assert told == "optim.values.lr: without effect, as optim.values.schedule is relative"
+    assert unused(tmp_path, MEMORY, "optim.values.schedule=relative", "optim.values.times=[5, 1]") == []
+    (told,) = unused(tmp_path, MEMORY, "optim.values.times=[5, 1]", "optim.values.final_lr=0.5")
+    assert told == "optim.values.times, optim.values.final_lr: without effect, as optim.values.schedule is constant"
+    (told,) = unused(tmp_path, MEMORY, "model.memory.expert=relu")
+    assert told == "model.memory.expert: without effect, as model.memory.kind is product-key"
+    assert unused(tmp_path, MEMORY, "model.memory.kind=peer", "model.memory.expert=relu") == []
+    (told,) = unused(tmp_path, MEMORY, "model.memory.layers=[2]", "model.memory.share_values=true")
+    assert told == "model.memory.share_values: without effect, as model.memory.layers is [2]"
+    assert unused(tmp_path, MEMORY, "model.memory.layers=[2, 3]", "model.memory.share_values=true") == []
     (told,) = unused(tmp_path, DENSE, "eval.every=0", "eval.patience=2")
     assert told == "eval.patience: without effect, as eval.every is 0"
     (told,) = unused(tmp_path, DENSE, "model.projections=hash", "model.ffn_dim=128", "model.bias=false")

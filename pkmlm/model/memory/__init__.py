@@ -1,4 +1,5 @@
-"""Sparsely read memories: memories with keys (`key_memory`) and MemoryFormer's hash tables (`hash_layer`).
+"""Sparsely read memories: memories with keys (`key_memory`), experts found by keys (`peer`), and MemoryFormer's hash
+tables (`hash_layer`).
 
 Each is a `base.SparseMemory`: it reads rows of its `values.Values` through a tap, on which usage is observed. The
 transformer builds them; costs, the optimizer and the analyses find them by what `base` defines. They may import

@@ -29,18 +29,31 @@ class UsageTap(nn.Module):
         heads: memory heads, or tables.
         shared: whether all heads read the same slots. Otherwise each has a table of its own: head h the rows from
             h * slots / heads up to (h + 1) * slots / heads.
-        residual: whether the rows that are read, times their weights, are added to the residual stream as they are.
+        residual: whether what the memory makes of its rows is added to the residual stream.
+        pool: the layers that read the same table, this one among them; empty: the table is this memory's alone.
     """
 
     def __init__(
-        self, layer: int, name: str, kind: str, slots: int, heads: int, *, shared: bool = True, residual: bool = True
+        self,
+        layer: int,
+        name: str,
+        kind: str,
+        slots: int,
+        heads: int,
+        *,
+        shared: bool = True,
+        residual: bool = True,
+        pool: tuple[int, ...] = (),
     ):
         super().__init__()
         self.layer, self.name, self.kind, self.slots, self.heads = layer, name, kind, slots, heads
-        self.shared, self.residual = shared, residual
+        self.shared, self.residual, self.pool = shared, residual, pool
 
     def forward(self, slots_NHk: Tensor, weights_NHk: Tensor) -> tuple[Tensor, Tensor]:
-        """Slots read (int64, below `slots`) and their weights after the softmax (floating), unchanged."""
+        """Slots read (int64, below `slots`) and their weights (floating), unchanged.
+
+        The weights are those that the scores make: no function of the token's input, as an expert's answer, is in them.
+        """
         return slots_NHk, weights_NHk
 
 
@@ -54,7 +67,7 @@ class SparseMemory(nn.Module, ABC):
     Attributes:
         tap: sees the slots and weights of all reads.
         values: the table.
-        reads: rows that one token reads.
+        reads: rows that one token reads, of each table.
     """
 
     tap: UsageTap
@@ -69,6 +82,21 @@ class SparseMemory(nn.Module, ABC):
         """
         if not self.values.weight_KD.is_meta:
             initialise(self, int(torch.randint(2**63 - 1, (), device="cpu")))
+
+    def read_tables(self) -> list[Values]:
+        """The tables that it reads, in their order; a pool's, too, which the model owns."""
+        return [self.values]
+
+    @property
+    def gated(self) -> bool:
+        """Whether the input, by a gate, decides how much of each entry of the values' sum gets through."""
+        return False
+
+    def answer(self, rows_SV: Tensor) -> Tensor:
+        """What rows of `values` add to the layer's output where they are read with weight 1 and no gate, but for what
+        any row adds: (S, D).
+        """
+        return rows_SV
 
     @abstractmethod
     def flops_per_token(self) -> int:

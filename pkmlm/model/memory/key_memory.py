@@ -1,31 +1,45 @@
-"""Memories with keys: product keys (Lample et al. 2019, sec. 3) and the baseline of flat keys (its table 4).
+"""Memories with keys: product keys (Lample et al. 2019, sec. 3) and the baseline of flat keys (its table 4), with what
+Memory+ adds to them (Berges et al. 2024).
 
-B: sequences; T: positions; N: tokens (B * T); D: model width; H: heads; q: width of a query; k: slots a head reads; n:
-sub-keys of a half; f: width of a sub-key (q / 2); K: slots.
+B: sequences; T: positions; N: tokens (B * T); D: model width; V: width of a value; H: heads; q: width of a query; k:
+slots a head reads; r: reads of a token (H * k); n: sub-keys of a half; f: width of a key (of a sub-key: q / 2); K:
+slots; S: some of them.
 """
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import relu, rms_norm, silu
 
 from pkmlm.device import at_least_fp32
 from pkmlm.kernels import ops
-from pkmlm.model.init import InitSpec, Uniform
+from pkmlm.kernels.matmul import Linear, linear
+from pkmlm.model.init import Constant, InitSpec, Normal, Uniform
 from pkmlm.model.memory.base import SparseMemory, UsageTap, uncompiled
-from pkmlm.model.memory.query import Query
-from pkmlm.model.memory.values import Values
-from pkmlm.recipe.schema import Memory, QueryMap, QueryNorm
+from pkmlm.model.memory.query import RMS_EPSILON, Query, UnitLinear
+from pkmlm.model.memory.values import Pool, Values
+from pkmlm.recipe.schema import Gate, KeyNorm, Memory, QueryMap, QueryNorm, Scores
+
+Kind = Literal["product-key", "flat-key", "peer"]
+WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda scores_NHk: scores_NHk.softmax(-1),
+    "relu": relu,
+    "none": lambda scores_NHk: scores_NHk,
+}
 
 
 class KeyMemory(SparseMemory):
     """m(x) = sum over heads and their k best slots of w * v, w the softmax of scores (Lample et al. 2019, eq. 1 to 3).
 
-    All heads share the values, which start at N(0, 1/D) (not in the paper; the authors' released choice).
+    All heads share the values, which start at N(0, 1/V) (not in the paper; the authors' released choice). What is added
+    to the stream is m, W2 m where a value has another width than the model, or, with a gate, W2 (m * silu(W1 x))
+    (Berges et al. 2024); W1 and W2 start at N(0, 1/D), their biases at 0.
     """
 
-    kind: ClassVar[Literal["product-key", "flat-key"]]
+    kind: ClassVar[Kind]
     saved_per_read: ClassVar[int]  # numbers of 4 bytes: a weight, and indices of 8 bytes
 
     def __init__(
@@ -38,13 +52,18 @@ class KeyMemory(SparseMemory):
         key_dim: int = 512,
         query: QueryMap = "linear",
         query_norm: QueryNorm = "batch",
+        key_norm: KeyNorm = "none",
+        scores: Scores = "softmax",
+        value_dim: int | None = None,
+        gate: Gate = "none",
+        pool: Pool | None = None,
         layer: int = 1,
         momentum: float = 0.1,
     ):
         """A memory that maps (B, T, dim) to (B, T, dim), drawn from torch's generator (`torch.manual_seed`).
 
         Args:
-            dim: width of the input, of the output and of a value (D).
+            dim: width of the input and of the output (D).
             num_keys: n, the root of the number of slots: product keys have n sub-keys in either half, flat keys n^2.
             heads: queries of a token (H); each head has its own keys, and all share the values.
             topk: slots that a head reads for a token (k), at most as many as it has keys (product keys: sub-keys of
@@ -54,6 +73,11 @@ class KeyMemory(SparseMemory):
                 `dim` being the same for all heads.
             query_norm: "batch" normalises each of the H * q entries over the tokens of a forward (in evaluation: by
                 running statistics), "layer" and "rms" each query by itself, "none" nothing.
+            key_norm: "rms" normalises each key, and the part of a query that meets it; "none" nothing.
+            scores: what makes weights of the k scores of a head: "softmax", "relu", or "none": they are the weights.
+            value_dim: width of a value (V); None: `dim`.
+            gate: "silu" multiplies the sum of the values, entry by entry, by silu(W1 x); "none" by nothing.
+            pool: tables to read, of `new_tables`, which somebody else owns; None: the memory has its own.
             layer: the block that it stands in, counted from 1, for the usage report.
             momentum: weight of one forward in the running statistics of "batch", 0 to 1.
 
@@ -69,43 +93,121 @@ class KeyMemory(SparseMemory):
             key_dim=key_dim,
             query=query,
             query_norm=query_norm,
+            key_norm=key_norm,
+            scores=scores,
+            value_dim=value_dim,
+            gate=gate,
         )
         if topk > memory.key_rows:
             raise ValueError(f"topk: found {topk} (expected at most {memory.key_rows}, the keys to choose from)")
-        self.topk = topk
+        width = value_dim or dim
+        self.topk, self.scores = topk, scores
         self.reads = heads * topk
         self.query = Query(dim, memory, momentum)
-        self.tap = UsageTap(layer, "memory", self.kind, memory.slots, heads)
-        self.values = Values(memory.slots, dim, std=dim**-0.5, group="values")
+        layers = () if pool is None else pool.layers
+        self.tap = UsageTap(layer, "memory", self.kind, memory.slots, heads, pool=layers)
+        if pool is None:
+            for name, table in self.new_tables(dim, memory).items():
+                self.add_module(name, table)
+        else:  # plain attributes: no modules of this layer, which would store and train them once more
+            self.__dict__.update(pool.named_children())
         self.make_keys(memory)
+        self.key_norm = RMSKeyNorm(memory.key_width) if key_norm == "rms" else None
+        self.gate = UnitLinear(dim, width) if gate == "silu" else None
+        self.output = OutputLinear(width, dim) if self.gate is not None or width != dim else None
         self.reset_parameters()
+
+    @classmethod
+    def new_tables(cls, dim: int, memory: Memory) -> dict[str, Values]:
+        """The tables of a memory, or of several, by the attributes that hold them, without initial weights."""
+        width = memory.value_dim or dim
+        return {"values": Values(memory.slots, width, std=width**-0.5, group="values")}
 
     @abstractmethod
     def make_keys(self, memory: Memory) -> None:
         """Make the parameters of the keys, with their shapes."""
 
+    @property
+    def gated(self) -> bool:
+        return self.gate is not None
+
     @abstractmethod
     def select(self, q_NHq: Tensor) -> tuple[Tensor, Tensor]:
         """The k best slots of each query, highest first: scores (N, H, k), differentiable; slots (N, H, k), int64."""
 
+    def normed(self, q_NHq: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys (..., f) as they are compared."""
+        return (q_NHq, keys) if self.key_norm is None else self.key_norm(q_NHq, keys)
+
     @uncompiled
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """(B, T, D) to (B, T, D), in the dtype of the rows read; search and softmax are in fp32."""
-        q_NHq = self.query(x_BTD.flatten(0, 1))
+        """(B, T, D) to (B, T, D), in the dtype of the rows read, or of the map W2; search and softmax are in fp32."""
+        x_ND = x_BTD.flatten(0, 1)
+        q_NHq = self.query(x_ND)
         with torch.autocast(x_BTD.device.type, enabled=False):
             scores_NHk, slots_NHk = self.select(at_least_fp32(q_NHq))
-            slots_NHk, weights_NHk = self.tap(slots_NHk, scores_NHk.softmax(-1))
-        out: Tensor = self.values(slots_NHk.flatten(1), weights_NHk.flatten(1))
+            slots_NHk, weights_NHk = self.tap(slots_NHk, WEIGHTS[self.scores](scores_NHk))
+        m_NV = self.read(x_ND, slots_NHk.flatten(1), weights_NHk.flatten(1))
+        if self.gate is not None:
+            m_NV = m_NV * silu(self.gate(x_ND))
+        out: Tensor = m_NV if self.output is None else self.output(m_NV)
         return out.view_as(x_BTD)
+
+    def read(self, x_ND: Tensor, slots_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
+        """The weighted sums of the values (N, V)."""
+        out_NV: Tensor = self.values(slots_Nr, weights_Nr)
+        return out_NV
+
+    def answer(self, rows_SV: Tensor) -> Tensor:
+        """W2 of the rows."""
+        return rows_SV if self.output is None else linear(rows_SV, self.output.weight)
 
     def flops_per_token(self) -> int:
         """Scores of all keys, and the weighted sum of the values (Lample et al. 2019, sec. 3.2)."""
         keys = sum(parameter.numel() for parameter in self.parameters(recurse=False))
-        return keys + self.reads * self.values.width
+        return keys + self.reads * sum(table.width for table in self.read_tables())
 
     def saved_per_token(self) -> int:
-        """Queries before and after their norm; for each read its weight, its slot and, if any, both sub-keys."""
-        return 2 * self.query.heads * self.query.key_dim + self.reads * self.saved_per_read
+        """Queries before and after their norms; for each read its weight, its slot and, if any, both sub-keys; with a
+        gate both its sides, and the input of W2."""
+        queries = 2 if self.key_norm is None else 3
+        maps = 3 * (self.gate is not None) + (self.output is not None)
+        entries = queries * self.query.heads * self.query.key_dim + maps * self.values.width
+        return entries + self.reads * self.saved_per_read
+
+
+class RMSKeyNorm(nn.Module):
+    """Root-mean-square normalisation of every key and of the part of a query that meets it, with a learnt gain each.
+
+    The gains start at f^-0.4, so that scores start at a standard deviation of f^-0.3: two vectors of unit entries would
+    have products of sqrt(f), and the softmax would be one-hot. (Berges et al. 2024 name the normalisation and no start;
+    this is that of UltraMemV2's released code, arXiv 2508.18756.)
+
+    Args:
+        width: entries of a key (f).
+    """
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.query_gain_f = nn.Parameter(torch.empty(width))
+        self.key_gain_f = nn.Parameter(torch.empty(width))
+
+    def init_spec(self) -> dict[str, InitSpec]:
+        start = Constant(len(self.key_gain_f) ** -0.4)
+        return {"query_gain_f": start, "key_gain_f": start}
+
+    def forward(self, q_NHq: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries (N, H, q), of which each f entries meet one key, and keys (..., f), both in fp32 or wider, normed."""
+        width = self.key_gain_f.shape
+        q_NHjf = rms_norm(q_NHq.unflatten(-1, (-1, *width)), width, self.query_gain_f, RMS_EPSILON)
+        return q_NHjf.flatten(2), rms_norm(keys, width, self.key_gain_f, RMS_EPSILON)
+
+
+class OutputLinear(Linear):
+    """W2: values to the model's width (D), N(0, 1/D) at the start, whatever the values' width."""
+
+    def init_spec(self) -> dict[str, InitSpec]:
+        return {"weight": Normal(self.out_features**-0.5), "bias": Constant(0.0)}
 
 
 class ProductKeyMemory(KeyMemory):
@@ -116,7 +218,7 @@ class ProductKeyMemory(KeyMemory):
     a step of training changes few rows: see `pkmlm.train.row_adam.RowAdam`.
     """
 
-    kind = "product-key"
+    kind: ClassVar[Kind] = "product-key"
     saved_per_read = 7
 
     def make_keys(self, memory: Memory) -> None:
@@ -129,7 +231,7 @@ class ProductKeyMemory(KeyMemory):
 
     def select(self, q_NHq: Tensor) -> tuple[Tensor, Tensor]:
         """The exact top-k over all n^2 product keys, as `ops.product_key_select`."""
-        return ops.product_key_select(q_NHq, self.subkeys_H2nf, self.topk)
+        return ops.product_key_select(*self.normed(q_NHq, self.subkeys_H2nf), self.topk)
 
     def scores_per_query(self) -> int:
         return 2 * self.subkeys_H2nf.shape[2]
@@ -153,7 +255,7 @@ class FlatKeyMemory(KeyMemory):
 
     def select(self, q_NHq: Tensor) -> tuple[Tensor, Tensor]:
         """The exact top-k over all keys, as `ops.flat_key_select`."""
-        return ops.flat_key_select(q_NHq, self.keys_HKq, self.topk)
+        return ops.flat_key_select(*self.normed(q_NHq, self.keys_HKq), self.topk)
 
     def scores_per_query(self) -> int:
         return self.keys_HKq.shape[1]

@@ -17,7 +17,8 @@ from pkmlm.kernels.matmul import Linear
 from pkmlm.model.init import Constant, InitSpec, Normal
 from pkmlm.recipe.schema import Memory
 
-EPSILON = 1e-5
+EPSILON = 1e-5  # of the batch normalisation
+RMS_EPSILON = 1e-6
 
 
 class Query(nn.Module):
@@ -45,7 +46,7 @@ class Query(nn.Module):
             case "layer":
                 self.norm = nn.LayerNorm(memory.key_dim)
             case "rms":
-                self.norm = nn.RMSNorm(memory.key_dim, eps=1e-6)
+                self.norm = nn.RMSNorm(memory.key_dim, eps=RMS_EPSILON)
 
     def forward(self, x_ND: Tensor) -> Tensor:
         """(N, D) to queries (N, H, q), in fp32 (fp64 for fp64 input). The maps run in the autocast's dtype."""

@@ -1,4 +1,5 @@
-"""The rows that a memory reads: values of a key memory, or the tables of a hash layer.
+"""The rows that a memory reads: values of a key memory, or the tables of a hash layer; and the pool of those that
+several memories share.
 
 Ranks may divide the columns of a table among them. A read then takes two collectives, each with its gradient: all
 ranks gather all reads, and each sends the columns that it has summed back to the rank whose tokens they belong to.
@@ -22,7 +23,7 @@ HALF_ON = ("cuda",)  # the CPU's kernels read fp32
 
 
 class Values(nn.Module):
-    """A table of rows, read as weighted sums (Lample et al. 2019, eq. 3; Ding et al. 2024, eq. 13).
+    """A table of rows, read as weighted sums (Lample et al. 2019, eq. 3; Ding et al. 2024, eq. 13) or as products.
 
     Args:
         rows, width: shape of the table.
@@ -90,6 +91,30 @@ class Values(nn.Module):
             parts_Ad = self.ranks.all_gather(self._columns(slots_Nr, weights_Nr))
         return side_by_side(parts_Ad, self.ranks.size)
 
+    def products(self, x_ND: Tensor, slots_Nr: Tensor) -> Tensor:
+        """<x[t], row slots[t, j]> of each read (N, r), in the dtype of the table.
+
+        Where ranks divide the columns, all of them call this, as `forward`: each multiplies its columns for the tokens
+        of all, and the products are summed.
+
+        Args:
+            x_ND: floating, as wide as the table.
+            slots_Nr: int64, rows of the table.
+        """
+        if self.ranks.size == 1:
+            return self._products(x_ND, slots_Nr)
+        parts_Ad = one_below_the_other(x_ND, self.ranks.size)
+        if self.training:
+            x_Ad = _AllToAll.apply(parts_Ad, self.ranks)
+            slots_Ar = self.ranks.all_gather(slots_Nr.int()).long()
+            summed_Nr: Tensor = _ReduceScatter.apply(self._products(x_Ad, slots_Ar), self.ranks)
+            return summed_Nr
+        own_Nd = parts_Ad.chunk(self.ranks.size)[self.ranks.rank]
+        return self.ranks.all_sum(self._products(own_Nd, slots_Nr))
+
+    def _products(self, x_Nd: Tensor, slots_Nr: Tensor) -> Tensor:
+        return ops.row_products(self.weight_KD, x_Nd, slots_Nr, self.gradient, self._half())
+
     def _columns(self, slots_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
         return ops.weighted_row_sum(self.weight_KD, slots_Nr, weights_Nr, self.gradient, self._half())
 
@@ -130,6 +155,22 @@ class Values(nn.Module):
         return {**self.__dict__, "copy_KD": None, "gradient": None}
 
 
+class Pool(nn.Module):
+    """The tables that the memories of several layers share (Berges et al. 2024). The model owns them, and they are
+    stored, counted, divided and trained with it; the memories only read them.
+
+    Args:
+        tables: by the names that they would have in a memory of its own, such as "values".
+        layers: whose memories read them, counted from 1.
+    """
+
+    def __init__(self, tables: dict[str, Values], layers: tuple[int, ...]):
+        super().__init__()
+        self.layers = layers
+        for name, table in tables.items():
+            self.add_module(name, table)
+
+
 def tables_of(model: nn.Module) -> dict[str, Values]:
     """The tables of a model by the paths of their weights."""
     return {f"{path}.weight_KD": module for path, module in model.named_modules() if isinstance(module, Values)}
@@ -154,6 +195,20 @@ class _AllGather(torch.autograd.Function):
         return ctx.ranks.reduce_scatter(grad), None
 
 
+class _ReduceScatter(torch.autograd.Function):
+    """This rank's rows of the sum over ranks; their gradients go to all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: World) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.reduce_scatter(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.all_gather(grad), None
+
+
 class _AllToAll(torch.autograd.Function):
     """Parts of each rank's rows, on the ranks that they belong to; gradients take the way back."""
 
@@ -171,3 +226,8 @@ class _AllToAll(torch.autograd.Function):
 def side_by_side(parts_Ad: Tensor, ranks: int) -> Tensor:
     """(M * N, d), the ranks' columns one after the other, as (N, D)."""
     return parts_Ad.view(ranks, -1, parts_Ad.shape[-1]).transpose(0, 1).flatten(1)
+
+
+def one_below_the_other(x_ND: Tensor, ranks: int) -> Tensor:
+    """(N, D) as (M * N, d), the columns of one rank after those of the other: the inverse of `side_by_side`."""
+    return x_ND.view(len(x_ND), ranks, -1).transpose(0, 1).flatten(0, 1)
