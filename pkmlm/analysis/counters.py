@@ -1,6 +1,6 @@
 """Counting what a model reads from its memories while it runs; `MemoryUsage` computes usage and KL from the counts.
 
-N: tokens; H: memory heads, or tables; k: slots a head reads.
+N: tokens; H: memory heads, or tables; k: slots a head reads; R: tokens and heads whose weights are not all 0.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from pkmlm.analysis.usage import MemoryUsage
+from pkmlm.analysis.usage import MemoryUsage, with_pool
 from pkmlm.distributed import World
 from pkmlm.errors import UserError
 from pkmlm.evaluate.documents import Documents
@@ -65,7 +65,8 @@ class UsageCounters(ReadListener):
     """Counts every read of a model's memories while the `with` block runs.
 
     Keeps integer counts and float64 masses of each head and slot, and sums over each head's reads, on the model's
-    device, so that memory does not grow with the tokens counted. A read counts whatever its weight, zero too.
+    device, so that memory does not grow with the tokens counted. A read counts whatever its weight, zero too; its mass
+    is the size of its weight, which need not be positive where scores are weights.
 
         with pkmlm.UsageCounters(model) as counters:
             model(tokens)
@@ -83,7 +84,7 @@ class UsageCounters(ReadListener):
         super().__init__([(counter.tap, counter.add) for counter in self._counters])
 
     def memories(self, world: World | None = None) -> list[MemoryUsage]:
-        """What has been counted, one entry a tap, in order.
+        """What has been counted, one entry a tap, in order; then one of the table that several share, if one does.
 
         Args:
             world: the processes whose counts are added; all of them call it.
@@ -91,7 +92,7 @@ class UsageCounters(ReadListener):
         Raises:
             UserError: a memory reads with weights that are not finite.
         """
-        return [counter.result(world or World()) for counter in self._counters]
+        return with_pool([counter.result(world or World()) for counter in self._counters])
 
 
 class _Counter:
@@ -105,6 +106,7 @@ class _Counter:
         self.masses = torch.zeros(size, dtype=torch.float64, device=device)
         self.squares_H = torch.zeros(tap.heads, dtype=torch.float64, device=device)
         self.common_HH = torch.zeros(tap.heads, tap.heads, dtype=torch.int64, device=device)
+        self.spread_3 = torch.zeros(3, dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def add(self, slots_NHk: Tensor, weights_NHk: Tensor) -> None:
@@ -115,9 +117,10 @@ class _Counter:
             slots_NHk = slots_NHk + first_H[:, None]
         index = slots_NHk.flatten()
         self.counts.index_add_(0, index, torch.ones_like(index))
-        weights_NHk = weights_NHk.double()
+        weights_NHk = weights_NHk.double().abs()
         self.masses.index_add_(0, index, weights_NHk.flatten())
         self.squares_H += weights_NHk.square().sum((0, 2))
+        self.spread_3 += spread(weights_NHk)
 
     def _add_common(self, slots_NHk: Tensor) -> None:
         """Count the slots that two heads share; those of one head differ from each other."""
@@ -133,8 +136,8 @@ class _Counter:
     def result(self, world: World) -> MemoryUsage:
         tap = self.tap
         tokens = int(world.all_sum(torch.tensor(self.tokens)))
-        own = (self.counts, self.masses, self.squares_H, self.common_HH)
-        counts, masses, squares_H, common_HH = (world.all_sum(x.cpu().clone()) for x in own)
+        own = (self.counts, self.masses, self.squares_H, self.common_HH, self.spread_3)
+        counts, masses, squares_H, common_HH, spread_3 = (world.all_sum(x.cpu().clone()) for x in own)
         if not bool(masses.isfinite().all()):
             where = f"the {tap.name} of layer {tap.layer}"
             raise UserError(f"{where} reads with weights that are not finite", "use an earlier checkpoint: --step N")
@@ -147,7 +150,17 @@ class _Counter:
             masses_HK=masses.view(tap.heads, -1).numpy(),
             squares_H=squares_H.numpy(),
             common_HH=common_HH.numpy() if tap.shared else None,
+            spread_3=spread_3.numpy(),
+            pool=tap.pool,
         )
+
+
+def spread(weights_NHk: Tensor) -> Tensor:
+    """The sums of `MemoryUsage.spread_3` over tokens and heads, of weights that are not negative."""
+    mass_NH1 = weights_NHk.sum(-1, keepdim=True)
+    share_Rk = (weights_NHk / mass_NH1)[mass_NH1[..., 0] > 0]
+    effective_R = torch.special.entr(share_Rk).sum(-1).exp()
+    return torch.stack([effective_R.sum(), share_Rk.amax(-1).sum(), effective_R.new_tensor(len(effective_R))])
 
 
 def measure_usage(
@@ -165,7 +178,7 @@ def measure_usage(
         world: the processes that share the pass; the counts are those of all.
 
     Returns:
-        One entry a memory, in the model's order.
+        As `UsageCounters.memories`.
 
     Raises:
         UserError: see `score` and `UsageCounters.memories`.

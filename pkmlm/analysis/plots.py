@@ -17,7 +17,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from pkmlm.analysis.usage import MemoryUsage, reads_of_a_slot
+from pkmlm.analysis.usage import MemoryUsage, memory_label, reads_of_a_slot
 from pkmlm.errors import printable
 from pkmlm.runs.files import make_folder, writing
 
@@ -44,7 +44,7 @@ def draw_usage(folder: Path, run: str, memories: Sequence[MemoryUsage], metrics:
     read = [memory for memory in memories if memory.masses_S.any()]
     figures: dict[str, Figure] = {"slot-mass": slot_mass(run, read)} if read else {}
     for memory in read:
-        where = f"layer-{memory.layer}-{memory.name}"
+        where = memory.label.replace(" ", "-")
         if memory.subkeys is not None:
             figures[f"map-{where}"] = key_map(run, memory)
         if memory.overlap_HH is not None:
@@ -64,7 +64,7 @@ def slot_mass(run: str, memories: Sequence[MemoryUsage]) -> Figure:
     chosen = [memories[index] for index in indices]
     figure, axes = new_figure(f"Slot mass in sorted order: {label(run)}")
     for number, memory in enumerate(chosen):
-        axes.plot(*sorted_mass(memory), **line_style(number), label=f"layer {memory.layer} {memory.name}")
+        axes.plot(*sorted_mass(memory), **line_style(number), label=memory.label)
     floors = {(m.slots, *m.equal_draws): m for m in chosen if m.slots > 1}
     for number, (_, memory) in enumerate(sorted(floors.items(), key=lambda item: item[0])):
         name = "the same reads at random slots" if number == 0 else None
@@ -85,7 +85,7 @@ def key_map(run: str, memory: MemoryUsage) -> Figure:
     used = relative[relative > 0]
     low, high = float(np.percentile(used, 0.5)), float(used.max())
     unread = " (grey: never read)" if used.size < relative.size else ""
-    where = f"layer {memory.layer} {memory.name}"
+    where = memory.label
     figure, axes = new_figure(f"Product keys in use: {label(run)}, {where}{unread}")
     figure.set_layout_engine("compressed")
     axes.set_facecolor("#d9d9d9")
@@ -106,7 +106,7 @@ def head_overlap(run: str, memory: MemoryUsage, overlap_HH: NDArray[np.float64])
     """The mean share of slots that two heads have in common, as a matrix."""
     heads = memory.heads
     percent = np.ma.masked_array(100 * overlap_HH, mask=np.eye(heads, dtype=bool))
-    where = f"layer {memory.layer} {memory.name} (random: {memory.uniform_overlap:.2%})"
+    where = f"{memory.label} (random: {memory.uniform_overlap:.2%})"
     figure, axes = new_figure(f"Slots that two heads have in common: {label(run)}, {where}")
     axes.set_facecolor("#d9d9d9")
     image = axes.imshow(percent, cmap="cividis", aspect="auto", vmin=0, vmax=max(float(percent.max()), 1e-9))
@@ -159,7 +159,7 @@ def usage_over_training(run: str, metrics: Metrics) -> Figure | None:
     for number, (layer, name) in enumerate(names[index] for index in indices):
         step, usage, kl, random_usage, random_kl = lines[layer, name].T
         style = line_style(number) | {"marker": "o", "markersize": 3}
-        upper.plot(step, 100 * usage, **style, label=f"layer {layer} {name}")
+        upper.plot(step, 100 * usage, **style, label=memory_label(layer, name))
         lower.plot(step, kl, **style)
         for axes, floor in ((upper, 100 * random_usage), (lower, random_kl)):
             axes.plot(step, floor, color=style["color"], linewidth=0.8, linestyle=":")

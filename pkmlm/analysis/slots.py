@@ -116,7 +116,8 @@ class LogitLens:
     A value v adds w * v to the residual stream, which the final LayerNorm and the head then read. The lens gives the
     head's answer to v alone: normalised without the norm's bias (the same for every slot), and relative to the mean
     token. It leaves out the size of the rest of the stream, and what later blocks make of v: the earlier the layer, the
-    rougher the approximation (the "logit lens").
+    rougher the approximation (the "logit lens"). Where a map stands between the values and the stream, v goes through
+    it; a gate, whose answer depends on the token that reads, is left out as well.
 
     Args:
         run: whose model and tokenizer speak.
@@ -129,12 +130,12 @@ class LogitLens:
     def __init__(self, run: LoadedRun, memory: SparseMemory):
         self.model, self.tokenizer = run.model, run.tokenizer
         self.applies = memory.tap.residual
-        self.table_KD = memory.values.weight_KD.detach()
+        self.memory, self.table_KD = memory, memory.values.weight_KD.detach()
 
     @torch.no_grad()
     def logits(self, slots_S: Tensor) -> Tensor:
         """What each slot's value adds to each token's logit, relative to the mean token, float32 (S, V)."""
-        v_SD = self.table_KD[slots_S].float()
+        v_SD = self.memory.answer(self.table_KD[slots_S].float())
         v_SD = v_SD - v_SD.mean(dim=1, keepdim=True)
         v_SD = v_SD / v_SD.square().mean(dim=1, keepdim=True).sqrt().clamp(min=1e-12)
         logits_SV = self.model.head(v_SD * self.model.norm.weight)[:, : self.tokenizer.size]
@@ -198,7 +199,8 @@ def index_slots(
             tops.only(mask_N)
 
         score(run.model, documents, run.tokenizer.eos, watch=watch, advance=advance)
-    return [SlotIndex(*found) for found in zip(indexed, counters.memories(), tops.positions(), strict=True)]
+    usage = counters.memories()[: len(indexed)]  # without the pool
+    return [SlotIndex(*found) for found in zip(indexed, usage, tops.positions(), strict=True)]
 
 
 class SlotDetails(NamedTuple):
@@ -397,7 +399,7 @@ def report_slots(
         (index,) = index_slots(run, documents, advance, kept, memory)
     chosen = most_read(index.usage, top) if number is None else [number]
     (slots,) = slot_details(run, [index], [chosen], chosen_documents(choice, run))
-    record = _head(run, tap) | {"split": documents.name, "tokens": index.usage.tokens}
+    record = _head(run, memory) | {"split": documents.name, "tokens": index.usage.tokens}
     if number is None:
         record["patterns"] = count_patterns(slots)
     else:
@@ -439,9 +441,11 @@ def report_prompt(run: LoadedRun, memory: SparseMemory, prompt: str, top: int) -
         return {"slot": slot, "name": slot_name(slot, tap), "weight": weight, "raises": raised.get(slot)}
 
     tokens = [{"token": token, "slots": [described(*pair) for pair in pairs]} for token, pairs in reads]
-    return _head(run, tap) | {"tokens": tokens}
+    return _head(run, memory) | {"tokens": tokens}
 
 
-def _head(run: LoadedRun, tap: UsageTap) -> dict[str, Any]:
-    """What every report of slots begins with."""
-    return {"run": run.name, "step": run.step, "layer": tap.layer, "name": tap.name, "kind": tap.kind}
+def _head(run: LoadedRun, memory: SparseMemory) -> dict[str, Any]:
+    """What every report of slots begins with; "gated": whether a gate, which no slot's words know of, may hide them."""
+    tap = memory.tap
+    where = {"layer": tap.layer, "name": tap.name, "kind": tap.kind, "gated": memory.gated}
+    return {"run": run.name, "step": run.step, **where}

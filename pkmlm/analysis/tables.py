@@ -28,15 +28,18 @@ def usage_tables(entries: Sequence[Entry]) -> list[Table]:
     texts: list[list[Any]] = []
     memories: list[list[Any]] = []
     evenness: list[list[Any]] = []
+    weights: list[list[Any]] = []
     of_heads: list[list[Any]] = []
     for entry in entries:
         tokens = entry["memories"][0]["tokens"] if entry["memories"] else None
         texts.append([entry["run"], entry["step"], entry["split"], tokens, len(entry["memories"])])
         for memory in entry["memories"]:
-            start = [entry["run"]] * several + [f"{memory['layer']} {memory['name']}"]
+            start = [entry["run"]] * several + [_where(memory)]
             heads = memory["heads"] if "heads" in memory else memory["tables"]
-            overlap = memory["head_overlap"], memory["head_overlap_uniform"]
+            overlap = memory.get("layer_overlap", memory["head_overlap"]), memory["head_overlap_uniform"]
             memories.append([*start, memory["kind"], len(heads), memory["slots"], memory["reads"], *overlap])
+            if memory.get("effective") is not None and "tables" not in memory:  # a table has one read a token
+                weights.append([*start, memory["effective"], memory["top_weight"]])
             by = {"mass": "mass", "uniform_mass": "random", "count": "count", "uniform": "random"}
             for group, weighing in by.items():
                 evenness.append([*start, weighing, *(memory[group].get(key) for key in MEASURES[:-1])])
@@ -48,13 +51,17 @@ def usage_tables(entries: Sequence[Entry]) -> list[Table]:
                 of_heads.append(row)
     where = [Column("Run")] * several + [Column("Layer")]
     read = [*where, Column("Kind"), *numbers(COUNT, "Heads", "Slots", "Reads"), *numbers("{:.2%}", "Overlap", "random")]
+    worth = [*where, number("Effective", "{:.1f}"), number("Top weight", SHARE)]
     held = numbers(COUNT, "50%", "90%", "99%")
     even = [*where, Column("By"), number("Usage", SHARE), number("KL", NATS), number("Gini", GINI), *held]
     ends = [*numbers(SHARE, "Least usage", "mean", "random"), *numbers(NATS, "Largest KL", "mean", "random")]
     text = [Column("Run"), number("Step"), Column("Text"), *numbers(COUNT, "Tokens", "Memories")]
+    pooled = any(memory["name"] == "pool" for entry in entries for memory in entry["memories"])
+    pool = " (pool: mass that two layers give to the same slots)" if pooled else ""
     tables = {
         "How memories are used": (text, texts),
-        "Reads by heads or tables; overlap: slots that two heads both read for a token": (read, memories),
+        f"Reads by heads or tables; overlap: slots that two heads both read for a token{pool}": (read, memories),
+        "A head's weights for a token: how many equal ones they are worth, and the largest": (worth, weights),
         "Slots: share used, KL from uniform (nats), how many hold 50, 90 and 99 %": (even, evenness),
         "Each head or table by itself, by mass (KL in nats)": ([*where, *ends], of_heads),
     }
@@ -64,15 +71,15 @@ def usage_tables(entries: Sequence[Entry]) -> list[Table]:
 def usage_rows(entries: Sequence[Entry]) -> Table:
     """One row a memory with every number but the heads', for CSV."""
     facts = ("layer", "name", "kind", "slots", "tokens", "reads")
-    overlap = ("head_overlap", "head_overlap_uniform")
+    more = ("effective", "top_weight", "head_overlap", "head_overlap_uniform", "layer_overlap")
     floor = ("usage", "kl")
     groups = {"uniform": floor, "uniform_mass": floor, "mass": MEASURES, "count": MEASURES}
-    names = [*facts, *(f"{group}_{key}" for group, keys in groups.items() for key in keys), *overlap]
+    names = [*facts, *(f"{group}_{key}" for group, keys in groups.items() for key in keys), *more]
     rows = [
         [entry["run"], entry["step"], entry["split"]]
         + [memory[key] for key in facts]
         + [memory[group][key] for group, keys in groups.items() for key in keys]
-        + [memory[key] for key in overlap]
+        + [memory.get(key) for key in more]
         for entry in entries
         for memory in entry["memories"]
     ]
@@ -128,14 +135,15 @@ def compare_tables(runs: Sequence[Facts]) -> list[Table]:
 
     step = at_step("usage_step")
     measured = [*numbers(SHARE, "Usage", "random"), *numbers(NATS, "KL (nats)", "random"), number("Gini", GINI)]
+    measured += [number("Effective", "{:.1f}"), number("Top weight", SHARE)]
     columns = [Column("Run"), Column("Layer"), number("Slots"), *measured, *step]
     rows = []
     for run in runs:
         for memory in run["usage"]:
             mass, floor = memory["mass"], memory.get("uniform_mass") or {}  # older reports have none
             values = [mass["usage"], memory["uniform"]["usage"], mass["kl"], floor.get("kl"), mass["gini"]]
-            where = [run["run"], f"{memory['layer']} {memory['name']}", memory["slots"]]
-            rows.append([*where, *values, *(run["usage_step"] for _ in step)])
+            values += [memory.get("effective"), memory.get("top_weight")]
+            rows.append([run["run"], _where(memory), memory["slots"], *values, *(run["usage_step"] for _ in step)])
     tables.append(Table("Memory use on the test split, by mass", columns, rows))
     return [table for table in tables if any(value is not None for row in table.rows for value in row[1:])]
 
@@ -151,6 +159,11 @@ def compare_rows(runs: Sequence[Facts]) -> Table:
         for run in runs
     ]
     return Table("", [Column(name) for name in (*plain, *tasks, "mean_usage", "mean_kl")], rows)
+
+
+def _where(memory: Entry) -> str:
+    """The layer and the name of a memory; a pool has its name alone."""
+    return f"{memory['layer']} {memory['name']}" if memory["layer"] else str(memory["name"])
 
 
 def _task_names(runs: Sequence[Facts]) -> list[str]:
@@ -180,8 +193,9 @@ def slot_tables(record: Entry, later_blocks: int) -> list[Table]:
     row = [slot["reads"], slot["share"], _by_heads(slot, 8, "{head}: {share:.0%}"), pattern_text(slot["pattern"])]
     tables = [Table(f"Slot {slot['name']}: {_slots_title(record)}", columns, [row])]
     if slot["raises"] is not None and slot["lowers"] is not None:
-        plural = "s" if later_blocks > 1 else ""
-        note = f" (approximate: {later_blocks} later layer{plural} left out)" if later_blocks else ""
+        later = f"{later_blocks} later layer{'s' if later_blocks > 1 else ''}" if later_blocks else ""
+        left_out = " and ".join(filter(None, (later, "the gate" if record["gated"] else "")))
+        note = f" (approximate: {left_out} left out)" if left_out else ""
         words = [
             [quoted(up["token"]), up["logit"], quoted(down["token"]), down["logit"]]
             for up, down in zip(slot["raises"], slot["lowers"], strict=True)
@@ -224,7 +238,8 @@ def quoted(token: str) -> str:
 
 
 def _slots_title(record: Entry) -> str:
-    where = f"{record['run']} at step {record['step']}, layer {record['layer']} {record['name']}"
+    gate = ", behind a gate" if record["gated"] else ""
+    where = f"{record['run']} at step {record['step']}, layer {record['layer']} {record['name']}{gate}"
     return where + (f", {record['split']}" if "split" in record else "")
 
 

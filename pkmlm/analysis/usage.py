@@ -2,7 +2,8 @@
 
 Needs no torch, so that a report that is kept is read and drawn without it.
 
-H: memory heads (or tables, where each head has its own); K: slots that one head can read; S: slots of the memory.
+H: memory heads (or tables, where each head has its own); L: layers that share a table; K: slots that one head can read;
+S: slots of the memory.
 """
 
 import math
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Measures = dict[str, float | int | None]
+SPREAD = ("effective", "top_weight")
 
 # Kinds whose slots are pairs of sub-keys: of n sub-keys a half, slot n * i + j has key i of the first, j of the second.
 PAIRED_KINDS = ("product-key", "peer")
@@ -27,15 +29,18 @@ class MemoryUsage:
     """What was read from one memory.
 
     Attributes:
-        layer: the block, counted from 1.
-        name: which memory of the block: "memory", or for hash layers "qkv", "ffn1", "ffn2".
-        kind: of memory, as its tap says: "product-key", "flat-key", "hash".
+        layer: the block, counted from 1; 0: several, which share a table.
+        name: which memory of the block: "memory", or for hash layers "qkv", "ffn1", "ffn2"; "pool" for a shared table.
+        kind: of memory, as its tap says: "product-key", "flat-key", "peer", "hash".
         tokens: positions that were counted.
-        counts_HK: int64, reads of each slot by each head.
-        masses_HK: float64, the same reads, each weighing its weight after the softmax.
+        counts_HK: int64, reads of each slot by each head; of a pool, by those of all layers, one after the other.
+        masses_HK: float64, the same reads, each weighing the size of its weight.
         squares_H: float64, the sum of the squared weights of each head's reads.
         common_HH: int64, slots that two heads both read for one token, summed over tokens; None where each head has a
-            table of its own, as in hash layers.
+            table of its own, as in hash layers, and of a pool.
+        spread_3: float64, three sums over heads and tokens, of a head's weights for a token that are not all 0: how
+            many reads of equal weight they are worth, the share of the largest, and 1; None: not known.
+        pool: the layers that share the table; empty: it is this memory's alone.
     """
 
     layer: int
@@ -46,11 +51,23 @@ class MemoryUsage:
     masses_HK: NDArray[np.float64]
     squares_H: NDArray[np.float64]
     common_HH: NDArray[np.int64] | None
+    spread_3: NDArray[np.float64] | None = None
+    pool: tuple[int, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """What people call it: "layer 3 memory"."""
+        return memory_label(self.layer, self.name)
+
+    @property
+    def is_pool(self) -> bool:
+        """Whether this is a table that layers share, with the heads of all of them."""
+        return self.layer == 0
 
     @property
     def shared(self) -> bool:
         """Whether all heads read the same slots; otherwise each has a table of its own."""
-        return self.common_HH is not None
+        return self.common_HH is not None or self.is_pool
 
     @property
     def heads(self) -> int:
@@ -96,6 +113,29 @@ class MemoryUsage:
         return self.reads / self.heads / self.tokens if self.tokens else 0.0
 
     @property
+    def spread(self) -> dict[str, float | None]:
+        """Of a head's weights for a token, on average: `effective`, exp of their entropy, the number of reads of equal
+        weight that has it; and `top_weight`, the share of the largest. None where all are 0, or not known.
+        """
+        effective, top, number = (0, 0, 0) if self.spread_3 is None else self.spread_3.tolist()
+        return {"effective": effective / number, "top_weight": top / number} if number else dict.fromkeys(SPREAD)
+
+    @cached_property
+    def masses_LK(self) -> NDArray[np.float64]:
+        """float64 (L, K), of a pool: the mass that each layer gives to each slot."""
+        return self.masses_HK.reshape(len(self.pool), -1, self.slots).sum(axis=1)
+
+    @cached_property
+    def layer_overlap_LL(self) -> NDArray[np.float64] | None:
+        """float64 (L, L), of a pool: the share of its mass that a layer has where another one has it, too: the sum over
+        slots of the smaller of both layers' shares; 1 if they read alike, 0 if they have no slot in common.
+        """
+        if not self.is_pool or not self.masses_LK.any(axis=1).all():
+            return None
+        shares_LK = self.masses_LK / self.masses_LK.sum(axis=1, keepdims=True)
+        return np.array([np.minimum(shares_K, shares_LK).sum(axis=1) for shares_K in shares_LK])
+
+    @property
     def uniform_overlap(self) -> float:
         """The overlap of independent heads that read uniformly: topk / slots."""
         return self.topk / self.slots
@@ -103,18 +143,21 @@ class MemoryUsage:
     def as_json(self) -> dict[str, Any]:
         """The memory's entry in `usage-report --format json`, all numbers unrounded.
 
-        `mass` and `heads` (or `tables`) weigh reads by their weight, `count` counts them. `uniform` is what as many
-        uniformly random reads give by count (of one table, where each head has its own), `uniform_mass` what they give
-        by mass, and `uniform_head` the mean of that over single heads.
+        `mass` and `heads` (or `tables`) weigh reads by the size of their weight, `count` counts them. `uniform` is what
+        as many uniformly random reads give by count (of one table, where each head has its own), `uniform_mass` what
+        they give by mass, and `uniform_head` the mean of that over single heads. `effective` and `top_weight`: see
+        `spread`. A pool has the `heads` of all its `layers`, and `layer_overlap` (see `layer_overlap_LL`), its mean
+        over pairs.
         """
         unit = "head" if self.shared else "table"
-        entry = {
+        entry: dict[str, Any] = {
             "layer": self.layer,
             "name": self.name,
             "kind": self.kind,
             "slots": self.slots,
             "tokens": self.tokens,
             "reads": self.reads,
+            **self.spread,
             "uniform": self.uniform,
             "uniform_mass": self.uniform_mass,
             "uniform_head": self.uniform_head,
@@ -125,10 +168,20 @@ class MemoryUsage:
                 for number, found in enumerate(map(measures, self.masses_HK), start=1)
             ],
         }
+        if self.pool:
+            entry["pool"] = list(self.pool)
+        if self.is_pool:
+            entry["layers"] = [
+                {"layer": layer, "usage": found["usage"], "kl": found["kl"]}
+                for layer, found in zip(self.pool, map(measures, self.masses_LK), strict=True)
+            ]
+        if self.layer_overlap_LL is not None:
+            entry["layer_overlap"] = mean_of_pairs(self.layer_overlap_LL)
+            entry["layer_overlap_matrix"] = self.layer_overlap_LL.tolist()
         if self.overlap_HH is None:
             return entry | dict.fromkeys(("head_overlap", "head_overlap_uniform", "head_overlap_matrix"))
         return entry | {
-            "head_overlap": float(self.overlap_HH[~np.eye(self.heads, dtype=bool)].mean()),
+            "head_overlap": mean_of_pairs(self.overlap_HH),
             "head_overlap_uniform": self.uniform_overlap,
             "head_overlap_matrix": self.overlap_HH.tolist(),
         }
@@ -142,6 +195,7 @@ class MemoryUsage:
             "usage": mass["usage"],
             "kl": mass["kl"],
             "uniform": self.uniform_mass,
+            **self.spread,
         }
 
     @property
@@ -204,6 +258,38 @@ class MemoryUsage:
         if self.shared and effective_reads:
             return searches, effective_reads / searches
         return round(effective_reads), 1.0
+
+
+def with_pool(memories: list[MemoryUsage]) -> list[MemoryUsage]:
+    """The memories of a model, and, as one more with all their heads, the table that several of them share, if all of
+    these are there.
+    """
+    sharing = [memory for memory in memories if memory.pool]
+    if not sharing or len(sharing) < len(sharing[0].pool):
+        return memories
+    pool = MemoryUsage(
+        layer=0,
+        name="pool",
+        kind=sharing[0].kind,
+        tokens=sharing[0].tokens,
+        counts_HK=np.concatenate([memory.counts_HK for memory in sharing]),
+        masses_HK=np.concatenate([memory.masses_HK for memory in sharing]),
+        squares_H=np.concatenate([memory.squares_H for memory in sharing]),
+        common_HH=None,
+        spread_3=np.sum([memory.spread_3 for memory in sharing if memory.spread_3 is not None], axis=0),
+        pool=tuple(memory.layer for memory in sharing),
+    )
+    return [*memories, pool]
+
+
+def memory_label(layer: int, name: str) -> str:
+    """What people call a memory; a pool has its name alone."""
+    return f"layer {layer} {name}" if layer else name
+
+
+def mean_of_pairs(matrix_HH: NDArray[np.float64]) -> float:
+    """The mean of the entries off the diagonal."""
+    return float(matrix_HH[~np.eye(len(matrix_HH), dtype=bool)].mean())
 
 
 def measures(reads_S: NDArray[Any]) -> Measures:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pkmlm.analysis.usage import MemoryUsage
+from pkmlm.analysis.usage import SPREAD, MemoryUsage, with_pool
 from pkmlm.console import token_progress, warn
 from pkmlm.data.corpus import read_index
 from pkmlm.data.sources import expand_glob
@@ -26,7 +26,8 @@ if TYPE_CHECKING:  # of modules that import torch
     from pkmlm.analysis.slots import PageSlots
     from pkmlm.distributed import World
 
-ARRAYS = ("counts_HK", "masses_HK", "squares_H", "common_HH")  # of a MemoryUsage, as its run keeps them
+ARRAYS = ("counts_HK", "masses_HK", "squares_H")  # of a MemoryUsage, as its run keeps them
+MAYBE = ("common_HH", "spread_3")  # that may be missing: of hash tables, and in older reports
 FLOORS = ("uniform", "uniform_mass", "uniform_head")  # of its entry
 
 
@@ -136,7 +137,7 @@ def _measure(
 ) -> RunUsage:
     """Pass over the text and count."""
     from pkmlm.analysis.counters import measure_usage
-    from pkmlm.analysis.slots import index_slots, page_slots
+    from pkmlm.analysis.slots import PageSlots, index_slots, page_slots
     from pkmlm.evaluate.load import load_on_all_ranks
 
     loaded = load_on_all_ranks(run.path, step, world)
@@ -146,11 +147,12 @@ def _measure(
     with token_progress(f"reading {printable(loaded.name)}", documents.tokens, quiet) as advance:
         if details:
             indexes = index_slots(loaded, documents, advance)
-            memories = [index.usage for index in indexes]
+            memories = with_pool([index.usage for index in indexes])
         else:
             memories = measure_usage(loaded, documents, advance, world)
     if details and memories:
         slots = page_slots(loaded, indexes, chosen_documents(choice, loaded))
+        slots += [PageSlots([], None, [])] * (len(memories) - len(indexes))  # a pool's are those of its layers
     entry = {
         "run": loaded.name,
         "step": loaded.step,
@@ -168,7 +170,7 @@ def save_usage(stem: Path, entry: dict[str, Any], memories: list[MemoryUsage]) -
         stem: of `runs.results.usage_stem`.
         entry: of `usage-report --format json`, with what it was measured on ("source").
     """
-    arrays = {f"{number}-{name}": getattr(m, name) for number, m in enumerate(memories) for name in ARRAYS}
+    arrays = {f"{number}-{name}": getattr(m, name) for number, m in enumerate(memories) for name in ARRAYS + MAYBE}
     write_usage(stem, entry, {key: array for key, array in arrays.items() if array is not None})
 
 
@@ -185,11 +187,12 @@ def load_usage(stem: Path, source: dict[str, Any]) -> tuple[dict[str, Any], list
     try:
         for number, facts in enumerate(entry["memories"]):
             fields = {key: facts[key] for key in ("layer", "name", "kind", "tokens")}
-            fields |= {name: arrays[f"{number}-{name}"] for name in ARRAYS[:-1]}
-            memories.append(MemoryUsage(**fields, common_HH=arrays.get(f"{number}-common_HH")))
+            fields |= {name: arrays[f"{number}-{name}"] for name in ARRAYS}
+            fields |= {name: arrays.get(f"{number}-{name}") for name in MAYBE}
+            memories.append(MemoryUsage(**fields, pool=tuple(facts.get("pool", ()))))
         found = [memory.as_json() for memory in memories]
         pairs = zip(entry["memories"], found, strict=True)
-        agree = all(kept | {key: now[key] for key in FLOORS} == now for kept, now in pairs)
+        agree = all(dict.fromkeys(SPREAD) | kept | {key: now[key] for key in FLOORS} == now for kept, now in pairs)
     except (ArithmeticError, LookupError, TypeError, ValueError):
         return None
     if not agree:

@@ -49,9 +49,10 @@ def command(
     them have in common. With --slot: one slot in full. With PROMPT: the strongest slots of each of its tokens.
 
     What a value says is read off by the output head, without what later layers make of it: a rough approximation,
-    the rougher the earlier the layer. A pattern is what at least half of a slot's ten strongest contexts share:
-    their token, the next or the previous one, or the place in the model's window. "Shuffled" is how many slots have
-    one by chance: with all contexts that are shown dealt at random among them.
+    the rougher the earlier the layer. The map of a memory with a gate is applied, the gate itself is not: how much of
+    a value it lets through depends on the token. A pattern is what at least half of a slot's ten strongest contexts
+    share: their token, the next or the previous one, or the place in the model's window. "Shuffled" is how many slots
+    have one by chance: with all contexts that are shown dealt at random among them.
 
     \b
     Examples:

@@ -45,9 +45,16 @@ def fact(*path: str, scale: float = 1.0) -> Callable[[Mapping[str, Any]], float 
     return read
 
 
-def of_memories(key: str) -> Callable[[Mapping[str, Any]], float | None]:
-    """Reads a usage metric by mass: the mean over memories and hash layers."""
-    return lambda facts: mean(memory["mass"][key] for memory in facts.get("usage") or [])
+def of_tables(key: str) -> Callable[[Mapping[str, Any]], float | None]:
+    """Reads a usage metric by mass: the mean over tables, so that a pool counts once."""
+    return lambda facts: mean(
+        memory["mass"][key] for memory in facts.get("usage") or [] if not memory.get("pool") or memory["name"] == "pool"
+    )
+
+
+def of_layers(key: str) -> Callable[[Mapping[str, Any]], float | None]:
+    """Reads a metric of the weights that layers read with: the mean over memories."""
+    return lambda facts: mean(memory.get(key) for memory in facts.get("usage") or [] if memory["name"] != "pool")
 
 
 def average_accuracy(facts: Mapping[str, Any]) -> float | None:
@@ -60,8 +67,12 @@ MEASURES: dict[str, Measure] = {
     "perplexity": Measure("ppl", "test perplexity (token)", "{:,.2f}", "eval", fact("test_token_ppl")),
     "bits_per_byte": Measure("bits/byte", "bits a byte of test", "{:.4f}", "eval", fact("test_bits_per_byte")),
     "valid_loss": Measure("valid", "validation loss (nats a token)", "{:.4f}", "train", fact("valid_loss")),
-    "usage": Measure("usage", "slots used on test", "{:.1%}", "usage", of_memories("usage")),
-    "kl": Measure("KL", "KL from uniform on test (nats)", "{:.2f}", "usage", of_memories("kl")),
+    "usage": Measure("usage", "slots used on test", "{:.1%}", "usage", of_tables("usage")),
+    "kl": Measure("KL", "KL from uniform on test (nats)", "{:.2f}", "usage", of_tables("kl")),
+    "effective": Measure(
+        "eff. reads", "reads of equal weight that a head's are worth", "{:.1f}", "usage", of_layers("effective")
+    ),
+    "top_weight": Measure("top weight", "share of a head's largest weight", "{:.1%}", "usage", of_layers("top_weight")),
     "speed": Measure("k tokens/s", "scoring (1,000 tokens a second)", "{:.1f}", "speed", fact("speed", scale=1e-3)),
     "valid_perplexity": Measure(
         "valid ppl", "validation perplexity (token)", "{:,.2f}", "train", fact("valid_token_ppl")

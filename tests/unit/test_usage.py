@@ -178,6 +178,7 @@ def test_counters_equal_plain_counting(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: Counter[tuple[int, int]] = Counter()
     masses: Counter[tuple[int, int]] = Counter()
     squares, common, tokens = [0.0] * heads, np.zeros((heads, heads), dtype=int), 0
+    effective, top = [], []
     with UsageCounters(model) as counters:
         for seed, number in enumerate((7, 10, 1)):
             slots_NHk, weights_NHk = draw(number, heads, topk, slots, seed)
@@ -189,6 +190,9 @@ def test_counters_equal_plain_counting(monkeypatch: pytest.MonkeyPatch) -> None:
                 read = [set(slots_NHk[token, h].tolist()) for h in range(heads)]
                 common += np.array([[len(a & b) for b in read] for a in read])
                 for h in range(heads):
+                    weights = weights_NHk[token, h].tolist()  # their sum is 1
+                    effective.append(math.exp(-sum(weight * math.log(weight) for weight in weights)))
+                    top.append(max(weights))
                     for slot, weight in zip(slots_NHk[token, h], weights_NHk[token, h], strict=True):
                         counts[h, int(slot)] += 1
                         masses[h, int(slot)] += float(weight)
@@ -211,6 +215,8 @@ def test_counters_equal_plain_counting(monkeypatch: pytest.MonkeyPatch) -> None:
     assert entry["head_overlap_uniform"] == topk / slots
     assert [head["head"] for head in entry["heads"]] == [1, 2, 3]
     assert entry["uniform"] == uniform_reading(slots, tokens * heads, topk)
+    assert entry["effective"] == pytest.approx(np.mean(effective))
+    assert entry["top_weight"] == pytest.approx(np.mean(top))
     assert found.squares_H == pytest.approx(squares)
     mass, square = tokens * heads, sum(squares)
     assert entry["uniform_mass"]["usage"] == entry["uniform"]["usage"]
@@ -227,7 +233,62 @@ def test_counters_equal_plain_counting(monkeypatch: pytest.MonkeyPatch) -> None:
         "usage": entry["mass"]["usage"],
         "kl": entry["mass"]["kl"],
         "uniform": entry["uniform_mass"],
+        "effective": entry["effective"],
+        "top_weight": entry["top_weight"],
     }
+
+
+def test_weights_count_by_their_size_and_a_head_of_zeros_for_nothing() -> None:
+    """Where scores are weights, they have signs; where relu makes them, all may be 0."""
+    model = Reader(UsageTap(1, "memory", "product-key", 4, 2))
+    weights_1Hk = torch.tensor([[[-3.0, 1.0], [0.0, 0.0]]])
+    with UsageCounters(model) as counters:
+        model((torch.tensor([[[0, 1], [2, 3]]]), weights_1Hk))
+    (found,) = counters.memories()
+    assert found.masses_HK.tolist() == [[3, 1, 0, 0], [0, 0, 0, 0]]
+    assert found.reads == 4
+    entry = found.as_json()
+    assert entry["top_weight"] == 0.75
+    assert entry["effective"] == pytest.approx(math.exp(-0.75 * math.log(0.75) - 0.25 * math.log(0.25)))
+
+
+def test_a_shared_table_is_one_memory_more() -> None:
+    taps = [UsageTap(layer, "memory", "product-key", 4, 2, pool=(2, 5)) for layer in (2, 5)]
+    model = Reader(UsageTap(1, "qkv", "hash", 4, 2, shared=False), *taps)
+    of_hash = torch.tensor([[[0], [2]]]), torch.ones(1, 2, 1)
+    reads = [
+        (torch.tensor([[[0, 1], [1, 0]]]), torch.tensor([[[0.5, 0.5], [0.25, 0.75]]])),  # slots 0, 1: 1.25, 0.75
+        (torch.tensor([[[1, 2], [2, 1]]]), torch.tensor([[[1.0, 0.0], [0.5, 0.5]]])),  # slots 1, 2: 1.5, 0.5
+    ]
+    with UsageCounters(model) as counters:
+        model(of_hash, *reads)
+    hashed, *layers, pool = counters.memories()
+    assert [memory.label for memory in (hashed, *layers, pool)] == [
+        "layer 1 qkv",
+        "layer 2 memory",
+        "layer 5 memory",
+        "pool",
+    ]
+    assert pool.counts_S.tolist() == [2, 4, 2, 0]
+    assert pool.masses_S.tolist() == [1.25, 2.25, 0.5, 0]
+    entry, found = pool.as_json(), measures(np.array([1.25, 2.25, 0.5, 0]))
+    assert entry["mass"] == found
+    assert entry["mass"]["usage"] == 0.75
+    assert [layer["layer"] for layer in entry["layers"]] == [2, 5]
+    assert [layer["usage"] for layer in entry["layers"]] == [0.5, 0.5]
+    assert entry["layer_overlap"] == pytest.approx(min(0.75, 1.5) / 2)
+    assert entry["uniform"] == uniform_reading(4, 4, 2)
+    assert len(entry["heads"]) == 4
+    assert entry["effective"] == pytest.approx(np.mean([layer.as_json()["effective"] for layer in layers]))
+    assert entry["pool"] == layers[0].as_json()["pool"] == [2, 5]
+    assert "pool" not in hashed.as_json()
+    with UsageCounters(model, taps[:1]) as some:
+        model(of_hash, *reads)
+    assert [memory.name for memory in some.memories()] == ["memory"], "half of a pool is none"
+    tables = usage_tables(
+        [{"run": "r", "step": 1, "split": "test", "memories": [m.as_json() for m in (*layers, pool)]}]
+    )
+    assert [row[0] for row in tables[1].rows] == ["2 memory", "5 memory", "pool"]
 
 
 def test_counters_of_hash_tables() -> None:
@@ -300,6 +361,18 @@ def test_files_give_back_what_was_counted(tmp_path: Path) -> None:
     memories = [
         MemoryUsage(2, "memory", "product-key", 3, np.arange(8).reshape(2, 4), np.ones((2, 4)) / 3, np.ones(2), common),
         MemoryUsage(1, "qkv", "hash", 3, np.arange(8).reshape(2, 4), np.ones((2, 4)), np.ones(2), None),
+        MemoryUsage(
+            0,
+            "pool",
+            "product-key",
+            3,
+            np.arange(8).reshape(2, 4),
+            np.ones((2, 4)),
+            np.ones(2),
+            None,
+            np.array([1.5, 0.5, 2]),
+            pool=(1, 2),
+        ),
     ]
     entry = {"run": "r", "step": 5, "split": "test", "source": {"checkpoint": "a"}}
     entry["memories"] = [memory.as_json() for memory in memories]
@@ -315,10 +388,14 @@ def test_files_give_back_what_was_counted(tmp_path: Path) -> None:
         assert kept.counts_HK.dtype == np.int64
     assert load_usage(stem, {"checkpoint": "b"}) is None, "measured on another checkpoint"
     arrays, record = stem.with_name("test-step-5.npz"), stem.with_name("test-step-5.json")
+    older = [{key: value for key, value in memory.items() if key != "effective"} for memory in entry["memories"][:2]]
+    record.write_text(json.dumps(entry | {"memories": older}))  # without what the first two do not know
+    assert load_usage(stem, {"checkpoint": "a"})[0]["memories"] == entry["memories"][:2]
+    save_usage(stem, entry, memories)
     for text in ("[]", "{}", '{"source": {"checkpoint": "a"}}', json.dumps(entry | {"memories": 5})):
         record.write_text(text)
         assert load_usage(stem, {"checkpoint": "a"}) is None, text
-    twice = [entry["memories"][0] | {"reads": 1}, entry["memories"][1]]
+    twice = [entry["memories"][0] | {"reads": 1}, *entry["memories"][1:]]
     record.write_text(json.dumps(entry | {"memories": twice}))
     assert load_usage(stem, {"checkpoint": "a"}) is None, "numbers and counts do not agree"
     record.write_text(json.dumps(entry))

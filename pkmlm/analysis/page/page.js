@@ -29,7 +29,7 @@ function panels(run, column, colours) {
 
 async function columnOf(run, colours, place) {
   const entry = run.entry;
-  const options = entry.memories.map((m) => make("option", {}, `layer ${m.layer} ${m.name}`));
+  const options = entry.memories.map((m) => make("option", {}, `${m.layer ? "layer " : ""}${memoryName(m)}`));
   const choice = make("select", {}, ...options);
   const body = make("div", { class: "panels" });
   const draw = async () => {

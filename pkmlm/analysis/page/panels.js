@@ -12,11 +12,23 @@ const MEASURES = [
   ["effective", "Effective", fixed(0)],
 ];
 
+// A pool, which several layers read, has its name alone.
+function memoryName({ layer, name }) {
+  return layer ? `${layer} ${name}` : name;
+}
+
 function summary(entry, facts) {
   const rows = MEASURES.map(([key, name, shown]) => [name, ...Object.keys(NAMES).map((by) => [facts[by][key], shown])]);
   const text =
     `${entry.run} at step ${count(entry.step)}, ${entry.split}: ${count(facts.tokens)} tokens, ` +
-    `${count(facts.reads)} reads of ${count(facts.slots)} slots (${facts.kind}).`;
+    `${count(facts.reads)} reads of ${count(facts.slots)} slots (${facts.kind}).` +
+    (facts.effective == null
+      ? ""
+      : ` A head's weights are worth ${fixed(1)(facts.effective)} reads of equal weight; the largest has ` +
+        `${share(facts.top_weight)}.`) +
+    (facts.layers && facts.layer_overlap != null
+      ? ` Two of its layers give ${share(facts.layer_overlap)} of their mass to the same slots.`
+      : "");
   const caption = "By mass and by count, each with what the same reads give at random slots";
   const headings = ["By", ...Object.values(NAMES)];
   return panel("summary", "Summary", make("p", {}, text), table(caption, headings, rows));
@@ -68,7 +80,7 @@ function heads(facts) {
 }
 
 function layers(entry) {
-  const name = (m) => `${m.layer} ${m.name}`;
+  const name = memoryName;
   const ticks = (at) => (entry.memories[at - 1] ? name(entry.memories[at - 1]) : "");
   const percent = entry.memories.map((m) => 100 * m.mass.usage);
   const rows = entry.memories.map((m) => [
