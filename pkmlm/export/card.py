@@ -68,8 +68,9 @@ def described(model: Model) -> str:
     if not layers:
         return kind
     memory, where = model.memory, f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
-    size = f"{memory.num_keys**2:,} slots"
-    return f"{kind}; {memory.kind} memory of {size} in {where}, {memory.heads} heads x {memory.topk} reads"
+    size = f"{memory.num_keys**2:,} {'shared ' if memory.share_values and len(layers) > 1 else ''}slots"
+    gate = ", behind a gate" if memory.gate != "none" else ""
+    return f"{kind}; {memory.kind} memory of {size} in {where}, {memory.heads} heads x {memory.topk} reads{gate}"
 
 
 def known_scores(run: RunDirectory, step: int) -> dict[str, dict[str, Any]]:

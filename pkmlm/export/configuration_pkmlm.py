@@ -69,6 +69,12 @@ class PkmlmConfig(PretrainedConfig):
             "key_dim": 512,
             "query": "linear",
             "query_norm": "batch",
+            "key_norm": "none",
+            "scores": "softmax",
+            "share_values": False,
+            "value_dim": None,
+            "gate": "none",
+            "expert": "gelu",
             **(memory or {}),
         }
         self.hash = {

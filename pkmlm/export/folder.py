@@ -53,7 +53,7 @@ SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 TOKENIZER_CONFIG = "tokenizer_config.json"
 OTHERS = {INDEX, "generation_config.json", TOKENIZER_CONFIG, "README.md"}
 # Queries and keys decide which slots are read: in training too their search is in fp32, whatever the precision.
-KEPT = re.compile(r"\.memory\.(query\.|subkeys_H2nf$|keys_HKq$)")
+KEPT = re.compile(r"\.memory\.(query\.|key_norm\.|subkeys_H2nf$|keys_HKq$)")
 HINT = "it is damaged or was changed: export the run again"
 CHANGED = f"{HINT}, or delete {MANIFEST} to take it as it is"
 FLOATS = ("F64", "F32", "BF16", "F16")  # types of weights that are read, as their files say them

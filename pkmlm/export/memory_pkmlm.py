@@ -1,8 +1,8 @@
 """The memories of a pkmlm model for `transformers`. Part of an exported model: it stands alone.
 
-B: sequences; T: positions; N: tokens (B * T); R: rows of scores; D: model width; H: memory heads; q: width of a query;
-n: sub-keys of a half; f: q / 2; K: slots or rows (hash layers: tables); k: slots a head reads; r: reads of a token;
-b: bits of a bucket code; c: candidates.
+B: sequences; T: positions; N: tokens (B * T); R: rows of scores; D: model width; V: width of a value; H: memory heads;
+q: width of a query; n: sub-keys of a half; f: width of a key (of a sub-key: q / 2); K: slots or rows (hash layers:
+tables); k: slots a head reads; r: reads of a token; b: bits of a bucket code; c: candidates.
 """
 
 from typing import Any
@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.functional import embedding_bag, gelu, softplus
+from torch.nn.functional import embedding_bag, gelu, relu, rms_norm, silu, softplus
 
 from .configuration_pkmlm import PkmlmConfig
 
-SCORES = 1 << 24  # scores of flat keys that exist at a time
+SCORES = 1 << 24  # scores of flat keys, and entries of rows of experts, that exist at a time
+WEIGHTS = {"softmax": lambda scores: scores.softmax(-1), "relu": relu, "none": lambda scores: scores}
 
 
 def top_k(scores_Rn: Tensor, k: int) -> Tensor:
@@ -27,7 +28,7 @@ def top_k(scores_Rn: Tensor, k: int) -> Tensor:
 
 
 class Values(nn.Module):
-    """A table of rows, read as weighted sums."""
+    """A table of rows, read as weighted sums or as products."""
 
     def __init__(self, rows: int, width: int):
         super().__init__()
@@ -36,6 +37,14 @@ class Values(nn.Module):
     def forward(self, rows_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
         weights_Nr = weights_Nr.to(self.weight_KD.dtype)
         return embedding_bag(rows_Nr, self.weight_KD, mode="sum", per_sample_weights=weights_Nr)
+
+    def products(self, x_ND: Tensor, rows_Nr: Tensor) -> Tensor:
+        """<x, row> of each read, in fp32, of a few tokens at a time."""
+        size = max(1, SCORES // (rows_Nr.shape[1] * x_ND.shape[1]))
+        chunks = zip(x_ND.split(size), rows_Nr.split(size), strict=True)
+        return torch.cat(
+            [torch.einsum("nd,nrd->nr", x_CD, self.weight_KD[rows_Cr].float()) for x_CD, rows_Cr in chunks]
+        )
 
 
 class HashLayer(nn.Module):
@@ -116,24 +125,72 @@ class Query(nn.Module):
         return functional_call(self.norm, weights, q_NF.view(shape)).view(-1, self.heads, self.key_dim)
 
 
-class KeyMemory(nn.Module):
-    """The softmax-weighted sum of the values of each head's k best slots, found among product keys or flat keys.
+class KeyNorm(nn.Module):
+    """Root-mean-square normalisation of keys and of the parts of queries that meet them, with a gain each, in fp32."""
 
-    Product-key memory (Lample et al. 2019), sec. 3. Search and softmax are in fp32.
-    """
+    def __init__(self, width: int):
+        super().__init__()
+        self.query_gain_f, self.key_gain_f = nn.Parameter(torch.empty(width)), nn.Parameter(torch.empty(width))
+
+    def forward(self, q_NHq: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        width = self.key_gain_f.shape
+        q_NHjf = rms_norm(q_NHq.unflatten(-1, (-1, *width)), width, self.query_gain_f.float(), 1e-6)
+        return q_NHjf.flatten(2), rms_norm(keys, width, self.key_gain_f.float(), 1e-6)
+
+
+class Pool(nn.Module):
+    """The tables of a memory; of several, which share them, if the model owns it."""
 
     def __init__(self, config: PkmlmConfig):
         super().__init__()
+        memory, slots = config.memory, config.memory["num_keys"] ** 2
+        if memory["kind"] == "peer":
+            self.inputs = Values(slots, config.dim)
+        self.values = Values(slots, memory["value_dim"] or config.dim)
+
+
+class KeyMemory(nn.Module):
+    """The weighted sum of the values of each head's k best slots, found among product keys or flat keys.
+
+    Product-key memory (Lample et al. 2019), sec. 3, with what Memory+ adds to it (Berges et al. 2024): y = W2 (m *
+    silu(W1 x)); or PEER (He 2024), where <u, x> of a slot, after an activation, multiplies its weight. Search and
+    weights are in fp32.
+
+    Args:
+        pool: the tables that all memories share; None: it has its own.
+    """
+
+    inputs: Values
+    values: Values
+
+    def __init__(self, config: PkmlmConfig, pool: Pool | None = None):
+        super().__init__()
         memory = config.memory
         heads, n, width = memory["heads"], memory["num_keys"], memory["key_dim"]
-        self.topk = memory["topk"]
+        self.topk, self.scores = memory["topk"], memory["scores"]
         self.query = Query(config.dim, memory)
-        if memory["kind"] == "product-key":
-            self.subkeys_H2nf = nn.Parameter(torch.empty(heads, 2, n, width // 2))
-        else:
+        if memory["kind"] == "flat-key":
             self.keys_HKq = nn.Parameter(torch.empty(heads, n * n, width))
-        self.select = self.product_keys if memory["kind"] == "product-key" else self.flat_keys
-        self.values = Values(n * n, config.dim)
+        else:
+            self.subkeys_H2nf = nn.Parameter(torch.empty(heads, 2, n, width // 2))
+        self.select = self.flat_keys if memory["kind"] == "flat-key" else self.product_keys
+        if pool is None:
+            for name, table in Pool(config).named_children():
+                self.add_module(name, table)
+        else:  # plain attributes: the model has them as modules
+            self.__dict__.update(pool.named_children())
+        self.activation = None
+        if memory["kind"] == "peer":
+            self.activation = gelu if memory["expert"] == "gelu" else relu
+        key_width = width if memory["kind"] == "flat-key" else width // 2
+        self.key_norm = KeyNorm(key_width) if memory["key_norm"] == "rms" else None
+        values = memory["value_dim"] or config.dim
+        gated = memory["gate"] == "silu"
+        self.gate = nn.Linear(config.dim, values) if gated else None
+        self.output = nn.Linear(values, config.dim) if gated or values != config.dim else None
+
+    def normed(self, q_NHq: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        return (q_NHq, keys.float()) if self.key_norm is None else self.key_norm(q_NHq, keys.float())
 
     def product_keys(self, q_NHq: Tensor) -> tuple[Tensor, Tensor]:
         """Scores and slots (N, H, k) of the best of all n^2 pairs of sub-keys.
@@ -141,8 +198,9 @@ class KeyMemory(nn.Module):
         Only pairs of ranks with (a + 1)(b + 1) <= k can be among the k best sums of two sorted lists.
         """
         heads, _, n, f = self.subkeys_H2nf.shape
+        q_NHq, subkeys_H2nf = self.normed(q_NHq, self.subkeys_H2nf)
         q_2HNf = q_NHq.view(-1, heads, 2, f).permute(2, 1, 0, 3).contiguous()
-        scores_2Rn = (q_2HNf @ self.subkeys_H2nf.float().transpose(0, 1).transpose(-1, -2)).flatten(1, 2)
+        scores_2Rn = (q_2HNf @ subkeys_H2nf.transpose(0, 1).transpose(-1, -2)).flatten(1, 2)
         best_2Rk = [top_k(scores_Rn, min(n, self.topk)) for scores_Rn in scores_2Rn]
         ranks = [(a, b) for a in range(min(n, self.topk)) for b in range(min(n, self.topk // (a + 1)))]
         a, b = torch.tensor(ranks, device=q_NHq.device).unbind(1)
@@ -155,8 +213,9 @@ class KeyMemory(nn.Module):
 
     def flat_keys(self, q_NHq: Tensor) -> tuple[Tensor, Tensor]:
         """Scores and slots (N, H, k) of the best of all keys, a few tokens at a time."""
+        q_NHq, keys_HKq = self.normed(q_NHq, self.keys_HKq)
         found = []
-        for head, keys_Kq in enumerate(self.keys_HKq.float()):
+        for head, keys_Kq in enumerate(keys_HKq):
             for q_Cq in q_NHq[:, head].contiguous().split(max(1, SCORES // len(keys_Kq))):
                 scores_CK = q_Cq @ keys_Kq.T
                 slots_Ck = top_k(scores_CK.detach(), self.topk)
@@ -167,6 +226,15 @@ class KeyMemory(nn.Module):
         return scores_HNk.transpose(0, 1), slots_HNk.transpose(0, 1)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        x_ND = x_BTD.flatten(0, 1)
         with torch.autocast(x_BTD.device.type, enabled=False):
-            scores_NHk, slots_NHk = self.select(self.query(x_BTD.flatten(0, 1)))
-            return self.values(slots_NHk.flatten(1), scores_NHk.softmax(-1).flatten(1)).view_as(x_BTD)
+            scores_NHk, slots_NHk = self.select(self.query(x_ND))
+            slots_Nr, weights_Nr = slots_NHk.flatten(1), WEIGHTS[self.scores](scores_NHk).flatten(1)
+            if self.activation is not None:
+                weights_Nr = weights_Nr * self.activation(self.inputs.products(x_ND.float(), slots_Nr))
+            out_NV = self.values(slots_Nr, weights_Nr)
+            if self.gate is not None:
+                out_NV = out_NV * silu(self.gate(x_ND.to(self.gate.weight.dtype)))
+            if self.output is not None:
+                out_NV = self.output(out_NV.to(self.output.weight.dtype))
+            return out_NV.view_as(x_BTD)

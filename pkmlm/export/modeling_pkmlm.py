@@ -12,7 +12,7 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from .configuration_pkmlm import PkmlmConfig
-from .memory_pkmlm import HashLayer, KeyMemory, MemoryBlock, QueryBatchNorm
+from .memory_pkmlm import HashLayer, KeyMemory, KeyNorm, MemoryBlock, Pool, QueryBatchNorm
 
 ROTARY_BASE = 10_000.0
 
@@ -103,7 +103,7 @@ class FFN(nn.Module):
 class Block(nn.Module):
     """Attention, then an FFN (or its hash tables), a memory, or both side by side."""
 
-    def __init__(self, config: PkmlmConfig, index: int):
+    def __init__(self, config: PkmlmConfig, index: int, pool: Pool | None):
         super().__init__()
         self.parallel = config.residual == "parallel"
         self.attention_norm = nn.LayerNorm(config.dim)
@@ -114,7 +114,7 @@ class Block(nn.Module):
         if not here or here[0].endswith("+"):
             self.parts["ffn"] = MemoryBlock(config) if config.projections == "hash" else FFN(config)
         if here:
-            self.parts["memory"] = KeyMemory(config)
+            self.parts["memory"] = KeyMemory(config, pool)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BTD: Tensor, *how: Any) -> Tensor:
@@ -138,8 +138,8 @@ class PkmlmPreTrainedModel(PreTrainedModel):
     def __init__(self, config: PkmlmConfig):
         super().__init__(config)
         if config.memory["kind"] != "none":  # rounded queries and keys would find other slots
-            keys = "subkeys_H2nf" if config.memory["kind"] == "product-key" else "keys_HKq"
-            self._keep_in_fp32_modules_strict = ["query", keys]
+            keys = "keys_HKq" if config.memory["kind"] == "flat-key" else "subkeys_H2nf"
+            self._keep_in_fp32_modules_strict = ["query", "key_norm", keys]
 
     def _init_weights(self, module: nn.Module) -> None:
         """Fill a new model; the training of one from nothing is the business of pkmlm itself."""
@@ -148,6 +148,8 @@ class PkmlmPreTrainedModel(PreTrainedModel):
                 nn.init.zeros_(parameter)
             elif isinstance(module, nn.LayerNorm | nn.RMSNorm | QueryBatchNorm):
                 nn.init.ones_(parameter)
+            elif isinstance(module, KeyNorm):
+                nn.init.constant_(parameter, len(parameter) ** -0.4)
             elif isinstance(module, KeyMemory):
                 nn.init.uniform_(parameter, -(parameter.shape[-1] ** -0.5), parameter.shape[-1] ** -0.5)
             else:
@@ -168,7 +170,9 @@ class PkmlmModel(PkmlmPreTrainedModel):
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.positions = nn.Embedding(config.context, config.dim) if config.positions == "learned" else None
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList([Block(config, index) for index in range(config.layers)])
+        shared = config.memory["share_values"] and len(config.memory["layers"]) > 1
+        self.pool = Pool(config) if shared else None
+        self.blocks = nn.ModuleList([Block(config, index, self.pool) for index in range(config.layers)])
         self.norm = nn.LayerNorm(config.dim)
         self.post_init()
 

@@ -21,7 +21,7 @@ from pkmlm.export.configuration_pkmlm import PkmlmConfig
 from pkmlm.export.folder import read_export, write_export
 from pkmlm.export.modeling_pkmlm import PkmlmForCausalLM, PkmlmModel, visible
 from pkmlm.model.transformer import Transformer, build_model
-from pkmlm.recipe.check import check_recipe
+from pkmlm.recipe.check import check_recipe, memory_layers
 from pkmlm.recipe.schema import AttentionOptions, Hash, Memory, Model, Recipe, Train, flatten
 
 CPU = torch.device("cpu")
@@ -46,6 +46,7 @@ DRAWN: dict[str, list[Any]] = {
     "memory.heads": [1, 3],
     "memory.topk": [1, 5],
     "memory.key_dim": [8],
+    "memory.value_dim": [None, 20, 24],
     "hash.bits": [2, 4],
     "hash.extra_bits": [0, 2],
     "hash.temperature": [0.5, 1.0],
@@ -73,7 +74,9 @@ def drawn(kind: Any, random_: random.Random, decks: dict[str, list[Any]], prefix
 def in_force(recipe: Recipe) -> list[tuple[str, Any]]:
     """The keys of `model` that the model depends on, with their values."""
     model = recipe.model
-    unused = ("model.memory.",) if model.memory.kind == "none" else ()
+    unused: tuple[str, ...] = ("model.memory.",) if model.memory.kind == "none" else ()
+    unused += ("model.memory.expert",) if model.memory.kind != "peer" else ()
+    unused += ("model.memory.share_values",) if len(memory_layers(model)) < 2 else ()
     unused += ("model.hash.",) if model.projections == "dense" else ("model.ffn_dim", "model.activation", "model.bias")
     return [pair for pair in flatten(recipe).items() if not pair[0].startswith(unused)]
 
@@ -143,6 +146,13 @@ KINDS = {
     "dense": replace(MODEL, positions="rotary", tie_embeddings=False),
     "product-key": replace(MODEL, memory=MEMORY),
     "flat-key": replace(MODEL, memory=replace(MEMORY, kind="flat-key", layers=("2+",)), residual="parallel"),
+    "memory-plus": replace(
+        MODEL,
+        memory=replace(
+            MEMORY, layers=("1", "2+"), share_values=True, gate="silu", value_dim=12, key_norm="rms", query_norm="none"
+        ),
+    ),
+    "peer": replace(MODEL, memory=replace(MEMORY, kind="peer", key_norm="rms")),
     "hash": replace(MODEL, projections="hash"),
 }
 
@@ -288,7 +298,7 @@ def test_narrower_weights_keep_queries_and_keys(pair, tokenizer, tmp_path):
     with safe_open(tmp_path / "narrow" / "model.safetensors", "pt") as file:
         stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     for name, tensor in narrow.state_dict().items():
-        kept = ".memory." in name and ".values." not in name
+        kept = ".memory." in name and not any(part in name for part in (".values.", ".inputs.", ".gate.", ".output."))
         assert tensor.dtype == (torch.float32 if kept else half), name
         assert name == "lm_head.weight" or stored[name].dtype == tensor.dtype
     assert narrow.dtype == half
