@@ -121,6 +121,8 @@ def layer_table(recipe: Recipe, cost: Cost) -> Table:
         rows.append(row)
     model = recipe.model
     title = f"{recipe.name}: {model.layers} layers of {model.dim:,}, a sequence of {model.context:,} tokens"
+    if any(table.layers > 1 for table in cost.tables):
+        title += "; the memories share one table"
     return Table(title, columns, rows)
 
 
