@@ -80,6 +80,9 @@ MODELS = {
     "dense": "projections: dense",
     "product-key": "memory: {kind: product-key, layers: 2, num_keys: 16, heads: 2, topk: 4, key_dim: 16}",
     "flat-key": "memory: {kind: flat-key, layers: 2, num_keys: 8, heads: 2, topk: 4, key_dim: 16}",
+    "memory-plus": "memory: {kind: product-key, layers: [1+, 2], num_keys: 16, heads: 2, topk: 4, key_dim: 16, "
+    "share_values: true, gate: silu, value_dim: 24, key_norm: rms, query_norm: none}",
+    "peer": "memory: {kind: peer, layers: 2, num_keys: 16, heads: 2, topk: 4, key_dim: 16}",
     "hash": "projections: hash\n  hash: {bits: 4, extra_bits: 2}",
 }
 

@@ -59,7 +59,16 @@ def test_a_run_directory_holds_what_the_design_says(trained, kind):
     assert [line["step"] for line in lines if line["event"] == "valid"] == [15, 30]
 
 
-@pytest.mark.parametrize("extra", [["dense", "model.dropout=0.2"], ["product-key", "train.precision=fp16"], ["hash"]])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["dense", "model.dropout=0.2"],
+        ["product-key", "train.precision=fp16"],
+        ["memory-plus", "optim.values.schedule=relative", "train.micro_batch=2"],
+        ["peer"],
+        ["hash"],
+    ],
+)
 def test_stopped_and_resumed_is_the_same_run_to_the_bit(tmp_path, write_recipe, trained, monkeypatch, extra):
     """Stopped between two checkpoints."""
     kind, *changes = extra

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from pkmlm.cost import cost_of
+from pkmlm.device import autocast
 from pkmlm.model.init import initialise
+from pkmlm.model.memory import values
 from pkmlm.model.memory.key_memory import FlatKeyMemory, KeyMemory, ProductKeyMemory
 from pkmlm.model.memory.peer import PEER
 from pkmlm.model.memory.values import tables_of
@@ -218,8 +220,8 @@ def test_a_pool_trains_as_a_dense_table_would(kind):
     """What row Adam is given, of several micro-batches, is the dense gradient; layers' reads are in one place."""
     recipe = recipe_of(replace(POOLED, kind=kind))
     rows, dense = build_model(recipe, 30).double(), build_model(recipe, 30).double()
-    (values,) = [group for group in parameter_groups(rows, recipe) if group.name == "values"]
-    assert set(values.parameters) == {name for name, _ in rows.named_parameters() if name.startswith("pool.")}
+    (group,) = [group for group in parameter_groups(rows, recipe) if group.name == "values"]
+    assert set(group.parameters) == {name for name, _ in rows.named_parameters() if name.startswith("pool.")}
     for seed in range(2):
         for model in (rows, dense):
             model.loss(*tokens(seed)).backward()
@@ -238,7 +240,7 @@ def test_a_pool_is_stored_and_counted_once_and_models_share_nothing():
         ]
         assert not {p.data_ptr() for p in first.parameters()} & {p.data_ptr() for p in second.parameters()}
         reading = [block.parts["memory"].values for block in first.blocks if "memory" in block.parts]
-        assert [values is first.pool.values for values in reading] == [True, True]
+        assert [table is first.pool.values for table in reading] == [True, True]
         cost = cost_of(recipe, 30)
         tables = sum(parameter.numel() for name, parameter in first.named_parameters() if name in names)
         assert cost.memory == tables
@@ -250,3 +252,24 @@ def test_one_memory_has_no_pool():
     model = build_model(recipe_of(replace(POOLED, layers=("2",))), 30)
     assert model.pool is None
     assert "blocks.1.parts.memory.values.weight_KD" in model.state_dict()
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_POOL)
+def test_half_precision_reads_copies_of_all_tables(monkeypatch, kind):
+    """As on a GPU, where alone forwards read copies: near the numbers in fp32, with gradients in fp32."""
+    recipe = recipe_of(replace(POOLED, kind=kind, gate="silu", key_norm="rms"))
+    found = []
+    for half in (False, True):
+        monkeypatch.setattr(values, "HALF_ON", ("cpu",) if half else ())
+        model = build_model(recipe, 30)
+        parameter_groups(model, recipe)
+        with autocast(torch.device("cpu"), "bf16"):
+            loss = model.loss(*tokens())
+        loss.backward()
+        assert all((table.copy_KD is not None) is half for table in tables_of(model).values())
+        found.append((loss, [table.gradient.dense() for table in tables_of(model).values()]))
+    (loss, gradients_), (near, nearly) = found
+    assert near.item() == pytest.approx(loss.item(), rel=1e-3)
+    for gradient, other in zip(gradients_, nearly, strict=True):
+        assert other.dtype == torch.float32
+        assert (gradient - other).norm() < 0.1 * gradient.norm()

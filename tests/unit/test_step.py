@@ -147,7 +147,9 @@ def test_gradients_are_clipped_group_by_group(recipe):
     assert seen["values"] == pytest.approx(norms["values"])
 
 
-@pytest.mark.parametrize(("kind", "precision"), [("product-key", "fp16"), ("hash", "fp32")])
+@pytest.mark.parametrize(
+    ("kind", "precision"), [("product-key", "fp16"), ("memory-plus", "bf16"), ("peer", "fp32"), ("hash", "fp32")]
+)
 def test_recomputing_activations_changes_no_bit_and_counts_no_forward_twice(tmp_path, write_recipe, kind, precision):
     recipe = load_recipe(write_recipe(tmp_path, kind), ["model.dropout=0.1"])
     results = []

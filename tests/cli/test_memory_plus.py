@@ -1,0 +1,131 @@
+"""What the commands make of a model with Memory+ (two layers share a table, behind gates), and of one with PEER."""
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pkmlm.analysis.slots import LogitLens, find_memory
+from pkmlm.evaluate.load import load_run
+from tests.conftest import pkmlm
+
+
+def report(*arguments: object) -> list[dict]:
+    return list(json.loads(pkmlm("usage-report", *arguments, "--format", "json").stdout)["runs"][0]["memories"])
+
+
+def test_the_usage_of_a_pool(trained) -> None:
+    run = trained("memory-plus")
+    first, second, pool = report(run)
+    assert [(memory["layer"], memory["name"]) for memory in (first, second, pool)] == [
+        (1, "memory"),
+        (2, "memory"),
+        (0, "pool"),
+    ]
+    assert pool["reads"] == first["reads"] + second["reads"]
+    assert pool["slots"] == 256
+    assert max(first["count"]["usage"], second["count"]["usage"]) <= pool["count"]["usage"] <= 1
+    assert [layer["layer"] for layer in pool["layers"]] == [1, 2]
+    assert [layer["kl"] for layer in pool["layers"]] == [first["mass"]["kl"], second["mass"]["kl"]]
+    assert 0 < pool["layer_overlap"] < 1
+    for memory in (first, second, pool):
+        assert 1 <= memory["effective"] <= 4, "of four reads of a head"
+        assert 0.25 <= memory["top_weight"] <= 1
+    assert report(run) == [first, second, pool], "as it is kept"
+    text = pkmlm("usage-report", run).stdout
+    assert all(len(line) <= 80 for line in text.splitlines())
+    rows = list(csv.DictReader(io.StringIO(pkmlm("usage-report", run, "--format", "csv").stdout)))
+    assert [float(row["effective"]) for row in rows] == [each["effective"] for each in (first, second, pool)]
+
+
+def test_pictures_page_and_arrays_of_a_pool(trained, tmp_path: Path) -> None:
+    run = trained("memory-plus")
+    pkmlm(
+        "usage-report",
+        run,
+        "--plots",
+        tmp_path / "plots",
+        "--html",
+        tmp_path / "page.html",
+        "--export",
+        tmp_path / "a.npz",
+    )
+    names = {path.name for path in (tmp_path / "plots").iterdir()}
+    assert {"memory-plus-map-pool.png", "memory-plus-map-layer-1-memory.png"} <= names
+    assert (tmp_path / "page.html").stat().st_size > 10_000
+    with np.load(tmp_path / "a.npz") as arrays:
+        assert arrays["0.pool.counts"].shape == (4, 256)
+
+
+@pytest.mark.parametrize("kind", ["memory-plus", "peer"])
+def test_validation_and_comparison_tell_the_weights(trained, kind: str) -> None:
+    run = trained(kind)
+    valid = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if '"valid"' in line]
+    assert all(1 <= memory["effective"] <= 4 for event in valid for memory in event["usage"])
+    report(run)
+    facts = json.loads(pkmlm("compare", run, "--format", "json").stdout)["runs"][0]
+    assert facts["kind"] == ("product-key" if kind == "memory-plus" else "peer")
+    text = pkmlm("compare", run).stdout
+    assert ("pool" in text) == (kind == "memory-plus")
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_slots_speak_through_the_map_and_the_gate_is_told(trained) -> None:
+    run = trained("memory-plus")
+    found = json.loads(pkmlm("slots", run, "--layer", 1, "--top", 3, "--json").stdout)
+    assert found["gated"] is True
+    slot = found["slots"][0]
+    loaded = load_run(run)
+    memory = find_memory(loaded.model, "1")
+    with torch.no_grad():
+        row = loaded.model.pool.values.weight_KD[slot["slot"]]
+        v = memory.output.weight @ row
+        v = (v - v.mean()) / v.std(correction=0)
+        logits = (loaded.model.norm.weight * v) @ loaded.model.embedding.weight.T
+        logits = logits[: loaded.tokenizer.size] - logits[: loaded.tokenizer.size].mean()
+    top = slot["raises"][0]
+    assert top["token"] == loaded.tokenizer.piece(int(logits.argmax()))
+    assert top["logit"] == pytest.approx(float(logits.max()), rel=1e-4)
+    assert LogitLens(loaded, memory).applies
+    text = pkmlm("slots", run, "--layer", 1, "--slot", slot["slot"]).stdout
+    assert "gate" in text.partition("\n\n")[2]
+    assert all(len(line) <= 80 for line in text.splitlines())
+    plain = json.loads(pkmlm("slots", trained("peer"), "--top", 3, "--json").stdout)
+    assert plain["gated"] is False
+    assert plain["slots"][0]["subkeys"][0] < 16
+
+
+@pytest.mark.parametrize("kind", ["memory-plus", "peer"])
+def test_exports_and_texts_are_those_of_the_run(trained, tmp_path: Path, kind: str) -> None:
+    run, folder = trained(kind), tmp_path / "exported"
+    pkmlm("export", run, "-o", folder)
+    found = [json.loads(pkmlm("eval", place, "--json", "-q", "--split", "test").stdout) for place in (run, folder)]
+    assert found[1]["perplexity"]["nll"] == pytest.approx(found[0]["perplexity"]["nll"], rel=1e-6)
+    texts = [pkmlm("generate", place, "It was", "-n", 20, "--temperature", 0).stdout for place in (run, folder)]
+    assert texts[0] == texts[1]
+    assert [memory["mass"] for memory in report(folder)] == [memory["mass"] for memory in report(run)]
+
+
+def test_a_run_may_start_from_tables_of_another_shape_of_memory(trained, write_recipe, tmp_path: Path) -> None:
+    """A pool is no table of a layer: it is drawn anew, and said to be; scores that weigh otherwise are told."""
+    changes = [
+        "-s",
+        f"train.init_from={trained('memory-plus')}",
+        "-s",
+        "train.steps=1",
+        "-s",
+        "model.memory.scores=relu",
+    ]
+    recipe = write_recipe(tmp_path, "memory-plus")
+    pkmlm("train", recipe, "-o", tmp_path / "pool", *changes)
+    log = (tmp_path / "pool/train.log").read_text()
+    assert "model.memory.scores is softmax there and relu here" in log
+    assert "pool" not in log.partition("train.init_from")[2].splitlines()[0]
+    pkmlm("train", recipe, "-o", tmp_path / "own", *changes, "-s", "model.memory.share_values=false")
+    told = next(line for line in (tmp_path / "own/train.log").read_text().splitlines() if "train.init_from" in line)
+    assert "memory.values.weight_KD (layers 1, 2)" in told
+    assert "pool.values.weight_KD" in told
