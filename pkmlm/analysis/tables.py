@@ -29,6 +29,7 @@ def usage_tables(entries: Sequence[Entry]) -> list[Table]:
     memories: list[list[Any]] = []
     evenness: list[list[Any]] = []
     weights: list[list[Any]] = []
+    pools: list[list[Any]] = []
     of_heads: list[list[Any]] = []
     for entry in entries:
         tokens = entry["memories"][0]["tokens"] if entry["memories"] else None
@@ -36,10 +37,12 @@ def usage_tables(entries: Sequence[Entry]) -> list[Table]:
         for memory in entry["memories"]:
             start = [entry["run"]] * several + [_where(memory)]
             heads = memory["heads"] if "heads" in memory else memory["tables"]
-            overlap = memory.get("layer_overlap", memory["head_overlap"]), memory["head_overlap_uniform"]
+            overlap = memory["head_overlap"], memory["head_overlap_uniform"]
             memories.append([*start, memory["kind"], len(heads), memory["slots"], memory["reads"], *overlap])
             if memory.get("effective") is not None and "tables" not in memory:  # a table has one read a token
                 weights.append([*start, memory["effective"], memory["top_weight"]])
+            if "layer_overlap" in memory:
+                pools.append([*start[:-1], ", ".join(map(str, memory["pool"])), memory["layer_overlap"]])
             by = {"mass": "mass", "uniform_mass": "random", "count": "count", "uniform": "random"}
             for group, weighing in by.items():
                 evenness.append([*start, weighing, *(memory[group].get(key) for key in MEASURES[:-1])])
@@ -51,17 +54,17 @@ def usage_tables(entries: Sequence[Entry]) -> list[Table]:
                 of_heads.append(row)
     where = [Column("Run")] * several + [Column("Layer")]
     read = [*where, Column("Kind"), *numbers(COUNT, "Heads", "Slots", "Reads"), *numbers("{:.2%}", "Overlap", "random")]
+    shared = [*where[:-1], Column("Layers"), number("Overlap", SHARE)]
     worth = [*where, number("Effective", "{:.1f}"), number("Top weight", SHARE)]
     held = numbers(COUNT, "50%", "90%", "99%")
     even = [*where, Column("By"), number("Usage", SHARE), number("KL", NATS), number("Gini", GINI), *held]
     ends = [*numbers(SHARE, "Least usage", "mean", "random"), *numbers(NATS, "Largest KL", "mean", "random")]
     text = [Column("Run"), number("Step"), Column("Text"), *numbers(COUNT, "Tokens", "Memories")]
-    pooled = any(memory["name"] == "pool" for entry in entries for memory in entry["memories"])
-    pool = " (pool: mass that two layers give to the same slots)" if pooled else ""
     tables = {
         "How memories are used": (text, texts),
-        f"Reads by heads or tables; overlap: slots that two heads both read for a token{pool}": (read, memories),
-        "A head's weights for a token: how many equal ones they are worth, and the largest": (worth, weights),
+        "Reads by heads or tables; overlap: slots that two heads both read for a token": (read, memories),
+        "Weights of a head: how many equal ones they are worth, share of the largest": (worth, weights),
+        "Tables that layers share: mass that two of them give to the same slots": (shared, pools),
         "Slots: share used, KL from uniform (nats), how many hold 50, 90 and 99 %": (even, evenness),
         "Each head or table by itself, by mass (KL in nats)": ([*where, *ends], of_heads),
     }

@@ -217,6 +217,9 @@ class MemoryReport(TypedDict):
     mass: MassMeasure
     uniform: Measure
     uniform_mass: NotRequired[Measure | None]
+    effective: NotRequired[MaybeNumber]
+    top_weight: NotRequired[MaybeNumber]
+    pool: NotRequired[list[int] | None]
 
 
 class UsageReport(TypedDict):
