@@ -148,6 +148,24 @@ def test_dense_parameters_may_be_divided_too(divided, alone, recipe, ranks, tmp_
         assert idle or np.allclose(tensor, found[1][name], atol=1e-4), name
 
 
+@pytest.mark.parametrize("kind", ["memory-plus", "peer"])
+def test_pools_gates_and_experts_are_divided_and_resumed(kind, write_recipe, ranks, tmp_path):
+    """Tables by columns, the rest among all ranks; what two ranks have saved, one process goes on with."""
+    recipe = write_recipe(tmp_path, kind)
+    pkmlm("train", recipe, "-o", tmp_path / "alone", "-q", *STEPS, *of(1))
+    divided = [*of(2, 2), "-s", "parallel.shard=true", "-s", "train.recompute=true"]
+    ranks.pkmlm(2, "train", recipe, "-o", tmp_path / "run", *STEPS, *divided)
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+    assert losses(tmp_path / "run", "valid") == pytest.approx(losses(tmp_path / "alone", "valid"), rel=1e-5)
+    run = half(tmp_path / "run", tmp_path / "half")
+    ranks.pkmlm(2, "train", recipe, "-o", run, *STEPS, *divided)
+    assert losses(run) == losses(tmp_path / "run")
+    shutil.rmtree(tmp_path / "half")
+    run = half(tmp_path / "run", tmp_path / "half")
+    pkmlm("train", recipe, "-o", run, "-q", *STEPS, *of(1))
+    assert losses(run) == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+
+
 def test_ranks_that_divide_dense_parameters_validate_together(recipe, ranks, tmp_path):
     """One batch for two ranks that hold the same columns: the one without it takes its part of the parameters there."""
     words = ["train", str(recipe), "-o", str(tmp_path / "run"), *of(2), "-s", "parallel.shard=true"]
