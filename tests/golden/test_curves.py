@@ -23,6 +23,18 @@ MODELS = {
     "product-key": Model(**SMALL, memory=Memory(kind="product-key", **KEYS)),
     "product-key mlp layer": Model(**SMALL, memory=Memory(kind="product-key", query="mlp", query_norm="layer", **KEYS)),
     "flat-key": Model(**SMALL, memory=Memory(kind="flat-key", **KEYS)),
+    "memory-plus": Model(
+        **SMALL,
+        memory=Memory(
+            **{"kind": "product-key", **KEYS, "layers": ("1+", "2")},
+            share_values=True,
+            gate="silu",
+            value_dim=12,
+            key_norm="rms",
+            query_norm="none",
+        ),
+    ),
+    "peer": Model(**SMALL, memory=Memory(kind="peer", **KEYS)),
     "hash": Model(
         **SMALL, projections="hash", hash=Hash(bits=4), positions="rotary", tie_embeddings=False, dropout=0.1
     ),

@@ -139,6 +139,20 @@ def test_the_reference_by_hand():
     torch.testing.assert_close(out.flatten(), torch.stack([m + 0.5, 2 * m + 0.25]))
 
 
+@pytest.mark.parametrize(("scores", "weight"), [("softmax", 1.0), ("relu", 0.0), ("none", -2.0)])
+def test_the_weight_of_a_negative_score(scores, weight):
+    """One slot, whose two sub-keys are opposite to the query."""
+    memory = ProductKeyMemory(2, num_keys=1, heads=1, topk=1, key_dim=2, query_norm="none", scores=scores).double()
+    given = {
+        "query.map.weight": [[1.0, 0.0], [0.0, 1.0]],
+        "query.map.bias": [0.0, 0.0],
+        "subkeys_H2nf": [[[[-1.0]], [[-1.0]]]],
+        "values.weight_KD": [[3.0, 5.0]],
+    }
+    memory.load_state_dict({name: torch.tensor(value, dtype=torch.float64) for name, value in given.items()})
+    assert memory(torch.ones(1, 1, 2, dtype=torch.float64)).flatten().tolist() == [3 * weight, 5 * weight]
+
+
 def start(**keys) -> Tensor:
     """What a memory of 128 reads starts with, for inputs of unit size, times the root of the width."""
     width = 256
