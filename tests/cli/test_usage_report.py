@@ -155,7 +155,7 @@ def test_tables_of_several_runs(run_of: Callable[[str], Path]) -> None:
     runs = [run_of(kind) for kind in ("dense", "product-key", "hash")]
     text = pkmlm("usage-report", *runs).stdout
     assert all(len(line) <= 80 for line in text.splitlines())
-    assert sum(line.startswith("product-key") for line in text.splitlines()) == 1 + 1 + 4 + 1
+    assert sum(line.startswith("product-key") for line in text.splitlines()) == 1 + 1 + 1 + 4 + 1
     assert sum(line.startswith("dense") for line in text.splitlines()) == 1, "it has no memory"
     rows = list(csv.DictReader(io.StringIO(pkmlm("usage-report", *runs, "--format", "csv").stdout)))
     assert [row["run"] for row in rows] == ["product-key"] + ["hash"] * 6

@@ -140,7 +140,7 @@ def test_numbers_are_read_by_the_type_of_their_key(recipe_file: Path) -> None:
         ("parallel: {memory: 2}", "parallel.memory: 2 ranks, but the model has no table to divide (expected 1)"),
         (
             "model: {dim: 64, memory: {kind: peer, layers: 2, value_dim: 30}}\nparallel: {memory: 4}",
-            "parallel.memory: 4 ranks cannot divide tables of 30 and 64 columns (expected 2)",
+            "parallel.memory: 4 ranks cannot divide tables of 30 and 64 columns (expected a divisor of 2)",
         ),
         ("model: {memory: {kind: peer, layers: 2, key_dim: 15}}", "model.memory.key_dim: 15 has no half"),
         ("model: {memory: {kind: peer, layers: 2, num_keys: 8}}", "model.memory.topk: found 32 (expected at most 8"),
