@@ -58,6 +58,49 @@ def draw_usage(folder: Path, run: str, memories: Sequence[MemoryUsage], metrics:
     return [save(folder / f"{file_name(run)}-{name}.png", figure) for name, figure in figures.items()]
 
 
+def draw_probes(folder: Path, record: Mapping[str, Any]) -> list[Path]:
+    """Draw the probes of each memory into a folder and return the files.
+
+    Args:
+        folder: made if it is missing; files in it are replaced.
+        record: of `pkmlm probe --json`.
+    """
+    found = []
+    for memory in record["memories"]:
+        where = memory["name"] if memory["layer"] is None else f"layer-{memory['layer']}-{memory['name']}"
+        path = folder / f"{file_name(record['run'])}-probe-{where}.png"
+        found.append(save(path, probe_bars(record, memory)))
+    return found
+
+
+def probe_bars(record: Mapping[str, Any], memory: Mapping[str, Any]) -> Figure:
+    """Nats above the real ones of each probe of a memory, with intervals; lines at dense twins."""
+    where = memory["name"] if memory["layer"] is None else f"layer {memory['layer']} {memory['name']}"
+    figure, axes = new_figure(f"Other answers in the memory's place: {label(record['run'])}, {where}")
+    names, probes = list(memory["probes"]), list(memory["probes"].values())
+    nats = np.array([probe["nats"] for probe in probes])
+    reach = np.array(
+        [[probe["nats"] - probe["low"], probe["high"] - probe["nats"]] for probe in probes if probe["low"] is not None]
+    )
+    errors = reach.T.clip(min=0) if len(reach) else None
+    axes.barh([name.replace("_", " ") for name in names], nats, xerr=errors, capsize=4, color=COLOURS[0])
+    for place, probe in enumerate(probes):
+        kept = "" if probe["share"] is None else f" ({probe['share']:.0%} of the gain)"
+        end = probe["nats"] if probe["high"] is None else probe["high"]
+        axes.annotate(
+            f"{probe['nats']:+.3f}{kept}", (max(end, 0.0), place), (6, 0), textcoords="offset points", va="center"
+        )
+    for number, twin in enumerate(record["dense"], start=1):
+        axes.axvline(twin["nats"], **line_style(number), label=f"{label(twin['run'])} ({twin['nats']:+.3f})")
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.invert_yaxis()
+    axes.margins(x=0.2)
+    axes.set(xlabel=f"nats a token above the real {record['real']['nats']:.3f}")
+    if record["dense"]:
+        axes.legend(fontsize=9)
+    return figure
+
+
 def slot_mass(run: str, memories: Sequence[MemoryUsage]) -> Figure:
     """Share of the mass of each slot, most used first, and the same for reads of random slots."""
     indices, layers_drawn = spread([memory.layer for memory in memories])

@@ -9,6 +9,7 @@ from typing import Any
 
 from pkmlm.analysis.compare import Facts, mean
 from pkmlm.console import NATS, SHARE, Column, Table, number
+from pkmlm.errors import printable
 from pkmlm.runs.results import average_accuracy
 
 Entry = dict[str, Any]
@@ -236,6 +237,58 @@ def _by_heads(slot: Entry, most: int, format: str) -> str | None:
     """The heads that read a slot most, with their shares of its reads."""
     heads = slot["heads"][:most]
     return ", ".join(format.format(head=each["head"], share=each["reads"] / slot["reads"]) for each in heads) or None
+
+
+def probe_table(record: Entry) -> Table:
+    """The real perplexity, that of dense twins, and each probe of each memory.
+
+    Args:
+        record: of `pkmlm probe --json`.
+    """
+    keys = ("nats", "low", "high", "share", "token_ppl")
+    rows = [[None, "real", 0.0, None, None, None, record["real"]["token_ppl"]]]
+    rows += [[None, twin["run"], *(twin.get(key) for key in keys)] for twin in record["dense"]]
+    for memory in record["memories"]:
+        for name, probe in memory["probes"].items():
+            rows.append([memory_label(memory), name.replace("_", " "), *(probe[key] for key in keys)])
+    columns = [
+        Column("Memory"),
+        Column("Answer"),
+        number("Nats a token, above real", "{:+.4f}"),
+        number("from", "{:+.4f}"),
+        number("to", "{:+.4f}"),
+        number("of the gain", SHARE),
+        number("Perplexity", "{:,.2f}"),
+    ]
+    where = f"{record['run']} at step {record['step']}, {record['split']} ({record['tokens']:,} tokens)"
+    return Table(f"What the memory is worth: {where}", columns, rows)
+
+
+def probe_notes(record: Entry) -> str:
+    """What the intervals and means are over, and in a sentence what the memory is worth."""
+    interval, memory = record["interval"], record["memories"][-1]
+    notes = [f"real: {record['real']['nats']:.4f} nats a token", f"means over {record['fit_tokens']:,} train tokens"]
+    if interval["units"] > 1:
+        notes.append(f"from, to: {interval['level']:.0%} bootstrap over {interval['units']:,} {interval['over']}")
+    zero, token, bigram = (memory["probes"][name] for name in ("zero", "token_mean", "bigram_mean"))
+    what = "All memories are" if memory["name"] == "all" else "The memory is"
+    if zero["share"] is None:
+        worth = f"{what} worth nothing on this text: {zero['nats']:+.4f} nats a token without."
+    else:
+        worth = (
+            f"{what} worth {zero['nats']:.3f} nats a token to this model. The token's mean answer keeps "
+            f"{token['share']:.0%} of that, the bigram's {bigram['share']:.0%}."
+        )
+    for twin in record["dense"]:
+        side = "better" if twin["nats"] > 0 else "worse"
+        worth += f" The model is {abs(twin['nats']):.3f} nats {side} than {printable(twin['run'])}."
+    lines = "".join(f"{note}\n" for note in notes)
+    return f"{lines}\n{worth}\n"
+
+
+def memory_label(memory: Entry) -> str:
+    """A memory, or memories that are probed together, as people read it: 3 memory, qkv, all."""
+    return memory["name"] if memory["layer"] is None else f"{memory['layer']} {memory['name']}"
 
 
 def task_report(record: dict[str, Any]) -> str:

@@ -29,6 +29,7 @@ COMMANDS = {
     "eval": ("eval", "Perplexity on any text, and zero-shot tasks."),
     "usage-report": ("usage_report", "How the memory's slots are used."),
     "slots": ("slots", "What single slots hold, and who reads them."),
+    "probe": ("probe", "What the memory is worth: the perplexity with other answers in its place."),
     "generate": ("generate", "Continue a text."),
     "export": ("export", "Write a model as a folder that transformers loads."),
     "cost": ("cost", "Parameters, operations, bytes and memory of a recipe, without building its model."),

@@ -100,15 +100,20 @@ def only_one(context: click.Context, parameter: click.Parameter, value: tuple[st
     return value[0] if value else None
 
 
-def text_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that choose a text. The command receives them as one argument, `choice`, a TextChoice."""
+def text_options(command: Callable[..., Any], reads_train: bool = False) -> Callable[..., Any]:
+    """Add the options that choose a text. The command receives them as one argument, `choice`, a TextChoice.
+
+    Args:
+        command: to which they are added.
+        reads_train: whether it reads the run's train split beside any text.
+    """
 
     @wraps(command)
     def choosing(**options: Any) -> Any:
         from pkmlm.evaluate.documents import TextChoice
 
         choice = TextChoice(**{name: options.pop(name) for name in TextChoice._fields})
-        choice.refuse_contradictions(given(click.get_current_context(), "field"))
+        choice.refuse_contradictions(given(click.get_current_context(), "field"), reads_train)
         return command(choice=choice, **options)
 
     for option in (

@@ -42,15 +42,16 @@ class TextChoice(NamedTuple):
         """Whether the user chose a split or a text."""
         return any(each is not None for each in (self.split, self.text, self.data))
 
-    def refuse_contradictions(self, field_given: bool) -> None:
+    def refuse_contradictions(self, field_given: bool, reads_train: bool = False) -> None:
         """Refuse options of which one would be ignored.
 
         Args:
             field_given: whether the user gave --field, be it its default.
+            reads_train: whether the command reads the train split beside any text, so that --data says where.
         """
         if self.text is not None and self.split is not None:
             raise UserError("--split and --text exclude each other", "leave one of them out")
-        if self.text is not None and self.data is not None:
+        if self.text is not None and self.data is not None and not reads_train:
             raise UserError("--data and --text exclude each other (a text is read as it is)", "leave one of them out")
         if self.text is None and self.separator is not None:
             raise UserError("--separator goes with --text (a split's documents are separated already)")

@@ -1,0 +1,575 @@
+"""What a memory is worth: the perplexity of a text with another answer in the place of the memory's own. No training.
+
+The answer of a memory is what its layer returns at a position (of a gated one, after the gate): of a memory with keys
+it is added to the residual stream, of a hash layer it is the output of the map that the layer replaces. A probe gives
+another answer at every position that the model reads; all else stays. The answers:
+
+- zero: 0.
+- redrawn_values: the memory's own, with every row of its tables drawn again from the distribution of their start.
+- random_slots: the memory's own, from uniformly random slots (of its table, where each head has its own) with the
+  weights of those that it chose.
+- token_mean: the mean answer at the token's positions in the train split; of a token that is not there, the mean answer
+  at all positions.
+- bigram_mean: the mean answer at the positions of the train split with the same token and the same token before it; of
+  a pair that is there fewer than PAIR_LEAST times, and at a window's first position, where the model sees no token
+  before, as token_mean.
+- same_token: the memory's own answer at another position of the same token, drawn at random from the text; of a token
+  that stands there once only, as token_mean.
+
+The means are taken over pieces of the train split as long as the model's context, with one document after the other, as
+in training: over all of them, or over evenly spaced ones where these would be more tokens than asked for. Nothing of
+the text that is scored goes into them, unless that is the train split. Draws are pure functions of the memory's place
+and of the text's order; each probe draws once, and no interval shows how other draws would differ.
+
+Windows, and what is scored in them, are those of `pkmlm eval`. A probe is given in nats a token above the real
+perplexity, with the interval that a bootstrap over documents gives: the 2.5th and the 97.5th percentile of the same
+number over DRAWS resamples of the text's documents (of pieces of PIECE tokens of them, where they are fewer than
+LEAST_DOCUMENTS). Its share is what it keeps of the memory's gain over zero, in nats: 1 at the real perplexity, 0 at
+that with zeros, negative if it is worse; there is none where the interval of the gain reaches down to 0.
+
+N: positions of the text; B: windows of a batch; T: positions of a window; W: width of an answer; R: means; U: documents
+or pieces; P: pieces of the train split; H: heads, or tables; k: slots a head reads; V: vocabulary.
+"""
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from pkmlm.console import token_progress
+from pkmlm.data.corpus import Corpus
+from pkmlm.errors import NotFinite, UserError, printable
+from pkmlm.evaluate.documents import Documents, TextChoice, chosen_documents, open_split
+from pkmlm.evaluate.load import LoadedRun
+from pkmlm.evaluate.perplexity import BATCH, score_windows, windows
+from pkmlm.model.init import initialise
+from pkmlm.model.memory.base import SparseMemory, UsageTap, memories
+from pkmlm.model.memory.values import Values
+from pkmlm.model.transformer import Transformer
+from pkmlm.seeds import derived_seed, generator
+
+PAIR_LEAST = 4  # positions of a pair of tokens that make a mean of its own
+LEAST_DOCUMENTS, PIECE = 10, 1000  # with fewer documents, intervals are over pieces of so many tokens
+DRAWS, LEVEL = 1000, 0.95  # of an interval
+MOST_KEPT = 1 << 28  # numbers of the answers that are kept for `same_token`: 1 GB in fp32
+MOST_NATS = 709.0  # of which a float holds the perplexity
+SEED = 0
+PROBES = ("zero", "redrawn_values", "random_slots", "token_mean", "bigram_mean", "same_token")
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Entry = dict[str, Any]
+Advance = Callable[[int], None]  # is called with the tokens that were read since the last call
+Answer = Callable[[SparseMemory, Tensor], Tensor | None]
+
+
+@contextmanager
+def answers_from(group: Sequence[SparseMemory], answer: Answer) -> Iterator[None]:
+    """Let a function answer in the place of some memories while the `with` block runs.
+
+    Args:
+        group: the memories.
+        answer: called in every forward with the memory and its own answer (B, T, W); returns what takes its place, of
+            the same shape, or None to leave it.
+    """
+    hooks = [memory.register_forward_hook(lambda memory, _, own: answer(memory, own)) for memory in group]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class Text:
+    """A text, as positions counted over all its documents.
+
+    Position p reads the token before the one that it predicts: at a document's beginning the end-of-document token.
+
+    Args:
+        documents: read once.
+        prefix: the end-of-document token.
+
+    Attributes:
+        ids: of the documents that hold any.
+        tokens_N: the token that each position reads.
+        first_N: whether it is the first of its document.
+    """
+
+    def __init__(self, documents: Documents, prefix: int):
+        self.prefix = prefix
+        self.ids = [ids for ids in documents.ids if len(ids)]
+        if not self.ids:
+            raise UserError(f"{documents.name} holds no tokens")
+        read = [part for ids in self.ids for part in ([prefix], ids[:-1])]
+        self.tokens_N: Ints = np.concatenate(read).astype(np.int64)
+        self.first_N = np.zeros(len(self.tokens_N), bool)
+        self.first_N[self.starts] = True
+
+    @property
+    def starts(self) -> Ints:
+        """Where each document begins."""
+        return np.cumsum([0, *map(len, self.ids[:-1])])
+
+    def units(self) -> tuple[str, Ints]:
+        """What intervals are over, and where each of them begins: documents, or pieces of these."""
+        if len(self.ids) >= LEAST_DOCUMENTS:
+            return "documents", self.starts
+        pieces = [start + np.arange(0, len(ids), PIECE) for start, ids in zip(self.starts, self.ids, strict=True)]
+        return f"pieces of {PIECE:,} tokens", np.concatenate(pieces)
+
+    def pairs_N(self, vocabulary: int) -> Ints:
+        """A number for each position's token and the one before it in its document; -1: there is none before."""
+        return np.where(self.first_N, -1, np.roll(self.tokens_N, 1) * vocabulary + self.tokens_N)
+
+
+class Reader:
+    """Scores a text with a model, and knows which of its positions the current forward reads.
+
+    Args:
+        model: in evaluation mode.
+        text: what it reads.
+
+    Attributes:
+        at_BT: int64, the positions of the current forward; that of padding is some position.
+        scored_BT: whether they are scored: each position is, once; others are context only.
+    """
+
+    def __init__(self, model: Transformer, text: Text):
+        self.model, self.text = model, text
+        self.device = next(model.parameters()).device
+        self.at_BT = self.scored_BT = torch.empty(0)
+
+    @torch.no_grad()
+    def nll(self, advance: Advance) -> Floats:
+        """-log p of the token after each position (N,), in nats.
+
+        Raises:
+            NotFinite: (exit code 1) a score is not finite.
+        """
+        parts: list[Tensor] = []
+        context, end = self.model.context, 0
+        stream = (window for ids in self.text.ids for window in windows(ids, self.text.prefix, context, context))
+        while group := list(itertools.islice(stream, BATCH)):
+            stops_B = end + np.cumsum([len(window.targets) for window in group])
+            first_B = stops_B - [len(window.tokens) for window in group]
+            at_BT = first_B[:, None] + np.arange(max(len(window.tokens) for window in group))
+            self.at_BT = torch.from_numpy(at_BT.clip(max=len(self.text.tokens_N) - 1)).to(self.device)
+            parts += score_windows(self.model, group, self._watch)
+            advance(int(stops_B[-1]) - end)
+            end = int(stops_B[-1])
+        nll_N = torch.cat(parts).numpy()
+        if not np.isfinite(nll_N).all():
+            raise NotFinite("the model's scores are not finite", exit_code=1)
+        return nll_N
+
+    def _watch(self, mask: Tensor) -> None:
+        self.scored_BT = mask.view_as(self.at_BT)
+
+
+class Means:
+    """The mean answers of memories to tokens and pairs of tokens in the train split, of those that a text holds.
+
+    Args:
+        model: whose memories answer.
+        group: the memories.
+        corpus: the train split.
+        text: its tokens and pairs are those that get a mean.
+        most: tokens of the split that are read.
+        advance: see `Advance`.
+
+    Attributes:
+        tokens: positions that were read.
+        means: of each memory, (R, W); the last one is over all positions.
+        token_N, pair_N: int64, which of the means each position of the text takes.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        group: Sequence[SparseMemory],
+        corpus: Corpus,
+        text: Text,
+        most: int,
+        advance: Advance,
+    ):
+        vocabulary, self.device = model.embedding.num_embeddings, next(model.parameters()).device
+        ids_PT = evenly_spaced(corpus, model.context, most)
+        self.tokens = ids_PT.size
+        # A token or a pair of the text is a key; the means of its keys stand in the keys' order, tokens first.
+        pairs_PT = np.full(ids_PT.shape, -1)
+        pairs_PT[:, 1:] = ids_PT[:, :-1] * vocabulary + ids_PT[:, 1:]
+        tokens, pairs_N = np.intersect1d(text.tokens_N, ids_PT), text.pairs_N(vocabulary)
+        found, counts = np.unique(pairs_PT[pairs_PT >= 0], return_counts=True)
+        pairs = np.intersect1d(found[counts >= PAIR_LEAST], pairs_N)
+        last = len(tokens) + len(pairs)
+        rows = [(places(tokens, ids_PT), 0), (places(pairs, pairs_PT), len(tokens))]
+        self.means = self._fit(
+            model, group, ids_PT, [np.where(at < 0, -1, at + first) for at, first in rows], last, advance
+        )
+        token_N, pair_N = places(tokens, text.tokens_N), places(pairs, pairs_N)
+        token_N = np.where(token_N < 0, last, token_N)
+        pair_N = np.where(pair_N < 0, token_N, pair_N + len(tokens))
+        self.token_N, self.pair_N = (torch.from_numpy(each).to(self.device) for each in (token_N, pair_N))
+
+    @torch.no_grad()
+    def _fit(
+        self,
+        model: Transformer,
+        group: Sequence[SparseMemory],
+        ids_PT: Ints,
+        rows: Sequence[Ints],
+        last: int,
+        advance: Advance,
+    ) -> dict[SparseMemory, Tensor]:
+        """The means; `rows`, each (P, T), say which ones a position counts for (-1: none) beside the last one."""
+        sums: dict[SparseMemory, Tensor] = {}
+        kinds: dict[SparseMemory, torch.dtype] = {}
+
+        def add(memory: SparseMemory, own: Tensor) -> None:
+            own_NW = own.flatten(0, 1).double()
+            if memory not in sums:
+                sums[memory], kinds[memory] = own_NW.new_zeros(last + 1, own_NW.shape[1]), own.dtype
+            sums[memory][last] += own_NW.sum(0)
+            for at_BT in batch:
+                at_N = torch.from_numpy(at_BT).to(own.device).flatten()
+                sums[memory].index_add_(0, at_N[at_N >= 0], own_NW[at_N >= 0])
+
+        with answers_from(group, add):
+            for start in range(0, len(ids_PT), BATCH):
+                batch = [at_PT[start : start + BATCH] for at_PT in rows]
+                ids_BT = ids_PT[start : start + BATCH]
+                model.hidden(torch.from_numpy(ids_BT).to(self.device))
+                advance(ids_BT.size)
+        counted = np.concatenate([at_PT[at_PT >= 0] for at_PT in rows])
+        counts = np.bincount(counted, minlength=last + 1)
+        counts[last] = ids_PT.size
+        counts_R1 = torch.from_numpy(counts).to(self.device)[:, None]
+        return {memory: sums[memory].div_(counts_R1).to(kinds[memory]) for memory in group}
+
+
+def evenly_spaced(corpus: Corpus, length: int, most: int) -> Ints:
+    """Pieces of what a model reads of a split in training, evenly spaced: (P, length), the first of them at the
+    beginning. They hold at most so many tokens together, or are one piece.
+    """
+    length = min(length, corpus.tokens)
+    pieces = corpus.tokens // length
+    chosen = np.linspace(0, pieces - 1, min(pieces, max(1, most // length))).round().astype(int) * length
+    ids_PT = np.full((len(chosen), length), corpus.eos)  # which stands before the first document, too
+    for row, start in enumerate(chosen.tolist()):
+        ids = corpus.read(max(0, start - 1), start + length - 1)
+        ids_PT[row, length - len(ids) :] = ids
+    return ids_PT
+
+
+def places(keys: Ints, wanted: Ints) -> Ints:
+    """Where each number that is wanted stands among sorted keys; -1: it is none of them. Of the shape of `wanted`."""
+    if not len(keys):
+        return np.full(wanted.shape, -1)
+    at = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
+    return np.where(keys[at] == wanted, at, -1)
+
+
+def partners(tokens_N: Ints, most: int) -> Ints:
+    """For each position a random other one with the same token (N,); -1: there is none.
+
+    Args:
+        tokens_N: the token of each position.
+        most: how many positions can be a partner; these are drawn at random, too.
+    """
+    random = np.random.default_rng(SEED)
+    kept = random.permutation(len(tokens_N))[:most]
+    kept = kept[np.argsort(tokens_N[kept], kind="stable")]  # by token
+    rank_N = np.full(len(tokens_N), -1)
+    rank_N[kept] = np.arange(len(kept))
+    first_N, stop_N = (np.searchsorted(tokens_N[kept], tokens_N, side=side) for side in ("left", "right"))
+    others_N = stop_N - first_N - (rank_N >= 0)
+    drawn_N = first_N + (random.random(len(tokens_N)) * others_N).astype(np.int64)
+    drawn_N += (rank_N >= 0) & (drawn_N >= rank_N)  # past the position itself
+    return np.where(others_N > 0, kept[drawn_N.clip(max=len(kept) - 1)], -1)
+
+
+class Probes:
+    """The probes of a model's memories on a text: each method of PROBES answers in a group's place in a `with` block.
+
+    Args:
+        reader: of the model and the text.
+        found: all memories of the model.
+        means: of these, for this text.
+    """
+
+    def __init__(self, reader: Reader, found: Sequence[SparseMemory], means: Means):
+        self.reader, self.found, self.fitted = reader, found, means
+        width = sum(each.shape[1] for each in means.means.values())
+        partner_N = partners(reader.text.tokens_N, max(1, MOST_KEPT // width))
+        kept = np.unique(partner_N[partner_N >= 0])
+        device = reader.device
+        self._kept_N = torch.from_numpy(places(kept, np.arange(len(partner_N)))).to(device)
+        self._partner_N = torch.from_numpy(places(kept, partner_N)).to(device)
+        self._answers = {memory: mean.new_zeros(len(kept), mean.shape[1]) for memory, mean in means.means.items()}
+
+    def real(self, advance: Advance) -> Floats:
+        """The scores of the model as it is; keeps the answers that `same_token` gives."""
+
+        def keep(memory: SparseMemory, own: Tensor) -> None:
+            row_BT = torch.where(self.reader.scored_BT, self._kept_N[self.reader.at_BT], -1)
+            self._answers[memory][row_BT[row_BT >= 0]] = own[row_BT >= 0]
+
+        with answers_from(self.found, keep):
+            return self.reader.nll(advance)
+
+    def zero(self, group: Sequence[SparseMemory]) -> AbstractContextManager[None]:
+        return answers_from(group, lambda memory, own: torch.zeros_like(own))
+
+    def token_mean(self, group: Sequence[SparseMemory]) -> AbstractContextManager[None]:
+        return answers_from(group, lambda memory, own: self._token_mean(memory))
+
+    def _token_mean(self, memory: SparseMemory) -> Tensor:
+        return self.fitted.means[memory][self.fitted.token_N[self.reader.at_BT]]
+
+    def bigram_mean(self, group: Sequence[SparseMemory]) -> AbstractContextManager[None]:
+        def answer(memory: SparseMemory, own: Tensor) -> Tensor:
+            at_BT = self.reader.at_BT
+            row_BT = self.fitted.pair_N[at_BT]
+            row_BT[:, 0] = self.fitted.token_N[at_BT[:, 0]]
+            return self.fitted.means[memory][row_BT]
+
+        return answers_from(group, answer)
+
+    def same_token(self, group: Sequence[SparseMemory]) -> AbstractContextManager[None]:
+        def answer(memory: SparseMemory, own: Tensor) -> Tensor:
+            row_BT, answer_BTW = self._partner_N[self.reader.at_BT], self._token_mean(memory)
+            answer_BTW[row_BT >= 0] = self._answers[memory][row_BT[row_BT >= 0]]
+            return answer_BTW
+
+        return answers_from(group, answer)
+
+    @contextmanager
+    def random_slots(self, group: Sequence[SparseMemory]) -> Iterator[None]:
+        def drawing(tap: UsageTap) -> Callable[..., tuple[Tensor, Tensor]]:
+            random = generator(SEED, "slots", tap.layer, tap.name)
+            size = tap.slots if tap.shared else tap.slots // tap.heads
+            first_H1 = torch.arange(tap.heads)[:, None] * (0 if tap.shared else size)
+
+            def hook(_: nn.Module, __: Any, reads: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+                slots_NHk, weights_NHk = reads
+                drawn_NHk = first_H1 + torch.randint(size, slots_NHk.shape, generator=random)
+                return drawn_NHk.to(slots_NHk.device), weights_NHk
+
+            return hook
+
+        hooks = [memory.tap.register_forward_hook(drawing(memory.tap)) for memory in group]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @contextmanager
+    def redrawn_values(self, group: Sequence[SparseMemory]) -> Iterator[None]:
+        own: dict[Values, nn.Parameter] = {}
+        drawn: dict[Values, nn.Parameter] = {}
+        for memory in group:
+            for name, table in tables_read(memory).items():
+                if table not in own:  # a table that several memories read is drawn once
+                    fresh = copy.deepcopy(table)
+                    initialise(fresh, derived_seed(SEED, "values", memory.tap.layer, memory.tap.name, name))
+                    own[table], drawn[table] = table.weight_KD, fresh.weight_KD
+
+        def give(weights: dict[Values, nn.Parameter]) -> Callable[..., None]:
+            def hook(memory: SparseMemory, *_: Any) -> None:
+                for table in tables_read(memory).values():
+                    table.weight_KD = weights[table]
+
+            return hook
+
+        # Only while a memory of the group reads: others may read the same table.
+        hooks = [memory.register_forward_pre_hook(give(drawn)) for memory in group]
+        hooks += [memory.register_forward_hook(give(own)) for memory in group]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for table, weight_KD in own.items():
+                table.weight_KD = weight_KD
+
+
+def tables_read(memory: SparseMemory) -> dict[str, Values]:
+    """The tables that a memory reads, its own or those that it shares with others, by the attributes that hold them."""
+    held = {**vars(memory), **dict(memory.named_children())}
+    return {name: table for name, table in held.items() if isinstance(table, Values)}
+
+
+class Group(NamedTuple):
+    """Memories that are probed together.
+
+    Attributes:
+        layer: that of the only one; None for several.
+        name: that of their taps, or "all".
+        kind: of memory.
+    """
+
+    layer: int | None
+    name: str
+    kind: str
+    memories: list[SparseMemory]
+
+
+def groups_of(found: Sequence[SparseMemory]) -> list[Group]:
+    """Each memory by itself, and all of them if they are several. Hash layers stand in every block: those of one name
+    ("qkv", "ffn1", "ffn2") are a group.
+    """
+    groups: dict[tuple[int | None, str, str], list[SparseMemory]] = {}
+    for memory in found:
+        tap = memory.tap
+        groups.setdefault((None if tap.kind == "hash" else tap.layer, tap.name, tap.kind), []).append(memory)
+    if len(groups) > 1:
+        groups[None, "all", " + ".join(dict.fromkeys(kind for _, _, kind in groups))] = list(found)
+    return [Group(*key, members) for key, members in groups.items()]
+
+
+def intervals(sums_UC: Floats, tokens_U: Ints) -> list[Entry]:
+    """For each column the mean over tokens ("nats") and its bootstrap interval ("low" and "high", None for a single
+    unit).
+
+    Args:
+        sums_UC: of each document or piece.
+        tokens_U: how many tokens it has.
+    """
+    units, random = len(tokens_U), np.random.default_rng(SEED)
+    mean_C = sums_UC.sum(axis=0) / tokens_U.sum()
+    if units < 2:
+        return [{"nats": float(mean), "low": None, "high": None} for mean in mean_C]
+    means_DC = np.empty((DRAWS, sums_UC.shape[1]))
+    for draw in range(DRAWS):
+        times_U = np.bincount(random.integers(units, size=units), minlength=units)
+        means_DC[draw] = times_U @ sums_UC / (times_U @ tokens_U)
+    low_C, high_C = np.quantile(means_DC, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
+    found = zip(mean_C.tolist(), low_C.tolist(), high_C.tolist(), strict=True)
+    return [{"nats": mean, "low": low, "high": high} for mean, low, high in found]
+
+
+def probe_run(
+    run: LoadedRun, twins: Sequence[LoadedRun], choice: TextChoice, fit_tokens: int, quiet: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """Probe a run's memories on a text.
+
+    Args:
+        run: with memories.
+        twins: models with the same tokenizer, to be scored on the same text.
+        choice: of the text.
+        fit_tokens: of the train split, at most, over which means are taken.
+        quiet: show no progress.
+
+    Returns:
+        What `pkmlm probe --json` prints, and warnings. The keys:
+
+        - run, step, split, tokens (scored), documents, fit_tokens (over which means were taken);
+        - interval: {over, units, level, draws};
+        - real: {nats, low, high, token_ppl}, nats a token of the model as it is;
+        - dense, a list: {run, step, nats, low, high, token_ppl} of each twin, its nats above the real ones;
+        - memories, a list: {layer, name, kind, probes: {NAME: {nats, low, high, token_ppl, share}}} of each memory, of
+          each family of hash layers and, where these are several, of "all"; nats are those above the real ones; layer
+          is null for several, share where the memory is worth nothing.
+
+        low and high are null for a text of one unit, token_ppl (the perplexity) where it is more than a float holds.
+
+    Raises:
+        UserError: the model has no memory; the text or the train split cannot be had; a twin has another tokenizer;
+            scores are not finite (exit code 1).
+    """
+    found = memories(run.model)
+    if not found:
+        raise UserError(f"{run.path}: the model has no memory to probe", "give a run with a memory or hash tables")
+    for twin in twins:
+        if twin.tokenizer.sha256 != run.tokenizer.sha256:
+            message = f"--dense {twin.path}: its tokenizer is another than that of {run.path}"
+            raise UserError(message, "nats a token are compared over the same tokens")
+    corpus, warnings = train_split(run, choice)
+    documents = chosen_documents(choice, run)
+    for twin in twins:
+        if run.data.get("train") != twin.data.get("train", run.data.get("train")) and run.data:
+            warnings.append(f"{twin.name} was trained on other tokens than {run.name}")
+
+    text, groups = Text(documents, run.tokenizer.eos), groups_of(found)
+    over, starts_U = text.units()
+    tokens_U = np.diff(np.append(starts_U, len(text.tokens_N)))
+    reader, done = Reader(run.model, text), 0
+    with token_progress(f"probing {printable(run.name)}", 0, quiet) as show:
+        passes = 1 + len(twins) + len(PROBES) * len(groups)
+        total = min(fit_tokens, corpus.tokens) + passes * len(text.tokens_N)
+
+        def advance(tokens: int) -> None:
+            nonlocal done
+            done += tokens
+            show(done, total)
+
+        means = Means(run.model, found, corpus, text, fit_tokens, advance)
+        probes = Probes(reader, found, means)
+        real_N = probes.real(advance)
+        sums = [np.add.reduceat(real_N, starts_U)]
+        for twin in twins:
+            sums.append(np.add.reduceat(Reader(twin.model, text).nll(advance) - real_N, starts_U))
+        for group in groups:
+            for name in PROBES:
+                with getattr(probes, name)(group.memories):
+                    sums.append(np.add.reduceat(reader.nll(advance) - real_N, starts_U))
+
+    real, *beside = intervals(np.stack(sums, axis=1), tokens_U)
+    for entry in (real, *beside):
+        nats = entry["nats"] + (0.0 if entry is real else real["nats"])
+        entry["token_ppl"] = math.exp(nats) if nats < MOST_NATS else None
+    entries = iter(beside)
+    record = {
+        "run": run.name,
+        "step": run.step,
+        "split": documents.name,
+        "tokens": len(text.tokens_N),
+        "documents": len(text.ids),
+        "fit_tokens": means.tokens,
+        "interval": {"over": over, "units": len(tokens_U), "level": LEVEL, "draws": DRAWS},
+        "real": real,
+        "dense": [{"run": twin.name, "step": twin.step, **next(entries)} for twin in twins],
+        "memories": [
+            {
+                "layer": group.layer,
+                "name": group.name,
+                "kind": group.kind,
+                "probes": with_shares({name: next(entries) for name in PROBES}),
+            }
+            for group in groups
+        ],
+    }
+    return record, [*warnings, *documents.warnings]
+
+
+def with_shares(probes: dict[str, Entry]) -> dict[str, Entry]:
+    """Probes with the share of the memory's gain that each keeps; None where the gain is not above 0."""
+    zero = probes["zero"]
+    least = zero["nats"] if zero["low"] is None else zero["low"]
+    return {
+        name: each | {"share": 1 - each["nats"] / zero["nats"] if least > 0 else None} for name, each in probes.items()
+    }
+
+
+def train_split(run: LoadedRun, choice: TextChoice) -> tuple[Corpus, list[str]]:
+    """The tokens over which means are taken, and warnings.
+
+    Raises:
+        UserError: they cannot be had.
+    """
+    try:
+        corpus = open_split(choice.tokens_folder(run.path, run.recipe), "train", run.tokenizer)
+    except UserError as error:
+        hint = "name the folder of the run's tokens with --data DIR" if choice.data is None else error.hint
+        raise UserError(f"means are taken over the train split: {error.message}", hint, error.exit_code) from None
+    if corpus.sha256 != run.data.get("train", corpus.sha256):
+        return corpus, [f"means are taken over other tokens than those that {run.name} was trained on"]
+    return corpus, []

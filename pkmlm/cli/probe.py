@@ -1,0 +1,89 @@
+"""`pkmlm probe`: what a memory is worth to a trained model."""
+
+import json
+from functools import partial
+from typing import TYPE_CHECKING
+
+import click
+
+from pkmlm.cli.options import PATH, force_option, json_option, quiet_option, step_option, text_options
+from pkmlm.cli.outputs import free_folder
+from pkmlm.console import warn_each
+from pkmlm.errors import printable
+
+if TYPE_CHECKING:
+    from pkmlm.evaluate.documents import TextChoice
+
+
+@click.command()
+@click.argument("run_path", type=PATH, metavar="RUN")
+@click.option(
+    "--dense",
+    "twin_paths",
+    type=PATH,
+    multiple=True,
+    metavar="RUN",
+    help="A run without memory, at the same --step, to set beside it. May be repeated.",
+)
+@partial(text_options, reads_train=True)
+@click.option(
+    "--fit-tokens",
+    type=click.IntRange(min=1),
+    default=1_000_000,
+    show_default=True,
+    metavar="N",
+    help="Tokens of the train split, evenly spaced, over which means are taken. More know more pairs of tokens.",
+)
+@click.option("--plots", type=PATH, metavar="DIR", help="Also draw pictures into this folder.")
+@force_option
+@step_option
+@json_option
+@quiet_option
+def command(
+    run_path: str,
+    twin_paths: tuple[str, ...],
+    choice: "TextChoice",
+    fit_tokens: int,
+    plots: str | None,
+    force: bool,
+    step: str,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """What RUN's memory is worth: the text's perplexity with another answer in the place of the memory's own.
+
+    Nothing is trained. The other answers: zero; the memory's with its values redrawn; with slots drawn at random; the
+    mean answer to the token (over the train split); to the token and the one before it; the memory's own at
+    another position of the same token. Each is given in nats a token above the real perplexity, with an interval over
+    documents, and as a share of the gain: 100 % is as good as the memory, 0 % as bad as zero, less is worse. A
+    memory of which the token's mean keeps all is a second embedding.
+
+    The rest of the model has been trained with the memory, so that zero overstates its worth. What a model without it
+    learns says --dense. Hash layers are probed by name, those of all blocks together. The numbers are only printed.
+
+    \b
+    Examples:
+      pkmlm probe runs/demo
+      pkmlm probe runs/demo --dense runs/dense --plots pictures
+      pkmlm probe runs/demo --text my.txt --json
+      pkmlm probe exported/demo --data tokens --split valid
+    """
+    from pkmlm.analysis.probe import probe_run
+    from pkmlm.analysis.tables import probe_notes, probe_table
+    from pkmlm.evaluate.load import load_run
+
+    folder = free_folder(plots, force)
+    run, *twins = [load_run(path, step) for path in (run_path, *twin_paths)]
+    record, warnings = probe_run(run, twins, choice, fit_tokens, quiet)
+    try:  # files first, so that they are written also if nobody reads the output any more
+        if folder is not None:
+            from pkmlm.analysis.plots import draw_probes
+
+            drawn = draw_probes(folder, record)
+            click.echo(f"{len(drawn)} pictures in {printable(str(folder))}", err=True)
+    finally:  # and the report is printed also if the disk is full
+        if as_json:
+            click.echo(json.dumps(record, indent=2, allow_nan=False))
+        else:
+            click.echo(f"{probe_table(record).render()}\n{probe_notes(record)}", nl=False)
+        warn_each(warnings)
