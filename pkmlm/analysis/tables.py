@@ -273,17 +273,14 @@ def probe_notes(record: Entry) -> str:
     zero, token, bigram = (memory["probes"][name] for name in ("zero", "token_mean", "bigram_mean"))
     what = "All memories are" if memory["name"] == "all" else "The memory is"
     if zero["share"] is None:
-        worth = f"{what} worth nothing on this text: {zero['nats']:+.4f} nats a token without."
+        notes += ["", f"{what} worth nothing on this text: {zero['nats']:+.4f} nats a token without."]
     else:
-        worth = (
-            f"{what} worth {zero['nats']:.3f} nats a token to this model. The token's mean answer keeps "
-            f"{token['share']:.0%} of that, the bigram's {bigram['share']:.0%}."
-        )
+        notes += ["", f"{what} worth {zero['nats']:.3f} nats a token to this model."]
+        notes.append(f"The token's mean answer keeps {token['share']:.1%} of that, the bigram's {bigram['share']:.1%}.")
     for twin in record["dense"]:
         side = "better" if twin["nats"] > 0 else "worse"
-        worth += f" The model is {abs(twin['nats']):.3f} nats {side} than {printable(twin['run'])}."
-    lines = "".join(f"{note}\n" for note in notes)
-    return f"{lines}\n{worth}\n"
+        notes.append(f"The model is {abs(twin['nats']):.3f} nats {side} than {printable(twin['run'])}.")
+    return "".join(f"{note}\n" for note in notes)
 
 
 def memory_label(memory: Entry) -> str:
