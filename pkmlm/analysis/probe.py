@@ -501,10 +501,9 @@ def probe_run(
     text, groups = Text(documents, run.tokenizer.eos), groups_of(found)
     over, starts_U = text.units()
     tokens_U = np.diff(np.append(starts_U, len(text.tokens_N)))
-    reader, done = Reader(run.model, text), 0
-    with token_progress(f"probing {printable(run.name)}", 0, quiet) as show:
-        passes = 1 + len(twins) + len(PROBES) * len(groups)
-        total = min(fit_tokens, corpus.tokens) + passes * len(text.tokens_N)
+    passes, done = 1 + len(twins) + len(PROBES) * len(groups), 0
+    total = min(fit_tokens, corpus.tokens) + passes * len(text.tokens_N)
+    with token_progress(f"probing {printable(run.name)}", total, quiet) as show:
 
         def advance(tokens: int) -> None:
             nonlocal done
@@ -512,17 +511,9 @@ def probe_run(
             show(done, total)
 
         means = Means(run.model, found, corpus, text, fit_tokens, advance)
-        probes = Probes(reader, found, means)
-        real_N = probes.real(advance)
-        sums = [np.add.reduceat(real_N, starts_U)]
-        for twin in twins:
-            sums.append(np.add.reduceat(Reader(twin.model, text).nll(advance) - real_N, starts_U))
-        for group in groups:
-            for name in PROBES:
-                with getattr(probes, name)(group.memories):
-                    sums.append(np.add.reduceat(reader.nll(advance) - real_N, starts_U))
-
-    real, *beside = intervals(np.stack(sums, axis=1), tokens_U)
+        scores = score_probes(Probes(Reader(run.model, text), found, means), groups, twins, advance)
+        sums_UC = np.stack([np.add.reduceat(nll_N, starts_U) for nll_N in scores], axis=1)
+    real, *beside = intervals(sums_UC, tokens_U)
     for entry in (real, *beside):
         nats = entry["nats"] + (0.0 if entry is real else real["nats"])
         entry["token_ppl"] = math.exp(nats) if nats < MOST_NATS else None
@@ -548,6 +539,23 @@ def probe_run(
         ],
     }
     return record, [*warnings, *documents.warnings]
+
+
+def score_probes(
+    probes: Probes, groups: Sequence[Group], twins: Sequence[LoadedRun], advance: Advance
+) -> Iterator[Floats]:
+    """The real -log p of each position, and by how much it is higher with each twin, then with each probe of each group
+    of memories: (N,) each.
+    """
+    real_N = probes.real(advance)
+    yield real_N
+    for twin in twins:
+        yield Reader(twin.model, probes.reader.text).nll(advance) - real_N
+    for group in groups:
+        for name in PROBES:
+            with getattr(probes, name)(group.memories):
+                nll_N = probes.reader.nll(advance)
+            yield nll_N - real_N
 
 
 def with_shares(probes: dict[str, Entry]) -> dict[str, Entry]:
