@@ -81,7 +81,7 @@ def test_benchmarks_time_what_needs_no_cache(tmp_path, write_recipe):
 
 def test_cost_and_check_know_the_kind(run):
     attention, recipe, _ = run
-    assert f"{attention} attention" in pkmlm("recipe", "check", recipe, *arguments(attention)).stdout
+    assert pkmlm("recipe", "check", recipe, *arguments(attention)).stdout.startswith("ok ")
     blocks = []
     for kind in ("softmax", attention):
         sized = ["-s", "model.vocab_size=100", *arguments(kind)]

@@ -218,7 +218,7 @@ def test_an_error_in_timing_leaves_the_table(grid, tmp_path, tokens, monkeypatch
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "3,1", "of the process that times, on the first"
     assert cells_in(folder)["256_seed-1"]["status"] == "measured"
 
-    def crowded(path: Path) -> None:
+    def crowded(path: Path, step: str) -> None:
         assert "256_seed-1" in cells_in(folder), "the table is there before anything is timed"
         raise MemoryError
 
