@@ -56,8 +56,9 @@ def folder(novels: Path, tmp_path_factory: pytest.TempPathFactory):
     os.chdir(before)
 
 
-def test_the_demo_keeps_the_steps_that_the_manual_names():
-    recipe, text = load_recipe(ROOT / "recipes" / "demo.yaml"), README + "".join(PAGES.values())
+def test_the_demo_keeps_the_steps_that_the_pages_and_helps_name():
+    recipe = load_recipe(ROOT / "recipes" / "demo.yaml")
+    text = "".join([README, *PAGES.values(), *(path.read_text() for path in (ROOT / "pkmlm" / "cli").glob("*.py"))])
     last, every = recipe.train.steps, recipe.checkpoint.every
     saved = {*range(every, last + 1, every), *range(recipe.eval.every, last + 1, recipe.eval.every)}  # if all are best
     named = {int(step) for steps in re.findall(r"--step ([0-9]+(?:,[0-9]+)+)", text) for step in steps.split(",")}
