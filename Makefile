@@ -1,5 +1,6 @@
 # make demo    install, tokenize, train three small models, measure and compare them
-# make test    install and run the tests
+# make test    install and run the tests but the slow ones
+# make test-all  all tests
 # make test-oldest  the tests with the oldest libraries that setup.py allows (of torch, too, with TORCH=torch==2.11.0)
 # make torture kill, corrupt, fill disks, mutate: about an hour; goes on where it was stopped
 # make check   linter, formatter, type checker
@@ -24,7 +25,7 @@ TASK_DATA ?=
 AT_A_TIME = $(if $(DEVICES),--device $(DEVICES),--jobs $(JOBS))
 split = $(firstword $(wildcard $(CORPUS)/$(1).txt $(CORPUS)/$(1).txt.zst $(CORPUS)/$(1).txt.gz))
 
-.PHONY: demo test test-oldest torture check golden clean
+.PHONY: demo test test-all test-oldest torture check golden clean
 
 demo: $(RUNS:%=%/eval/done)
 	$(PKMLM) compare $(RUNS) --plots demo/plots --force
@@ -46,11 +47,17 @@ demo/tokens/index.json: | .venv/installed
 	$(PKMLM) tokenize recipes/demo/train.txt.zst --valid recipes/demo/valid.txt.zst --test recipes/demo/test.txt.zst \
 	  --separator '\n\n\n' --vocab-size 4096 -o demo/tokens
 
+# The files in their order, so that the longest, of commands and of several processes, do not come last.
+PYTEST = -m pytest -q -n auto --dist loadfile --no-loadscope-reorder
+
 test: .venv/installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m "not slow"
+
+test-all: .venv/installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST)
 
 test-oldest: .venv-oldest/installed
-	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -q -n auto --dist loadfile
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python $(PYTEST)
 
 torture: .venv/installed-dev
 	$(BIN)/python -m tests.torture --folder $(TORTURE)

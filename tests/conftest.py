@@ -27,6 +27,10 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ["HF_HUB_OFFLINE"] = "1"  # without a network, a look at the hub is tried again for 20 seconds
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: seconds of processes, kills or browsers; `make test-all` runs it, too")
+
+
 @dataclass(frozen=True)
 class Done:
     """What a command left behind."""

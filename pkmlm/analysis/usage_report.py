@@ -105,8 +105,11 @@ def _report(
         return _measure(run, step, choice, quiet, world, details)
     number, first = run.resolve(step), world is None or world.rank == 0  # the others keep nothing
     number = world.broadcast(number) if world else number
-    # What the report depends on: hashes of the checkpoint and of the text or the tokens, and how the text is read.
-    source: dict[str, Any] = {"checkpoint": sha256_of(run.checkpoint(number) / MANIFEST)}
+    # What the report depends on: hashes of recipe, checkpoint and text or tokens, and how the text is read.
+    source: dict[str, Any] = {
+        "recipe": sha256_of(run.recipe_file),
+        "checkpoint": sha256_of(run.checkpoint(number) / MANIFEST),
+    }
     if choice.text is not None:
         sha256 = " ".join(map(sha256_of, texts))
         source |= {"text": sha256, "separator": choice.separator, "field": choice.field}

@@ -415,6 +415,7 @@ def test_a_text_that_is_no_text(copy):
 
 
 @pytest.mark.parametrize("command", ["eval", "usage-report"])
+@pytest.mark.slow
 def test_an_output_that_takes_nothing_loses_nothing_else(command, copy, tmp_path, ranks):
     if command == "eval":
         (tmp_path / "piqa.jsonl").write_text(json.dumps({"goal": "a", "sol1": "b", "sol2": "c", "label": 1}) + "\n")

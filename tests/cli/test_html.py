@@ -306,6 +306,7 @@ def test_the_map_is_dragged_with_the_left_button_alone(page: Path, browser: Brow
 
 
 @in_browser
+@pytest.mark.slow
 def test_both_themes_and_a_narrow_window(page: Path, browser: Browser, tmp_path: Path) -> None:
     back = "getComputedStyle(document.body).backgroundColor"
     for scheme, colour in (("light", "rgb(255, 255, 255)"), ("dark", "rgb(18, 20, 22)")):
@@ -326,6 +327,7 @@ def test_both_themes_and_a_narrow_window(page: Path, browser: Browser, tmp_path:
 
 
 @in_browser
+@pytest.mark.slow
 def test_a_dark_page_is_printed_whole_and_light(page: Path, browser: Browser) -> None:
     """What is on paper is what the light theme shows, of the memory and the slot that were chosen."""
     inks = "[...document.querySelectorAll('canvas')].map(c => c.toDataURL())"
@@ -412,6 +414,7 @@ def test_labels_of_many_bars_do_not_overlap(browser: Browser, tmp_path: Path) ->
 
 
 @in_browser
+@pytest.mark.slow
 def test_what_is_chosen_last_is_shown(browser: Browser, tmp_path: Path) -> None:
     """A large memory takes longer to unpack than a small one that is chosen right after it."""
     browser.open(page_of(tmp_path / "two.html", [made_up(16), made_up(32)]))
@@ -451,6 +454,7 @@ def test_text_of_a_corpus_is_never_run(browser: Browser, tmp_path: Path) -> None
 
 
 @in_browser
+@pytest.mark.slow
 def test_a_quarter_of_a_million_slots_take_three_megabytes(browser: Browser, tmp_path: Path) -> None:
     usage, held = made_up(512, "of words as long as they come " * 4)
     path = page_of(tmp_path / "large.html", [(usage, held)])

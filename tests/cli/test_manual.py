@@ -66,6 +66,7 @@ def test_the_demo_keeps_the_steps_that_the_pages_and_helps_name():
     assert named <= set(sorted(saved)[-recipe.checkpoint.keep :])
 
 
+@pytest.mark.slow
 def test_every_command_of_the_readme_and_the_manual(folder):
     done = set()
     for name, text in {"README": README, **PAGES}.items():
@@ -85,16 +86,15 @@ def test_every_command_of_the_readme_and_the_manual(folder):
             said = pkmlm(command, *arguments, *short).stdout
             assert said or command == "train", f"{name}: {line}"
     assert len(done) >= 30
-    for text in (README, PAGES["python"]):
-        logits, *gradient, network = blocks(text, "python")
-        first, *memories = run_python(logits, folder).splitlines()
-        assert len(yaml.safe_load(first)) == 5
-        assert re.fullmatch(r"layer 3 memory: \[[\d ]+\] slots of each head", memories[0])
-        check = "assert memory.values.weight_KD.grad is None and all(optimizer.state for optimizer in optimizers)\n"
-        used = re.fullmatch(r"([0-9.]+)% of the slots were read\n", run_python(network + check, folder))
-        assert 50 < float(used[1]) < 100
-    (program,) = gradient
-    median, share = map(float, run_python(program, folder).split())
+    logits, gradient, network = blocks(PAGES["python"], "python")
+    assert blocks(README, "python") == [logits, network]
+    first, *memories = run_python(logits, folder).splitlines()
+    assert len(yaml.safe_load(first)) == 5
+    assert re.fullmatch(r"layer 3 memory: \[[\d ]+\] slots of each head", memories[0])
+    check = "assert memory.values.weight_KD.grad is None and all(optimizer.state for optimizer in optimizers)\n"
+    used = re.fullmatch(r"([0-9.]+)% of the slots were read\n", run_python(network + check, folder))
+    assert 50 < float(used[1]) < 100
+    median, share = map(float, run_python(gradient, folder).split())
     assert 0 < median < 1
     assert 0 < share <= 1
 

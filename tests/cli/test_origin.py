@@ -51,6 +51,7 @@ def reads(run: Path, recipe: Path, folder: Path) -> list[tuple[object, ...]]:
 )
 def test_a_recipe_that_is_not_that_of_the_weights_is_refused(copy, tmp_path, write_recipe, before, after, key):
     """Of the same shapes, so that the weights would fit, and give other numbers."""
+    pkmlm("usage-report", copy, "-q")  # is kept: of the recipe that the weights have
     file = copy / "recipe.yaml"
     assert file.read_text().count(before) == 1
     file.write_text(file.read_text().replace(before, after))

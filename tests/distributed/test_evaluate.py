@@ -88,6 +88,7 @@ def rounded(value):
     return float(f"{value:.9g}") if isinstance(value, float) else value
 
 
+@pytest.mark.slow
 def test_a_kept_report_is_read_by_all_and_a_page_is_written_by_one(ranks, run, tmp_path):
     shutil.rmtree(run / "usage", ignore_errors=True)
     measured = ranks.pkmlm(2, "usage-report", run)[0].stdout

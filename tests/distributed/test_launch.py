@@ -43,6 +43,7 @@ def facts_of(run):
     return json.loads((run / "run.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_all_and_ctrl_c_saves_first(recipe, tmp_path, ranks):
     run = tmp_path / "run"
     words = ["train", str(recipe), "-o", str(run), "--nproc", "2", *ENDLESS, "-s", "checkpoint.every=2"]
@@ -137,6 +138,7 @@ def test_an_interruption_is_told_once(monkeypatch, capsys, rank, said):
     assert (end.value.code, capsys.readouterr().err) == (130, said)
 
 
+@pytest.mark.slow
 def test_the_slurm_script_requeues_what_torchrun_has_trained(recipe, tmp_path):
     commands = {
         "srun": """while [ "${1#--}" != "$1" ]; do shift; done; exec "$@" """,

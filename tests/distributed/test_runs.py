@@ -106,6 +106,7 @@ def test_ranks_train_as_one_process_and_rank_0_alone_writes(alone, divided):
 
 
 @pytest.mark.parametrize(("size", "memory"), [(1, 1), (4, 4)])
+@pytest.mark.slow
 def test_any_ranks_go_on_with_what_others_have_saved(divided, alone, recipe, ranks, tmp_path, size, memory):
     run = half(divided, tmp_path)
     ranks.pkmlm(size, "train", recipe, "-o", run, *STEPS, *of(size, memory))
@@ -132,6 +133,7 @@ def test_the_same_ranks_go_on_to_the_bit(divided, recipe, ranks, tmp_path):
             assert path.read_bytes() == (run / "checkpoints/step-00000008" / path.name).read_bytes(), path
 
 
+@pytest.mark.slow
 def test_dense_parameters_may_be_divided_too(divided, alone, recipe, ranks, tmp_path):
     """From the start, with activations computed twice; and then, from the middle, in another layout to the bit."""
     shard = ["-s", "parallel.shard=true", "-s", "train.recompute=true"]
@@ -189,6 +191,7 @@ def test_divided_checkpoints_are_read_by_every_command(divided, alone, tmp_path,
     assert losses(tmp_path / "more")[0] < losses(alone)[0] - 0.1
 
 
+@pytest.mark.slow
 def test_ranks_start_from_a_part_of_another_run_as_one_does(divided, alone, recipe, ranks, tmp_path):
     """Of tables in parts and in one file, by ranks that divide tables, dense parameters, or both."""
     add = ["-s", "model.memory.layers=[1+, 2]", "-s", "train.steps=2"]
@@ -242,6 +245,7 @@ def test_a_killed_rank_ends_the_others_which_say_where_they_were(recipe, ranks, 
     assert json.loads((run / "run.json").read_text())["status"] == "failed"
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_answer_is_waited_for_so_long(recipe, ranks, tmp_path):
     run = tmp_path / "run"
     words = ["train", str(recipe), "-o", str(run), *of(2, 2), "-s", "train.steps=100000"]
@@ -257,6 +261,7 @@ def test_a_rank_that_does_not_answer_is_waited_for_so_long(recipe, ranks, tmp_pa
     assert [rank.code for rank in started.end()] == [1, -signal.SIGKILL]
 
 
+@pytest.mark.slow
 def test_a_rank_waits_no_longer_for_its_neighbours_than_for_all(ranks):
     said = [rank.stdout.splitlines() for rank in ranks.run(4, "silent_neighbour", seconds="3")]
     assert [lines[0] for lines in said] == ["[0, 1] [0, 2]", "[0, 1] [1, 3]", "[2, 3] [0, 2]", "[2, 3] [1, 3]"]

@@ -33,6 +33,7 @@ def ground(tmp_path_factory):
 
 @pytest.mark.parametrize("how", crashes.FAILURES)
 @pytest.mark.parametrize("what", ["tokenize", "replace", "train"])
+@pytest.mark.slow
 def test_a_crash_or_a_failed_write_anywhere_loses_nothing(ground, what, how):
     operations = crashes.operations(ground, what)
     at = {2, len(operations) // 2}  # 2: the sync of the folder in which a folder has been made
@@ -82,6 +83,7 @@ def test_what_power_loss_asks_for_is_done_in_order(ground):
         assert any(written < i < place for i in synced)  # a checkpoint builds on events that are on the disk
 
 
+@pytest.mark.slow
 def test_kills_of_training_lose_nothing(ground):
     phases = set()
     for number in (4, 9, 16):
@@ -97,6 +99,7 @@ def test_kills_of_tokenizing_lose_nothing(ground):
         assert survived, said
 
 
+@pytest.mark.slow
 def test_every_kind_of_saved_item_is_needed(ground):
     """The negative control of the tests above: a resume without it does not pass for the whole run."""
     items = saved_items(ground.reference("product-key"), 9)
@@ -121,6 +124,7 @@ def test_every_kind_of_saved_item_is_needed(ground):
     assert not ground.differences("product-key", run)  # nor does a resume that forgets nothing differ
 
 
+@pytest.mark.slow
 def test_corrupted_checkpoints_are_found(ground):
     for number in range(20):
         survived, said = damage.spoil_checkpoint(ground, number)
@@ -135,12 +139,14 @@ def test_another_tokenizer_in_the_run_is_found(ground):
     assert "tokenizer.model is damaged: sha256" in said
 
 
+@pytest.mark.slow
 def test_corrupted_tokens_are_found(ground):
     for number in range(20):
         survived, said = damage.spoil_tokens(ground, number)
         assert survived, said
 
 
+@pytest.mark.slow
 def test_small_changes_of_a_runs_files_are_told_or_harmless(ground):
     """The last change of some files, and two of the commands that read them."""
     changed = mutator.Mutator(ground, "run", ("eval", "compare"))
@@ -151,6 +157,7 @@ def test_small_changes_of_a_runs_files_are_told_or_harmless(ground):
         assert survived, said
 
 
+@pytest.mark.slow
 def test_mutated_recipes_and_weights_are_refused_or_harmless(ground):
     told = []
     for number in range(60):
@@ -242,6 +249,7 @@ def test_sizes_are_checked_before_anything_is_allocated(ground):
         assert re.search(r"^error: \S+: tensor \S+ has shape .* \(expected .*32768", ended.stderr, re.MULTILINE), ended
 
 
+@pytest.mark.slow
 def test_spoilt_records_end_in_no_traceback(ground):
     for number in (0, 1, 5):
         survived, said = records.spoil_records(ground, number)
@@ -256,6 +264,7 @@ def test_an_export_that_crashes_leaves_nothing_half_written(ground):
         assert survived, said
 
 
+@pytest.mark.slow
 def test_a_full_disk_at_several_stages(ground):
     told = set()
     for size in (4096, 45056, 180224):

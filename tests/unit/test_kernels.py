@@ -341,6 +341,7 @@ def test_queries_may_have_any_strides():
     assert torch.equal(q.grad.transpose(0, 1), again.grad)
 
 
+@pytest.mark.slow
 def test_kernels_run_in_a_forked_child_and_without_a_cache_folder(tmp_path):
     program = """
 import os, torch

@@ -164,6 +164,7 @@ def test_an_import_ends_before_it_is_interrupted(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells what a process has loaded")
 @pytest.mark.parametrize("library", ["_multiarray_umath", "libtorch_python"])
+@pytest.mark.slow
 def test_a_command_may_be_interrupted_as_it_begins(library: str) -> None:
     words = [sys.executable, "-m", "pkmlm", "bench", "memory", "--rounds", "99"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
