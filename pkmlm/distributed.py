@@ -72,7 +72,7 @@ class World:
         """The largest of the ranks' numbers."""
         if self.size == 1:
             return number
-        with self._sending(8):
+        with self._sending(2 * (self.size - 1) / self.size * 8):
             dist.all_reduce(found := torch.tensor(number), dist.ReduceOp.MAX, self.group)
         return int(found)
 
@@ -254,7 +254,9 @@ def init_distributed() -> Iterator[World]:
         dist.init_process_group(backend, timeout=wait)
         dist.all_reduce(torch.zeros(1))  # a rank that exits before the others join looks like a crash to them
     except ValueError as error:
-        raise UserError(f"WORLD_SIZE is set, but not all that goes with it: {error}", "start with torchrun") from None
+        raise UserError(
+            f"WORLD_SIZE is set, but a variable that belongs to it is not: {error}", "start with torchrun"
+        ) from None
     except RuntimeError:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         message = f"rank {os.environ['RANK']} has not met the others at {place}"

@@ -43,8 +43,8 @@ class StopRequest:
     """Whether a signal has asked to stop, and the exit code that it stands for (None: nobody has asked).
 
     Args:
-        agree: the largest of what all ranks call it with: when one rank is asked, all stop after the same step.
-            Whether to stop is therefore asked by all of them together.
+        agree: returns the largest of the ranks' numbers, so that all ranks stop after the same step when one is asked.
+            All ranks call it together.
     """
 
     def __init__(self, agree: Callable[[int], int] = int) -> None:

@@ -94,8 +94,8 @@ def command(
         raise click.UsageError("--tokens is for --hash-layer; a RECIPE's sequences have model.context tokens.")
 
     from pkmlm import cost_tables
-    from pkmlm.recipe.constraints import unused_key_warnings
     from pkmlm.recipe.load import load_recipe
+    from pkmlm.recipe.warnings import unused_key_warnings
 
     result: dict[str, Any]
     if hash_layer is not None:

@@ -43,8 +43,8 @@ def check(settings: dict[str, bool], files: tuple[str, ...], overrides: tuple[st
       pkmlm recipe check mine.yaml -s model.layers=12
     """
     from pkmlm.cli import print_error
-    from pkmlm.recipe.constraints import warnings
     from pkmlm.recipe.load import load_recipe
+    from pkmlm.recipe.warnings import warnings
 
     code = 0
     for file in files:

@@ -21,7 +21,7 @@ from pkmlm.errors import UserError
     show_default=True,
     help="Resume from RUN's latest checkpoint: if there is one, or fail without one, or refuse to.",
 )
-@click.option("--dry-run", is_flag=True, help="Resolve, count, estimate memory, run one batch; write nothing.")
+@click.option("--dry-run", "dry", is_flag=True, help="Resolve, count, estimate memory, run one batch; write nothing.")
 @click.option(
     "--verify",
     is_flag=True,
@@ -34,7 +34,7 @@ def command(
     output: str | None,
     overrides: tuple[str, ...],
     resume: str,
-    dry_run: bool,
+    dry: bool,
     verify: bool,
     nproc: int | None,
     quiet: bool,
@@ -57,18 +57,19 @@ def command(
     launching, job = launches(nproc), None
     if launched_processes() == 1:  # mistakes show before torch is imported, and before other processes are started
         job = open_job(recipe_file, overrides, nproc or 1, verify=verify and not launching)
-    if not output and not dry_run:
+    if not output and not dry:
         raise UserError("Missing option '-o': the run directory to write", "add -o RUN, or --dry-run")
     if launching:
         return launch(nproc or 1, output)
 
     from pkmlm.distributed import init_distributed
-    from pkmlm.train import run
+    from pkmlm.train.dry_run import dry_run
+    from pkmlm.train.run import train
 
     with init_distributed() as world:
         with world.collective_errors():
             job = job or open_job(recipe_file, overrides, world.size, verify=verify and world.rank == 0)
-        if dry_run:
-            run.dry_run(job, output, world, resume=resume)
+        if dry:
+            dry_run(job, output, world, resume=resume)
             return 0
-        return run.train(job, str(output), world, resume=resume, quiet=quiet)
+        return train(job, str(output), world, resume=resume, quiet=quiet)

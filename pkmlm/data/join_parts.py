@@ -76,7 +76,7 @@ def read_parts(places: Sequence[Path]) -> list[tuple[Path, Part]]:
     if missing := [str(number) for number in range(1, first.parts + 1) if number not in parts]:
         some = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
         raise UserError(
-            f"part {some} of {first.parts} is missing (found {len(parts)} of them)",
+            f"missing of {first.parts} parts: {some} (found {len(parts)} parts)",
             f"make it: pkmlm tokenize ... --shard {missing[0]}/{first.parts}, with the options of the others",
         )
     return [parts[number] for number in sorted(parts)]

@@ -85,13 +85,15 @@ def read_rows(file: Path) -> Rows:
         datasets.Dataset.from_list(rows)
     except (ValueError, TypeError, OverflowError) as error:  # pyarrow's among them
         count, found = first_failure(lambda count: datasets.Dataset.from_list(rows[:count]), len(rows), error)
-        message = f"{file}:{lines[count - 1]}: no table holds this row with those before it: {one_line(found)}"
+        message = (
+            f"{file}:{lines[count - 1]}: its fields are of other types than in the rows before it: {one_line(found)}"
+        )
         raise UserError(message) from None
     return Rows(file, sha256_of(file), rows, lines)
 
 
 def first_failure(attempt: Callable[[int], object], most: int, error: Exception) -> tuple[int, Exception]:
-    """The smallest n for which attempt(n) fails, and how; it fails for all larger ones, `most` among them."""
+    """The smallest n for which attempt(n) fails, and its error. It must fail for every larger n up to `most`, too."""
     works = 0
     while most - works > 1:
         middle = (works + most) // 2
@@ -104,7 +106,7 @@ def first_failure(attempt: Callable[[int], object], most: int, error: Exception)
 
 
 def bad_row(name: str, own: Path | None, rows: Rows, count: int, error: Exception) -> UserError:
-    """That the task cannot use the row number `count` of a file."""
+    """The error for the row number `count` of a file, which the task cannot use."""
     where, why = f"{rows.file}:{rows.lines[count - 1]}", one_line(error)
     if own is not None:
         return UserError(f"{own} cannot be used with {where}: {why}")
@@ -113,8 +115,8 @@ def bad_row(name: str, own: Path | None, rows: Rows, count: int, error: Exceptio
 
 
 def check_examples(name: str, config: Json, from_file: bool, folder: Path | None) -> None:
-    """Refuse few-shot examples that a definition takes from where there are none, or from its own questions: unless it
-    says so by naming the test split, lm-eval does not leave out the one that is asked, with its answer.
+    """Refuse few-shot examples from a split that is empty, or from the questions themselves: only where the definition
+    names the test split does lm-eval leave out the question that is asked, with its answer.
 
     Args:
         from_file: the rows are those of a file, which is the split that is scored; all others are empty.
@@ -163,7 +165,7 @@ def check_rows(name: str, own: Path | None, task: ConfigurableTask, rows: Rows |
 
 
 def check_document(task: ConfigurableTask, document: Json, shots: int, stock: bool) -> Json:
-    """Ask a task for all that scoring a document needs; the metrics of made-up scores.
+    """Call every function of a task that scoring a document needs; return the metrics of made-up scores.
 
     Args:
         shots: few-shot examples before the question.

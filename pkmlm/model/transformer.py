@@ -20,7 +20,7 @@ from pkmlm.model.memory.key_memory import FlatKeyMemory, KeyMemory, ProductKeyMe
 from pkmlm.model.memory.peer import PEER
 from pkmlm.model.memory.query import QueryBatchNorm
 from pkmlm.model.memory.values import Pool, Values
-from pkmlm.recipe.constraints import memory_layers, rotary_width
+from pkmlm.recipe.constraints import memory_layers
 from pkmlm.recipe.schema import Model, Recipe
 
 BATCH_NORM_MOMENTUM = 0.1  # of one optimizer step
@@ -116,7 +116,7 @@ class Transformer(nn.Module):
     def __init__(self, model: Model, vocab_size: int, blocks: list[Block], pool: Pool | None = None):
         super().__init__()
         self.context = model.context
-        self.rotary_width = rotary_width(model) if model.positions == "rotary" else 0
+        self.rotary_width = model.rotary_width if model.positions == "rotary" else 0
         self.embedding = uninitialized_embedding(vocab_size, model.dim)
         self.positions = uninitialized_embedding(model.context, model.dim) if model.positions == "learned" else None
         self.dropout = nn.Dropout(model.dropout)

@@ -1,17 +1,15 @@
-"""What must hold between a recipe's keys and with the ranks that train it, and what deserves a warning.
+"""What must hold between a recipe's keys and with the ranks that train it.
 
 `schema.py` has the type and range of each key by itself. An error names the key, what was found and what was expected.
 """
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import NoReturn
 
 from pkmlm.errors import UserError
-from pkmlm.recipe.nodes import Node, parse, parse_override, yaml_text
-from pkmlm.recipe.schema import Model, Recipe, flatten, scalar_text
+from pkmlm.recipe.schema import Model, Recipe
 
 MAX_PARAMETERS = 2**40
 MAX_SLOTS = 2**31  # with more than one rank: ranks exchange slot numbers as int32
@@ -149,7 +147,7 @@ def check_attention(check: Check, recipe: Recipe) -> None:
     if model.attention != "softmax" and recipe.eval.sample is not None:
         check.fail("eval.sample", f"{model.attention} attention cannot generate", "null", "model.attention")
     if model.positions == "rotary":
-        width, turned = model.dim // model.heads, rotary_width(model)
+        width, turned = model.dim // model.heads, model.rotary_width
         pairs = model.rotary_fraction * width / 2
         if turned < 2 or turned % 2 or abs(turned - 2 * pairs) > 1e-6:
             message = f"{model.rotary_fraction:g} of a head of {width} is {2 * pairs:g}"
@@ -165,11 +163,6 @@ def require_softmax(model: Model, place: str, task: str) -> None:
     """
     if model.attention != "softmax":
         raise UserError(f"{place}: {model.attention} attention cannot {task} (expected model.attention: softmax)")
-
-
-def rotary_width(model: Model) -> int:
-    """How many of a head's dim / heads entries rotate; even in a checked recipe."""
-    return round(model.rotary_fraction * (model.dim // model.heads))
 
 
 def check_training(check: Check, recipe: Recipe) -> None:
@@ -288,93 +281,3 @@ def memory_layers(model: Model, check: Check | None = None) -> dict[int, bool]:
                 check.fail("model.memory.layers", f"layer {layer} is named twice", "each layer once")
             beside[layer] = bool(match[3])
     return dict(sorted(beside.items()))
-
-
-def warnings(recipe: Recipe, path: str | Path, overrides: Iterable[str] = ()) -> list[str]:
-    """What the recipe allows and its author hardly means, a line each: see the two functions below.
-
-    Args:
-        recipe: what `load_recipe` returns for this file and these overrides.
-    """
-    return warmup_warnings(recipe) + unused_key_warnings(recipe, path, overrides)
-
-
-def warmup_warnings(recipe: Recipe) -> list[str]:
-    """Warm-ups that are longer than training, so that the learning rate never reaches its peak."""
-    optim, steps = recipe.optim, recipe.train.steps
-    warmups: dict[str, int | None] = {"optim.warmup_steps": optim.warmup_steps}
-    if recipe.model.memory.kind != "none" and optim.values.schedule != "relative":
-        warmups["optim.values.warmup_steps"] = optim.values.warmup_steps
-    if recipe.model.projections == "hash":
-        warmups["optim.tables.warmup_steps"] = optim.tables.warmup_steps
-    training = "1 step" if steps == 1 else f"{steps:,} steps"
-    return [
-        f"{key}: {warmup:,} for {training} of training: the learning rate ends at {steps / warmup:.0%} of its peak"
-        for key, warmup in warmups.items()
-        if warmup is not None and warmup > steps
-    ]
-
-
-def unused_key_warnings(recipe: Recipe, path: str | Path, overrides: Iterable[str] = ()) -> list[str]:
-    """Keys that the file or the overrides set and that have no effect, because of the value of another key.
-
-    Keys that the file inherits do not count, nor does a key set together with the one that disables it, or before:
-    `model.memory.kind: none` over a memory's recipe is how its dense twin is written.
-    """
-    values = flatten(recipe)
-    layers = [parse(yaml_text(Path(path)), str(path)), *map(parse_override, overrides)]
-    set_in = {key: number for number, tree in enumerate(layers, 1) for key in leaf_keys(tree)}
-    unused: dict[str, list[str]] = {}
-    for key, switch in unused_keys(recipe).items():
-        if key != switch and set_in.get(key, 0) > set_in.get(switch, 0):
-            unused.setdefault(switch, []).append(key)
-    return [
-        f"{', '.join(keys)}: without effect, as {switch} is {scalar_text(values[switch])}"
-        for switch, keys in unused.items()
-    ]
-
-
-def leaf_keys(tree: Node, prefix: str = "") -> Iterator[str]:
-    """The dotted keys of a tree's leaves."""
-    if isinstance(tree.value, dict):
-        for key, child in tree.value.items():
-            yield from leaf_keys(child, f"{prefix}.{key}" if prefix else key)
-    else:
-        yield prefix
-
-
-def unused_keys(recipe: Recipe) -> dict[str, str]:
-    """The keys that have no effect in a recipe, and the key whose value disables them."""
-    model = recipe.model
-    disabled: dict[str, list[str]] = {}  # switch -> keys, or beginnings of keys
-    if model.memory.kind == "none":
-        disabled["model.memory.kind"] = ["model.memory.", "optim.keys.", "optim.values.", "eval.recalibrate"]
-    elif model.memory.query_norm != "batch":
-        disabled["model.memory.query_norm"] = ["eval.recalibrate"]
-    if model.memory.kind not in ("none", "peer"):
-        disabled["model.memory.kind"] = ["model.memory.expert"]
-    if model.projections == "hash":
-        disabled["model.projections"] = ["model.ffn_dim", "model.activation", "model.bias"]
-    else:
-        disabled["model.projections"] = ["model.hash.", "optim.tables."]
-    if not has_ffn(model):
-        ffn = ["model.ffn_dim", "model.activation", "model.hash.extra_bits", "model.hash.activation"]
-        disabled["model.memory.layers"] = ffn
-    if len(memory_layers(model)) == 1:
-        disabled.setdefault("model.memory.layers", []).append("model.memory.share_values")
-    if model.positions != "rotary":
-        disabled["model.positions"] = ["model.rotary_fraction"]
-    options = {"features": "performer", "block": "linformer", "rank": "linformer"}
-    disabled["model.attention"] = [
-        f"model.attention_options.{name}" for name, kind in options.items() if kind != model.attention
-    ]
-    if not {"cosine", "linear"} & recipe.schedules:
-        disabled["optim.schedule"] = ["optim.final_lr"]
-    if model.memory.kind != "none":
-        relative = recipe.optim.values.schedule == "relative"
-        idle = ["lr", "warmup_steps"] if relative else ["times"]
-        idle += [] if recipe.optim.values.schedule in ("cosine", "linear") else ["final_lr"]
-        disabled["optim.values.schedule"] = [f"optim.values.{name}" for name in idle]
-    if recipe.eval.every == 0:
-        disabled["eval.every"] = ["eval.patience"]
-    return {key: switch for switch, keys in disabled.items() for key in flatten(recipe) if key.startswith(tuple(keys))}

@@ -43,8 +43,8 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 
     Args:
         path: a YAML file, or the name of an installed recipe ("demo"). A `base: other.yaml` in it, relative to its
-            folder, is read first; mappings are merged, everything else is replaced. A relative `data.dir` that is not
-            in the working directory, but in the folder of the file that names it, is the one there.
+            folder, is read first; mappings are merged, everything else is replaced. A relative `data.dir` is looked for
+            in the working directory, then in the folder of the file that names it.
         overrides: `key=value` with a dotted key; the value is a scalar or a list ([3, 5]); the last wins.
 
     Raises:
@@ -113,7 +113,7 @@ def bind(node: Node, kind: Any, name: str, places: dict[str, str], root: Any = N
         kind: a pydantic dataclass, or the type of one of its fields.
         name: the dotted key; "" where `kind` is a whole recipe or grid.
         places: receives the place of every key, and of every item of a list as `key.0`.
-        root: the whole that the node is part of, in which to look for the key that was meant; None: `kind`.
+        root: the type of the whole recipe or grid, which knows the keys to suggest for an unknown one; None: `kind`.
 
     Raises:
         UserError: the node stands for no such value; names its place and the dotted key.

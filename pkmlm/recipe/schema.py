@@ -158,6 +158,11 @@ class Model:
     hash: Hash = key(Hash, "MemoryFormer's tables (projections: hash)")
 
     @property
+    def rotary_width(self) -> int:
+        """How many of a head's dim / heads entries rotate; even in a checked recipe."""
+        return round(self.rotary_fraction * (self.dim // self.heads))
+
+    @property
     def maps_values(self) -> bool:
         """Whether a map stands between the values of a memory and the residual stream."""
         return self.memory.gate != "none" or self.memory.value_dim not in (None, self.dim)

@@ -70,7 +70,7 @@ class Validations:
 
     @classmethod
     def of(cls, events: Iterable[dict[str, Any]]) -> "Validations":
-        """As a log tells it; checkpoints of earlier versions do not."""
+        """From the events of a log, for checkpoints of earlier versions, which do not hold it."""
         found = cls()
         for event in events:
             if event["event"] == "valid" and event.get("loss") is not None:

@@ -1,4 +1,4 @@
-"""What a run keeps besides its checkpoints: the names and the schemas of all its results.
+"""What a run keeps besides its checkpoints: names, schemas, writing and reading of all its results.
 
 run.json                                    how the run was started and how it ended: `RunFacts`
 checkpoints/step-N/state.json               how far training was: `CheckpointState`
@@ -8,8 +8,8 @@ eval/tasks-NAMES[-shots-K]-step-N[-limit-L].json    zero-shot tasks: `Evaluation
 usage/NAME-step-N.json, .npz                an entry of `usage-report --format json`, and its arrays: `UsageReport`
 usage/drift-step-N.npz, kept-step-N.npz     what a "drift" event was computed from, and what a resume needs for the next
 
-Files of eval/ and usage/ hold a digest of their content, so that what is read back is what was written; those of older
-versions have none, and are taken as they are.
+Files of eval/ and usage/ hold a digest of their content (that of a report's .npz is in its .json), so that what is read
+back is what was written; those of older versions have none, and are taken as they are.
 
 Of the schemas, `NotRequired` keys may be missing, or null: older runs lack some. Objects may have keys that are not
 listed. `check_json` compares values with them.
@@ -294,7 +294,7 @@ def file_part(name: str) -> str:
 
 
 def digest(text: str) -> str:
-    """Eight characters that tell names apart of which not all could be kept."""
+    """Eight characters that keep names distinct of which parts were cut or replaced."""
     return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:8]
 
 
@@ -320,7 +320,7 @@ class Altered(Damaged):
     """A file of results is not what was written."""
 
     def __init__(self, path: Path):
-        super().__init__(f"{path} is not as it was written: its digest is of another content", "measure again", 1)
+        super().__init__(f"{path} has been altered: its digest is of other content", "measure again", 1)
 
 
 def signed(record: dict[str, Any]) -> dict[str, Any]:
@@ -349,7 +349,7 @@ def read_signed(path: Path, what: str, schema: Any) -> dict[str, Any]:
 
 
 def altered_results(run: Path) -> list[str]:
-    """A warning for each file of results that is not as it was written; the functions below leave these out."""
+    """A warning for each file of results that has been altered; the functions below leave these out."""
     warnings = []
     for file in sorted([*(run / EVAL).glob("*.json"), *(run / USAGE).glob("*.json")]):
         try:
@@ -422,7 +422,7 @@ def average_accuracy(tasks: Iterable[Mapping[str, Any]]) -> tuple[float | None, 
 
 
 def partial_tasks(run: Path) -> set[str]:
-    """The tasks of which the run has evaluations with a limit alone."""
+    """The tasks that the run has evaluated with `--limit` only."""
     partial: set[str] = set()
     for file in (run / EVAL).glob("tasks-*-limit-*.json"):
         with suppress(Altered):

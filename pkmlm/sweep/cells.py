@@ -10,9 +10,9 @@ from pathlib import Path
 from pkmlm.analysis.compare import Facts, facts_of
 from pkmlm.data.corpus import read_index
 from pkmlm.errors import UserError
-from pkmlm.recipe.constraints import warnings
 from pkmlm.recipe.load import read_tree, recipe_of
 from pkmlm.recipe.schema import Recipe, dump_recipe, flatten, scalar_text
+from pkmlm.recipe.warnings import warnings
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import open_file
 from pkmlm.sweep.grid import Grid, Point, overlap

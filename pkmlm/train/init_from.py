@@ -11,8 +11,8 @@ from pkmlm.errors import UserError
 from pkmlm.model.init import initialise
 from pkmlm.model.memory.values import table_ranks
 from pkmlm.model.transformer import Transformer, build_model
-from pkmlm.recipe.constraints import unused_keys
 from pkmlm.recipe.schema import flatten, scalar_text
+from pkmlm.recipe.warnings import unused_keys
 from pkmlm.runs.checkpoint import check_weights, load_weights, read_progress, verify
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import sha256_of

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pkmlm.data.corpus import Corpus, open_tokenizer
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
-from pkmlm.recipe import constraints
+from pkmlm.recipe.constraints import check_ranks
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Recipe
+from pkmlm.recipe.warnings import warnings as recipe_warnings
 
 MANY_EPOCHS = 20  # worth a warning
 
@@ -67,9 +68,9 @@ def open_job(recipe_file: str, overrides: Iterable[str], ranks: int, *, verify: 
             f"model.vocab_size: {recipe.model.vocab_size} (expected at least the tokenizer's {tokenizer.size})",
             "leave it null, or tokenize with a smaller --vocab-size",
         )
-    constraints.check_ranks(recipe, ranks, recipe_file)
+    check_ranks(recipe, ranks, recipe_file)
     job = Job(recipe, corpus, tokenizer)
-    warnings = constraints.warnings(recipe, recipe_file, overrides)
+    warnings = recipe_warnings(recipe, recipe_file, overrides)
     if job.epochs > MANY_EPOCHS:
         reading = f"{recipe.train.steps:,} steps read them {job.epochs:,.0f} times"
         warnings.append(f"{folder}: train has {corpus.tokens:,} tokens: {reading}")

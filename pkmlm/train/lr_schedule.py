@@ -41,8 +41,8 @@ class LrSchedule:
 
 @dataclass(frozen=True)
 class RelativeLrSchedule:
-    """Another schedule, times a factor that goes in a straight line from the first to the last step (UltraMem, Huang et
-    al. 2024: from 4 to 1).
+    """Another schedule, times a factor that changes linearly from the first to the last step (UltraMem, Huang et al.
+    2024: from 4 to 1).
 
     Args:
         other: the schedule that it follows.

@@ -1,4 +1,4 @@
-"""The training monitor: warnings of loss spikes and of memories that go out of use."""
+"""The training monitor: warnings of loss spikes and of memories that are used less and less."""
 
 import statistics
 from collections import deque
@@ -57,9 +57,7 @@ class TrainingMonitor:
         name, usage, uniform = f"layer {memory['layer']} {memory['name']}", memory["usage"], memory["uniform"]["usage"]
         warnings = []
         if usage < COLLAPSE * self.highest.get(name, 0.0):
-            warnings.append(
-                f"{name} goes out of use: {usage:.1%} of its slots are read, after {self.highest[name]:.1%}"
-            )
+            warnings.append(f"{name} is used less: {usage:.1%} of its slots are read, after {self.highest[name]:.1%}")
             self.highest[name] = usage  # the next warning is for half of this
         self.highest[name] = max(usage, self.highest.get(name, 0.0))
         self.low[name] = self.low.get(name, 0) + 1 if usage < DEAD * uniform else 0

@@ -1,36 +1,25 @@
-"""Whether a run that exists may be resumed, what has changed since it last trained, and the provenance in run.json."""
+"""Whether a run that exists may be resumed, and what has changed since it last trained."""
 
-import platform
-import secrets
-import sys
 from typing import Any
 
-import numpy as np
-import torch
-
-from pkmlm import __version__
-from pkmlm.cost import cost_of
-from pkmlm.device import DeviceSettings, name_of
-from pkmlm.environment import source_commit
 from pkmlm.errors import UserError
 from pkmlm.recipe.schema import Recipe, flatten, scalar_text
-from pkmlm.runs.checkpoint import Progress, read_progress
+from pkmlm.runs.checkpoint import read_progress
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.train.job import Job
 
-# The keys (or sections) that may change when a run is resumed; a change of the first is reported, for later numbers are
-# not those of an undisturbed run.
+# The keys, or beginnings of keys, that may change when a run is resumed. Changes of CHANGES_NUMBERS are reported: later
+# numbers are not those of an undisturbed run.
 CHANGES_NUMBERS = (
     *("train.steps", "train.micro_batch", "train.recompute", "train.init_from"),
     *("parallel.", "eval.tokens", "eval.recalibrate"),
 )
 CHANGES_NO_NUMBERS = ("name", "data.dir", "eval.", "checkpoint.", "log.")  # the content of data.dir is compared
-ENVIRONMENT = ("versions", "commit", "device", "precision", "precision_reason", "ranks")  # of the provenance
 
 
 def refuse_output(run: RunDirectory, resume: str) -> None:
-    """Refuse a run directory, which need not exist, in which training may not begin: it does not fit `--resume`, its
-    checkpoints are gone, or it holds what is no run's.
+    """Refuse a run directory that does not fit `--resume`, has lost its checkpoints, or holds files of something else.
+    It need not exist.
     """
     if resume == "must" and not run.steps():
         raise UserError(f"--resume must: run {run.path} has no checkpoint to resume", "use --resume auto to start it")
@@ -59,8 +48,8 @@ def fixed_keys(recipe: Recipe) -> dict[str, str]:
 
 
 def refuse_other_origin(run: RunDirectory, job: Job) -> None:
-    """Refuse to resume from a latest checkpoint, which must be whole, of another run or recipe, or that names another
-    tokenizer, or other text to train or to validate on. A split for validation may come or go.
+    """Refuse to resume from a latest checkpoint of another run or recipe, or of another tokenizer or other tokens to
+    train or validate on. A split for validation may come or go. The checkpoint must be whole.
     """
     progress = read_progress(run.checkpoint(run.steps()[-1]))
     run.check_origin(progress.step, progress.run, progress.recipe)
@@ -77,8 +66,8 @@ def refuse_other_origin(run: RunDirectory, job: Job) -> None:
 
 
 def is_complete(run: RunDirectory, recipe: Recipe) -> bool:
-    """Whether training has finished, or patience has ended it, its last checkpoint is there, and the recipe asks for no
-    more.
+    """Whether training has ended (by its steps or by patience), has kept its last checkpoint, and the recipe asks for
+    no more.
     """
     if not run.steps() or run.done() != run.steps()[-1]:
         return False
@@ -102,19 +91,15 @@ def change_warnings(
     for name in ("torch", "numpy", "device", "precision", "ranks"):
         if before.get(name) not in (None, now[name]):
             changed.append(change(name, before[name], now[name]))
-    has_length = bool(
-        recipe.schedules & {"cosine", "linear", "relative"}
-    )  # other schedules do not depend on train.steps
+    rate_depends_on_steps = bool(recipe.schedules & {"cosine", "linear", "relative"})
     for key, text in changed_keys(recipe_before, recipe).items():
         if key == "train.init_from":
             changed.append(f"{text} (ignored: the run has a checkpoint of its own)")
-        elif key.startswith(CHANGES_NUMBERS) and (has_length or key != "train.steps"):
+        elif key.startswith(CHANGES_NUMBERS) and (rate_depends_on_steps or key != "train.steps"):
             changed.append(text)
-    return (
-        [f"resumed with changes, so numbers may differ from an undisturbed run: {', '.join(changed)}"]
-        if changed
-        else []
-    )
+    if not changed:
+        return []
+    return [f"resumed with changes, so numbers may differ from an undisturbed run: {', '.join(changed)}"]
 
 
 def lost_metrics_warning(run: RunDirectory) -> list[str]:
@@ -138,35 +123,3 @@ def changed_keys(before: Recipe, now: Recipe) -> dict[str, str]:
 
 def change(name: str, old: Any, new: Any) -> str:
     return f"{name} was {old} and is now {new}"
-
-
-def provenance(job: Job, settings: DeviceSettings, ranks: int, run: RunDirectory, latest: Progress) -> dict[str, Any]:
-    """What run.json says of the run, an id that its checkpoints hold, and of the process that trains: its command line,
-    versions, commit, device, and the parameters; where the run is resumed, "earlier" lists the environments of
-    processes that differed.
-
-    Args:
-        latest: that of the latest checkpoint, or none yet.
-    """
-    before = run.facts()
-    now = {
-        "id": before.get("id") or latest.run or secrets.token_hex(8),
-        "argv": sys.argv[1:],
-        "versions": {
-            "pkmlm": __version__,
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-            "python": platform.python_version(),
-        },
-        "commit": source_commit(),
-        "device": name_of(settings.device),
-        "precision": settings.precision,
-        "precision_reason": settings.reason,
-        "ranks": ranks,
-        "parameters": cost_of(job.recipe, job.vocab_size).as_json()["parameters"],
-    }
-    if run.steps():
-        now["earlier"] = list(before.get("earlier") or ())
-        if "versions" in before and any(before.get(key) != now[key] for key in ENVIRONMENT):
-            now["earlier"].append({"until_step": run.steps()[-1], **{key: before.get(key) for key in ENVIRONMENT}})
-    return now

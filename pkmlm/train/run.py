@@ -1,17 +1,12 @@
-"""The life of a run: check, lock, fall back, begin, restore, train, end. A dry run goes the same way for one step, and
-writes nothing.
-"""
+"""The life of a run: check, lock, fall back, begin, restore, train, end."""
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 
-from pkmlm.console import warn
-from pkmlm.cost import cost_of
 from pkmlm.data.batches import Batches
-from pkmlm.device import DeviceSettings, held_bytes, select_device
+from pkmlm.device import DeviceSettings, select_device
 from pkmlm.distributed import ProcessGroups, World, build_process_groups, is_network_error
 from pkmlm.errors import UserError, is_out_of_memory, printable
 from pkmlm.model.memory.values import table_ranks
@@ -26,17 +21,17 @@ from pkmlm.train.job import Job, no_validation_warning
 from pkmlm.train.log import RunLog, SilentLog, TrainingLog
 from pkmlm.train.loop import Outcome, Training
 from pkmlm.train.monitor import TrainingMonitor
-from pkmlm.train.out_of_memory import out_of_memory_error, too_large_warning, training_bytes
+from pkmlm.train.out_of_memory import out_of_memory_error, too_large_warning
+from pkmlm.train.provenance import provenance
 from pkmlm.train.resume_check import (
     change_warnings,
     is_complete,
     lost_metrics_warning,
-    provenance,
     refuse_changed_recipe,
     refuse_other_origin,
     refuse_output,
 )
-from pkmlm.train.step import TrainState, train_step
+from pkmlm.train.step import TrainState
 from pkmlm.train.validation import validator
 
 
@@ -86,57 +81,6 @@ def train(job: Job, output: str, world: World, *, resume: str = "auto", quiet: b
                     run.refuse_replaced()
                     write_text(run.path / "done", f"{outcome.status} at step {outcome.step}\n")
     return outcome.exit_code
-
-
-def dry_run(job: Job, output: str | None, world: World, *, resume: str = "auto") -> None:
-    """Print what `train` would do, take the first step in memory, and print how it went; rank 0 prints.
-
-    Raises:
-        UserError: as `train`.
-    """
-    lead = world.rank == 0
-    with world.collective_errors():
-        settings = device_settings(job.recipe)
-        if lead:
-            if output:
-                run = RunDirectory(output)
-                refuse_output(run, resume)
-                if run.steps():
-                    refuse_changed_recipe(run, job.recipe)
-            warnings = [*job.warnings, *check_init_from(job)]
-            print(*plan(job, settings, world.size), sep="\n", flush=True)
-            for text in [*warnings, *too_large_warning(job, settings, world.size)]:
-                warn(text)
-    with explaining_failure(job, settings, world):
-        groups = build_process_groups(world, job.recipe.parallel.memory)
-        state = build_state(job, initial_model(job, settings, groups), settings, groups)
-        began = time.monotonic()
-        loss = train_step(state, 1).loss
-        seconds = time.monotonic() - began
-    if lead:
-        size, where = held_bytes(settings.device)
-        print(f"first step   loss {loss:.3f}, {seconds:.2f} s (with warm-up), {size / 1e6:,.0f} MB {where}", flush=True)
-
-
-def plan(job: Job, settings: DeviceSettings, ranks: int) -> list[str]:
-    """What a run would be: a line for each of device, parameters, batch, length and memory, each with its label."""
-    recipe, train = job.recipe, job.recipe.train
-    cost = cost_of(recipe, job.vocab_size)
-    micro_batches, sequences = recipe.micro_batches(ranks), recipe.sequences
-    each = f" on each of {ranks} processes" if ranks > 1 else ""
-    held = training_bytes(job, settings.precision, ranks)
-    sizes = {name: f"{size / 1e6:,.1f}" for name, size in held.items()}
-    parts = ", ".join(f"{name} {size}" for name, size in sizes.items() if size != "0.0")
-    return [
-        f"recipe       {recipe.name}",
-        f"device       {settings.device}, {settings.precision} ({settings.reason})",
-        f"parameters   {cost.dense:,} dense, {cost.memory:,} in memory, {cost.read_per_token:,} read for a token",
-        f"batch        {sequences:,} sequence{'s' if sequences > 1 else ''} of {recipe.model.context:,} tokens, "
-        f"in {micro_batches:,} micro-batch{'es' if micro_batches > 1 else ''} of {train.micro_batch:,}{each}",
-        f"training     {train.steps:,} steps, {train.steps * train.batch_tokens:,} tokens, "
-        f"{job.epochs:,.2f} epochs of {job.corpus.tokens:,}",
-        f"memory       {sum(held.values()) / 1e6:,.1f} MB to train{each}: {parts}",
-    ]
 
 
 def device_settings(recipe: Recipe) -> DeviceSettings:
@@ -220,7 +164,7 @@ def run_training(
 
 
 def initial_model(job: Job, settings: DeviceSettings, groups: ProcessGroups) -> Transformer:
-    """The model with the weights that training starts from: of `train.init_from`, or drawn from the seed."""
+    """The model with the weights that a new run starts from: of `train.init_from`, or drawn from the seed."""
     from_seed = job.recipe.train.init_from is None
     model = build_model(job.recipe, job.vocab_size, settings.device, groups, init_weights=from_seed)
     if not from_seed:

@@ -22,10 +22,10 @@ from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.signals import StopRequest
+from pkmlm.train.dry_run import dry_run
 from pkmlm.train.job import open_job
 from pkmlm.train.log import TrainingLog
 from pkmlm.train.loop import Outcome, Training
-from pkmlm.train.run import dry_run
 from pkmlm.train.step import TrainState
 from tests.conftest import after_step, pkmlm
 

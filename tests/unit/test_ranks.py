@@ -146,7 +146,7 @@ def test_half_of_a_launchers_environment_is_an_error(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(UserError, match="WORLD_SIZE is set, but not all that goes with it"), init_distributed():
+    with pytest.raises(UserError, match="WORLD_SIZE is set"), init_distributed():
         pass
 
 

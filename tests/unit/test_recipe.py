@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 from pydantic import ValidationError
 
 from pkmlm.errors import UserError
-from pkmlm.recipe.constraints import check_recipe, memory_layers, rotary_width, unused_key_warnings
+from pkmlm.recipe.constraints import check_recipe, memory_layers
 from pkmlm.recipe.load import bind, load_recipe
 from pkmlm.recipe.nodes import parse
 from pkmlm.recipe.schema import (
@@ -30,6 +30,7 @@ from pkmlm.recipe.schema import (
     leaves,
     list_keys,
 )
+from pkmlm.recipe.warnings import unused_key_warnings
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 RECIPE_FILES = sorted(path for path in RECIPES.rglob("*.yaml") if path.parent.name != "grids")
@@ -81,7 +82,7 @@ def test_the_presets_are_the_papers() -> None:
     assert tiny.optim.lr * tiny.optim.tables.lr_scale == 3 * pythia.optim.lr
     assert pythia.train.batch_tokens == 1024 * 2048
     assert tiny.model.dim // tiny.model.hash.bits == 64
-    assert rotary_width(tiny.model) == 16
+    assert tiny.model.rotary_width == 16
 
 
 def test_numbers_are_read_by_the_type_of_their_key(recipe_file: Path) -> None:
@@ -206,7 +207,7 @@ def test_a_rotary_width_is_even_and_whole(recipe_file: Path) -> None:
     for wrong in ("model.rotary_fraction=0.3", "model.rotary_fraction=0.01", "model.heads=256"):
         assert "model.rotary_fraction: " in error_of(recipe_file, rotary, wrong).message
     third = Model(dim=48, heads=8, positions="rotary", rotary_fraction=2 / 6)
-    assert rotary_width(check_recipe(Recipe(model=third)).model) == 2
+    assert check_recipe(Recipe(model=third)).model.rotary_width == 2
 
 
 def test_attention_has_sizes_that_can_be(recipe_file: Path) -> None:

@@ -32,7 +32,8 @@ WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class KeyMemory(SparseMemory):
-    """m(x) = sum over heads and their k best slots of w * v, w the softmax of scores (Lample et al. 2019, eq. 1 to 3).
+    """m(x) = sum over heads and their k best slots of w * v, w the softmax of their scores, unless
+    `scores` says otherwise (Lample et al. 2019, eq. 1 to 3).
 
     All heads share the values, which start at N(0, 1/V) (not in the paper; the authors' released choice). What is added
     to the stream is m, W2 m where a value has another width than the model, or, with a gate, W2 (m * silu(W1 x))
@@ -68,7 +69,7 @@ class KeyMemory(SparseMemory):
             heads: queries of a token (H); each head has its own keys, and all share the values.
             topk: slots that a head reads for a token (k), at most as many as it has keys (product keys: sub-keys of
                 a half).
-            key_dim: width of a query (q). A sub-key has half of it, so that it is even; a flat key has all of it.
+            key_dim: width of a query (q). A sub-key has half of it, so it is even; a flat key has all of it.
             query: from input to queries: "linear", one map; "mlp", two with a ReLU between, the hidden layer of width
                 `dim` being the same for all heads.
             query_norm: "batch" normalises each of the H * q entries over the tokens of a forward (in evaluation: by

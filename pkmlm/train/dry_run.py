@@ -1,0 +1,72 @@
+"""A run that is tried: its plan, and its first step in memory. Nothing is written."""
+
+import time
+from dataclasses import replace
+
+from pkmlm.console import warn
+from pkmlm.cost import cost_of
+from pkmlm.device import DeviceSettings, held_bytes
+from pkmlm.distributed import World, build_process_groups
+from pkmlm.runs.directory import RunDirectory
+from pkmlm.train.init_from import check_init_from
+from pkmlm.train.job import Job
+from pkmlm.train.out_of_memory import too_large_warning, training_bytes
+from pkmlm.train.resume_check import refuse_changed_recipe, refuse_output
+from pkmlm.train.run import build_state, device_settings, explaining_failure, initial_model
+from pkmlm.train.step import train_step
+
+
+def dry_run(job: Job, output: str | None, world: World, *, resume: str = "auto") -> None:
+    """Print what `train` would do, take the first step of a new run in memory, and print how it went; rank 0 prints.
+
+    Args:
+        output: the run directory that `train` would write, which is only checked; None: any.
+        resume: as in `train`.
+
+    Raises:
+        UserError: as `train`.
+    """
+    lead, run = world.rank == 0, RunDirectory(output) if output else None
+    if world.broadcast(run is not None and bool(run.steps())):  # a resume does not read `train.init_from`
+        job = replace(job, recipe=replace(job.recipe, train=replace(job.recipe.train, init_from=None)))
+    with world.collective_errors():
+        settings = device_settings(job.recipe)
+        if lead:
+            if run:
+                refuse_output(run, resume)
+                if run.steps():
+                    refuse_changed_recipe(run, job.recipe)
+            warnings = [*job.warnings, *check_init_from(job)]
+            print(*plan(job, settings, world.size), sep="\n", flush=True)
+            for text in [*warnings, *too_large_warning(job, settings, world.size)]:
+                warn(text)
+    with explaining_failure(job, settings, world):
+        groups = build_process_groups(world, job.recipe.parallel.memory)
+        state = build_state(job, initial_model(job, settings, groups), settings, groups)
+        began = time.monotonic()
+        loss = train_step(state, 1).loss
+        seconds = time.monotonic() - began
+    if lead:
+        size, where = held_bytes(settings.device)
+        print(f"first step   loss {loss:.3f}, {seconds:.2f} s (with warm-up), {size / 1e6:,.0f} MB {where}", flush=True)
+
+
+def plan(job: Job, settings: DeviceSettings, ranks: int) -> list[str]:
+    """What a run would be: a line for each of device, parameters, batch, length and memory, each with its label."""
+    recipe, train = job.recipe, job.recipe.train
+    cost = cost_of(recipe, job.vocab_size)
+    micro_batches, sequences = recipe.micro_batches(ranks), recipe.sequences
+    each = f" on each of {ranks} processes" if ranks > 1 else ""
+    held = training_bytes(job, settings.precision, ranks)
+    sizes = {name: f"{size / 1e6:,.1f}" for name, size in held.items()}
+    parts = ", ".join(f"{name} {size}" for name, size in sizes.items() if size != "0.0")
+    return [
+        f"recipe       {recipe.name}",
+        f"device       {settings.device}, {settings.precision} ({settings.reason})",
+        f"parameters   {cost.dense:,} dense, {cost.memory:,} in memory, {cost.read_per_token:,} read for a token",
+        f"batch        {sequences:,} sequence{'s' if sequences > 1 else ''} of {recipe.model.context:,} tokens, "
+        f"in {micro_batches:,} micro-batch{'es' if micro_batches > 1 else ''} of {train.micro_batch:,}{each}",
+        f"training     {train.steps:,} steps, {train.steps * train.batch_tokens:,} tokens, "
+        f"{job.epochs:,.2f} epochs of {job.corpus.tokens:,}",
+        f"memory       {sum(held.values()) / 1e6:,.1f} MB to train{each}: {parts}",
+    ]

@@ -1,0 +1,51 @@
+"""What run.json says of a run and of the process that trains it."""
+
+import platform
+import secrets
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+
+from pkmlm import __version__
+from pkmlm.cost import cost_of
+from pkmlm.device import DeviceSettings, name_of
+from pkmlm.environment import source_commit
+from pkmlm.runs.checkpoint import Progress
+from pkmlm.runs.directory import RunDirectory
+from pkmlm.train.job import Job
+
+ENVIRONMENT = ("versions", "commit", "device", "precision", "precision_reason", "ranks")  # of the provenance
+
+
+def provenance(job: Job, settings: DeviceSettings, ranks: int, run: RunDirectory, latest: Progress) -> dict[str, Any]:
+    """What run.json says of the run, an id that its checkpoints hold, and of the process that trains: its command line,
+    versions, commit, device, and the parameters; where the run is resumed, "earlier" lists the environments of
+    processes that differed.
+
+    Args:
+        latest: the progress of the latest checkpoint; a new `Progress` where there is none.
+    """
+    before = run.facts()
+    now = {
+        "id": before.get("id") or latest.run or secrets.token_hex(8),
+        "argv": sys.argv[1:],
+        "versions": {
+            "pkmlm": __version__,
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
+        "commit": source_commit(),
+        "device": name_of(settings.device),
+        "precision": settings.precision,
+        "precision_reason": settings.reason,
+        "ranks": ranks,
+        "parameters": cost_of(job.recipe, job.vocab_size).as_json()["parameters"],
+    }
+    if run.steps():
+        now["earlier"] = list(before.get("earlier") or ())
+        if "versions" in before and any(before.get(key) != now[key] for key in ENVIRONMENT):
+            now["earlier"].append({"until_step": run.steps()[-1], **{key: before.get(key) for key in ENVIRONMENT}})
+    return now
