@@ -25,7 +25,7 @@ class RowAdam(torch.optim.Optimizer):
     read late are corrected for gradients that they have not seen: at the default betas its first read moves it by 1.00
     of `lr` at step 106, by 2.5 at step 1,000 and by 3.15 at step 5,000. The second moment fills more slowly than the
     first, so that the following reads move it farther, under a gradient that stays the same up to 6.6 of `lr` (the
-    twelfth). A correction by each row's own count of updates was no better (`recipes/README.md`).
+    twelfth). A correction by each row's own count of updates was no better (`recipes/pkm/README.md`).
 
     A step uses up the gradients: a network's own `zero_grad` would not reach them.
 

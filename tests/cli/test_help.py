@@ -57,7 +57,7 @@ def test_help_needs_nothing_heavy_and_comes_at_once(words):
         [sys.executable, "-c", code, *words, "--help"], capture_output=True, text=True, cwd=ROOT, timeout=300
     )
     assert done.stdout.splitlines()[-1] == "set()"
-    assert time.monotonic() - began < 5  # hangs, not speed: speed is in recipes/README.md
+    assert time.monotonic() - began < 5  # hangs, not speed: speed has benchmarks
 
 
 def test_versions_and_wrong_words():

@@ -113,7 +113,7 @@ def test_make_targets_exist():
 
 
 def test_no_link_is_dead():
-    pages = [ROOT / "README.md", ROOT / "recipes" / "README.md", ROOT / ".github" / "CONTRIBUTING.md"]
+    pages = [ROOT / "README.md", *(ROOT / "recipes").rglob("README.md"), ROOT / ".github" / "CONTRIBUTING.md"]
     for page in [*pages, *MANUAL.glob("*.md")]:
         for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
             if not link.startswith(("http", "#")):
