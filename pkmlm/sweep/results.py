@@ -409,7 +409,8 @@ class SweepFolder:
             torch = sorted({facts["versions"]["torch"] for facts in trainers})
             commits = sorted({(facts["commit"] or "unknown")[:7] for facts in trainers})
             setting += f" Trained with torch {', '.join(torch)}, commit {', '.join(commits)}."
-        plots = [f"![{path.stem}]({path.name})\n" for path in drawn]
+        shown = {path.stem: path for path in sorted(drawn, key=lambda path: path.suffix)}  # not a .pdf
+        plots = [f"{'' if path.suffix == '.pdf' else '!'}[{stem}]({path.name})\n" for stem, path in shown.items()]
         page = [f"# {results.grid.title}\n", f"{setting}\n", *plots, *(table.render("md") for table in tables)]
         make_folder(self.path)
         write_json(self.path / "results.json", signed(record))
