@@ -38,12 +38,14 @@ def command(
     """RUNs side by side: size, training, perplexity, tasks, memory use, speed.
 
     Only what is in the run directories is shown, nothing is measured: run `pkmlm eval` and
-    `pkmlm usage-report` first for the test split's numbers. What is missing shows as "-".
+    `pkmlm usage-report` first for the test split's numbers. What is missing shows as "-". Finished runs of one recipe
+    that differ in their seed only are one row: the mean, +- half the range from the least to the greatest.
 
     \b
     Examples:
       pkmlm compare runs/dense runs/pkm
-      pkmlm compare runs/* --plots pictures
+      pkmlm compare runs/* --plots pictures --plot-over tokens --plot-format pdf --plot-width 3.3
+      pkmlm compare runs/* --format latex > table.tex
       pkmlm compare runs/* --format csv > runs.csv
     """
     from pkmlm.analysis.compare import compare_runs
@@ -53,15 +55,17 @@ def command(
     folder = free_folder(plots, force)
     comparison = compare_runs(run_paths)
     if format == "json":
-        click.echo(json.dumps({"runs": comparison.facts}, indent=2, allow_nan=False))
+        groups = [group.as_json() for group in comparison.groups]
+        click.echo(json.dumps({"runs": comparison.facts, "groups": groups}, indent=2, allow_nan=False))
     else:
-        tables = [compare_rows(comparison.facts)] if format == "csv" else compare_tables(comparison.facts)
+        tables = [compare_rows(comparison.groups)] if format == "csv" else compare_tables(comparison.groups)
         click.echo("\n".join(table.render(format) for table in tables), nl=False)
     warn_each(comparison.warnings)
     if folder is not None:
         from pkmlm.analysis.plots import Look, draw_curves
 
-        curves = {label: [run.metrics()] for label, run in comparison.runs.items()}
+        runs = {group.name: [comparison.runs[run["run"]] for run in group.runs] for group in comparison.groups}
+        curves = {name: [run.metrics() for run in seeds] for name, seeds in runs.items()}
         for path in (drawn := draw_curves(folder, curves, plot_over, Look(plot_format, plot_width))):
             click.echo(f"drew {printable(str(path))}", err=True)
         if not drawn:
