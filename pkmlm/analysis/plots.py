@@ -184,7 +184,7 @@ def probe_bars(record: Mapping[str, Any], memory: Mapping[str, Any], look: Look)
     gain = "\n(share of the gain kept)" if any(probe["share"] is not None for probe in probes) else ""
     axes.set(xlabel=f"nats a token above the real {record['real']['nats']:.3f}{gain}")
     if record["dense"]:
-        legend(figure, axes)
+        legend(figure)
     return figure
 
 
@@ -200,7 +200,7 @@ def slot_mass(run: str, memories: Sequence[MemoryUsage], look: Look) -> Figure:
         name = "random reading" if number == 0 else None
         axes.plot(*uniform_mass(memory), color=GREY, linestyle="--", linewidth=1, label=name)
     axes.set(xscale="log", yscale="log", xlabel="slots, most used first (rank)", ylabel="share of the mass")
-    legend(figure, axes, layers_drawn)
+    legend(figure, layers_drawn)
     return figure
 
 
@@ -276,7 +276,7 @@ def buckets(run: str, layer: int, memories: Sequence[MemoryUsage], look: Look) -
     for axes in grid[-1]:
         axes.set_xlabel("bucket")
     figure.supylabel("reads (%)", fontsize=8)
-    legend(figure, grid[0, 0])
+    legend(figure)
     return figure
 
 
@@ -301,7 +301,7 @@ def usage_over_training(run: str, metrics: Metrics, look: Look) -> Figure | None
     for axes in (upper, lower):
         axes.grid(True)
     dotted = Line2D([], [], color="black", linewidth=0.8, linestyle=":", label="random reading")
-    legend(figure, upper, layers_drawn, [dotted])
+    legend(figure, layers_drawn, [dotted])
     return figure
 
 
@@ -331,7 +331,7 @@ def learning_curves(runs: Mapping[str, Sequence[Metrics]], over: Over, look: Loo
         Line2D([], [], color=GREY, linewidth=0.6, label="training"),
         Line2D([], [], color=GREY, marker="o", label="validation"),
     )
-    legend(figure, axes, more=kinds)
+    legend(figure, more=kinds)
     return figure
 
 
@@ -394,13 +394,17 @@ def smoothed(curve: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.column_stack([curve[:, 0], means])[shown]
 
 
-def legend(figure: Figure, axes: Axes, title: str | None = None, more: Iterable[Artist] = ()) -> None:
-    """A legend below the plots, where it hides nothing; the figure grows by its lines.
+def legend(figure: Figure, title: str | None = None, more: Iterable[Artist] = ()) -> None:
+    """A legend of all plots below them, where it hides nothing; the figure grows by its lines.
 
     Args:
-        axes: whose labels it shows; `more`: artists with a label.
+        more: artists with a label, that are in no plot.
     """
-    handles = [*axes.get_legend_handles_labels()[0], *more]
+    handles: list[Artist] = []
+    for axes in figure.axes:
+        before = {handle.get_label() for handle in handles}  # panels share labels
+        handles += [handle for handle in axes.get_legend_handles_labels()[0] if handle.get_label() not in before]
+    handles += more
     entry = SMALL * (LETTER * max(len(str(handle.get_label())) for handle in handles) + 4.5)
     columns = max(1, min(len(handles), int(72 * figure.get_figwidth() / entry)))
     lines = -(-len(handles) // columns) + (title is not None)

@@ -44,7 +44,7 @@ def command(
     \b
     Examples:
       pkmlm compare runs/dense runs/pkm
-      pkmlm compare runs/* --plots pictures --plot-over tokens --plot-format pdf --plot-width 3.3
+      pkmlm compare runs/* --plots pictures --plot-format pdf --plot-width 3.3
       pkmlm compare runs/* --format latex > table.tex
       pkmlm compare runs/* --format csv > runs.csv
     """

@@ -88,7 +88,7 @@ format_option = click.option(
     type=click.Choice(FORMATS),
     default="table",
     show_default=True,
-    help="A table for the terminal, markdown, LaTeX; CSV or JSON with unrounded numbers.",
+    help="Tables for a terminal, a page or a paper; csv and json have unrounded numbers.",
 )
 plots_option = click.option("--plots", type=PATH, metavar="DIR", help="Also draw pictures into this folder.")
 PLOT_FORMATS = ("png", "pdf", "svg")

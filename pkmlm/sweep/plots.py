@@ -68,7 +68,7 @@ def picture(results: Results, figure: Figure, look: Look) -> Canvas | None:
     equal_heights(both)
     both[0].set_ylabel(MEASURES[figure.y].label)
     if figure.line:
-        legend(canvas, both[0], label(figure.line))
+        legend(canvas, label(figure.line))
     canvas.draw_without_rendering()  # now it is known where the points lie
     for axes, named in zip(both, names, strict=True):
         write_names(axes, named)
