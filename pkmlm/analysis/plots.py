@@ -20,6 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import EngFormatter
 from numpy.typing import NDArray
 
 from pkmlm.analysis.usage import MemoryUsage, memory_label, reads_of_a_slot
@@ -298,6 +299,7 @@ def usage_over_training(run: str, metrics: Metrics, look: Look) -> Figure | None
             axes.plot(step, floor, color=style["color"], linewidth=0.8, linestyle=":")
     upper.set(ylabel="slots used (%)", ylim=(0, 105))
     lower.set(ylabel="KL (nats)", xlabel="step", xlim=(0, None), ylim=(0, None))
+    short_numbers(lower)
     for axes in (upper, lower):
         axes.grid(True)
     dotted = Line2D([], [], color="black", linewidth=0.8, linestyle=":", label="random reading")
@@ -327,6 +329,7 @@ def learning_curves(runs: Mapping[str, Sequence[Metrics]], over: Over, look: Loo
     losses = np.concatenate(late)
     margin = 0.05 * (losses.max() - losses.min()) or 0.1
     axes.set(xlabel=AXES[over], ylabel="loss (nats a token)", ylim=(losses.min() - margin, losses.max() + margin))
+    short_numbers(axes)
     kinds = (
         Line2D([], [], color=GREY, linewidth=0.6, label="training"),
         Line2D([], [], color=GREY, marker="o", label="validation"),
@@ -392,6 +395,12 @@ def smoothed(curve: NDArray[np.float64]) -> NDArray[np.float64]:
     means = (sums[at + after + 1] - sums[at - before]) / (before + after + 1)
     shown = np.linspace(0, n - 1, min(n, MOST_POINTS)).round().astype(int)
     return np.column_stack([curve[:, 0], means])[shown]
+
+
+def short_numbers(axes: Axes) -> None:
+    """Write large numbers along x as 200k: 200000 would run into its neighbour."""
+    if axes.get_xlim()[1] >= 10_000:
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
 def legend(figure: Figure, title: str | None = None, more: Iterable[Artist] = ()) -> None:
