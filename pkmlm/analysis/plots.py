@@ -55,7 +55,7 @@ STYLE: dict[Any, Any] = {  # laid over the user's matplotlibrc, whose fonts are 
     "pdf.fonttype": 42,  # TrueType: publishers refuse the default
     "svg.hashsalt": "pkmlm",  # the same picture is the same file
 }
-drawing = rc_context(STYLE)  # of the functions that draw files
+drawing = rc_context(STYLE)  # decorates the functions that draw files
 
 
 @dataclass(frozen=True)

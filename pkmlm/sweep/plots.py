@@ -34,7 +34,7 @@ def draw(results: Results, folder: Path, look: Look) -> list[Path]:
     for figure in results.grid.figures:
         canvas, name = picture(results, figure, look), f"{file_name(figure.y)}-by-{file_name(figure.x)}"
         if canvas is None:
-            for format in look.formats:
+            for format in ("png", "pdf", "svg"):
                 remove_file(folder / f"{name}.{format}")
         else:
             drawn += look.save(folder, name, canvas)
@@ -54,7 +54,7 @@ def picture(results: Results, figure: Figure, look: Look) -> Canvas | None:
     if not known(grid, figure, results.values):
         return None
     fewest = min(results.seeds_of(point, [figure.y]) for point in known(grid, figure, results.values))
-    lacking = f" ({fewest} of {len(grid.seeds)} seeds at some points)" if 0 < fewest < len(grid.seeds) else ""
+    lacking = f"\n(some: {fewest} of {len(grid.seeds)} seeds)" if 0 < fewest < len(grid.seeds) else ""
     panels: list[tuple[str, Values]] = [(f"measured{lacking}", results.values)]
     places = [(position(grid, figure, p, published), published(figure.y, p)) for p in known(grid, figure, published)]
     if len(set(places)) > 1:

@@ -338,7 +338,7 @@ def test_a_figure_has_a_panel_for_the_paper_and_a_line_for_each_value(folder):
     against = picture(results, by_usage, LOOK)
     assert against is not None
     (panel,) = against.axes  # the paper gives no usage
-    assert panel.get_title() == "measured (1 of 2 seeds at some points)"
+    assert panel.get_title() == "measured\n(some: 1 of 2 seeds)"
     assert len(panel.texts) == 4, "the point without a memory has no usage"
     (given,) = (line for line in GRID.splitlines() if "{none: [23.0]" in line)
     alike = "  perplexity: {64: [20.5, 20.5]}\n  usage: {64: [0.7, 0.7]}"
