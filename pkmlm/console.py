@@ -23,12 +23,21 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn, TaskID
 
-Format = Literal["table", "md", "csv", "json"]
+Format = Literal["table", "md", "latex", "csv", "json"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 MISSING = "-"
 SCIENTIFIC_FROM = 1e9  # larger floats are shown as 2.28e+49; counts are integers and keep their digits
 SHARE, NATS = "{:.1%}", "{:.4f}"  # formats of numbers
 WORD = 16  # a word of a text column is kept whole up to this many characters
+LATEX = {  # what LaTeX would take for markup, and signs that it has
+    **{sign: f"\\{sign}" for sign in "{}$&#%_"},
+    **{sign: f"${sign}$" for sign in "<>|"},
+    "\\": r"\textbackslash{}",
+    "^": r"\textasciicircum{}",
+    "~": r"$\sim$",
+    "+-": r"$\pm\,$",
+    "-": "$-$",
+}
 BREAK = "\x1f"  # marks where a long word may break: white space of no width, and not printable, so that no cell has it
 
 
@@ -75,7 +84,7 @@ def number(name: str, format: str = "{:,}") -> Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table, as text in four formats.
+    """A table, as text in five formats.
 
     The text is fitted to the terminal here because rich.table narrows all columns alike: of tables that fit, it cut
     words in the middle, or printed lines wider than the terminal.
@@ -84,21 +93,24 @@ class Table:
         title: a line above the table; may be empty.
         columns: headings and formats.
         rows: a value for each column: unrounded numbers, text, or None for a missing value.
+        note: a line below the table, for people.
     """
 
     title: str
     columns: Sequence[Column]
     rows: Sequence[Sequence[Any]]
+    note: str = ""
 
     def render(self, format: Format = "table") -> str:
         """The table as text that ends in a newline.
 
         Args:
             format: "table" fits the terminal (80 characters where there is none): long text wraps, numbers are never
-                cut, and a table of many numbers may therefore be wider. "md" is markdown. "csv" and "json" (a list of
-                objects) keep full precision.
+                cut, and a table of many numbers may therefore be wider. "md" is markdown, "latex" a float with
+                booktabs' rules. "csv" and "json" (a list of objects) keep full precision.
         """
-        return {"table": self._text, "md": self._markdown, "csv": self._csv, "json": self._json}[format]()
+        writers = {"table": self._text, "md": self._markdown, "latex": self._latex}
+        return (writers | {"csv": self._csv, "json": self._json})[format]()
 
     def _text(self) -> str:
         from rich.console import Console
@@ -115,7 +127,8 @@ class Table:
         body = lines(cell[::-1] for cell in head)[::-1]  # headings stand on the rule
         body.append("-" * (sum(widths) + apart * (len(widths) - 1)))
         body += [line for row in rows for line in lines(row)]
-        return "\n".join([*([printable(self.title), ""] if self.title else []), *body, ""])
+        note = [printable(self.note)] if self.note else []
+        return "\n".join([*([printable(self.title), ""] if self.title else []), *body, *note, ""])
 
     def _widths(self, width: int) -> tuple[list[int], int]:
         """The widths of the columns in a terminal of `width` characters, and the gap between them: two characters, or
@@ -147,7 +160,28 @@ class Table:
         rule = "|" + "|".join("---:" if column.align == "right" else "---" for column in self.columns) + "|\n"
         head, *rows = map(line, self._shown())
         title = f"**{printable(self.title)}**\n\n" if self.title else ""
-        return title + head + rule + "".join(rows)
+        note = f"\n{printable(self.note)}\n" if self.note else ""
+        return title + head + rule + "".join(rows) + note
+
+    def _latex(self) -> str:
+        def escaped(text: str) -> str:
+            return re.sub(r"\+-|(?<!\S)-(?=\d)|[\\{}$&#%_<>|^~]", lambda sign: LATEX[sign[0]], text)
+
+        def line(cells: Sequence[str]) -> str:
+            return " & ".join("--" if cell == MISSING else escaped(cell) for cell in cells) + r" \\"
+
+        head, *rows = map(line, self._shown())
+        about = ". ".join(escaped(printable(text)) for text in (self.title, self.note) if text)
+        lines = [
+            "% needs \\usepackage{booktabs}",
+            r"\begin{table}",
+            r"\centering",
+            *([rf"\caption{{{about}}}"] if about else []),
+            rf"\begin{{tabular}}{{{''.join(column.align[0] for column in self.columns)}}}",
+            *(r"\toprule", head, r"\midrule", *rows, r"\bottomrule"),
+            *(r"\end{tabular}", r"\end{table}", ""),
+        ]
+        return "\n".join(lines)
 
     def _shown(self) -> list[list[str]]:
         """The headings, then each row, as people read them."""

@@ -3,19 +3,25 @@
 Needs neither torch nor numpy. The tables of it are in `tables`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from hashlib import sha256
+from os.path import commonprefix
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+from pkmlm.recipe.schema import dump_recipe
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import read_json
 from pkmlm.runs.results import (
     STATE,
     CheckpointState,
+    SweepTimings,
     altered_results,
     average_accuracy,
     partial_tasks,
+    read_signed,
     task_scores,
     test_perplexity,
     test_usage,
@@ -24,11 +30,42 @@ from pkmlm.runs.results import (
 Facts = dict[str, Any]
 
 
+class Group(NamedTuple):
+    """Runs of one recipe that differ in their seed only, or a single run.
+
+    Attributes:
+        name: `pkm-seed-{1,2}`.
+        runs: the facts of each.
+    """
+
+    name: str
+    runs: list[Facts]
+
+    def as_json(self) -> Facts:
+        """The names and seeds of the runs; and of each number that all of them know the mean, and half the range from
+        least to greatest.
+        """
+        flat = [flat_facts(run) for run in self.runs]
+        known = [key for key in flat[0] if key != "seed" and all(isinstance(run.get(key), int | float) for run in flat)]
+        values = {key: [run[key] for run in flat] for key in known}
+        return {
+            "name": self.name,
+            "runs": [run["run"] for run in self.runs],
+            "seeds": [run["seed"] for run in self.runs],
+            "mean": {key: fmean(values[key]) for key in known},
+            "spread": {key: (max(values[key]) - min(values[key])) / 2 for key in known},
+        }
+
+
 class Comparison(NamedTuple):
-    """Runs by name, the facts of each (see `facts_of`), and warnings about what cannot be compared."""
+    """Runs by name, the facts of each (see `facts_of`), the same in groups, and warnings about what cannot be compared.
+
+    The facts have one more key, scoring_tokens_per_second, see `timed_side_by_side`.
+    """
 
     runs: dict[str, RunDirectory]
     facts: list[Facts]
+    groups: list[Group]
     warnings: list[str]
 
 
@@ -45,7 +82,8 @@ def compare_runs(paths: Sequence[str]) -> Comparison:
     warnings = [f"left out {path}: it is no run (no recipe.yaml in it)" for path in sorted(strays)]
     runs = open_runs([path for path in paths if path not in strays], RunDirectory.existing)
     saved = {label: max(run.steps(), default=0) for label, run in runs.items()}  # read first: some may be training
-    facts = [facts_of(label, run) for label, run in runs.items()]
+    timed = timed_side_by_side(runs)
+    facts = [facts_of(label, run) | {"scoring_tokens_per_second": timed.get(label)} for label, run in runs.items()]
     for run in facts:
         logged, last = run["step"] or 0, saved[run["run"]]
         if logged < last:
@@ -55,7 +93,7 @@ def compare_runs(paths: Sequence[str]) -> Comparison:
         if partial := partial_tasks(measured.path):
             names = ", ".join(sorted(partial))
             warnings.append(f"{label}: left out {names}: measured in part only, with --limit")
-    return Comparison(runs, facts, warnings + differences(runs))
+    return Comparison(runs, facts, seed_groups(runs, facts), warnings + differences(runs))
 
 
 def open_runs(paths: Iterable[str], opener: Callable[[str], RunDirectory]) -> dict[str, RunDirectory]:
@@ -70,16 +108,56 @@ def open_runs(paths: Iterable[str], opener: Callable[[str], RunDirectory]) -> di
     return {run.name if names.count(run.name) == 1 else str(run.path): run for run in runs}
 
 
+def seed_groups(runs: Mapping[str, RunDirectory], facts: Sequence[Facts]) -> list[Group]:
+    """The runs in groups. One that has not finished stands by itself, and so do several of one recipe and one seed."""
+    alike: dict[str, list[Facts]] = {}
+    for run in facts:
+        recipe = runs[run["run"]].recipe()
+        settings = dump_recipe(replace(recipe, train=replace(recipe.train, seed=0)))
+        alike.setdefault(settings if run["status"] == "finished" else run["run"], []).append(run)
+    parts: list[list[Facts]] = []
+    for found in alike.values():
+        several = len({run["seed"] for run in found}) == len(found)
+        parts += [sorted(found, key=lambda run: int(run["seed"]))] if several else [[run] for run in found]
+    return [Group(common_name([run["run"] for run in part]), part) for part in parts]
+
+
+def common_name(names: Sequence[str]) -> str:
+    """What names have in common, and in braces in what they differ, numbers whole: `pkm-seed-{9,10}`."""
+    if len(names) == 1:
+        return names[0]
+    start = commonprefix(names).rstrip("0123456789")  # noqa: RUF071 (of names, not of paths)
+    rests = [name[len(start) :] for name in names]
+    end = commonprefix([rest[::-1] for rest in rests])[::-1].lstrip("0123456789")  # noqa: RUF071
+    return f"{start}{{{','.join(rest.removesuffix(end) for rest in rests)}}}{end}"
+
+
+def timed_side_by_side(runs: Mapping[str, RunDirectory]) -> dict[str, float]:
+    """Tokens a second at which `pkmlm sweep` has scored text with the models of runs, all in turn in one process. Of
+    runs that were timed in several sweeps, none: what the machine did meanwhile did not fall on all alike.
+    """
+    found: dict[Path, dict[str, float]] = {}
+    for label, run in runs.items():
+        sweep = run.path.resolve().parents[1] / "results.json"
+        if run.path.resolve().parent.name != "cells" or not sweep.is_file():
+            continue
+        recipe = sha256(dump_recipe(run.recipe()).encode()).hexdigest()
+        for timed in read_signed(sweep, "the sweep's results", SweepTimings).get("speed") or []:
+            if timed.get("recipe") == recipe:
+                found.setdefault(sweep, {})[label] = median(timed["tokens_per_second"])
+    return next(iter(found.values())) if len(found) == 1 else {}
+
+
 def facts_of(label: str, run: RunDirectory) -> Facts:
     """What is known of a run; None where a measurement is missing.
 
-    Keys: run, kind, dim, layers, lr (the peak), init_from (the run whose weights it started from), dense, memory,
-    read_per_token (parameters), status, step, tokens (trained so far), tokens_per_second (median over steps), seconds
-    (in training steps, up to the latest checkpoint, or, where that is gone, to the end), valid_step, valid_loss (nats a
-    token), valid_token_ppl, valid_bits_per_byte (of the best validation), test_step, test_token_ppl, test_word_ppl,
-    test_bits_per_byte (of the newest evaluation of the test split), tasks_step, tasks ({name: {"acc", ...}}, see
-    `task_scores`), average_acc (see `average_accuracy`), usage_step, usage (memories of the newest usage report of the
-    test split). The kind is dense, hash, the kind of memory, or hash + that.
+    Keys: run, kind, dim, layers, lr (the peak), seed, init_from (the run whose weights it started from), dense, memory,
+    read_per_token, total (parameters), status, step, tokens (trained so far), tokens_per_second (median over steps),
+    seconds (in training steps, up to the latest checkpoint, or, where that is gone, to the end), valid_step, valid_loss
+    (nats a token), valid_token_ppl, valid_bits_per_byte (of the best validation), test_step, test_token_ppl,
+    test_word_ppl, test_bits_per_byte (of the newest evaluation of the test split), tasks_step, tasks ({name: {"acc",
+    ...}}, see `task_scores`), average_acc (see `average_accuracy`), usage_step, usage (memories of the newest usage
+    report of the test split). The kind is dense, hash, the kind of memory, or hash + that.
     """
     recorded, metrics, recipe = run.facts(), run.metrics(), run.recipe()
     parameters = recorded.get("parameters") or {}
@@ -98,8 +176,10 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
         "dim": recipe.model.dim,
         "layers": recipe.model.layers,
         "lr": recipe.optim.lr,
+        "seed": recipe.train.seed,
         "init_from": recipe.train.init_from,
         **{key: parameters.get(key) for key in ("dense", "memory", "read_per_token")},
+        "total": parameters["dense"] + parameters["memory"] if {"dense", "memory"} <= parameters.keys() else None,
         "status": run.status(),
         "step": max((event["step"] for event in train), default=None),
         "tokens": max((event.get("tokens") or 0 for event in train), default=None),
@@ -115,6 +195,14 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
         "usage_step": usage_step,
         "usage": usage.get("memories") or [],
     }
+
+
+def flat_facts(run: Facts) -> Facts:
+    """The facts of a run without lists: each task's accuracy, and the mean usage and KL over memories."""
+    plain = {key: value for key, value in run.items() if key not in ("tasks", "usage")}
+    tasks = {name: task.get("acc") for name, task in run["tasks"].items()}
+    used = {f"mean_{key}": mean(memory["mass"][key] for memory in run["usage"]) for key in ("usage", "kl")}
+    return plain | tasks | used
 
 
 def mean(values: Iterable[float | None]) -> float | None:

@@ -1,20 +1,26 @@
-"""Pictures of how memories are used and of how runs learn: PNG files of 1200 x 700 pixels.
+"""Pictures of how memories are used and of how runs learn.
 
-Figures are built without pyplot, so that nothing global is kept; colours are those of Okabe and Ito, which
-can be told apart with any kind of colour vision.
+Letters are of 7 and 8 points at any width, so that a picture as wide as a column of a paper can be read there. Colours
+are those of Okabe and Ito, which can be told apart with any kind of colour vision. Figures are built without pyplot, so
+that nothing global is kept.
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from matplotlib import rc_context
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import EngFormatter
 from numpy.typing import NDArray
 
 from pkmlm.analysis.usage import MemoryUsage, memory_label, reads_of_a_slot
@@ -22,17 +28,82 @@ from pkmlm.errors import printable
 from pkmlm.runs.files import make_folder, writing
 
 Metrics = Sequence[Mapping[str, Any]]
+Over = Literal["steps", "tokens", "seconds"]
 Line = tuple[NDArray[Any], NDArray[np.float64]]
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STYLES = ("-", "--", ":", "-.")
 GREY = "#8c8c8c"
+UNREAD = "#d9d9d9"
 MOST_LINES = 8  # of one picture; of more memories, those of some layers are drawn
 MOST_PIXELS = 512  # of a map's side
 MOST_POINTS = 1000  # of one line
+AXES = {"steps": "step", "tokens": "tokens", "seconds": "seconds in training steps"}
+WIDTH = 6.0  # inches, of a picture that is not for a paper
+SMALL, LETTER = 7, 0.58  # points; the mean width of a letter, in its size
+STYLE: dict[Any, Any] = {  # laid over the user's matplotlibrc, whose fonts are kept
+    **{f"{what}size": 8 for what in ("font.", "axes.title", "axes.label", "figure.title")},
+    **{f"{what}size": SMALL for what in ("xtick.label", "ytick.label", "legend.font", "legend.title_font")},
+    **{f"{what}width": 0.6 for what in ("axes.line", "patch.line", "xtick.major.", "ytick.major.")},
+    "grid.linewidth": 0.4,
+    "grid.alpha": 0.4,
+    "lines.linewidth": 1.2,
+    "lines.markersize": 3,
+    "errorbar.capsize": 2,
+    "legend.frameon": False,
+    "savefig.dpi": 300,
+    "pdf.fonttype": 42,  # TrueType: publishers refuse the default
+    "svg.hashsalt": "pkmlm",  # the same picture is the same file
+}
+drawing = rc_context(STYLE)  # decorates the functions that draw files
 
 
-def draw_usage(folder: Path, run: str, memories: Sequence[MemoryUsage], metrics: Metrics) -> list[Path]:
+@dataclass(frozen=True)
+class Look:
+    """How pictures are written.
+
+    Args:
+        formats: "png", "pdf" or "svg": a file in each.
+        width: of a picture in a paper, in inches: what its caption will say is left out. None: 6, with a title.
+    """
+
+    formats: Sequence[str] = ("png",)
+    width: float | None = None
+
+    def figure(self, title: str, height: float = 0.6) -> Figure:
+        """An empty figure.
+
+        Args:
+            title: shown where no caption will stand.
+            height: in widths.
+        """
+        width = self.width or WIDTH
+        figure = Figure(figsize=(width, height * width), layout="constrained")
+        if self.width is None:
+            figure.suptitle(title, wrap=True)
+        return figure
+
+    def plot(self, title: str, height: float = 0.6) -> tuple[Figure, Axes]:
+        """An empty figure with one plot."""
+        figure = self.figure(title, height)
+        axes = figure.add_subplot()
+        axes.grid(True)
+        return figure, axes
+
+    def save(self, folder: Path, name: str, figure: Figure) -> list[Path]:
+        """Write a figure in each format, and return the files."""
+        files = [folder / f"{name}.{format}" for format in self.formats]
+        make_folder(folder)
+        for format, path in zip(self.formats, files, strict=True):
+            undated = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}.get(format)
+            with warnings.catch_warnings(), writing(path) as file:
+                warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)  # that the font lacks
+                figure.savefig(file, format=format, metadata=undated)
+        return files
+
+
+@drawing
+def draw_usage(folder: Path, run: str, memories: Sequence[MemoryUsage], metrics: Metrics, look: Look) -> list[Path]:
     """Draw one run's memories into a folder and return the files; what has no data is not drawn.
 
     Args:
@@ -40,84 +111,101 @@ def draw_usage(folder: Path, run: str, memories: Sequence[MemoryUsage], metrics:
         run: the run's name, for titles and file names.
         memories: what was counted.
         metrics: the lines of the run's metrics.jsonl, for usage over training.
+        look: of the files.
     """
     read = [memory for memory in memories if memory.masses_S.any()]
-    figures: dict[str, Figure] = {"slot-mass": slot_mass(run, read)} if read else {}
+    figures: dict[str, Figure] = {"slot-mass": slot_mass(run, read, look)} if read else {}
     for memory in read:
         where = memory.label.replace(" ", "-")
         if memory.subkeys is not None:
-            figures[f"map-{where}"] = key_map(run, memory)
+            figures[f"map-{where}"] = key_map(run, memory, look)
         if memory.overlap_HH is not None:
-            figures[f"overlap-{where}"] = head_overlap(run, memory, memory.overlap_HH)
+            figures[f"overlap-{where}"] = head_overlap(run, memory, memory.overlap_HH, look)
     tables = [memory for memory in read if not memory.shared]
     for layer, block in groupby(tables, key=lambda memory: memory.layer):
-        figures[f"buckets-layer-{layer}"] = buckets(run, layer, list(block))
-    training = usage_over_training(run, metrics)
+        figures[f"buckets-layer-{layer}"] = buckets(run, layer, list(block), look)
+    training = usage_over_training(run, metrics, look)
     if training is not None:
         figures["usage-over-training"] = training
-    return [save(folder / f"{file_name(run)}-{name}.png", figure) for name, figure in figures.items()]
+    return [path for name, each in figures.items() for path in look.save(folder, f"{file_name(run)}-{name}", each)]
 
 
-def draw_probes(folder: Path, record: Mapping[str, Any]) -> list[Path]:
+@drawing
+def draw_probes(folder: Path, record: Mapping[str, Any], look: Look) -> list[Path]:
     """Draw the probes of each memory into a folder and return the files.
 
     Args:
         folder: made if it is missing; files in it are replaced.
         record: of `pkmlm probe --json`.
+        look: of the files.
     """
     found = []
     for memory in record["memories"]:
         where = memory["name"] if memory["layer"] is None else f"layer-{memory['layer']}-{memory['name']}"
-        path = folder / f"{file_name(record['run'])}-probe-{where}.png"
-        found.append(save(path, probe_bars(record, memory)))
+        name = f"{file_name(record['run'])}-probe-{where}"
+        found += look.save(folder, name, probe_bars(record, memory, look))
     return found
 
 
-def probe_bars(record: Mapping[str, Any], memory: Mapping[str, Any]) -> Figure:
+@drawing
+def draw_curves(folder: Path, runs: Mapping[str, Sequence[Metrics]], over: Over, look: Look) -> list[Path]:
+    """Draw learning curves into a folder and return the files: none where no loss has been logged.
+
+    Args:
+        folder: made if it is missing; files in it are replaced.
+        runs: of each name, the lines of metrics.jsonl of one run, or of several that differ in their seed.
+        over: what they have taken.
+        look: of the files.
+    """
+    figure = learning_curves(runs, over, look)
+    return look.save(folder, "learning-curves", figure) if figure else []
+
+
+def probe_bars(record: Mapping[str, Any], memory: Mapping[str, Any], look: Look) -> Figure:
     """Nats above the real ones of each probe of a memory, with intervals; lines at dense twins."""
     where = memory["name"] if memory["layer"] is None else f"layer {memory['layer']} {memory['name']}"
-    figure, axes = new_figure(f"Other answers in the memory's place: {label(record['run'])}, {where}")
+    figure, axes = look.plot(f"Other answers in the memory's place: {label(record['run'])}, {where}")
     names, probes = list(memory["probes"]), list(memory["probes"].values())
     nats = np.array([probe["nats"] for probe in probes])
     reach = np.array(
         [[probe["nats"] - probe["low"], probe["high"] - probe["nats"]] for probe in probes if probe["low"] is not None]
     )
     errors = reach.T.clip(min=0) if len(reach) else None
-    axes.barh([name.replace("_", " ") for name in names], nats, xerr=errors, capsize=4, color=COLOURS[0])
+    axes.barh([name.replace("_", " ") for name in names], nats, xerr=errors, color=COLOURS[0])
     for place, probe in enumerate(probes):
-        kept = "" if probe["share"] is None else f" ({probe['share']:.0%} of the gain)"
+        kept = "" if probe["share"] is None else f" ({probe['share']:.0%})"
         end = probe["nats"] if probe["high"] is None else probe["high"]
-        axes.annotate(
-            f"{probe['nats']:+.3f}{kept}", (max(end, 0.0), place), (6, 0), textcoords="offset points", va="center"
-        )
+        text = f"{probe['nats']:+.3f}{kept}"
+        axes.annotate(text, (max(end, 0.0), place), (3, 0), textcoords="offset points", va="center", size=SMALL)
     for number, twin in enumerate(record["dense"], start=1):
         axes.axvline(twin["nats"], **line_style(number), label=f"{label(twin['run'])} ({twin['nats']:+.3f})")
     axes.axvline(0, color="black", linewidth=0.8)
     axes.invert_yaxis()
-    axes.margins(x=0.2)
-    axes.set(xlabel=f"nats a token above the real {record['real']['nats']:.3f}")
+    axes.margins(x=0.3)
+    gain = "\n(share of the gain kept)" if any(probe["share"] is not None for probe in probes) else ""
+    axes.set(xlabel=f"nats a token above the real {record['real']['nats']:.3f}{gain}")
     if record["dense"]:
-        axes.legend(fontsize=9)
+        legend(figure)
     return figure
 
 
-def slot_mass(run: str, memories: Sequence[MemoryUsage]) -> Figure:
+def slot_mass(run: str, memories: Sequence[MemoryUsage], look: Look) -> Figure:
     """Share of the mass of each slot, most used first, and the same for reads of random slots."""
     indices, layers_drawn = spread([memory.layer for memory in memories])
     chosen = [memories[index] for index in indices]
-    figure, axes = new_figure(f"Slot mass in sorted order: {label(run)}")
+    figure, axes = look.plot(f"Slot mass in sorted order: {label(run)}")
     for number, memory in enumerate(chosen):
         axes.plot(*sorted_mass(memory), **line_style(number), label=memory.label)
     floors = {(m.slots, *m.equal_draws): m for m in chosen if m.slots > 1}
     for number, (_, memory) in enumerate(sorted(floors.items(), key=lambda item: item[0])):
-        name = "the same reads at random slots" if number == 0 else None
-        axes.plot(*uniform_mass(memory), color=GREY, linestyle="--", linewidth=1.2, label=name)
+        name = "random reading" if number == 0 else None
+        axes.plot(*uniform_mass(memory), color=GREY, linestyle="--", linewidth=1, label=name)
     axes.set(xscale="log", yscale="log", xlabel="slots, most used first (rank)", ylabel="share of the mass")
-    axes.legend(fontsize=9, title=layers_drawn)
+    legend(figure, layers_drawn)
     return figure
 
 
-def key_map(run: str, memory: MemoryUsage) -> Figure:
+def key_map(run: str, memory: MemoryUsage, look: Look) -> Figure:
     """Mass of the n x n product keys, relative to uniform, over the sub-keys of both halves."""
     n = memory.subkeys or 1
     starts = np.arange(0, n, -(-n // MOST_PIXELS))
@@ -127,11 +215,10 @@ def key_map(run: str, memory: MemoryUsage) -> Figure:
     relative = binned / np.outer(size, size) * memory.slots / mass.sum()
     used = relative[relative > 0]
     low, high = float(np.percentile(used, 0.5)), float(used.max())
-    unread = " (grey: never read)" if used.size < relative.size else ""
-    where = memory.label
-    figure, axes = new_figure(f"Product keys in use: {label(run)}, {where}{unread}")
+    unread = "; grey: never read" if used.size < relative.size else ""
+    figure, axes = look.plot(f"Product keys in use: {label(run)}, {memory.label}", height=0.8)
     figure.set_layout_engine("compressed")
-    axes.set_facecolor("#d9d9d9")
+    axes.set_facecolor(UNREAD)
     image = axes.imshow(
         np.ma.masked_equal(relative, 0.0),
         norm=LogNorm(low, max(high, low * 1.01)),
@@ -141,97 +228,113 @@ def key_map(run: str, memory: MemoryUsage) -> Figure:
     )
     axes.grid(False)
     axes.set(xlabel="sub-key of the second half", ylabel="sub-key of the first half")
-    figure.colorbar(image, ax=axes, label="mass of a slot (1 = uniform)", extend="min")
+    figure.colorbar(image, ax=axes, label=f"mass of a slot\n(1: uniform{unread})", extend="min")
     return figure
 
 
-def head_overlap(run: str, memory: MemoryUsage, overlap_HH: NDArray[np.float64]) -> Figure:
+def head_overlap(run: str, memory: MemoryUsage, overlap_HH: NDArray[np.float64], look: Look) -> Figure:
     """The mean share of slots that two heads have in common, as a matrix."""
     heads = memory.heads
     percent = np.ma.masked_array(100 * overlap_HH, mask=np.eye(heads, dtype=bool))
-    where = f"{memory.label} (random: {memory.uniform_overlap:.2%})"
-    figure, axes = new_figure(f"Slots that two heads have in common: {label(run)}, {where}")
-    axes.set_facecolor("#d9d9d9")
-    image = axes.imshow(percent, cmap="cividis", aspect="auto", vmin=0, vmax=max(float(percent.max()), 1e-9))
+    figure, axes = look.plot(f"Slots that two heads have in common: {label(run)}, {memory.label}", height=0.8)
+    figure.set_layout_engine("compressed")
+    axes.set_facecolor(UNREAD)
+    image = axes.imshow(percent, cmap="cividis", vmin=0, vmax=max(float(percent.max()), 1e-9))
+    cell = 0.6 * 72 * figure.get_figwidth() / heads  # points: the matrix is about 0.6 of the figure
+    size = min(SMALL, 0.9 * cell / (LETTER * len(f"{percent.max():.2f}")))
     for g, h in zip(*np.nonzero(~percent.mask), strict=True):
-        bright = percent[g, h] > percent.max() / 2
-        colour, size = ("black" if bright else "white"), (11 if heads <= 8 else 6)
+        colour = "black" if percent[g, h] > percent.max() / 2 else "white"
         axes.text(h, g, f"{percent[g, h]:.2f}", ha="center", va="center", color=colour, fontsize=size)
     ticks = range(heads)
     names = [str(head + 1) for head in ticks]
     axes.grid(False)
     axes.set(xlabel="head", ylabel="head", xticks=ticks, yticks=ticks, xticklabels=names, yticklabels=names)
-    figure.colorbar(image, ax=axes, label="slots in common for one token (%)")
+    random = 100 * memory.uniform_overlap
+    figure.colorbar(image, ax=axes, label=f"slots in common for one token (%)\n(at random: {random:.2f})")
     return figure
 
 
-def buckets(run: str, layer: int, memories: Sequence[MemoryUsage]) -> Figure:
-    """How often each bucket is retrieved: first and last table of each hash layer (MemoryFormer figure 4)."""
-    figure = Figure(figsize=(12, 7), dpi=100, layout="constrained")
-    figure.suptitle(f"Hash buckets of layer {layer}: {label(run)}")
+def buckets(run: str, layer: int, memories: Sequence[MemoryUsage], look: Look) -> Figure:
+    """How often each bucket is retrieved: first and last table of each hash layer (MemoryFormer figure 4). The scale is
+    one of logarithms, and the same in all panels: what is read once shows, and so does what is read most.
+    """
+    figure = look.figure(f"Hash buckets of layer {layer}: {label(run)}", height=0.1 + 0.28 * len(memories))
     both = any(memory.heads > 1 for memory in memories)
-    grid = figure.subplots(len(memories), 2 if both else 1, squeeze=False)
+    grid = figure.subplots(len(memories), 2 if both else 1, squeeze=False, sharey=True)
+    least = min(100 / float(memory.counts_HK.sum(axis=1).max()) for memory in memories)  # one read (%)
     for row, memory in zip(grid, memories, strict=True):
         tables = sorted({0, memory.heads - 1})
         for axes, table in zip(row, tables, strict=False):
             counts = memory.counts_HK[table]
             share = 100 * counts / counts.sum()
             edges = np.arange(len(counts) + 1)
-            axes.stairs(share, edges, fill=True, color=COLOURS[0])
-            line = axes.axhline(100 / len(counts), color=COLOURS[1], linestyle="--", linewidth=1.2)
-            axes.set_title(f"{memory.name}, table {table + 1} of {memory.heads}", fontsize=10)
-            axes.set(xlim=(0, len(counts)), ylim=(0, None), ylabel="reads (%)")
+            axes.stairs(share, edges, baseline=least / 2, fill=True, color=COLOURS[0], linewidth=0.3, label="read")
+            axes.axhline(100 / len(counts), color=COLOURS[1], linestyle="--", linewidth=1, label="uniform")
+            axes.set_title(f"{memory.name}, table {table + 1} of {memory.heads}", fontsize=SMALL)
+            axes.set(xlim=(0, len(counts)), yscale="log", ylim=(least / 2, None))
         for axes in row[len(tables) :]:
             axes.set_visible(False)
     for axes in grid[-1]:
         axes.set_xlabel("bucket")
-    figure.legend([line], ["uniform"], loc="upper right", fontsize=9)
+    figure.supylabel("reads (%)", fontsize=8)
+    legend(figure)
     return figure
 
 
-def usage_over_training(run: str, metrics: Metrics) -> Figure | None:
+def usage_over_training(run: str, metrics: Metrics, look: Look) -> Figure | None:
     """Usage and KL of every memory at each validation; None where none was measured."""
     lines = training_lines(metrics)
     if not lines:
         return None
-    figure = Figure(figsize=(12, 7), dpi=100, layout="constrained")
-    figure.suptitle(f"Memory use over training, on the validation text (dotted: random reading): {label(run)}")
+    figure = look.figure(f"Memory use over training, on the validation text: {label(run)}", height=0.8)
     upper, lower = figure.subplots(2, 1, sharex=True)
     names = list(lines)
     indices, layers_drawn = spread([layer for layer, _ in names])
     for number, (layer, name) in enumerate(names[index] for index in indices):
         step, usage, kl, random_usage, random_kl = lines[layer, name].T
-        style = line_style(number) | {"marker": "o", "markersize": 3}
+        style = line_style(number) | {"marker": "o"}
         upper.plot(step, 100 * usage, **style, label=memory_label(layer, name))
         lower.plot(step, kl, **style)
         for axes, floor in ((upper, 100 * random_usage), (lower, random_kl)):
             axes.plot(step, floor, color=style["color"], linewidth=0.8, linestyle=":")
     upper.set(ylabel="slots used (%)", ylim=(0, 105))
-    lower.set(ylabel="KL from uniform (nats)", xlabel="step", xlim=(0, None), ylim=(0, None))
+    lower.set(ylabel="KL (nats)", xlabel="step", xlim=(0, None), ylim=(0, None))
+    short_numbers(lower)
     for axes in (upper, lower):
-        axes.grid(alpha=0.3)
-    upper.legend(fontsize=9, title=layers_drawn)
+        axes.grid(True)
+    dotted = Line2D([], [], color="black", linewidth=0.8, linestyle=":", label="random reading")
+    legend(figure, layers_drawn, [dotted])
     return figure
 
 
-def learning_curves(metrics: Mapping[str, Metrics]) -> Figure | None:
-    """Training and validation loss of every run; None where none has been logged."""
-    figure, axes = new_figure("Loss of training (thin) and of validation (points)")
+def learning_curves(runs: Mapping[str, Sequence[Metrics]], over: Over, look: Look) -> Figure | None:
+    """Training loss, smoothed, and validation loss; None where none has been logged. Runs that differ in their seed
+    have one colour.
+    """
+    figure, axes = look.plot("Loss of training (smoothed) and of validation", height=0.65)
     late = []  # only losses after a curve's first twentieth set the scale
-    for number, (run, events) in enumerate(metrics.items()):
-        style, name = line_style(number), label(run)
-        train, valid = points(events, "train"), points(events, "valid")
-        late += [curve[len(curve) // 20 :, 1] for curve in (train, valid) if len(curve)]
-        if len(train):
-            axes.plot(*train.T, **(style | {"linewidth": 0.7, "alpha": 0.5}), label=None if len(valid) else name)
-        if len(valid):
-            axes.plot(*valid.T, **style, marker="o", markersize=3.5, label=name)
+    shown: dict[str, Line2D] = {}
+    for number, (name, seeds) in enumerate(runs.items()):
+        style = line_style(number)
+        for metrics in seeds:
+            train, valid = smoothed(points(metrics, "train", over)), points(metrics, "valid", over)
+            late += [curve[len(curve) // 20 :, 1] for curve in (train, valid) if len(curve)]
+            drawn = [axes.plot(*train.T, **(style | {"linewidth": 0.6, "alpha": 0.7}))] if len(train) else []
+            drawn += [axes.plot(*valid.T, **style, marker="o")] if len(valid) else []
+            if drawn and name not in shown:
+                shown[name] = drawn[-1][0]
+                shown[name].set_label(label(name))
     if not late:
         return None
     losses = np.concatenate(late)
     margin = 0.05 * (losses.max() - losses.min()) or 0.1
-    axes.set(xlabel="step", ylabel="loss (nats a token)", ylim=(losses.min() - margin, losses.max() + margin))
-    axes.legend(fontsize=9)
+    axes.set(xlabel=AXES[over], ylabel="loss (nats a token)", ylim=(losses.min() - margin, losses.max() + margin))
+    short_numbers(axes)
+    kinds = (
+        Line2D([], [], color=GREY, linewidth=0.6, label="training"),
+        Line2D([], [], color=GREY, marker="o", label="validation"),
+    )
+    legend(figure, more=kinds)
     return figure
 
 
@@ -263,41 +366,65 @@ def training_lines(metrics: Metrics) -> dict[tuple[int, str], NDArray[np.float64
     return {memory: np.array(points) for memory, points in lines.items()}
 
 
-def points(events: Metrics, kind: str) -> NDArray[np.float64]:
-    """(step, loss) of the events of one kind that have a loss, (n, 2).
+def points(events: Metrics, kind: str, over: Over) -> NDArray[np.float64]:
+    """(steps, tokens or seconds; loss) of the events of one kind that have a loss, (n, 2).
 
-    Of more than MOST_POINTS, neighbours are averaged.
+    Seconds are those in training steps: the tokens of each by its speed.
     """
     pairs = [(e["step"], e["loss"]) for e in events if e["event"] == kind and e.get("loss") is not None]
     found = np.array(pairs, dtype=np.float64).reshape(-1, 2)
-    if len(found) <= MOST_POINTS:
-        return found
-    return np.stack([part.mean(axis=0) for part in np.array_split(found, MOST_POINTS)])
+    if over != "steps" and len(found):
+        keys = ("step", "tokens", "tokens_per_second")
+        taken = [[e[key] for key in keys] for e in events if all(e.get(key) for key in keys)]
+        if not taken:
+            return found[:0]
+        step, tokens, speed = np.array([(0, 0, 1), *taken], dtype=np.float64).T
+        along = tokens if over == "tokens" else np.cumsum(np.diff(tokens, prepend=0) / speed)
+        found[:, 0] = np.interp(found[:, 0], step, along)
+    return found
 
 
-def save(path: Path, figure: Figure) -> Path:
-    """Write a figure as PNG."""
-    make_folder(path.parent)
-    with warnings.catch_warnings(), writing(path) as file:
-        warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)  # of a script that the font lacks
-        figure.savefig(file, format="png")
-    return path
+def smoothed(curve: NDArray[np.float64]) -> NDArray[np.float64]:
+    """A curve (n, 2) whose values are means over a twenty-fifth of its points around each, fewer near the ends; of no
+    more than MOST_POINTS.
+    """
+    n, at = len(curve), np.arange(len(curve))
+    before = np.minimum(at, n // 50)  # and as many after, so that a mean does not lag
+    after = np.minimum(before, n - 1 - at)
+    sums = np.concatenate([[0.0], np.cumsum(curve[:, 1])])
+    means = (sums[at + after + 1] - sums[at - before]) / (before + after + 1)
+    shown = np.linspace(0, n - 1, min(n, MOST_POINTS)).round().astype(int)
+    return np.column_stack([curve[:, 0], means])[shown]
 
 
-def new_figure(title: str) -> tuple[Figure, Axes]:
-    """An empty figure with one plot."""
-    figure = Figure(figsize=(12, 7), dpi=100, layout="constrained")
-    axes = figure.add_subplot()
-    axes.set_title(title)
-    axes.grid(alpha=0.3)
-    return figure, axes
+def short_numbers(axes: Axes) -> None:
+    """Write large numbers along x as 200k: 200000 would run into its neighbour."""
+    if axes.get_xlim()[1] >= 10_000:
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+
+
+def legend(figure: Figure, title: str | None = None, more: Iterable[Artist] = ()) -> None:
+    """A legend of all plots below them, where it hides nothing; the figure grows by its lines.
+
+    Args:
+        more: artists with a label, that are in no plot.
+    """
+    handles: list[Artist] = []
+    for axes in figure.axes:
+        before = {handle.get_label() for handle in handles}  # panels share labels
+        handles += [handle for handle in axes.get_legend_handles_labels()[0] if handle.get_label() not in before]
+    handles += more
+    entry = SMALL * (LETTER * max(len(str(handle.get_label())) for handle in handles) + 4.5)
+    columns = max(1, min(len(handles), int(72 * figure.get_figwidth() / entry)))
+    lines = -(-len(handles) // columns) + (title is not None)
+    figure.set_figheight(figure.get_figheight() + lines * 1.5 * SMALL / 72)
+    figure.legend(handles=handles, title=title, ncols=columns, columnspacing=1.5, loc="outside lower center")
 
 
 def line_style(number: int) -> dict[str, Any]:
     return {
         "color": COLOURS[number % len(COLOURS)],
         "linestyle": STYLES[number // len(COLOURS) % len(STYLES)],
-        "linewidth": 1.6,
     }
 
 

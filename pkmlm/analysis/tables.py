@@ -3,11 +3,11 @@
 Each table is made from what the report prints as JSON, and needs neither torch nor numpy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
-from pkmlm.analysis.compare import Facts, mean
+from pkmlm.analysis.compare import Facts, Group, flat_facts
 from pkmlm.console import NATS, SHARE, Column, Table, number
 from pkmlm.errors import printable
 from pkmlm.runs.results import average_accuracy
@@ -90,26 +90,39 @@ def usage_rows(entries: Sequence[Entry]) -> Table:
     return Table("", [Column(name) for name in ("run", "step", "split", *names)], rows)
 
 
-def compare_tables(runs: Sequence[Facts]) -> list[Table]:
-    """What people read; tables without a number in them are left out."""
+def compare_tables(groups: Sequence[Group]) -> list[Table]:
+    """What people read, a row a group of runs; tables without a number in them are left out."""
+    runs = [run for group in groups for run in group.runs]
+    seeds = [number("Seeds")] if len(groups) < len(runs) else []
+
+    def start(group: Group) -> list[Any]:
+        return [group.name, *(len(group.runs) for _ in seeds)]
+
+    def table(title: str, columns: Sequence[Column], rows: Sequence[Sequence[Any]], *notes: str) -> Table:
+        varies = any(isinstance(value, str) and "+-" in value for row in rows for value in row)
+        return Table(title, columns, rows, "; ".join([*notes, *(["+-: half the range over seeds"] if varies else [])]))
 
     def at_step(key: str) -> list[Column]:  # a column for what was not measured at the last step of every run
         return [number("at step")] if any(run[key] not in (None, run["step"]) for run in runs) else []
 
-    training = {
-        "run": Column("Run"),
+    parameters = {
         "kind": Column("Kind"),
         "dense": number("Dense"),
         "memory": number("Memory"),
+        "total": number("Total"),
+        "read_per_token": number("Read a token"),
+    }
+    training = {
         "step": number("Steps"),
         "tokens": number("Tokens"),
-        "tokens_per_second": number("Tokens/s", "{:,.0f}"),
-        "seconds": number("sec", "{:,.0f}"),
+        "seconds": number("sec ~", "{:,.0f}"),
+        "tokens_per_second": number("Tokens/s ~", "{:,.0f}"),
     }
+    if any(run["scoring_tokens_per_second"] for run in runs):
+        training["scoring_tokens_per_second"] = number("Scored tokens/s", "{:,.0f}")
     if any(run["status"] not in (None, "finished") for run in runs):
         training["status"] = Column("Status")
     quality = {
-        "run": Column("Run"),
         "valid_loss": number("Valid (nats)", NATS),
         "valid_step": number("at step"),
         "valid_token_ppl": number("Valid ppl", "{:,.2f}"),
@@ -118,51 +131,93 @@ def compare_tables(runs: Sequence[Facts]) -> list[Table]:
         "test_bits_per_byte": number("bits a byte", NATS),
         "test_step": number("at step"),
     }
-    tables = [
-        Table(title, list(columns.values()), [[run[key] for key in columns] for run in runs])
-        for title, columns in (
-            ("Weights and training", training),
-            ("Best validation, and perplexity of the test split", quality),
-        )
-    ]
+    apart = "~: of each training by itself, not timed side by side"
+    tables = []
+    for title, shown, *notes in (
+        ("Parameters", parameters),
+        ("Training", training, apart),
+        ("Best validation, and perplexity of the test split", quality),
+    ):
+        rows = [
+            [*start(group), *(_cell((run[key] for run in group.runs), column) for key, column in shown.items())]
+            for group in groups
+        ]
+        tables.append(table(title, [Column("Run"), *seeds, *shown.values()], rows, *notes))
 
     names, step = _task_names(runs), at_step("tasks_step")
     # The average is over the tasks that all runs with any have: over others it would say nothing.
     shared = [name for name in names if all(name in run["tasks"] for run in runs if run["tasks"])]
-    rows = []
-    for run in runs:
-        acc = {name: run["tasks"].get(name, {}).get("acc") for name in names}
-        average, _ = average_accuracy(run["tasks"].get(name, {}) for name in shared)
-        rows.append([run["run"], *acc.values(), average, *(run["tasks_step"] for _ in step)])
     average_of = "average" if shared == names else f"average of {len(shared)}"
-    tables.append(Table("Zero-shot accuracy", [Column("Run"), *numbers("{:.3f}", *names, average_of), *step], rows))
+    columns = [*numbers("{:.3f}", *names, average_of), *step]
+    rows = []
+    for group in groups:
+        found = []
+        for run in group.runs:
+            acc = [run["tasks"].get(name, {}).get("acc") for name in names]
+            average, _ = average_accuracy(run["tasks"].get(name, {}) for name in shared)
+            found.append([*acc, average, run["tasks_step"]])
+        cells = [_cell(values, column) for values, column in zip(zip(*found, strict=True), columns, strict=False)]
+        rows.append([*start(group), *cells])
+    tables.append(table("Zero-shot accuracy", [Column("Run"), *seeds, *columns], rows))
 
     step = at_step("usage_step")
-    measured = [*numbers(SHARE, "Usage", "random"), *numbers(NATS, "KL (nats)", "random"), number("Gini", GINI)]
-    measured += [number("Effective", "{:.1f}"), number("Top weight", SHARE)]
-    columns = [Column("Run"), Column("Layer"), number("Slots"), *measured, *step]
+    columns = [*numbers(SHARE, "Usage", "random"), *numbers(NATS, "KL (nats)", "random"), number("Gini", GINI)]
+    columns += [number("Effective", "{:.1f}"), number("Top weight", SHARE), *step]
     rows = []
-    for run in runs:
-        for memory in run["usage"]:
-            mass, floor = memory["mass"], memory.get("uniform_mass") or {}  # older reports have none
-            values = [mass["usage"], memory["uniform"]["usage"], mass["kl"], floor.get("kl"), mass["gini"]]
-            values += [memory.get("effective"), memory.get("top_weight")]
-            rows.append([run["run"], _where(memory), memory["slots"], *values, *(run["usage_step"] for _ in step)])
-    tables.append(Table("Memory use on the test split, by mass", columns, rows))
-    return [table for table in tables if any(value is not None for row in table.rows for value in row[1:])]
+    for group in groups:
+        memories: dict[tuple[str, int], list[list[Any]]] = {}
+        for run in group.runs:
+            for memory in run["usage"]:
+                mass, floor = memory["mass"], memory.get("uniform_mass") or {}  # older reports have none
+                values = [mass["usage"], memory["uniform"]["usage"], mass["kl"], floor.get("kl"), mass["gini"]]
+                values += [memory.get("effective"), memory.get("top_weight"), run["usage_step"]]
+                memories.setdefault((_where(memory), memory["slots"]), []).append(values)
+        for where, found in memories.items():
+            lacking = [[None] * len(found[0])] * (len(group.runs) - len(found))
+            by_column = zip(*found, *lacking, strict=True)
+            cells = [_cell(values, column) for values, column in zip(by_column, columns, strict=False)]
+            rows.append([group.name, *where, *cells])
+    columns = [Column("Run"), Column("Layer"), number("Slots"), *columns]
+    tables.append(table("Memory use on the test split, by mass", columns, rows))
+    first = 1 + len(seeds)
+    return [each for each in tables if any(value is not None for row in each.rows for value in row[first:])]
 
 
-def compare_rows(runs: Sequence[Facts]) -> Table:
-    """One row a run, for CSV: the facts, each task's accuracy, and the mean usage and KL over memories."""
-    plain = [key for key in (runs[0] if runs else {}) if key not in ("tasks", "usage")]
-    tasks = _task_names(runs)
-    rows = [
-        [run[key] for key in plain]
-        + [run["tasks"].get(task, {}).get("acc") for task in tasks]
-        + [mean(memory["mass"][key] for memory in run["usage"]) for key in ("usage", "kl")]
-        for run in runs
-    ]
-    return Table("", [Column(name) for name in (*plain, *tasks, "mean_usage", "mean_kl")], rows)
+def _cell(values: Iterable[Any], column: Column) -> Any:
+    """What the runs of a group have in a column: the value, or the mean and the spread; and how many runs know it,
+    where not all do.
+    """
+    found = list(values)
+    known = [value for value in found if value is not None]
+    if not known or found == [found[0]] * len(found):
+        return found[0]
+    few = f" (n={len(known)})" if len(known) < len(found) else ""
+    return f"{with_spread(known, column.format)}{few}"
+
+
+def with_spread(values: Sequence[float], format: str) -> str | None:
+    """The mean, and half the range from least to greatest unless it is 0: `104.13 +-0.52`."""
+    if not values:
+        return None
+    text, half = format.format(fmean(values)), (max(values) - min(values)) / 2
+    return f"{text} +-{format.format(half)}" if half else text
+
+
+def compare_rows(groups: Sequence[Group]) -> Table:
+    """One row a group of runs, for CSV: the facts, each task's accuracy, and the mean usage and KL over memories; of
+    several seeds the means. Numbers in which seeds differ have a column of spreads.
+    """
+    records = []
+    for group in groups:
+        first, *others = [flat_facts(run) for run in group.runs]
+        alike = {key: value for key, value in first.items() if all(run.get(key) == value for run in others)}
+        found = group.as_json()
+        spreads = {f"{key}_spread": half for key, half in found["spread"].items() if key not in alike}
+        records.append(found["mean"] | alike | spreads | {"run": group.name, "seeds": len(group.runs)})
+    order = [key for group in groups for run in group.runs for key in flat_facts(run)]
+    columns = dict.fromkeys(key for name in ("run", "seeds", *order) for key in (name, f"{name}_spread"))
+    names = [name for name in columns if any(name in record for record in records)]
+    return Table("", [Column(name) for name in names], [[record.get(name) for name in names] for record in records])
 
 
 def _where(memory: Entry) -> str:

@@ -88,8 +88,45 @@ format_option = click.option(
     type=click.Choice(FORMATS),
     default="table",
     show_default=True,
-    help="A table for the terminal, markdown, CSV or JSON with unrounded numbers.",
+    help="Tables for a terminal, a page or a paper; csv and json have unrounded numbers.",
 )
+plots_option = click.option("--plots", type=PATH, metavar="DIR", help="Also draw pictures into this folder.")
+PLOT_FORMATS = ("png", "pdf", "svg")
+
+
+def chosen_formats(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
+    """The formats that a list with commas names, each once."""
+    names = tuple(dict.fromkeys(value.split(",")))
+    for name in names:
+        if name not in PLOT_FORMATS:
+            raise click.BadParameter(f"found {name!r} (expected some of {','.join(PLOT_FORMATS)})")
+    return names
+
+
+def plot_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that say how pictures are written. The command receives `plot_format` (names) and `plot_width`
+    (inches, or None).
+    """
+    for option in (
+        click.option(
+            "--plot-width",
+            type=click.FloatRange(3, 20),
+            metavar="INCHES",
+            help="Width of pictures for a paper, without their titles: 3.3 fits a column. Default: 6, with titles.",
+        ),
+        click.option(
+            "--plot-format",
+            default="png",
+            show_default=True,
+            callback=chosen_formats,
+            metavar="png,pdf,svg",
+            help="Format of pictures, or several.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
 force_option = click.option("--force", is_flag=True, help="Overwrite what is there.")
 
 

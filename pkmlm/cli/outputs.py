@@ -3,6 +3,9 @@
 import os
 from pathlib import Path
 
+import click
+
+from pkmlm.cli.options import given
 from pkmlm.errors import UserError
 from pkmlm.runs.files import exists
 
@@ -34,9 +37,15 @@ def free_folder(path: str | None, force: bool) -> Path | None:
     """The folder for pictures that `--plots` names.
 
     Raises:
-        UserError: there is something in it, and `force` was not given; (exit code 1) it cannot be written.
+        UserError: there is something in it, and `force` was not given; none is named, but how to draw is; (exit code 1)
+            it cannot be written.
     """
     if path is None:
+        context = click.get_current_context()
+        for name in ("plot_format", "plot_width", "plot_over"):
+            if given(context, name):
+                option = "--" + name.replace("_", "-")
+                raise UserError(f"{option} is of pictures, and none are drawn", "name their folder with --plots DIR")
         return None
     folder = Path(path)
     if exists(folder) and not folder.is_dir():

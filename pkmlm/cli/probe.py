@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pkmlm.cli.options import PATH, force_option, json_option, quiet_option, step_option, text_options
+from pkmlm.cli.options import (
+    PATH,
+    force_option,
+    json_option,
+    plot_options,
+    plots_option,
+    quiet_option,
+    step_option,
+    text_options,
+)
 from pkmlm.cli.outputs import free_folder
 from pkmlm.console import warn_each
 from pkmlm.errors import printable
@@ -34,7 +43,8 @@ if TYPE_CHECKING:
     metavar="N",
     help="Tokens of the train split, evenly spaced, over which means are taken. More know more pairs of tokens.",
 )
-@click.option("--plots", type=PATH, metavar="DIR", help="Also draw pictures into this folder.")
+@plots_option
+@plot_options
 @force_option
 @step_option
 @json_option
@@ -45,6 +55,8 @@ def command(
     choice: "TextChoice",
     fit_tokens: int,
     plots: str | None,
+    plot_format: tuple[str, ...],
+    plot_width: float | None,
     force: bool,
     step: str,
     as_json: bool,
@@ -77,9 +89,9 @@ def command(
     record, warnings = probe_run(run, twins, choice, fit_tokens, quiet)
     try:  # files first, so that they are written also if nobody reads the output any more
         if folder is not None:
-            from pkmlm.analysis.plots import draw_probes
+            from pkmlm.analysis.plots import Look, draw_probes
 
-            drawn = draw_probes(folder, record)
+            drawn = draw_probes(folder, record, Look(plot_format, plot_width))
             click.echo(f"{len(drawn)} pictures in {printable(str(folder))}", err=True)
     finally:  # and the report is printed also if the disk is full
         if as_json:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from pkmlm.cli.options import PATH, RECIPE, quiet_option, set_option
+from pkmlm.cli.options import PATH, RECIPE, plot_options, quiet_option, set_option
 from pkmlm.console import warn_each
 from pkmlm.errors import UserError
 
@@ -23,6 +23,7 @@ GPU = re.compile(r"[0-9]+|(GPU|MIG)-[\w/-]+", re.ASCII)  # as CUDA_VISIBLE_DEVIC
 @click.option("--task-data", type=PATH, metavar="DIR", help="Where DIR/TASK.jsonl holds the rows of zero-shot tasks.")
 @click.option("--dry-run", is_flag=True, help="List the cells with their parameters and operations; train nothing.")
 @click.option("--table", "table_only", is_flag=True, help="Train nothing: the table of what DIR holds, with its -s.")
+@plot_options
 @quiet_option
 def command(
     grid_file: str,
@@ -34,6 +35,8 @@ def command(
     task_data: str | None,
     dry_run: bool,
     table_only: bool,
+    plot_format: tuple[str, ...],
+    plot_width: float | None,
     quiet: bool,
 ) -> int:
     """Train and measure every cell of GRID, and print the table beside the paper's numbers.
@@ -48,6 +51,7 @@ def command(
       pkmlm sweep my-grid.yaml -o sweeps/mine --device 0,1,2,3
       pkmlm sweep my-grid.yaml -o sweeps/mine --table
     """
+    from pkmlm.analysis.plots import Look
     from pkmlm.sweep.run import open_sweep, run_sweep
 
     results, folder = open_sweep(Path(grid_file), scale, overrides, output, table_only=table_only)
@@ -61,6 +65,7 @@ def command(
     return run_sweep(
         results,
         folder,
+        look=Look(plot_format, plot_width),
         table_only=table_only,
         jobs=jobs or len(gpus) or 1,
         devices=gpus,

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pkmlm.cli.options import PATH, force_option, format_option, quiet_option, text_options
+from pkmlm.cli.options import (
+    PATH,
+    force_option,
+    format_option,
+    plot_options,
+    plots_option,
+    quiet_option,
+    text_options,
+)
 from pkmlm.cli.outputs import free_file, free_folder
 from pkmlm.console import Format, warn_each
 from pkmlm.environment import launched_processes
@@ -29,7 +37,8 @@ if TYPE_CHECKING:
     help="Which checkpoint of each run, latest, best or a number; or several side by side.",
 )
 @format_option
-@click.option("--plots", type=PATH, metavar="DIR", help="Also draw pictures into this folder.")
+@plots_option
+@plot_options
 @click.option("--html", type=PATH, metavar="FILE", help="Also write one page to look at it all, down to single slots.")
 @click.option(
     "--export",
@@ -46,6 +55,8 @@ def command(
     step: str,
     format: Format,
     plots: str | None,
+    plot_format: tuple[str, ...],
+    plot_width: float | None,
     html: str | None,
     export_file: str | None,
     force: bool,
@@ -88,9 +99,10 @@ def command(
         if any((folder, page, arrays)) and not any(entry["memories"] for entry in entries):
             raise UserError("no model here has a memory to draw or export", "leave out --plots, --html and --export")
         if folder is not None:
-            from pkmlm.analysis.plots import draw_usage
+            from pkmlm.analysis.plots import Look, draw_usage
 
-            drawn = [draw_usage(folder, r.entry["run"], r.memories, r.run.metrics()) for r in reports]
+            look = Look(plot_format, plot_width)
+            drawn = [draw_usage(folder, r.entry["run"], r.memories, r.run.metrics(), look) for r in reports]
             click.echo(f"{sum(map(len, drawn))} pictures in {printable(str(folder))}", err=True)
         if page is not None:
             from pkmlm.analysis.page import usage_page

@@ -181,6 +181,21 @@ class TaskScore(TypedDict):
     data: NotRequired[Rows | None]
 
 
+class Timed(TypedDict):
+    """How fast the model of a sweep's point scores text."""
+
+    point: dict[str, str]
+    recipe: NotRequired[MaybeText]
+    timed_on: NotRequired[dict[str, str] | None]
+    tokens_per_second: list[Number]
+
+
+class SweepTimings(TypedDict):
+    """What results.json of a sweep says of speed: all models were timed in turn."""
+
+    speed: NotRequired[list[Timed] | None]
+
+
 class Sourced(TypedDict):
     """A file of RUN/eval or RUN/usage that says what was measured on."""
 

@@ -1,13 +1,17 @@
 """The figures of a grid: its measurements, beside the paper's numbers."""
 
-from itertools import groupby
+from collections.abc import Sequence
+from itertools import groupby, product
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
+from matplotlib.transforms import Bbox
 
-from pkmlm.analysis.plots import file_name, label, line_style, plain, save
+from pkmlm.analysis.plots import LETTER, SMALL, Look, drawing, file_name, label, legend, line_style, plain
 from pkmlm.runs.files import remove_file
 from pkmlm.sweep.grid import Figure, Grid, Point
 from pkmlm.sweep.measures import MEASURES
@@ -15,19 +19,29 @@ from pkmlm.sweep.results import Results
 from pkmlm.sweep.verdicts import Values
 
 
-def draw(results: Results, folder: Path) -> list[Path]:
-    """Draw the grid's figures into a folder; returns their files. The file of a figure without points is removed."""
+class Named(NamedTuple):
+    """A point of a panel and its name: `ys` are its mean and the ends of its bar."""
+
+    text: str
+    x: float
+    ys: tuple[float, float, float]
+
+
+@drawing
+def draw(results: Results, folder: Path, look: Look) -> list[Path]:
+    """Draw the grid's figures into a folder; returns their files. The files of a figure without points are removed."""
     drawn = []
     for figure in results.grid.figures:
-        canvas, path = picture(results, figure), folder / f"{file_name(figure.y)}-by-{file_name(figure.x)}.png"
+        canvas, name = picture(results, figure, look), f"{file_name(figure.y)}-by-{file_name(figure.x)}"
         if canvas is None:
-            remove_file(path)
+            for format in ("png", "pdf", "svg"):
+                remove_file(folder / f"{name}.{format}")
         else:
-            drawn.append(save(path, canvas))
+            drawn += look.save(folder, name, canvas)
     return drawn
 
 
-def picture(results: Results, figure: Figure) -> Canvas | None:
+def picture(results: Results, figure: Figure, look: Look) -> Canvas | None:
     """One figure: a panel of the measurements, with bars from the least to the greatest of the seeds, and one of the
     paper's numbers where it has different ones.
     """
@@ -39,19 +53,42 @@ def picture(results: Results, figure: Figure) -> Canvas | None:
 
     if not known(grid, figure, results.values):
         return None
-    panels: list[tuple[str, Values]] = [("measured", results.values)]
+    fewest = min(results.seeds_of(point, [figure.y]) for point in known(grid, figure, results.values))
+    lacking = f"\n(some: {fewest} of {len(grid.seeds)} seeds)" if 0 < fewest < len(grid.seeds) else ""
+    panels: list[tuple[str, Values]] = [(f"measured{lacking}", results.values)]
     places = [(position(grid, figure, p, published), published(figure.y, p)) for p in known(grid, figure, published)]
     if len(set(places)) > 1:
         panels.append(("the paper", published))
-    canvas = Canvas(figsize=(12, 7), dpi=100, layout="constrained")
-    fewest = min(results.seeds_of(point, [figure.y]) for point in known(grid, figure, results.values))
-    lacking = f" ({fewest} of {len(grid.seeds)} seeds at some points)" if 0 < fewest < len(grid.seeds) else ""
-    canvas.suptitle(plain(grid.title) + lacking)
-    for axes, (title, value) in zip(canvas.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        if len(panels) > 1:
-            axes.set_title(title, fontsize=11)
-        panel(axes, grid, figure, value)
+    canvas = look.figure(plain(grid.title), height=0.6 if figure.x in grid.axes else 0.8)
+    both, names = list(canvas.subplots(1, len(panels), squeeze=False)[0]), []
+    for axes, (title, value) in zip(both, panels, strict=True):
+        if len(panels) > 1 or lacking:
+            axes.set_title(title)
+        names.append(panel(axes, grid, figure, value))
+    equal_heights(both)
+    both[0].set_ylabel(MEASURES[figure.y].label)
+    if figure.line:
+        legend(canvas, label(figure.line))
+    canvas.draw_without_rendering()  # now it is known where the points lie
+    for axes, named in zip(both, names, strict=True):
+        write_names(axes, named)
     return canvas
+
+
+def equal_heights(panels: Sequence[Axes]) -> None:
+    """Let panels have one y axis where their numbers lie together; else axes that span the same factor, so that equal
+    slopes are equal ratios.
+    """
+    ends = [axes.get_ylim() for axes in panels]
+    lowest, highest = min(low for low, _ in ends), max(high for _, high in ends)
+    if lowest <= 0 or max(low for low, _ in ends) < min(high for _, high in ends):
+        for axes in panels:
+            axes.set_ylim(lowest, highest)
+        return
+    factor = max(high / low for low, high in ends)
+    for axes, (low, high) in zip(panels, ends, strict=True):
+        middle = (low * high) ** 0.5
+        axes.set_ylim(middle / factor**0.5, middle * factor**0.5)
 
 
 def known(grid: Grid, figure: Figure, value: Values) -> list[Point]:
@@ -59,14 +96,15 @@ def known(grid: Grid, figure: Figure, value: Values) -> list[Point]:
     return [p for p in grid.points() if value(figure.y, p) and (figure.x in grid.axes or value(figure.x, p))]
 
 
-def panel(axes: Axes, grid: Grid, figure: Figure, value: Values) -> None:
-    """The lines of one panel; along a measure, every point carries its name."""
+def panel(axes: Axes, grid: Grid, figure: Figure, value: Values) -> list[Named]:
+    """The lines of one panel. Returns the names that points need along a measure."""
+    named: list[Named] = []
     along_axis = figure.x in grid.axes
     others = [axis for axis in grid.axes if axis != figure.line]
     apart = [] if along_axis else others[:-1]  # along a measure, a stroke joins points that differ in the last alone
     for number, name in enumerate(grid.names(figure.line) if figure.line else [None]):
         points = [p for p in known(grid, figure, value) if name is None or grid.place(p)[figure.line or ""] == name]
-        style = line_style(number) | {"marker": "o", "markersize": 5, "capsize": 3}
+        style = line_style(number) | {"marker": "o"}
         if not along_axis:
             style["linestyle"] = "-" if figure.line else "none"
         shown = None if name is None else label(name)
@@ -77,25 +115,58 @@ def panel(axes: Axes, grid: Grid, figure: Figure, value: Values) -> None:
             bars = [[fmean(seeds) - min(seeds) for seeds in found], [max(seeds) - fmean(seeds) for seeds in found]]
             where = [position(grid, figure, p, value) for p in run]
             axes.errorbar(where, means, yerr=bars, **style, label=shown if run[0] == points[0] else None)
-            for x, mean, p in zip(where, means, run, strict=True) if not along_axis else ():
+            for x, seeds, p in zip(where, found, run, strict=True) if not along_axis else ():
                 place = {axis: grid.place(p)[axis] for axis in others}  # the line's name is in the legend
                 own = " ".join(f"{axis} {at}" if at.isdecimal() else at for axis, at in place.items())
-                axes.annotate(label(own), (x, mean), xytext=(6, 6), textcoords="offset points", fontsize=8)
+                named.append(Named(label(own), x, (fmean(seeds), min(seeds), max(seeds))))
     if along_axis:
         names = grid.names(figure.x)
         axes.set_xticks(range(len(names)), [label(name) for name in names])
         axes.set_xlabel(label(figure.x))
     else:
         axes.set_xlabel(MEASURES[figure.x].label)
-        axes.margins(x=0.1)  # room for the last point's name
+        axes.margins(0.12)  # room for names
         if "x" in figure.log:
             axes.set_xscale("log")
     if "y" in figure.log:
         axes.set_yscale("log")
-    axes.set_ylabel(MEASURES[figure.y].label)
-    axes.grid(alpha=0.3)
-    if figure.line:
-        axes.legend(title=label(figure.line), fontsize=9)
+    axes.grid(True)
+    return named
+
+
+def write_names(axes: Axes, named: Sequence[Named]) -> None:
+    """Write each name beside its point, on the side where it covers the fewest points, bars, lines and other names."""
+    scale = 72 / axes.figure.dpi  # to points
+    marks = [axes.transData.transform([(name.x, y) for y in name.ys]) * scale for name in named]
+    taken = [Bbox.from_bounds(x - 2, y - 2, 4, 4) for bar in marks for x, y in bar]
+    for line in (line for line in axes.lines if line.get_linestyle() != "None"):
+        corners = axes.transData.transform(line.get_xydata()) * scale
+        along = np.linspace(0, len(corners) - 1, 4 * len(corners))
+        path = zip(*(np.interp(along, np.arange(len(corners)), each) for each in corners.T), strict=True)
+        taken += [Bbox.from_bounds(x, y, 0.1, 0.1) for x, y in path]
+    written: list[Bbox] = []
+    frame = Bbox(axes.bbox.get_points() * scale)
+    for name, ((x, y), *_) in zip(named, marks, strict=True):
+        width, height = LETTER * SMALL * len(name.text), 1.2 * SMALL
+        places: list[tuple[int, int, int, Bbox]] = []
+        for right, up in product((1, -1, 0), repeat=2):
+            for away in (4, 13):
+                left, bottom = x + away * right + width * (right - 1) / 2, y + away * up + height * (up - 1) / 2
+                box = Bbox.from_bounds(left, bottom, width, height)
+                outside = not (frame.contains(*box.min) and frame.contains(*box.max))
+                covers = box.count_overlaps(taken) + 9 * box.count_overlaps(written) + 99 * outside
+                places.append((covers, away, len(places), box))
+        _, away, _, box = min(places)
+        written.append(box)
+        leader = {"arrowstyle": "-", "linewidth": 0.4, "shrinkA": 0, "shrinkB": 0} if away > 4 else None
+        axes.annotate(
+            name.text,
+            (name.x, name.ys[0]),
+            (box.x0 - x, box.y0 + 0.2 * SMALL - y),
+            textcoords="offset points",
+            fontsize=SMALL,
+            arrowprops=leader,
+        ).set_in_layout(False)
 
 
 def position(grid: Grid, figure: Figure, point: Point, value: Values) -> float:

@@ -11,14 +11,15 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import NotRequired
 
 from pkmlm import __version__
+from pkmlm.analysis.tables import with_spread
 from pkmlm.console import Column, Table, number
 from pkmlm.environment import source_commit
 from pkmlm.errors import UserError
 from pkmlm.runs.files import make_folder, write_json, write_text
-from pkmlm.runs.results import Number, read_signed, signed
+from pkmlm.runs.results import SweepTimings, read_signed, signed
 from pkmlm.sweep.cells import Cell, Cells, Outcome, best, finished
 from pkmlm.sweep.grid import Grid, Point, Tune
 from pkmlm.sweep.measures import MEASURES
@@ -233,7 +234,7 @@ class Results:
                 row.append(f"{seeds}/{wanted}" if 0 < seeds < wanted else seeds or None)
             first_cell = len(row)
             for measure in measures:
-                row.append(shown(self.values(measure, point), MEASURES[measure].format))
+                row.append(with_spread(self.values(measure, point), MEASURES[measure].format))
                 if measure in grid.paper:
                     row.append(grid.paper_value(measure, point))
             if row[first_cell] is None:  # how its runs ended, for example "diverged"
@@ -267,14 +268,6 @@ def millions(name: str, values: Sequence[float]) -> Column:
     return number(name, f"{{:,.{max(1, places)}f}}")
 
 
-def shown(values: Sequence[float], format: str) -> str | None:
-    """The mean, and half the range from least to greatest unless it is 0: `104.13 +-0.52`."""
-    if not values:
-        return None
-    text, half = format.format(fmean(values)), (max(values) - min(values)) / 2
-    return f"{text} +-{format.format(half)}" if half else text
-
-
 def cell_json(grid: Grid, outcome: Outcome, trainers: Sequence[Any]) -> dict[str, Any]:
     """A cell in results.json."""
     cell, facts = outcome.cell, outcome.facts
@@ -297,23 +290,13 @@ def cell_json(grid: Grid, outcome: Outcome, trainers: Sequence[Any]) -> dict[str
     }
 
 
-class Timed(TypedDict):
-    """How fast the model of a point scores text."""
-
-    point: dict[str, str]
-    recipe: NotRequired[str | None]
-    timed_on: NotRequired[dict[str, str] | None]
-    tokens_per_second: list[Number]
-
-
-class SweepResults(TypedDict):
+class SweepResults(SweepTimings):
     """results.json."""
 
     grid: str
     scale: NotRequired[str | None]
     set: NotRequired[list[str] | None]
     cells: NotRequired[list[dict[str, Any]] | None]
-    speed: NotRequired[list[Timed] | None]
 
 
 @dataclass(frozen=True)
@@ -409,7 +392,8 @@ class SweepFolder:
             torch = sorted({facts["versions"]["torch"] for facts in trainers})
             commits = sorted({(facts["commit"] or "unknown")[:7] for facts in trainers})
             setting += f" Trained with torch {', '.join(torch)}, commit {', '.join(commits)}."
-        plots = [f"![{path.stem}]({path.name})\n" for path in drawn]
+        shown = {path.stem: path for path in sorted(drawn, key=lambda path: path.suffix)}  # not a .pdf
+        plots = [f"{'' if path.suffix == '.pdf' else '!'}[{stem}]({path.name})\n" for stem, path in shown.items()]
         page = [f"# {results.grid.title}\n", f"{setting}\n", *plots, *(table.render("md") for table in tables)]
         make_folder(self.path)
         write_json(self.path / "results.json", signed(record))

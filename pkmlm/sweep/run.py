@@ -20,6 +20,7 @@ from rich.markup import escape
 from rich.progress import MofNCompleteColumn, TaskID, TimeElapsedColumn
 
 from pkmlm.analysis.compare import differences
+from pkmlm.analysis.plots import Look
 from pkmlm.bench.generate import score
 from pkmlm.bench.rounds import interleaved
 from pkmlm.console import progress_bars, warn_each
@@ -72,6 +73,7 @@ def run_sweep(
     results: Results,
     folder: SweepFolder,
     *,
+    look: Look,
     table_only: bool = False,
     jobs: int = 1,
     devices: Sequence[str] = (),
@@ -82,6 +84,7 @@ def run_sweep(
 
     Args:
         results: those of the grid before any run; receives outcomes and speeds.
+        look: of the plots.
         table_only: run nothing; publish what the folder holds.
         jobs: cells at a time.
         devices: GPUs as CUDA_VISIBLE_DEVICES names them, a cell on each; empty: as this process has them.
@@ -122,7 +125,7 @@ def run_sweep(
         measured = [name for name, outcome in results.outcomes.items() if outcome.status == "measured"]
         altered = [text for name in measured for text in RunDirectory(folder.runs / name).alterations()]
         warn_each([*altered, *differences({name: RunDirectory(folder.runs / name) for name in names})])
-        drawn = draw(results, folder.path)
+        drawn = draw(results, folder.path, look)
         tables = folder.write(results, drawn)
         sys.stdout.write("\n".join(table.render() for table in tables))
         if drawn:

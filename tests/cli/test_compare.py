@@ -1,6 +1,7 @@
 """`pkmlm compare`: on files by hand and on trained runs."""
 
 import csv
+import hashlib
 import io
 import json
 import os
@@ -18,6 +19,7 @@ import pytest
 from pkmlm.analysis.compare import compare_runs
 from pkmlm.errors import UserError
 from pkmlm.export.card import known_scores
+from pkmlm.recipe.schema import dump_recipe
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import write_json
 from pkmlm.runs.results import signed
@@ -89,10 +91,12 @@ def test_json_gathers_what_the_run_holds(run: Path) -> None:
         "dim": 16,
         "layers": 2,
         "lr": 1e-3,
+        "seed": 1,
         "init_from": None,
         "dense": 1000,
         "memory": 2000,
         "read_per_token": 1100,
+        "total": 3000,
         "status": "finished",
         "step": 200,
         "tokens": 12800,
@@ -110,6 +114,7 @@ def test_json_gathers_what_the_run_holds(run: Path) -> None:
         "tasks": {"piqa": {"n": 10, "acc": 0.6}},
         "average_acc": 0.6,
         "usage_step": 200,
+        "scoring_tokens_per_second": None,
     }
     assert usage[0]["mass"]["kl"] == 0.5
 
@@ -138,7 +143,7 @@ def test_results_of_an_earlier_step_say_so(run: Path) -> None:
         file.write("\n" + json.dumps(line) + "\n")
     (found,) = facts(run)
     assert [found[f"{what}step"] for what in ("", "test_", "tasks_", "usage_")] == [300, 200, 200, 200]
-    quality, tasks, usage = pkmlm("compare", run).stdout.split("\n\n")[3::2]
+    quality, tasks, usage = pkmlm("compare", run).stdout.split("\n\n")[5::2]
     assert [table.splitlines()[-1].split()[-1] for table in (quality, tasks, usage)] == ["200"] * 3
     assert tasks.splitlines()[0].split()[-2:] == ["at", "step"]
 
@@ -150,11 +155,12 @@ def test_missing_pieces_show_as_a_dash(run: Path, tmp_path: Path) -> None:
     (found,) = facts(bare)
     assert found["kind"] == "hash"
     known = {key for key, value in found.items() if value not in (None, [], {})}
-    assert known == {"run", "kind", "dim", "layers", "lr"}
-    assert pkmlm("compare", bare).stdout.splitlines()[-1].split() == ["bare", "hash"] + ["-"] * 6
+    assert known == {"run", "kind", "dim", "layers", "lr", "seed"}
+    assert pkmlm("compare", bare).stdout.splitlines()[-1].split() == ["bare", "hash"] + ["-"] * 4
     text = pkmlm("compare", run, bare).stdout
     assert [line.split()[1:3] for line in text.splitlines() if line.startswith("bare")] == [
         ["hash", "-"],
+        ["-", "-"],
         ["-", "-"],
         ["-", "-"],
     ]
@@ -166,7 +172,75 @@ def test_missing_pieces_show_as_a_dash(run: Path, tmp_path: Path) -> None:
 def test_csv_and_markdown(run: Path) -> None:
     (row,) = csv.DictReader(io.StringIO(pkmlm("compare", run, "--format", "csv").stdout))
     assert (row["run"], row["test_token_ppl"], row["piqa"], row["mean_kl"]) == ("mine", "7.0", "0.6", "0.5")
-    assert "| mine | product-key | 1,000 | 2,000 |" in pkmlm("compare", run, "--format", "md").stdout
+    assert "| mine | product-key | 1,000 | 2,000 | 3,000 |" in pkmlm("compare", run, "--format", "md").stdout
+    assert r"mine & product-key & 1,000 & 2,000 & 3,000 & 1,100 \\" in pkmlm("compare", run, "--format", "latex").stdout
+
+
+def seed(run: Path, folder: Path, number: int, ppl: float | None = None) -> Path:
+    """A copy of a run with another seed, and with another perplexity of the test split, or none."""
+    shutil.copytree(run, folder)
+    with open(folder / "recipe.yaml", "a") as file:
+        file.write(f"train: {{seed: {number}}}\n")
+    (folder / "eval" / "test-step-200.json").unlink()
+    (folder / "eval" / "test-step-90.json").unlink()
+    if ppl is not None:
+        scores = {"token_ppl": ppl, "word_ppl": 14.0, "bits_per_byte": 1.5}
+        (folder / "eval" / "test-step-200.json").write_text(json.dumps({"step": 200, "perplexity": scores}))
+    return folder
+
+
+def test_runs_that_differ_in_their_seed_are_one_row(run: Path, tmp_path: Path) -> None:
+    runs = [seed(run, tmp_path / f"mine-{number}", number, ppl) for number, ppl in ((11, 8.0), (10, 7.0), (3, None))]
+    record = json.loads(pkmlm("compare", *runs[:2], run, "--format", "json").stdout)
+    assert [found["run"] for found in record["runs"]] == ["mine-11", "mine-10", "mine"], "each by itself, too"
+    (group,) = record["groups"]
+    assert (group["runs"], group["seeds"]) == (["mine", "mine-10", "mine-11"], [1, 10, 11])
+    assert (group["mean"]["test_token_ppl"], group["spread"]["test_token_ppl"]) == (pytest.approx(22 / 3), 0.5)
+    assert (group["mean"]["mean_kl"], group["spread"]["piqa"]) == (0.5, 0.0)
+    text = pkmlm("compare", *runs[:2]).stdout
+    assert "mine-{10,11}" in text
+    assert "7.50 +-0.50" in text.replace("\n", " ") or re.search(r"7\.50.*\n.*\+-0\.50", text)
+    assert "(n=1)" in pkmlm("compare", *runs[1:], "--format", "md").stdout, "one of two seeds was evaluated"
+    (row,) = csv.DictReader(io.StringIO(pkmlm("compare", *runs[:2], "--format", "csv").stdout))
+    shown = {
+        "run": "mine-{10,11}",
+        "seeds": "2",
+        "test_token_ppl": "7.5",
+        "test_token_ppl_spread": "0.5",
+        "dense": "1000",
+    }
+    assert row.items() >= shown.items()
+    assert "valid_loss_spread" not in row, "in which they agree"
+    latex = pkmlm("compare", *runs[:2], "--format", "latex").stdout
+    assert r"mine-\{10,11\} & 2 &" in latex
+    assert r"7.50 $\pm\,$0.50" in latex
+
+
+def test_runs_that_differ_in_more_are_rows_of_their_own(run: Path, tmp_path: Path) -> None:
+    again, unfinished, wider = (seed(run, tmp_path / name, number) for name, number in (("a", 1), ("b", 2), ("c", 3)))
+    (unfinished / "run.json").write_text('{"status": "stopped"}')
+    with open(wider / "recipe.yaml", "a") as file:
+        file.write("eval: {every: 7}\n")
+    for other in (again, unfinished, wider):
+        record = json.loads(pkmlm("compare", run, other, "--format", "json").stdout)
+        assert [group["runs"] for group in record["groups"]] == [["mine"], [other.name]]
+
+
+def test_speed_is_marked_unless_a_sweep_timed_models_side_by_side(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "sweep" / "cells").mkdir(parents=True)
+    cells = [Path(shutil.copytree(run, tmp_path / "sweep" / "cells" / name)) for name in ("one", "two")]
+    (cells[1] / "recipe.yaml").write_text("{}\n")
+    speed = []
+    for cell, rounds in zip(cells, ([9.0, 10.0, 99.0], [20.0]), strict=True):
+        recipe = hashlib.sha256(dump_recipe(RunDirectory(cell).recipe()).encode()).hexdigest()
+        speed.append({"point": {"model": cell.name}, "recipe": recipe, "tokens_per_second": rounds})
+    write_json(tmp_path / "sweep" / "results.json", signed({"speed": speed}))
+    assert [found["scoring_tokens_per_second"] for found in facts(*cells, run)] == [10, 20, None]
+    text = pkmlm("compare", *cells).stdout
+    assert "not timed side by side" in text
+    assert re.search(r"Scored", text)
+    shutil.copytree(tmp_path / "sweep", tmp_path / "again")
+    assert {found["scoring_tokens_per_second"] for found in facts(*cells, tmp_path / "again/cells/one")} == {None}
 
 
 def test_runs_of_one_name_are_told_apart_and_doubles_dropped(run: Path, tmp_path: Path) -> None:
@@ -296,6 +370,12 @@ def test_plots(run: Path, tmp_path: Path) -> None:
     done = pkmlm("compare", run, "--plots", tmp_path / "p")
     assert (tmp_path / "p" / "learning-curves.png").read_bytes()[:4] == b"\x89PNG"
     assert "learning-curves.png" in done.stderr
+    paper = ("--plot-format", "pdf,svg", "--plot-width", "3.3")
+    pkmlm("compare", run, "--plots", tmp_path / "paper", *paper, "--plot-over", "seconds")
+    assert {path.suffix for path in (tmp_path / "paper").iterdir()} == {".pdf", ".svg"}
+    assert "--plots" in pkmlm("compare", run, *paper, code=2).stderr, "nothing would be drawn"
+    for wrong in (["--plot-format", "png,jpeg"], ["--plot-width", "0"], ["--plot-over", "epochs"]):
+        pkmlm("compare", run, "--plots", tmp_path / "wrong", *wrong, code=2)
     assert str(tmp_path / "p") in pkmlm("compare", run, "--plots", tmp_path / "p", code=2).stderr
     (run / "metrics.jsonl").unlink()
     pkmlm("compare", run, "--plots", tmp_path / "q")

@@ -115,6 +115,8 @@ def test_a_sweep_trains_measures_and_tells(grid, tmp_path):
     assert results["trained_by"] == [told]
     assert {cell["tuned"]: cell["trained_by"] for cell in results["cells"]} == {"3e-3": 0, "1e-9": 0, "1000": None}
     assert results["speed"][0]["timed_on"]["device"] == trained["device"]
+    (compared,) = json.loads(pkmlm("compare", run, "--format", "json").stdout)["runs"]
+    assert compared["scoring_tokens_per_second"] == pytest.approx(1000 * point["measured"]["speed"]["mean"])
     times = {path: path.stat().st_mtime_ns for path in (folder / "cells").rglob("[!.]*.*")}
     again = pkmlm(*sweep)
     assert again.stdout == done.stdout
@@ -123,7 +125,10 @@ def test_a_sweep_trains_measures_and_tells(grid, tmp_path):
     assert kept["speed"] == results["speed"], "timed once, told twice"
     assert times == {path: path.stat().st_mtime_ns for path in (folder / "cells").rglob("[!.]*.*")}
     assert pkmlm(*sweep, "--table").stdout == done.stdout
-    assert pkmlm("sweep", grid, "-o", folder, "--table").stdout == done.stdout, "with the -s of last time"
+    again = pkmlm("sweep", grid, "-o", folder, "--table", "--plot-format", "pdf,svg", "--plot-width", 3.3)
+    assert again.stdout == done.stdout, "with the -s of last time"
+    assert (folder / "perplexity-by-slots.pdf").read_bytes().startswith(b"%PDF")
+    assert "![perplexity-by-slots](perplexity-by-slots.svg)" in (folder / "README.md").read_text()
     written = (folder / "results.json").read_text()
     # Another commit, where somebody commits meanwhile.
     publisher = {key: json.loads(written)[key] for key in ("published_by", "digest")}

@@ -6,10 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matplotlib import rc_context
 
 from pkmlm.analysis import plots
 from pkmlm.analysis.usage import MemoryUsage
 
+LOOK = plots.Look()
 RANDOM = np.random.default_rng(0)
 
 
@@ -49,23 +51,23 @@ def png_size(path: Path) -> tuple[int, int]:
 )
 def test_the_pictures_of_a_kind(tmp_path: Path, kind: str, heads: int, expected: set[str]) -> None:
     one = memory(kind, heads=heads)
-    drawn = plots.draw_usage(tmp_path / "new" / "folder", "my-run", [one], [valid(10), valid(20)])
+    drawn = plots.draw_usage(tmp_path / "new" / "folder", "my-run", [one], [valid(10), valid(20)], LOOK)
     assert {path.name for path in drawn} == {f"my-run-{name}.png" for name in expected}
-    assert {png_size(path) for path in drawn} == {(1200, 700)}
+    assert {png_size(path)[0] for path in drawn} == {1800}
     assert sorted(drawn) == sorted((tmp_path / "new" / "folder").iterdir())
 
 
 def test_nothing_is_drawn_of_nothing(tmp_path: Path) -> None:
     unread = MemoryUsage(1, "memory", "product-key", 0, *np.zeros((2, 1, 4)), np.zeros(1), np.zeros((1, 1)))  # type: ignore[arg-type]
-    assert plots.draw_usage(tmp_path, "r", [], []) == []
-    assert plots.draw_usage(tmp_path, "r", [unread], [valid(1, 0.0, None), train(1, 2.0)]) == []
-    assert plots.learning_curves({"a": [], "b": [train(1, None)]}) is None
+    assert plots.draw_usage(tmp_path, "r", [], [], LOOK) == []
+    assert plots.draw_usage(tmp_path, "r", [unread], [valid(1, 0.0, None), train(1, 2.0)], LOOK) == []
+    assert plots.draw_curves(tmp_path, {"a": [[]], "b": [[train(1, None)]]}, "tokens", LOOK) == []
     assert list(tmp_path.iterdir()) == []
 
 
 def test_slot_mass_falls_and_ends_where_use_ends() -> None:
     one = memory()
-    figure = plots.slot_mass("r", [one])
+    figure = plots.slot_mass("r", [one], LOOK)
     measured, uniform = figure.axes[0].lines
     mass = np.sort(one.masses_S[one.masses_S > 0])[::-1] / one.masses_S.sum()
     assert np.allclose(measured.get_ydata(), mass)
@@ -76,15 +78,12 @@ def test_slot_mass_falls_and_ends_where_use_ends() -> None:
     assert uniform.get_ydata().min() * one.reads > 1, "no slot is expected to be read so seldom"
     slots, mass = map(torch.from_numpy, uniform.get_data())  # numpy 1 has no trapezoid
     assert 0.3 < -torch.trapezoid(mass, slots).item() <= 1.05
-    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == [
-        "layer 3 memory",
-        "the same reads at random slots",
-    ]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["layer 3 memory", "random reading"]
 
 
 def test_map_is_the_square_of_slots_relative_to_uniform() -> None:
     one = memory()
-    image = plots.key_map("r", one).axes[0].images[0].get_array()
+    image = plots.key_map("r", one, LOOK).axes[0].images[0].get_array()
     expected = one.masses_S.reshape(6, 6) / one.masses_S.mean()
     assert np.allclose(image.filled(0), expected)
     assert (image.mask == (expected == 0)).all()
@@ -94,7 +93,7 @@ def test_large_maps_are_binned_and_keep_their_mean() -> None:
     n = 1100
     counts = RANDOM.integers(0, 3, (1, n * n))
     image = plots.key_map(
-        "r", MemoryUsage(1, "memory", "product-key", 9, counts, counts * 1.0, counts.sum(axis=1), np.eye(1))
+        "r", MemoryUsage(1, "memory", "product-key", 9, counts, counts * 1.0, counts.sum(axis=1), np.eye(1)), LOOK
     ).axes[0]
     relative = image.images[0].get_array()
     assert max(relative.shape) <= plots.MOST_PIXELS
@@ -106,23 +105,25 @@ def test_large_maps_are_binned_and_keep_their_mean() -> None:
 def test_overlap_writes_every_pair() -> None:
     one = memory(heads=3)
     assert one.overlap_HH is not None
-    texts = [text.get_text() for text in plots.head_overlap("r", one, one.overlap_HH).axes[0].texts]
+    axes = plots.head_overlap("r", one, one.overlap_HH, LOOK).axes[0]
+    texts = [text.get_text() for text in axes.texts]
     assert texts == [f"{100 * 7 / (one.reads / 3):.2f}"] * 6
 
 
 def test_buckets_of_the_first_and_last_table() -> None:
     one = memory("hash", heads=5)
-    figure = plots.buckets("r", 3, [one])
+    figure = plots.buckets("r", 3, [one], LOOK)
+    assert len({axes.get_ylim() for axes in figure.axes}) == 1
     for axes, table in zip(figure.axes, (0, 4), strict=True):
         drawn = axes.patches[0].get_data().values
         assert np.allclose(drawn, 100 * one.counts_HK[table] / one.counts_HK[table].sum())
         assert axes.lines[0].get_ydata()[0] == pytest.approx(100 / 36), "the uniform line"
         assert f"table {table + 1} of 5" in axes.get_title()
-    assert len(plots.buckets("r", 3, [memory("hash", heads=1)]).axes) == 1
+    assert len(plots.buckets("r", 3, [memory("hash", heads=1)], LOOK).axes) == 1
 
 
 def test_usage_over_training_is_that_of_the_valid_events() -> None:
-    figure = plots.usage_over_training("r", [valid(10, 0.25, 2.0), train(15, 3.0), valid(20, 0.75, 1.0)])
+    figure = plots.usage_over_training("r", [valid(10, 0.25, 2.0), train(15, 3.0), valid(20, 0.75, 1.0)], LOOK)
     assert figure is not None
     usage, kl = (axes.lines[0] for axes in figure.axes)
     assert usage.get_xdata().tolist() == [10, 20]
@@ -134,33 +135,73 @@ def test_many_memories_are_thinned_by_layers() -> None:
     layers = [layer for layer in range(1, 25) for _ in range(3)]
     assert [layers[index] for index in plots.spread(layers)[0]] == [1, 1, 1, 24, 24, 24]
     assert plots.spread([6, 12]) == ([0, 1], None)
-    mass = plots.slot_mass("r", [memory("hash", layer=layer) for layer in layers]).axes[0]
-    assert sum(str(line.get_label()).startswith("layer ") for line in mass.lines) == 6
+    mass = plots.slot_mass("r", [memory("hash", layer=layer) for layer in layers], LOOK)
+    assert sum(str(line.get_label()).startswith("layer ") for line in mass.axes[0].lines) == 6
     entries = [valid(10)["usage"][0] | {"layer": layer, "name": f"of {number}"} for number, layer in enumerate(layers)]  # type: ignore[index]
-    training = plots.usage_over_training("r", [valid(10) | {"usage": entries}])
+    training = plots.usage_over_training("r", [valid(10) | {"usage": entries}], LOOK)
     assert training is not None
-    assert [axes.get_legend().get_title().get_text() for axes in (mass, training.axes[0])] == ["2 of 24 layers"] * 2
+    assert [each.legends[0].get_title().get_text() for each in (mass, training)] == ["2 of 24 layers"] * 2
 
 
 def test_learning_curves() -> None:
-    many = [train(step, 5 - step / 4000) for step in range(1, 4001)]
-    figure = plots.learning_curves({"a": [*many, valid(2000)], "_b": many[:10]})
+    many = [train(step, 5 - step / 4000 + 0.5 * (-1) ** step) for step in range(1, 4001)]
+    figure = plots.learning_curves({"a": [[*many, valid(2000)], many], "_b": [many[:10]]}, "steps", LOOK)
     assert figure is not None
-    thin, points, other = figure.axes[0].lines
+    thin, points, twin, other = figure.axes[0].lines
     assert len(thin.get_xdata()) == plots.MOST_POINTS
-    assert thin.get_ydata().mean() == pytest.approx(5 - 4001 / 8000), "neighbours are averaged, none left out"
+    assert np.allclose(thin.get_ydata()[100:], 5 - thin.get_xdata()[100:] / 4000, atol=0.02), "the noise is gone"
     assert points.get_ydata().tolist() == [9 / 2000]
     assert len(other.get_xdata()) == 10
-    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == ["a", " _b"]
+    assert twin.get_color() == thin.get_color() != other.get_color(), "seeds share a colour"
+    shown = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert shown == ["a", " _b", "training", "validation"]
+
+
+def test_learning_curves_over_tokens_and_seconds() -> None:
+    events = [
+        train(step, 3.0) | {"tokens": 100 * step, "tokens_per_second": speed} for step, speed in ((1, 50), (3, 200))
+    ]
+    events.append(valid(2))
+    for over, trained, validated in (("tokens", [100, 300], [200]), ("seconds", [2, 3], [2.5])):
+        assert plots.points(events, "train", over)[:, 0].tolist() == trained
+        assert plots.points(events, "valid", over)[:, 0].tolist() == validated
+    assert not len(plots.points([train(1, 3.0)], "train", "tokens")), "a log that does not say"
+
+
+def test_pictures_for_a_paper(tmp_path: Path) -> None:
+    """As wide as asked, in each format, without a title; whatever is in them lies within."""
+    look, eight, hashes = plots.Look(("png", "pdf", "svg"), 3.0), memory(heads=8), memory("hash", heads=3)
+    curves = {"run": [[valid(10), train(20, 3.0)]], "a long name of another run": [[valid(10)]]}
+    drawn = plots.draw_curves(tmp_path, curves, "steps", look)
+    assert [path.name for path in drawn] == [f"learning-curves.{format}" for format in ("png", "pdf", "svg")]
+    assert png_size(drawn[0])[0] == 900
+    assert eight.overlap_HH is not None
+    with rc_context(plots.STYLE):
+        figures = [
+            plots.learning_curves(curves, "steps", look),
+            plots.slot_mass("run", [eight, hashes], look),
+            plots.key_map("run", eight, look),
+            plots.buckets("run", 3, [hashes], look),
+            plots.usage_over_training("run", [valid(10), valid(20)], look),
+            plots.head_overlap("run", eight, eight.overlap_HH, look),
+        ]
+        for figure in figures:
+            assert figure is not None
+            assert figure.get_suptitle() == ""
+            figure.draw_without_rendering()
+            needed, page = figure.get_tightbbox().extents, figure.bbox_inches.extents
+            assert (needed[:2] > -0.02).all()
+            assert (needed[2:] < page[2:] + 0.02).all()
+    cells = figure.axes[0].bbox
+    assert cells.width == pytest.approx(cells.height)
 
 
 def test_strange_run_names(tmp_path: Path) -> None:
     names = ["../$x^$ \x1b[31m\n" + "long" * 60, "\u65e5" * 85]  # the second is 255 bytes long
     for name in names:
-        path = tmp_path / f"{plots.file_name(name)}-overlap-layer-12-memory.png"
-        plots.save(path, plots.slot_mass(name, [memory()]))
+        stem = f"{plots.file_name(name)}-overlap-layer-12-memory"
+        (path,) = LOOK.save(tmp_path, stem, plots.slot_mass(name, [memory()], LOOK))
         assert path.parent == tmp_path
         assert path.name.isprintable()
-        assert png_size(path) == (1200, 700)
     assert len({plots.file_name(name) for name in ("a b", "a-b", "a/b", "a@2", "a-2", ".a", "a")}) == 7
     assert plots.file_name("runs/one/" + "same/" * 20) != plots.file_name("runs/two/" + "same/" * 20)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pkmlm.analysis.plots import Look
 from pkmlm.errors import UserError
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.nodes import parse, yaml_text
@@ -21,6 +22,7 @@ from pkmlm.sweep.results import Results, Speed, SweepFolder
 from pkmlm.sweep.verdicts import pairs_of, rank_correlations, verdict
 from tests.conftest import ROOT
 
+LOOK = Look()
 BASE = """name: base
 model:
   dim: 32
@@ -315,30 +317,33 @@ def test_a_figure_has_a_panel_for_the_paper_and_a_line_for_each_value(folder):
     cells = Cells(grid_of(folder), folder / "base.yaml")
     results = Results(cells.grid, cells, {point: {} for point in P})
     by_slots, by_usage = cells.grid.figures
-    assert picture(results, by_slots) is None, "nothing measured, nothing drawn"
+    assert picture(results, by_slots, LOOK) is None, "nothing measured, nothing drawn"
     lines = [[point for point in P if point[1] == norm] for norm in ("yes", "no")]
     for point in lines[0] + lines[1]:
         if point == lines[1][0]:
-            half, _ = picture(results, by_slots).axes
-            assert [text.get_text() for text in half.get_legend().get_texts()] == ["yes"], "the other is not measured"
+            half = picture(results, by_slots, LOOK)
+            assert [len(axes.containers) for axes in half.axes] == [1, 2], "the other is not measured"
+            assert [text.get_text() for text in half.legends[0].get_texts()] == ["yes", "no"]
         usage = [] if point[0] == "none" else [{"layer": 2, "name": "memory", "mass": {"usage": 0.5, "kl": 1.0}}]
         facts = {"valid_loss": 1.0, "test_token_ppl": 20.0, "usage": usage}
         for cell in cells.tuning(point):
             results.add(Outcome(cell, "measured", facts))
-    canvas = picture(results, by_slots)
+    canvas = picture(results, by_slots, LOOK)
     assert canvas is not None
     measured, paper = canvas.axes
-    assert [text.get_text() for text in measured.get_legend().get_texts()] == ["no", "yes"]
+    assert [text.get_text() for text in canvas.legends[0].get_texts()] == ["no", "yes"]
+    ratios = [high / low for low, high in (axes.get_ylim() for axes in (measured, paper))]
+    assert ratios[0] == pytest.approx(ratios[1]), "equal slopes are equal ratios"
     assert [tick.get_text() for tick in paper.get_xticklabels()] == ["none", "64", "256"]
-    against = picture(results, by_usage)
+    against = picture(results, by_usage, LOOK)
     assert against is not None
-    assert against.get_suptitle() == "Size and norm (1 of 2 seeds at some points)"
     (panel,) = against.axes  # the paper gives no usage
+    assert panel.get_title() == "measured\n(some: 1 of 2 seeds)"
     assert len(panel.texts) == 4, "the point without a memory has no usage"
     (given,) = (line for line in GRID.splitlines() if "{none: [23.0]" in line)
     alike = "  perplexity: {64: [20.5, 20.5]}\n  usage: {64: [0.7, 0.7]}"
     results.grid = grid_of(folder, GRID.replace(given, alike))
-    assert len(picture(results, by_usage).axes) == 1, "one place of the paper's is no picture"
+    assert len(picture(results, by_usage, LOOK).axes) == 1, "one place of the paper's is no picture"
 
 
 def test_a_stroke_joins_points_that_differ_along_one_axis(folder):
@@ -353,13 +358,13 @@ def test_a_stroke_joins_points_that_differ_along_one_axis(folder):
         results.add(Outcome(cell, "measured", {"test_token_ppl": 20.0, "usage": usage}))
         for other in cells.others(cell):
             results.add(Outcome(other, "measured", {"test_token_ppl": 21.0, "usage": usage}))
-    canvas = picture(results, cells.grid.figures[0])
-    assert canvas.get_suptitle() == "Size and norm", "no point lacks a seed"
+    canvas = picture(results, cells.grid.figures[0], LOOK)
     (panel,) = canvas.axes
+    assert (canvas.get_suptitle(), panel.get_title()) == ("Size and norm", ""), "no point lacks a seed"
     assert [len(stroke[0].get_xdata()) for stroke in panel.containers] == [2, 2, 2, 2]
     names = [f"{depth} slots {slots}" for depth in ("shallow", "deep") for slots in (64, 256)]
     assert [name.get_text() for name in panel.texts] == names * 2
-    assert [name.get_text() for name in panel.get_legend().get_texts()] == ["no", "yes"]
+    assert [name.get_text() for name in canvas.legends[0].get_texts()] == ["no", "yes"]
 
 
 def test_a_speed_is_that_of_the_recipe_that_was_timed(folder):

@@ -101,6 +101,23 @@ def test_markdown() -> None:
     ]
 
 
+def test_latex() -> None:
+    columns = [Column("Run_a"), number("x %"), number("y")]
+    text = Table("A & B", columns, [["a_{1,2}#", "0.5 +-0.1", -1.5], ["~$^\\", "7%", None]], "a note").render("latex")
+    lines = text.splitlines()
+    assert r"\caption{A \& B. a note}" in lines
+    assert r"\begin{tabular}{lrr}" in lines
+    rows = lines[lines.index(r"\toprule") : lines.index(r"\end{tabular}")]
+    assert rows == [
+        r"\toprule",
+        r"Run\_a & x \% & y \\",
+        r"\midrule",
+        r"a\_\{1,2\}\# & 0.5 $\pm\,$0.1 & $-$1.5 \\",
+        r"$\sim$\$\textasciicircum{}\textbackslash{} & 7\% & -- \\",
+        r"\bottomrule",
+    ]
+
+
 def test_csv_and_json_keep_every_digit() -> None:
     table = Table("Title", COLUMNS, ROWS)
     assert list(csv.reader(io.StringIO(table.render("csv")))) == [
