@@ -29,6 +29,7 @@ setup(
         "numpy>=1.26,<3",
         "click>=8.4.2,<9",
         "sentencepiece>=0.2.3,<0.3",
+        "tokenizers>=0.22,<0.24",
         "rich>=14.3.2,<16",
         "pyyaml>=6.0,<7",
         "safetensors>=0.5,<1",

@@ -18,7 +18,7 @@ from pkmlm.data.sources import expand_glob
 from pkmlm.errors import UserError, printable
 from pkmlm.evaluate.documents import TextChoice, chosen_documents
 from pkmlm.export.config import CONFIG, is_export
-from pkmlm.runs.directory import RunDirectory
+from pkmlm.runs.directory import RunDirectory, tokenizer_file
 from pkmlm.runs.files import MANIFEST, entry_of, json_text, sha256_of
 from pkmlm.runs.results import USAGE, read_usage, split_name, text_name, usage_stem, write_arrays, write_usage
 
@@ -223,7 +223,7 @@ def export_usage(path: Path, report: RunUsage) -> None:
     elif (folder / MANIFEST).exists():
         sha256 = sha256_of(folder / MANIFEST)
     else:
-        files = [folder / CONFIG, folder / "tokenizer.model", *sorted(folder.glob("*.safetensors"))]
+        files = [folder / CONFIG, tokenizer_file(folder), *sorted(folder.glob("*.safetensors"))]
         sha256 = hashlib.sha256(json_text({file.name: entry_of(file) for file in files}).encode()).hexdigest()
     arrays: dict[str, Any] = {key: np.array(entry[key]) for key in ("run", "step", "split")} | {
         "sha256": np.array(sha256)

@@ -18,8 +18,8 @@ from pkmlm.errors import printable
 
 # setup.py asks for the same; a test compares. (importlib.metadata knows it only where pkmlm is installed.)
 NEEDED = (
-    *("torch", "numpy", "numba", "sentencepiece", "click", "rich", "pyyaml", "safetensors", "zstandard", "pyarrow"),
-    *("matplotlib", "psutil", "pydantic", "lm-eval", "datasets", "huggingface-hub", "jinja2"),
+    *("torch", "numpy", "numba", "sentencepiece", "tokenizers", "click", "rich", "pyyaml", "safetensors", "zstandard"),
+    *("pyarrow", "matplotlib", "psutil", "pydantic", "lm-eval", "datasets", "huggingface-hub", "jinja2"),
 )
 OPTIONAL = ("transformers", "tensorboard", "wandb")  # setup.py's extras hf and sinks
 OLDEST_TORCH = (2, 11)

@@ -48,7 +48,8 @@ def command(run_path: str, output: str, step: str, dtype: str, force: bool) -> N
     warn_each(run.alterations())
     origin = Origin(loaded.name, loaded.step, loaded.tokens)
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
-    card = card_of(loaded.recipe, origin, parameters, dtype, known_scores(run, loaded.step))
+    scores, package = known_scores(run, loaded.step), loaded.tokenizer.package
+    card = card_of(loaded.recipe, origin, parameters, dtype, scores, package)
     size = write_export(folder, loaded.model, loaded.recipe, loaded.tokenizer, origin, card, dtype=dtype, force=force)
     click.echo(
         f"{printable(output)}: {printable(loaded.name)} at step {loaded.step:,}, {parameters:,} parameters, "

@@ -76,7 +76,7 @@ def parse_part(context: click.Context, parameter: click.Parameter, value: str | 
     "model",
     type=click.Path(readable=False, path_type=Path),
     metavar="FILE",
-    help="Use this SentencePiece model and learn none.",
+    help="Use this SentencePiece model, or this tokenizer.json of a byte-level BPE, and learn none.",
 )
 @click.option("--format", type=click.Choice(["txt", "jsonl", "parquet"]), help="Format of all input. Default: by name.")
 @field_option
@@ -123,6 +123,7 @@ def command(
           --separator '\\n\\n\\n' -o data/novels
       pkmlm tokenize 'wiki/*.jsonl.gz' --vocab-size 32000 -o data/wiki
       zcat news.gz | pkmlm tokenize - --tokenizer my.model -o data/news
+      pkmlm tokenize book.txt --tokenizer gpt2/tokenizer.json -o data/book
 
     \b
     On three machines (I is 1, 2 or 3), and then on one:

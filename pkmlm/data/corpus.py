@@ -1,7 +1,7 @@
 """A folder of tokens: what it says about itself, and reading it, mapped into memory and checked block by block.
 
-`index.json` (of a part of a corpus `part.json`) is written last and checked first. Beside it are `tokenizer.model`, and
-for each split
+`index.json` (of a part of a corpus `part.json`) is written last and checked first. Beside it are the tokenizer
+(`tokenizer.model` or `tokenizer.json`), and for each split
   SPLIT-00000.bin ...  token ids, little-endian, each document followed by `eos`;
   SPLIT.documents      little-endian int64: where each document begins, then the number of tokens;
   SPLIT.hashes         sha256 digests (32 bytes) of every 256 KiB of the shards, then of SPLIT.documents.
@@ -20,17 +20,19 @@ from pydantic.dataclasses import dataclass
 
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError, read_errors
+from pkmlm.runs.directory import tokenizer_file
 from pkmlm.runs.files import json_text, open_file, read_bytes, read_json, size_of, write_json
 
 FORMAT = "pkmlm-tokens-1"
 PART_FORMAT = "pkmlm-tokens-part-2"
 FILE = "index.json"
 PART = "part.json"  # replaces index.json in a folder that holds one part of a corpus
-TOKENIZER = "tokenizer.model"
 HASHED = 256 << 10  # bytes that one digest covers
 DIGEST = 32  # bytes of a sha256
 TOKEN_BYTES = {"uint16": 2, "uint32": 4}
-OWN_FILES = re.compile(r"(index|part)\.json|tokenizer\.model|(train|valid|test)(-\d{5}\.bin|\.documents|\.hashes)")
+OWN_FILES = re.compile(
+    r"(index|part)\.json|tokenizer\.(model|json)|(train|valid|test)(-\d{5}\.bin|\.documents|\.hashes)"
+)
 
 STRICT = ConfigDict(extra="forbid", strict=True)
 Count = Annotated[int, Field(ge=0)]
@@ -151,7 +153,7 @@ def read_index(folder: Path) -> Index:
             )
         raise UserError(f"{folder} holds no tokens (expected {FILE})", f"make them: pkmlm tokenize TEXT... -o {folder}")
     index = read_stamped(path, Index, FORMAT)
-    listed = {FILE, TOKENIZER}
+    listed = {FILE, tokenizer_file(folder).name}
     for name, split in index.splits.items():
         listed |= {f"{name}.documents", f"{name}.hashes", *(shard.name for shard in split.shards)}
     own = {entry.name for entry in folder.iterdir() if OWN_FILES.fullmatch(entry.name)}
@@ -392,5 +394,5 @@ def open_tokenizer(folder: str | Path, index: Index | None = None) -> Tokenizer:
     Raises:
         UserError: it is missing, or is not the one that made the tokens.
     """
-    path = Path(folder) / TOKENIZER
+    path = tokenizer_file(Path(folder))
     return Tokenizer(read_checked(path, (index or read_index(Path(folder))).tokenizer_sha256), str(path))

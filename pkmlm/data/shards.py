@@ -18,7 +18,6 @@ import numpy as np
 
 from pkmlm.data.corpus import (
     HASHED,
-    TOKENIZER,
     Index,
     Origin,
     Part,
@@ -29,7 +28,7 @@ from pkmlm.data.corpus import (
 )
 from pkmlm.data.overlap import overlap_warnings
 from pkmlm.data.sources import STANDARD_INPUT, Source, find_sources, rereadable
-from pkmlm.data.text import FIELD, Chunk, Tally, check_separator_and_field, read_chunks
+from pkmlm.data.text import AT_LINES, FIELD, Chunk, Cuts, Tally, check_separator_and_field, read_chunks
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
 from pkmlm.runs.files import writing, writing_folder
@@ -85,7 +84,7 @@ def tokenize(
     Args:
         folder: where to write; see `write_corpus`.
         files: the files, globs or `-` of each split; those without any are left out.
-        model: a SentencePiece model; None: learn one, of `vocab_size` ids (None: the default) and `model_type`.
+        model: the file of a tokenizer; None: learn one, of `vocab_size` ids (None: the default) and `model_type`.
         format: the format of all files; None: by name.
         separator, field: where the text and its documents are; see `read_chunks`.
         part: (which, of how many) to write instead of the whole corpus; see `write_corpus`.
@@ -174,7 +173,8 @@ def write_corpus(
         }
     streams = {}
     for split, inputs in own.items():
-        reader = SplitReader(split, inputs, encoding.separator, encoding.field, encoding.progress)
+        cuts = encoding.tokenizer.cuts
+        reader = SplitReader(split, inputs, encoding.separator, encoding.field, encoding.progress, cuts)
         arrays = encode_batches(reader, encoding.tokenizer, encoding.jobs)
         streams[split] = TokenStream(arrays, reader.tally, reader.origins)
     with writing_folder(folder, replace=replace) as place:
@@ -207,6 +207,7 @@ class SplitReader:
     separator: str | None
     field: str
     progress: Progress
+    cuts: Cuts = AT_LINES
     tally: Tally = dataclasses.field(default_factory=Tally)
     origins: list[Origin] = dataclasses.field(default_factory=list)
     done: int = 0
@@ -225,7 +226,7 @@ class SplitReader:
         size = 0
         for source in self.sources:
             with source.open() as stream:
-                for chunk in read_chunks(stream, self.separator, self.field):
+                for chunk in read_chunks(stream, self.separator, self.field, self.cuts):
                     self.tally.add(chunk)
                     if chunk.text:
                         batch.append(chunk)
@@ -290,7 +291,7 @@ def write_splits(
     place: Path, streams: Mapping[str, TokenStream], tokenizer: Tokenizer, separator: str | None, shard_bytes: int
 ) -> Index:
     """Write the files of a corpus, or of a part of one, without its index, which is returned; splits may be empty."""
-    with writing(place / TOKENIZER) as file:
+    with writing(place / tokenizer.file) as file:
         file.write(tokenizer.model_bytes)
     splits = {name: write_tokens(place, name, stream, tokenizer.eos, shard_bytes) for name, stream in streams.items()}
     dtype = dtype_for(tokenizer.size)

@@ -18,16 +18,34 @@ from pkmlm.data.sources import STANDARD_INPUT, Source, Stream, temporary_copy
 from pkmlm.errors import UserError
 from pkmlm.runs.files import open_file
 
-WINDOW = 2048  # characters: BPE slows down on long strings
-LAST_SINGLE_SPACE = re.compile(r".*[^ ](?= [^ ])", re.DOTALL)
+WINDOW = 2048  # characters: SentencePiece's BPE slows down on long strings
 FIELD = "text"  # the usual name of the key or column that holds the text
 LINE_LIMIT = 128 << 20  # characters of one line of JSON, which must be read whole
 ROWS = 64  # rows of a parquet file that are read at a time
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
+class Cuts(NamedTuple):
+    """Where documents are cut.
+
+    Attributes:
+        window: the most characters of a chunk.
+        places: what a chunk should match whole, with some text after it: its end falls where the first of these finds
+            one in the window, the longest, or where the window ends.
+    """
+
+    window: int
+    places: tuple[re.Pattern[str], ...]
+
+
+# After a newline, else before a single space: neither changes an id of a SentencePiece BPE that is learnt here.
+AT_LINES = Cuts(WINDOW, (re.compile(r".*\n(?=.)", re.DOTALL), re.compile(r".*[^ ](?= [^ ])", re.DOTALL)))
+# After a letter or digit, before white space: the rules by which byte-level BPEs find words always divide there.
+AFTER_WORDS = Cuts(1 << 16, (re.compile(r".*[^\W_](?=[ \t\r\n])", re.DOTALL),))
+
+
 class Chunk(NamedTuple):
-    """A part of a document, of 1 to 2048 characters; an empty document is one empty chunk."""
+    """A part of a document, not empty and within the window of its cuts; an empty document is one empty chunk."""
 
     text: str
     ends_document: bool
@@ -64,22 +82,25 @@ class Tally:
             self.after_space = False
 
 
-def read_chunks(stream: Stream, separator: str | None = None, field: str = FIELD) -> Iterator[Chunk]:
+def read_chunks(
+    stream: Stream, separator: str | None = None, field: str = FIELD, cuts: Cuts = AT_LINES
+) -> Iterator[Chunk]:
     """The documents of one source, in chunks.
 
     Args:
         stream: `source.open()`; the source says what format it has.
         separator: what stands between the documents of a text file; None: the file is one document.
         field: the key of a JSON line, or the column of a parquet file, that holds the text; null is an empty document.
+        cuts: where the documents are cut.
 
     Raises:
         UserError: damaged data, bad UTF-8 (names the byte of the decompressed stream), a bad line or row.
     """
     if stream.source.format == "txt":
-        return cut(split_documents(decode(stream), separator))
+        return cut(split_documents(decode(stream), separator), cuts)
     if stream.source.format == "jsonl":
-        return cut(json_documents(stream, field))
-    return cut(parquet_documents(stream, field))
+        return cut(json_documents(stream, field), cuts)
+    return cut(parquet_documents(stream, field), cuts)
 
 
 def read_documents(stream: Stream, separator: str | None = None, field: str = FIELD) -> Iterator[str]:
@@ -109,42 +130,32 @@ def check_separator_and_field(sources: Iterable[Source], separator: str | None, 
 # Chunks
 
 
-def cut(pieces: Iterable[tuple[str, bool]]) -> Iterator[Chunk]:
-    """Cut documents into chunks of at most 2048 characters.
-
-    A cut falls after the last newline of the window; if there is none, before its last single space; if there is none
-    of these either, at its end. The first two kinds of cut change no id of a BPE model that is learnt here.
+def cut(pieces: Iterable[tuple[str, bool]], cuts: Cuts = AT_LINES) -> Iterator[Chunk]:
+    """Cut documents into chunks.
 
     Args:
         pieces: (text, whether the document ends here), of any length; the chunks do not depend on where they end.
+        cuts: where.
     """
     rest = ""
     for text, ends in pieces:
         rest = rest + text if rest else text
         start = 0
-        while len(rest) - start > WINDOW:
-            stop = cut_before(rest, start)
-            yield Chunk(rest[start:stop], False)
-            start = stop
+        while len(rest) - start > cuts.window:
+            stop = start + cuts.window
+            found = (place.match(rest, start, stop + 1) for place in cuts.places)
+            end = next((match.end() for match in found if match), stop)
+            yield Chunk(rest[start:end], False)
+            start = end
         rest = rest[start:]
         if ends:
             yield Chunk(rest, True)
             rest = ""
 
 
-def cut_before(text: str, start: int) -> int:
-    """Where the chunk that begins at `start` ends; more than a window of text must follow."""
-    stop = start + WINDOW
-    newline = text.rfind("\n", start, stop)
-    if newline >= 0:
-        return newline + 1
-    space = LAST_SINGLE_SPACE.match(text, start, stop + 1)
-    return space.end() if space else stop
-
-
-def chunks_of(text: str) -> list[str]:
+def chunks_of(text: str, cuts: Cuts = AT_LINES) -> list[str]:
     """The chunks of one document that is held whole."""
-    return [chunk.text for chunk in cut([(text, True)]) if chunk.text]
+    return [chunk.text for chunk in cut([(text, True)], cuts) if chunk.text]
 
 
 # Text files

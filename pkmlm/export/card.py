@@ -12,12 +12,15 @@ from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.results import EVAL, Altered, perplexity_file, read_evaluation
 
 
-def card_of(recipe: Recipe, origin: Origin, parameters: int, dtype: str, scores: dict[str, dict[str, Any]]) -> str:
+def card_of(
+    recipe: Recipe, origin: Origin, parameters: int, dtype: str, scores: dict[str, dict[str, Any]], package: str
+) -> str:
     """A short page: what the model is, what it was trained on, how well it predicts, how to load it.
 
     Args:
         parameters: of the whole model.
         scores: "token_ppl" and "bits_per_byte" by what was scored, see `known_scores`.
+        package: what the tokenizer needs.
     """
     model = recipe.model
     length = min(40, model.context // 2)  # the model sees no further than its context
@@ -53,7 +56,7 @@ inputs = tokenizer("It was", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens={length})[0], skip_special_tokens=True))
 ```
 
-`path` is this folder. The tokenizer (it needs `pip install sentencepiece`) loses nothing: every text comes back from
+`path` is this folder. The tokenizer (it needs `pip install {package}`) loses nothing: every text comes back from
 decoding. It puts the end-of-document token before a text, as training did; `add_special_tokens=False` leaves it out.
 """
 

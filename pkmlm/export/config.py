@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from pkmlm.data.tokenizer import Tokenizer
 
 CONFIG = "config.json"
-CODE = ("configuration_pkmlm.py", "modeling_pkmlm.py", "memory_pkmlm.py", "tokenization_pkmlm.py")
+TOKENIZER_CODE = "tokenization_pkmlm.py"
+CODE = ("configuration_pkmlm.py", "modeling_pkmlm.py", "memory_pkmlm.py", TOKENIZER_CODE)
 MODEL_TYPE = "pkmlm"
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -72,22 +73,17 @@ def config_of(recipe: Recipe, rows: int, tokenizer: "Tokenizer", origin: Origin,
 
 
 def special_ids(tokenizer: "Tokenizer") -> dict[str, int]:
-    """The document separator begins and ends a text; padding is the unknown token, which no text needs."""
+    """The document separator begins and ends a text."""
     return {
         "bos_token_id": tokenizer.eos,
         "eos_token_id": tokenizer.eos,
-        "pad_token_id": tokenizer.unknown,
+        "pad_token_id": tokenizer.pad,
     }
 
 
-def tokenizer_config(context: int) -> dict[str, Any]:
+def tokenizer_config(tokenizer: "Tokenizer", context: int) -> dict[str, Any]:
     """The content of tokenizer_config.json; a model that continues texts is padded on the left."""
-    return {
-        "auto_map": {"AutoTokenizer": ["tokenization_pkmlm.PkmlmTokenizer", None]},
-        "tokenizer_class": "PkmlmTokenizer",
-        "model_max_length": context,
-        "padding_side": "left",
-    }
+    return {**tokenizer.transformers_config, "model_max_length": context, "padding_side": "left"}
 
 
 def read_config(path: Path) -> tuple[Recipe, Origin]:

@@ -22,6 +22,7 @@ from pkmlm.export.config import (
     CODE,
     CONFIG,
     MODEL_TYPE,
+    TOKENIZER_CODE,
     Origin,
     config_of,
     read_config,
@@ -32,6 +33,7 @@ from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.constraints import require_softmax
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.checkpoint import check_tensors, write_tensors
+from pkmlm.runs.directory import TOKENIZERS, tokenizer_file
 from pkmlm.runs.files import (
     MANIFEST,
     check_files,
@@ -47,7 +49,6 @@ from pkmlm.runs.files import (
 )
 
 VERSION = 1
-TOKENIZER = "tokenizer.model"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -70,7 +71,7 @@ def check_free(path: Path, force: bool) -> None:
     entries = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
     if entries and not force:
         raise UserError(f"-o {path} is not empty", "choose another folder, or add --force to replace an export")
-    known = {*CODE, CONFIG, TOKENIZER, MANIFEST, *OTHERS}
+    known = {*CODE, CONFIG, *TOKENIZERS, MANIFEST, *OTHERS}
     foreign = [name for name in entries if name not in known and not SHARD.fullmatch(name)]
     if foreign:
         raise UserError(f"-o {path} holds {foreign[0]}, which no export wrote", "choose another folder")
@@ -115,13 +116,16 @@ def write_export(
         spare = list(range(tokenizer.size, rows))  # rows of the embedding that are no pieces
         generation = special_ids(tokenizer) | ({"suppress_tokens": spare} if spare else {})
         write_json(folder / "generation_config.json", generation)
-        write_json(folder / TOKENIZER_CONFIG, tokenizer_config(recipe.model.context))
-        with writing(folder / TOKENIZER) as file:
+        settings = tokenizer_config(tokenizer, recipe.model.context)
+        write_json(folder / TOKENIZER_CONFIG, settings)
+        with writing(folder / tokenizer.file) as file:
             file.write(tokenizer.model_bytes)
-        for name in CODE:
+        code = [name for name in CODE if name != TOKENIZER_CODE or "auto_map" in settings]
+        for name in code:
             write_text(folder / name, Path(__file__).with_name(name).read_text(encoding="utf-8"))
         write_text(folder / "README.md", card)
-        entries = {name: entry_of(folder / name) for name in [WHOLE, CONFIG, TOKENIZER, TOKENIZER_CONFIG, *CODE]}
+        hashed = [WHOLE, CONFIG, tokenizer.file, TOKENIZER_CONFIG, *code]
+        entries = {name: entry_of(folder / name) for name in hashed}
         write_json(folder / MANIFEST, {"version": VERSION, "files": entries})
     return size
 
@@ -180,7 +184,7 @@ def read_export(path: Path, device: torch.device) -> Export:
         verify(path)
     recipe, origin = read_config(path / CONFIG)
     try:
-        tokenizer = Tokenizer.load(path / TOKENIZER)
+        tokenizer = Tokenizer.load(tokenizer_file(path))
     except UserError as error:
         raise UserError(error.message, error.hint or HINT, exit_code=1) from None
     rows = recipe.model.vocab_size or tokenizer.size
@@ -199,7 +203,7 @@ def verify(path: Path) -> None:
         UserError: (exit code 1) one is missing or has other bytes, or it is no manifest of this version.
     """
     files = read_manifest(path, "export", VERSION, CHANGED, version_exit_code=1)["files"]
-    if not {CONFIG, TOKENIZER} <= files.keys() or any("/" in name for name in files):
+    if CONFIG not in files or files.keys().isdisjoint(TOKENIZERS) or any("/" in name for name in files):
         raise UserError(f"{path / MANIFEST} is no manifest of an export", CHANGED, exit_code=1)
     for name in files:
         if not exists(path / name):

@@ -23,10 +23,12 @@ from pkmlm.runs.files import (
     read_bytes,
     read_json,
     refuse_link,
+    remove_file,
     remove_leftovers,
     sha256_of,
     write_json,
     write_text,
+    writing,
 )
 from pkmlm.runs.results import (
     EVAL,
@@ -42,10 +44,17 @@ from pkmlm.runs.results import (
 
 CHECKPOINT = re.compile(r"step-([0-9]{8,18})")
 STEP = re.compile(r"[0-9]{1,18}")
+# A run, a folder of tokens and an export hold one of these.
+TOKENIZERS = (SENTENCEPIECE_FILE, BYTE_LEVEL_FILE) = ("tokenizer.model", "tokenizer.json")
 # What a run keeps in its folder, besides what is measured later.
-OWN = {"recipe.yaml", "run.json", "metrics.jsonl", "train.log", "tokenizer.model", "checkpoints"}
+OWN = {"recipe.yaml", "run.json", "metrics.jsonl", "train.log", *TOKENIZERS, "checkpoints"}
 OWN |= {"best", "latest", "done"}
 CHOOSE = "choose another -o"
+
+
+def tokenizer_file(folder: Path) -> Path:
+    """The tokenizer in a folder; if there is none, the usual one, which is then missing."""
+    return next((folder / name for name in TOKENIZERS if (folder / name).exists()), folder / SENTENCEPIECE_FILE)
 
 
 class RunDirectory:
@@ -60,7 +69,6 @@ class RunDirectory:
         self.recipe_file = self.path / "recipe.yaml"
         self.metrics_file = self.path / "metrics.jsonl"
         self.log_file = self.path / "train.log"
-        self.tokenizer_file = self.path / "tokenizer.model"
         self.checkpoints = self.path / "checkpoints"
         self.name = os.path.basename(os.path.realpath(self.path))
         self.held: Callable[[], bool] = lambda: True
@@ -277,6 +285,17 @@ class RunDirectory:
         """The sha256 of the first `size` bytes of metrics.jsonl."""
         log = read_bytes(self.metrics_file) if self.metrics_file.exists() else b""
         return hashlib.sha256(log[:size]).hexdigest()
+
+    @property
+    def tokenizer_file(self) -> Path:
+        return tokenizer_file(self.path)
+
+    def write_tokenizer(self, name: str, content: bytes) -> None:
+        """Keep the tokenizer, one of `TOKENIZERS`, and no other."""
+        with writing(self.path / name) as file:
+            file.write(content)
+        for other in {*TOKENIZERS} - {name}:
+            remove_file(self.path / other)
 
     def check_tokenizer(self) -> None:
         """Refuse a tokenizer file that is not the one that the run was trained with.

@@ -14,7 +14,7 @@ from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.checkpoint import Progress, check_weights, quarantine_damaged_checkpoints, read_progress
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.files import remove_file, write_text, writing
+from pkmlm.runs.files import remove_file, write_text
 from pkmlm.signals import StopRequest, stop_on_signals
 from pkmlm.train.init_from import check_init_from, load_init_from
 from pkmlm.train.job import Job, no_validation_warning
@@ -114,8 +114,7 @@ def begin(run: RunDirectory, job: Job, settings: DeviceSettings, ranks: int) -> 
     run.clean()
     # Before the log opens the file, which this replaces. A validation that the checkpoint does not know is repeated.
     run.cut_metrics(step, validated=latest.validations is None or latest.validations.step == step)
-    with writing(run.tokenizer_file) as file:
-        file.write(job.tokenizer.model_bytes)
+    run.write_tokenizer(job.tokenizer.file, job.tokenizer.model_bytes)
     if step:
         warnings += no_validation_warning(job) + lost_metrics_warning(run)
     data = {"data_dir": os.path.abspath(job.corpus.folder), "data_sha256": job.corpus.sha256}

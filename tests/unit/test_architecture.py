@@ -36,7 +36,7 @@ FLOORS = {
     "__init__": 14,  # the Python front door, which imports lazily
 }
 HEAVY = {"torch", "numpy", "scipy", "sentencepiece", "matplotlib", "pyarrow", "safetensors", "rich", "lm_eval"}
-HEAVY |= {"datasets", "pydantic"}
+HEAVY |= {"datasets", "pydantic", "tokenizers"}
 
 
 def room(path: Path) -> str:

@@ -25,10 +25,10 @@ def ours(tokens: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def theirs(tokens: Path, tmp_path_factory) -> PkmlmTokenizer:
+def theirs(ours: Tokenizer, tokens: Path, tmp_path_factory) -> PkmlmTokenizer:
     folder = tmp_path_factory.mktemp("tokenizer")
     shutil.copy(tokens / "tokenizer.model", folder)
-    write_json(folder / "tokenizer_config.json", tokenizer_config(32))
+    write_json(folder / "tokenizer_config.json", tokenizer_config(ours, 32))
     return PkmlmTokenizer.from_pretrained(folder)
 
 

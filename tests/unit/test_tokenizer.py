@@ -9,8 +9,9 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pkmlm.data.sentencepiece_model import LEARNING, LEAST_VOCABULARY, sampled
 from pkmlm.data.text import WINDOW, chunks_of
-from pkmlm.data.tokenizer import LEARNING, LEAST_VOCABULARY, PROBES, Tokenizer, sampled
+from pkmlm.data.tokenizer import PROBES, Tokenizer
 from pkmlm.errors import UserError
 
 TEXT = "the of and a to in he was that it his her with as had for she 12 1987 be, him. \u201cwhich\u201d"

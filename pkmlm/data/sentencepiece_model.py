@@ -1,0 +1,171 @@
+"""A SentencePiece model, learnt here or given."""
+
+import heapq
+import io
+import itertools
+import random
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import sentencepiece
+
+from pkmlm.data.text import AT_LINES
+from pkmlm.errors import UserError
+from pkmlm.runs.directory import SENTENCEPIECE_FILE
+
+MARK = "\u2581"  # how SentencePiece writes a space; where the text itself has this character, it is spelt in bytes
+RESERVED = "\u2585"  # SentencePiece learns nothing from a sentence with this character, which progress bars use
+VOCABULARY = 8192  # ids, by default
+LEAST_VOCABULARY = 261  # bytes, the unknown and the end token, a newline, a space, a character
+SAMPLE = 32 << 20  # bytes of text to learn from
+HINT = "use a tokenizer that `pkmlm tokenize` learns"
+SEED = 0  # of the random choice of that text
+LEARNING: dict[str, Any] = {
+    "normalization_rule_name": "identity",
+    "remove_extra_whitespaces": False,
+    "add_dummy_prefix": False,  # a chunk must not begin with a space that the text does not have
+    "byte_fallback": True,
+    "split_digits": True,
+    "allow_whitespace_only_pieces": True,
+    "user_defined_symbols": ["\n"],  # no piece has a newline and something else: a cut after one changes no id
+    "required_chars": MARK,  # the space: the model must have it even if its text has none
+    "character_coverage": 0.9995,
+    "max_sentence_length": 1 << 20,  # SentencePiece silently drops longer sentences; chunks are 8 KiB at most
+    "unk_id": 0,
+    "eos_id": 1,
+    "bos_id": -1,
+    "pad_id": -1,
+    "num_threads": 8,  # the model depends on this number: it must not be the machine's
+    "minloglevel": 3,
+}
+
+
+class SentencePieceModel:
+    """A SentencePiece model, as `Tokenizer` uses it (which says what the attributes and methods are)."""
+
+    file = SENTENCEPIECE_FILE
+    package = "sentencepiece"
+    cuts = AT_LINES
+    # Of an export; the code of the class comes with it.
+    transformers_config: ClassVar[dict[str, Any]] = {
+        "auto_map": {"AutoTokenizer": ["tokenization_pkmlm.PkmlmTokenizer", None]},
+        "tokenizer_class": "PkmlmTokenizer",
+    }
+
+    def __init__(self, model_bytes: bytes, name: str):
+        """Load a model.
+
+        Args:
+            model_bytes: the content of its file.
+            name: what errors call it.
+
+        Raises:
+            UserError: it is not a SentencePiece model, has no token to end a document with, or cannot spell every text.
+        """
+        try:
+            if not model_bytes:
+                raise RuntimeError("no data")
+            self._processor: Any = sentencepiece.SentencePieceProcessor(model_proto=model_bytes)
+        except (RuntimeError, UnicodeDecodeError):  # the second where its message quotes damaged bytes
+            raise UserError(f"{name} is not a SentencePiece model or a tokenizer.json, or is damaged") from None
+        self.model_bytes = model_bytes
+        self.size = int(self._processor.vocab_size())
+        self.unknown = self.pad = int(self._processor.unk_id())
+        specials = [int(self._processor.eos_id()), int(self._processor.bos_id())]
+        self.eos = next((special for special in specials if special >= 0), -1)
+        self._mark = np.array([self._processor.piece_to_id(f"<0x{b:02X}>") for b in MARK.encode()], np.int32)
+        if self.eos < 0:
+            raise UserError(f"{name} has neither an end nor a beginning token to separate documents with", HINT)
+        if not all(self._processor.is_byte(int(i)) for i in self._mark):
+            raise UserError(f"{name} has no byte pieces: it cannot spell every text (expected byte_fallback)", HINT)
+
+    def encode(self, texts: Sequence[str], threads: int) -> list[np.ndarray]:
+        encoded: list[np.ndarray] = self._processor.encode(texts, num_threads=threads, return_type="numpy")
+        for i, text in enumerate(texts):
+            if MARK in text:
+                encoded[i] = self._encode_marks(text)
+        return encoded
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._processor.decode(ids)
+        return text
+
+    def piece(self, token: int) -> str:
+        name: str = self._processor.id_to_piece(token)
+        bare = self._processor.is_byte(token) or self._processor.is_control(token) or self._processor.is_unknown(token)
+        return name if bare else name.replace(MARK, " ")
+
+    def _encode_marks(self, text: str) -> np.ndarray:
+        parts: list[np.ndarray] = []
+        for part in self._processor.encode(text.split(MARK), return_type="numpy"):
+            parts += [self._mark, part]
+        return np.concatenate(parts[1:])
+
+
+def learn(texts: Iterable[str], vocab_size: int | None, model_type: str, sample: int) -> bytes:
+    """The content of a model's file, see `Tokenizer.learn`."""
+    chunks, size = sampled(texts, sample), vocab_size or VOCABULARY
+
+    def train(sentences: Iterable[str], **changes: Any) -> bytes:
+        model, options = io.BytesIO(), {**LEARNING, "vocab_size": size, "model_type": model_type, **changes}
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(sentences), model_writer=model, **options)
+        return model.getvalue()
+
+    try:
+        return train(part for text in chunks for part in text.split(RESERVED) if part)
+    except RuntimeError as error:
+        message, room = str(error), size - LEAST_VOCABULARY
+    if "required_chars" in message and room >= 0:
+        for count in (1 + room * 3 // 4, 1 + room):  # all of it where too little else repeats
+            try:
+                return train(frequent_characters(chunks, count), character_coverage=1.0)
+            except RuntimeError as error:
+                message = str(error)
+    raise learning_error(message, vocab_size)
+
+
+def sampled(texts: Iterable[str], limit: int) -> list[str]:
+    """At most `limit` UTF-8 bytes of the texts, in their order: all of them if they fit, else a random choice.
+
+    Bottom-k sampling, in one pass and bounded memory: each text draws a number (from a fixed seed), and the texts with
+    the smallest numbers are kept.
+    """
+    draw = random.Random(SEED).random
+    kept: list[tuple[float, int, int, str]] = []  # (-number, place, bytes, text): a heap, largest number on top
+    total = 0
+    for place, text in enumerate(texts):
+        size = len(text) if text.isascii() else len(text.encode())
+        heapq.heappush(kept, (-draw(), place, size, text))
+        total += size
+        while total > limit:
+            total -= heapq.heappop(kept)[2]
+    return [text for _, _, _, text in sorted(kept, key=lambda entry: entry[1])]
+
+
+def frequent_characters(texts: Sequence[str], count: int) -> Iterator[str]:
+    """The texts with a newline, which no piece goes beyond, for all but the `count` most frequent characters."""
+    found = Counter(itertools.chain.from_iterable(texts))
+    for character in ("\n", " ", RESERVED):
+        found.pop(character, None)
+    kept = "".join(sorted(character for character, _ in found.most_common(count)))
+    others = re.compile(f"[^\n {re.escape(kept)}]+")
+    return (others.sub("\n", text) for text in texts)
+
+
+def learning_error(message: str, vocab_size: int | None) -> UserError:
+    """The error for a message of SentencePiece, in terms of our options."""
+    size = f"--vocab-size: {vocab_size:,}" if vocab_size else f"--vocab-size: its default of {VOCABULARY:,}"
+    if found := re.search(r"too high \(\d+\).*<= (\d+)", message):
+        most = int(found[1])
+        return UserError(
+            f"{size} is too large for this text (expected at most {most:,})",
+            f"use --vocab-size {most}, or more text",
+        )
+    if "required_chars" in message:
+        return UserError(f"{size} is too small (256 bytes and a few characters need {LEAST_VOCABULARY})")
+    if "sentences_.empty()" in message or "all_chars_count" in message:
+        return UserError("the training text is too small to learn a tokenizer from")
+    return UserError(f"SentencePiece cannot learn a tokenizer: {message}")
