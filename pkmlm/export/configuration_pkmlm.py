@@ -24,7 +24,7 @@ class PkmlmConfig(PretrainedConfig):
     """
 
     model_type = "pkmlm"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 (as the library has it)
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]  # noqa: RUF012 (as the library has it)
     attribute_map = {  # noqa: RUF012
         "hidden_size": "dim",
         "num_hidden_layers": "layers",

@@ -3,6 +3,7 @@
 B: sequences; T: new positions; S: all positions so far; D: model width; V: vocabulary; h: heads; e: width of a head.
 """
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from .configuration_pkmlm import PkmlmConfig
 from .memory_pkmlm import HashLayer, KeyMemory, KeyNorm, MemoryBlock, Pool, QueryBatchNorm
 
 ROTARY_BASE = 10_000.0
+# What this release of transformers calls the cache: `cache` since 5.24.
+CACHE = "cache" if "cache" in {field.name for field in fields(CausalLMOutputWithPast)} else "past_key_values"
 
 
 def rotation(positions_BT: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -133,7 +136,7 @@ class PkmlmPreTrainedModel(PreTrainedModel):
     _input_embed_layer = "embedding"
     _supports_sdpa = True
     _no_split_modules = ["Block"]  # noqa: RUF012 (as the library has it)
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = [CACHE]  # noqa: RUF012
 
     def __init__(self, config: PkmlmConfig):
         super().__init__(config)
@@ -181,6 +184,7 @@ class PkmlmModel(PkmlmPreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        cache: Any = None,
         past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
@@ -189,16 +193,21 @@ class PkmlmModel(PkmlmPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """The final norm's output; positions that are not given are counted from the first that is not padding.
 
+        Args:
+            cache: the keys and values of earlier positions, a `Cache`; transformers before 5.24 calls it
+                `past_key_values`.
+
         Raises:
             ValueError: not exactly one of `input_ids` and `inputs_embeds`; more positions than the context has.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds, and not both")
         x_BTD = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
-        if past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):
-            past_key_values = DynamicCache()
+        cache = past_key_values if cache is None else cache
+        if cache is None and (self.config.use_cache if use_cache is None else use_cache):
+            cache = DynamicCache()
         new = x_BTD.shape[1]
-        past = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+        past = 0 if cache is None else int(cache.get_seq_length())
         if past + new > self.config.context:
             raise ValueError(f"{past + new} positions do not fit the context of {self.config.context}")
         if attention_mask is not None and attention_mask.ndim == 2 and bool(attention_mask.all()):
@@ -215,13 +224,13 @@ class PkmlmModel(PkmlmPreTrainedModel):
         states = []
         for block in self.blocks:
             states.append(x_BTD)
-            x_BTD = block(x_BTD, cos_sin, past_key_values, past, attention_mask)
+            x_BTD = block(x_BTD, cos_sin, cache, past, attention_mask)
         x_BTD = self.norm(x_BTD)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         return BaseModelOutputWithPast(
             last_hidden_state=x_BTD,
-            past_key_values=past_key_values,
             hidden_states=(*states, x_BTD) if wanted else None,
+            **{CACHE: cache},
         )
 
 
@@ -241,6 +250,7 @@ class PkmlmForCausalLM(PkmlmPreTrainedModel, GenerationMixin):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        cache: Any = None,
         past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
@@ -260,6 +270,7 @@ class PkmlmForCausalLM(PkmlmPreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
+            cache=cache,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
@@ -273,7 +284,7 @@ class PkmlmForCausalLM(PkmlmPreTrainedModel, GenerationMixin):
         output = CausalLMOutputWithPast(
             loss=loss,
             logits=logits_BTV,
-            past_key_values=found.past_key_values,
             hidden_states=found.hidden_states,
+            **{CACHE: found.get(CACHE)},
         )
         return output if return_dict is not False and self.config.return_dict else output.to_tuple()
