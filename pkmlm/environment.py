@@ -1,7 +1,9 @@
 """What this process finds around it: a launcher's processes, usable cores, the commit of its code; free of torch."""
 
+import ctypes
 import os
 import re
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -62,3 +64,17 @@ def source_commit(git: Path | None = None) -> str | None:
         return next((line.split()[0] for line in packed if line.endswith(f" {name}")), None)
     except OSError:
         return None
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what a step frees for the next one, up to 2 GiB, instead of giving it back to the system.
+
+    Each training step allocates and frees the same tensors, and memory that the system hands out anew is cleared page
+    by page first: a tenth of a small model's step. The most that a run takes at a time stays the same. Other C
+    libraries are left as they are.
+    """
+    with suppress(AttributeError, OSError, TypeError):  # not glibc
+        libc = ctypes.CDLL(None)
+        libc.gnu_get_libc_version()
+        libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD in malloc.h
+        libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD

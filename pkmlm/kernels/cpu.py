@@ -29,7 +29,7 @@ from torch import Tensor
 
 from pkmlm.kernels.reference import Segments, candidate_pairs
 
-RADIX = 11  # bits that a pass of `_sort` sorts by
+RADIX = 15  # the most bits that a pass of `_sort` sorts by: its counters stay in the second cache
 LOWEST, HIGHEST = np.int32(-(1 << 31)), np.int32((1 << 31) - 1)
 INFINITY = np.int32(0x7F800000)  # its bits; those of NaN are above
 VECTOR = 16  # loops over scratch are padded to whole vectors
@@ -151,7 +151,8 @@ def row_products(values_KD: Tensor, x_ND: Tensor, slots_Nr: Tensor) -> Tensor:
 
 def sort_reads(slots_Nr: Tensor, weights_Nr: Tensor, rows: int, *, every_row: bool = False) -> Segments:
     """`reference.sort_reads`."""
-    segments = Segments(*map(torch.from_numpy, _sort(_array(slots_Nr), _array(weights_Nr), rows)))
+    order_M = np.arange(slots_Nr.numel(), dtype=np.int32 if slots_Nr.numel() < 1 << 31 else np.int64)
+    segments = Segments(*map(torch.from_numpy, _sort(_array(slots_Nr), _array(weights_Nr), rows, order_M)))
     return segments.every_row(rows) if every_row else segments
 
 
@@ -290,16 +291,24 @@ def _products(first: int, stop: int, values_KD: Any, x_ND: Any, slots_Nr: Any, o
 
 
 @compiled
-def _sort(slots_Nr: Any, weights_Nr: Any, rows: int) -> Any:
-    """A stable radix sort, lowest digits first."""
+def _sort(slots_Nr: Any, weights_Nr: Any, rows: int, order_M: Any) -> Any:
+    """A stable radix sort, lowest digits first, in passes of as many bits each.
+
+    Args:
+        order_M: 0, 1, ...; int32 where the reads' numbers fit, of which more stay in the caches.
+    """
     slots_M, weights_M, reads = slots_Nr.ravel(), weights_Nr.ravel(), slots_Nr.shape[1]
-    order_M, other_M = np.arange(len(slots_M)), np.empty(len(slots_M), np.int64)
-    digits = 1 << RADIX
-    for shift in range(0, 63, RADIX):
-        if rows <= 1 << shift:
-            break
+    size = len(slots_M)
+    bits = 1
+    while rows > 1 << bits:
+        bits += 1
+    passes = (bits + RADIX - 1) // RADIX
+    width = (bits + passes - 1) // passes
+    digits = 1 << width
+    other_M = np.empty_like(order_M)
+    for shift in range(0, passes * width, width):
         place_d = np.zeros(digits + 1, np.int64)
-        for m in range(len(slots_M)):
+        for m in range(size):
             place_d[((slots_M[m] >> shift) & (digits - 1)) + 1] += 1
         for digit in range(digits):
             place_d[digit + 1] += place_d[digit]
@@ -309,14 +318,19 @@ def _sort(slots_Nr: Any, weights_Nr: Any, rows: int) -> Any:
             place_d[low] += 1
         order_M, other_M = other_M, order_M
     touched = 0
-    rows_M, start_M = np.empty(len(order_M), np.int64), np.empty(len(order_M) + 1, np.int64)
-    for m in range(len(order_M)):
-        row = slots_M[order_M[m]]
-        if touched == 0 or row != rows_M[touched - 1]:
-            rows_M[touched], start_M[touched] = row, m
+    most = min(size, rows)
+    rows_U, start_S = np.empty(most, np.int64), np.empty(most + 1, np.int64)
+    token_M, weight_M = np.empty(size, np.int64), np.empty(size, weights_M.dtype)
+    for m in range(size):
+        read = order_M[m]
+        row = slots_M[read]
+        if touched == 0 or row != rows_U[touched - 1]:
+            rows_U[touched], start_S[touched] = row, m
             touched += 1
-    start_M[touched] = len(order_M)
-    return rows_M[:touched].copy(), start_M[: touched + 1].copy(), order_M // reads, weights_M[order_M]
+        # Below 2^53 this is read // reads; a division of integers takes several times as long.
+        token_M[m], weight_M[m] = np.int64(read / reads), weights_M[read]
+    start_S[touched] = size
+    return rows_U[:touched].copy(), start_S[: touched + 1].copy(), token_M, weight_M
 
 
 @compiled

@@ -163,6 +163,18 @@ def test_row_kernels_equal_their_reference(shape):
         torch.testing.assert_close(sums, by_hand[slow.rows_U], **close)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 1 << 15, (1 << 15) + 1, 1 << 20, (1 << 30) + 1, 1 << 40])
+def test_reads_are_sorted_in_one_and_in_several_passes(rows):
+    random = torch.Generator().manual_seed(4)
+    for tokens, reads in ((700, 3), (67, 49)):
+        slots = torch.randint(0, rows, (tokens, reads), generator=random)
+        slots[::3] = slots[0]  # rows that many tokens read
+        slots[1, 0] = rows - 1
+        weights = torch.randn(tokens, reads, generator=random)
+        fast, slow = cpu.sort_reads(slots, weights, rows), reference.sort_reads(slots, weights, rows)
+        assert all(map(torch.equal, fast, slow))
+
+
 @pytest.mark.parametrize("every_row", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_row_adam_kernel_equals_its_reference(shape, every_row):

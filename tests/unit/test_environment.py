@@ -1,6 +1,11 @@
-"""The commit that results name."""
+"""The commit that results name, and memory that is kept."""
 
+import platform
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from pkmlm.environment import source_commit
 
@@ -32,3 +37,19 @@ def test_a_branch_may_have_a_name_of_any_bytes(tmp_path: Path) -> None:
     assert source_commit(tmp_path) is None
     (tmp_path / "packed-refs").write_bytes(COMMIT.encode() + b" " + branch + b"\n")
     assert source_commit(tmp_path) == COMMIT
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_memory_that_a_step_frees_is_not_asked_for_again() -> None:
+    code = """
+import resource, numpy
+from pkmlm.environment import keep_freed_memory
+keep_freed_memory()
+faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+numpy.ones(16_000_000, numpy.float32)  # 64 MB
+before = faults()
+numpy.ones(16_000_000, numpy.float32)
+print(faults() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 100  # 15,625 pages
