@@ -20,8 +20,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from math import isfinite
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
@@ -288,8 +289,11 @@ def read_json(
         UserError: it cannot be read.
     """
 
-    def refuse(name: str) -> None:
+    def refuse(name: str) -> NoReturn:
         raise ValueError(f"it holds {name}")  # NaN or Infinity, which JSON has not
+
+    def finite(number: str) -> float:
+        return float(number) if isfinite(float(number)) else refuse(number)  # 1e999, say
 
     with read_errors(f"{what} {path}", exit_code):
         try:
@@ -297,7 +301,7 @@ def read_json(
         except (FileNotFoundError, NotADirectoryError):
             raise Damaged(f"{what} is missing: {path}", hint, exit_code) from None
     try:
-        value = json.loads(text, parse_constant=refuse)
+        value = json.loads(text, parse_constant=refuse, parse_float=finite)
         return value if schema is None else check_json(value, schema)
     except TypeError as error:
         raise Damaged(f"{what} {path} is not as it was written: {error}", hint, exit_code) from None

@@ -180,6 +180,13 @@ def test_pipes_and_devices_are_neither_replaced_nor_waited_for(tmp_path):
         pass
 
 
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_numbers_that_json_cannot_write_are_damage(tmp_path, number):
+    (tmp_path / "notes.json").write_text(f'{{"loss": {number}}}')
+    with pytest.raises(Damaged, match=re.escape(number)):
+        read_json(tmp_path / "notes.json", "the notes")
+
+
 def test_a_run_that_was_replaced_while_it_was_held_is_let_go(tmp_path):
     run = RunDirectory(tmp_path / "run")
     with run.locked():
