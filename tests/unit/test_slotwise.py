@@ -118,10 +118,10 @@ def finetuning(recipe, **values):
     )
 
 
-def state_of(run: Path, recipe, background: Path) -> TrainState:
+def state_of(run: Path, recipe, background: Path, precision: str = "fp32") -> TrainState:
     corpus = Corpus(recipe.data.dir, "valid")
     model = load_run(run).model.requires_grad_(True)
-    return TrainState(recipe, model, Batches.of(corpus, recipe), "fp32", background=Background.read(background))
+    return TrainState(recipe, model, Batches.of(corpus, recipe), precision, background=Background.read(background))
 
 
 @pytest.mark.parametrize("optimizer", ["row-adam", "row-sgd"])
@@ -157,8 +157,23 @@ def test_a_step_moves_the_chosen_rows_and_nothing_else(kind, optimizer, trained,
                 assert torch.equal(now[others], moments[f"{name}|{key}"][others])
                 assert not torch.equal(now, moments[f"{name}|{key}"])
             before.pop(name)
+        assert all(parameter.grad is None for parameter in state.model.parameters()), "nothing else has a gradient"
         for name, tensor in before.items():  # running statistics, too
             assert torch.equal(state.model.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("only", ["all", "values"])
+def test_a_loss_scale_grows_whatever_trains(only, trained, background_of):
+    run = trained("product-key")
+    recipe = finetuning(load_recipe(run / "recipe.yaml"))
+    recipe = replace(recipe, train=replace(recipe.train, only=only))
+    state = state_of(run, recipe, background_of("product-key"), "fp16")
+    state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+    scales = []
+    for step in range(1, 6):
+        assert not train_step(state, step).skipped
+        scales.append(state.scaler.get_scale() / 2**8)
+    assert scales == [1, 2, 2, 4, 4]
 
 
 def test_row_sgd_is_plain_gradient_descent(trained, background_of):
