@@ -313,7 +313,8 @@ def training_bytes(recipe: Recipe, dense: int, blocks: list[BlockCost], vocab_si
     """An estimate of the memory that training takes in one process, by what holds it.
 
     weights, gradients, moments: fp32, 4 + 4 + 8 bytes a parameter under Adam, and 2 for the copy that a GPU reads in
-    bf16 and fp16; for values and hash tables `row_gradient_bytes` in place of a gradient.
+    bf16 and fp16; for values and hash tables `row_gradient_bytes` in place of a gradient. What `train.only` freezes has
+    weights alone.
     activations: what maps, norms, attention and memories keep of one micro-batch for the backward, without dropout
     (with `train.recompute`: each block's input, and one block whole); 2 bytes a number in bf16 and fp16, otherwise 4;
     SDPA is taken to keep no s^2 scores.
@@ -332,17 +333,31 @@ def training_bytes(recipe: Recipe, dense: int, blocks: list[BlockCost], vocab_si
     tables = tables_of_blocks(blocks)
     parameters = dense + sum(table.parameters for table in tables)
     tokens = train.micro_batch * model.context
-    saved = [block.saved for block in blocks]
-    in_blocks = len(blocks) * model.dim + max(saved) if train.recompute else sum(saved)
+    moving, learnt = (dense if train.only == "all" else 0), learnt_tables(recipe, tables)
+    # Below the first memory, nothing is kept for values alone.
+    below = min(memory_layers(model)) - 1 if train.only == "values" else 0
+    saved = [block.saved for block in blocks[below:]]
+    in_blocks = len(saved) * model.dim + max(saved) if train.recompute else sum(saved)
     scores = max(block.scores for block in blocks)
     return {
         "weights": (6 if in_half_precision(recipe) else 4) * parameters,
-        "gradients": 4 * dense + sum(row_gradient_bytes(table, train.batch_tokens, tokens) for table in tables),
-        "moments": 8 * parameters,
+        "gradients": 4 * moving + sum(row_gradient_bytes(table, train.batch_tokens, tokens) for table in learnt),
+        "moments": 8 * moving + sum(moment_bytes(recipe, table) for table in learnt),
         "activations": tokens * (3 * model.dim + in_blocks) * (2 if in_half_precision(recipe) else 4),
         "logits": 8 * vocab_size * (min(tokens, tokens_of_chunk("cpu", vocab_size)) + model.dim),
         "search": 4 * min(SCORES["cpu"], tokens * HEADS["cpu"] * scores),
     }
+
+
+def learnt_tables(recipe: Recipe, tables: Sequence[TableCost]) -> list[TableCost]:
+    """The tables that training moves."""
+    return [table for table in tables if recipe.train.only == "all" or table.name == "memory"]
+
+
+def moment_bytes(recipe: Recipe, table: TableCost) -> int:
+    """Bytes of what an optimizer keeps of a table."""
+    kept = 0 if table.name == "memory" and recipe.optim.values.optimizer == "row-sgd" else 8
+    return kept * table.parameters
 
 
 def in_half_precision(recipe: Recipe) -> bool:
@@ -391,8 +406,8 @@ def bytes_held(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> dict
     weight = 6 if in_half_precision(recipe) else 4  # bytes, with the copy in half precision
     held = dict(cost.training)
     held["weights"] -= weight * elsewhere
-    held["moments"] -= 8 * elsewhere
-    for table in cost.tables:
+    for table in learnt_tables(recipe, cost.tables):
+        held["moments"] -= moment_bytes(recipe, table) - moment_bytes(recipe, table) // table_ranks
         held["gradients"] -= row_gradient_bytes(table, recipe.train.batch_tokens, tokens)
         held["gradients"] += row_gradient_bytes(table, recipe.train.batch_tokens, tokens, table_ranks)
     held["activations"] += tokens * (table_ranks - 1) * sum(table.layers * table.reads for table in cost.tables) * 12
@@ -401,21 +416,24 @@ def bytes_held(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> dict
         others = in_blocks + outside - (in_blocks + outside) // ranks
         held["weights"] += 4 * (outside + 2 * max(block.dense for block in cost.blocks))
         held["weights"] -= weight * others
-        held["gradients"] -= 4 * others
-        held["moments"] -= 8 * others
+        if recipe.train.only == "all":
+            held["gradients"] -= 4 * others
+            held["moments"] -= 8 * others
     return held
 
 
 def bytes_sent(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> dict[str, int]:
     """Bytes that each rank sends in a step, as the usual ring and pairwise algorithms send them.
 
-    dense: 2 (W - 1) / W of the dense gradients, in fp32: an all-reduce. With `parallel.shard`, in each forward and
-    backward, (W - 1) / W of the parameters of blocks twice, of the others once, and of all gradients once.
+    dense: 2 (W - 1) / W of the dense gradients, in fp32: an all-reduce; none where only values train. With
+    `parallel.shard`, in each forward and backward, (W - 1) / W of the parameters of blocks twice, of the others once,
+    and of all gradients once.
     reads: slots and weights to the M - 1 others that hold columns, outputs back, and both gradients the other way:
     t (12 r (M - 1) + 2 D (M - 1) / M numbers), D being the table's width. With `train.recompute`, the former two a
     second time, but for the last outputs of a block.
     gradients: of tables, among the G ranks of the same columns: (G - 1) M t (8 r + D / M numbers) where the reads
-    themselves travel, or 2 (G - 1) / G of the rows' sums in fp32 (and a flag each), whichever is less.
+    themselves travel, or 2 (G - 1) / G of the rows' sums in fp32 (and a flag each), whichever is less; and of the rows'
+    counts, where slots are chosen.
     statistics: of batch-normalised queries, in each forward: two moments to all others, two sums back.
     Numbers are those of the outputs: 2 bytes in bf16 and fp16 (on a GPU), else 4. Left out: some 100 bytes a step for
     loss, norms and stop requests, and what validation and checkpoints take.
@@ -431,19 +449,22 @@ def bytes_sent(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> dict
             passes = 2 if train.recompute and not last else 1
             outputs = (1 + passes) * table.width * number // table_ranks
             reads += tokens * (table_ranks - 1) * ((20 if train.recompute else 12) * table.reads + outputs)
-    for table in cost.tables:
+    for table in learnt_tables(recipe, cost.tables):
         read_by, columns = table.layers * table_ranks * tokens, table.width // table_ranks
         gradients += min(exchange_bytes(read_by, table.reads, table.rows, columns, number, ranks=groups))
+        if recipe.finetune.slots != "all" and table.name == "memory":
+            gradients += 2 * (groups - 1) * 8 * table.rows // groups
     in_blocks, outside = shardable(cost) if recipe.parallel.shard else (0, 0)
-    fetched = recipe.micro_batches(ranks) * (3 * in_blocks + 2 * outside)
+    learns = recipe.train.only == "all"
+    fetched = recipe.micro_batches(ranks) * ((2 + learns) * in_blocks + (1 + learns) * outside)
     statistics = 0
-    if memory.query_norm == "batch":
+    if memory.query_norm == "batch" and learns:
         features = 2 * 4 * memory.heads * memory.key_dim
         passes = 2 if train.recompute else 1
         forward = passes * (ranks - 1) * features + 2 * (ranks - 1) * features // ranks
         statistics = len(memory_layers(model)) * recipe.micro_batches(ranks) * forward
     return {
-        "dense": 4 * (ranks - 1) * (2 * (cost.dense - in_blocks - outside) + fetched) // ranks,
+        "dense": 4 * (ranks - 1) * (2 * learns * (cost.dense - in_blocks - outside) + fetched) // ranks,
         "reads": reads,
         "gradients": gradients,
         "statistics": statistics,

@@ -1,6 +1,7 @@
 """Counting what a model reads from its memories while it runs; `MemoryUsage` computes usage and KL from the counts.
 
-N: tokens; H: memory heads, or tables; k: slots a head reads; R: tokens and heads whose weights are not all 0.
+N: tokens; H: memory heads, or tables; K: rows of a table; k: slots a head reads; R: tokens and heads whose weights are
+not all 0.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,8 @@ from pkmlm.errors import UserError
 from pkmlm.evaluate.documents import Documents
 from pkmlm.evaluate.load import LoadedRun
 from pkmlm.evaluate.perplexity import score
-from pkmlm.model.memory.base import UsageTap, usage_taps
+from pkmlm.model.memory.base import SparseMemory, UsageTap, memories, usage_taps
+from pkmlm.model.memory.values import tables_of
 
 # Pairs of slots that are compared at once: as many as a core's cache holds; a GPU wants few large calls.
 COMPARISONS = {"cpu": 1 << 18, "cuda": 1 << 26}
@@ -153,6 +155,46 @@ class _Counter:
             spread_3=spread_3.numpy(),
             pool=tap.pool,
         )
+
+
+class BatchCounters(ReadListener):
+    """Counts, while the `with` block runs, how often each row of a model's tables is read, and in how many batches.
+
+    Args:
+        model: any module with memories in it; one table counts the reads of all memories that share it.
+
+    Attributes:
+        reads: by path of the table, reads of each row in whole batches: int64 (K), on the model's device.
+        read_by: likewise, the batches that read it.
+    """
+
+    def __init__(self, model: nn.Module):
+        paths = {table: path.removesuffix(".weight_KD") for path, table in tables_of(model).items()}
+        self._now = {
+            path: torch.zeros(len(table.weight_KD), dtype=torch.int64, device=table.weight_KD.device)
+            for table, path in paths.items()
+        }
+        self.reads, self.read_by = (
+            {path: torch.zeros_like(now_K) for path, now_K in self._now.items()} for _ in range(2)
+        )
+
+        def adder(memory: SparseMemory) -> Callable[[Tensor, Tensor], None]:
+            read = [self._now[paths[table]] for table in memory.read_tables()]
+
+            def add(slots_NHk: Tensor, weights_NHk: Tensor) -> None:
+                for now_K in read:
+                    now_K += torch.bincount(slots_NHk.flatten(), minlength=len(now_K))
+
+            return add
+
+        super().__init__([(memory.tap, adder(memory)) for memory in memories(model)])
+
+    def end_batch(self) -> None:
+        """Count the forward passes since the last call as one batch."""
+        for path, now_K in self._now.items():
+            self.reads[path] += now_K
+            self.read_by[path] += now_K > 0
+            now_K.zero_()
 
 
 def spread(weights_NHk: Tensor) -> Tensor:

@@ -90,6 +90,17 @@ def usage_rows(entries: Sequence[Entry]) -> Table:
     return Table("", [Column(name) for name in ("run", "step", "split", *names)], rows)
 
 
+def background_table(record: Entry) -> Table:
+    """What a background holds: for each table, how its slots are read over batches."""
+    rows = [
+        [each[key] for key in ("table", "slots", "read", "every_batch", "mean_batches")] for each in record["tables"]
+    ]
+    title = f"Slots over {record['batches']:,} batches of {record['batch_tokens']:,} tokens"
+    where = f"{record['run']} at step {record['step']}, {record['split']}"
+    columns = [Column("Table"), *numbers(COUNT, "Slots", "Read", "In every batch"), number("Batches a slot", "{:,.1f}")]
+    return Table(f"{title}: {printable(where)}", columns, rows)
+
+
 def compare_tables(groups: Sequence[Group]) -> list[Table]:
     """What people read, a row a group of runs; tables without a number in them are left out."""
     runs = [run for group in groups for run in group.runs]

@@ -10,6 +10,7 @@ MANUAL = Path(__file__).parents[1] / "manual"
 TOPICS = (  # in the order in which a new user needs them
     "data",
     "training",
+    "finetuning",
     "evaluation",
     "usage",
     "keys",

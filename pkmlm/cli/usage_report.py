@@ -47,6 +47,28 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="Also write counts and masses of every head and slot (.npz; one run).",
 )
+@click.option(
+    "--background",
+    "background_file",
+    type=PATH,
+    metavar="FILE",
+    help="Count in how many batches of a text each slot is read, for slot-wise fine-tuning, and write that (.npz), "
+    "instead of a report. Default text: train; one run.",
+)
+@click.option(
+    "--batches",
+    type=click.IntRange(1),
+    default=1000,
+    show_default=True,
+    metavar="N",
+    help="Of --background: how many to count, evenly spread over the text; all, if it has fewer.",
+)
+@click.option(
+    "--batch-tokens",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Of --background: tokens of a batch. Default: those of a step of the run's training.",
+)
 @force_option
 @quiet_option
 def command(
@@ -59,6 +81,9 @@ def command(
     plot_width: float | None,
     html: str | None,
     export_file: str | None,
+    background_file: str | None,
+    batches: int,
+    batch_tokens: int | None,
     force: bool,
     quiet: bool,
 ) -> None:
@@ -75,17 +100,31 @@ def command(
       pkmlm usage-report runs/a runs/b --split valid --plots pictures
       pkmlm usage-report runs/demo --text my.txt --format json | jq
       pkmlm usage-report runs/demo --step 200,400 --html memory.html
-      pkmlm usage-report runs/demo --split train --export background.npz
+      pkmlm usage-report runs/demo --split train --export counts.npz
+      pkmlm usage-report runs/demo --background background.npz --batches 200
       torchrun --nproc-per-node 4 -m pkmlm usage-report runs/demo
     """
+    from pkmlm.analysis.background import count_background
     from pkmlm.analysis.compare import open_runs
-    from pkmlm.analysis.tables import usage_rows, usage_tables
+    from pkmlm.analysis.tables import background_table, usage_rows, usage_tables
     from pkmlm.analysis.usage_report import export_usage, run_or_export, usage_reports
+    from pkmlm.runs.directory import RunDirectory
 
     with launched() as world:
         runs, steps = open_runs(run_paths, run_or_export), list(dict.fromkeys(step.split(",")))
         if export_file is not None and len(runs) * len(steps) > 1:
             raise UserError("--export takes one run at one step", "write a file for each")
+        background = free_file("--background", background_file, force)
+        if background is not None:
+            if len(runs) * len(steps) > 1 or any((plots, html, export_file)):
+                raise UserError("--background takes one run at one step, and no --plots, --html or --export")
+            run = RunDirectory.existing(run_paths[0])
+            counted = count_background(run, step, choice, batches, batch_tokens, quiet, world)
+            if world is None or world.rank == 0:
+                counted.write(background)
+                record = counted.as_json()
+                click.echo(json.dumps(record) if format == "json" else background_table(record).render(format))
+            return
         folder, page = free_folder(plots, force), free_file("--html", html, force)
         arrays = free_file("--export", export_file, force)
         if page is not None and page == arrays:

@@ -64,6 +64,13 @@ class Segments(NamedTuple):
         start_S = torch.cat([count_K.new_zeros(1), count_K.cumsum(0)])
         return self._replace(rows_U=torch.arange(rows, device=start_S.device), start_S=start_S)
 
+    def only(self, chosen_K: Tensor) -> "Segments":
+        """The segments of those rows alone that are chosen (bool, by row of the table)."""
+        count_U, chosen_U = self.start_S.diff(), chosen_K[self.rows_U]
+        chosen_M = chosen_U.repeat_interleave(count_U)
+        start_S = torch.cat([count_U.new_zeros(1), count_U[chosen_U].cumsum(0)])
+        return Segments(self.rows_U[chosen_U], start_S, self.token_M[chosen_M], self.weight_M[chosen_M])
+
 
 def weighted_row_sum(values_KD: Tensor, slots_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
     """out[t] = sum over r of weights[t, r] * values[slots[t, r]] (eq. 3); (N, D), in the dtype of the values."""

@@ -27,18 +27,23 @@ class RowGradient:
         every_row: have a segment for each row, read or not, in the end.
 
     Attributes:
+        counting: whether reads are counted.
+        counts_K: int64, how often each row was read, by this rank, in all backward passes; None: not counted.
+        chosen_K: bool, the rows whose gradient counts; that of all others is 0. None: all.
         reads: of each backward pass that is not in the sums.
         sums: of rows (K, D), in fp32 (fp64 for fp64 reads), and which of them have been read (K); None: no sums yet.
     """
 
     def __init__(self, rows: int, *, every_row: bool = False):
-        self.rows, self.every_row = rows, every_row
+        self.rows, self.every_row, self.counting = rows, every_row, False
         self.clear()
 
     def clear(self) -> None:
         """Forget all reads."""
         self.reads: list[Reads] = []
         self.sums: tuple[Tensor, Tensor] | None = None
+        self.counts_K: Tensor | None = None
+        self.chosen_K: Tensor | None = None
         self._joined: tuple[Tensor, Segments] | None = None
         self.scale = 1.0
 
@@ -54,10 +59,17 @@ class RowGradient:
             self.fold()
         self.reads.append((x_ND.detach(), slots_Nr, weights_Nr.detach()))
         self._joined = None
+        if self.counting:
+            counts_K = torch.bincount(slots_Nr.flatten(), minlength=self.rows)
+            self.counts_K = counts_K if self.counts_K is None else self.counts_K + counts_K
 
     def replace(self, reads: list[Reads], sums: tuple[Tensor, Tensor] | None = None) -> None:
         """Take other reads and sums in place of those so far: those of all ranks, say."""
         self.reads, self.sums, self._joined = reads, sums, None
+
+    def keep(self, chosen_K: Tensor) -> None:
+        """Let the gradient be that of some rows (bool, by row) alone, until it is cleared."""
+        self.chosen_K, self._joined = chosen_K, None
 
     def fold(self) -> tuple[Tensor, Tensor]:
         """Turn all reads into `sums`, and return these.
@@ -89,18 +101,21 @@ class RowGradient:
         Raises:
             ValueError: there has been no backward pass, here and below.
         """
-        if self._joined is None and self.sums is not None:
+        if self._joined is None:
+            x_ND, segments = self._sorted()
+            self._joined = x_ND, segments if self.chosen_K is None else segments.only(self.chosen_K)
+        return self._joined
+
+    def _sorted(self) -> tuple[Tensor, Segments]:
+        if self.sums is not None:
             sums_KD, read_K = self.fold()
             rows_U = read_K.nonzero()[:, 0]
             start_S = torch.arange(len(rows_U) + 1, device=rows_U.device)
             segments = Segments(rows_U, start_S, rows_U, sums_KD.new_ones(len(rows_U)))
-            self._joined = sums_KD, segments.every_row(self.rows) if self.every_row else segments
-        elif self._joined is None:
-            x_ND, slots_Nr, weights_Nr = (cat(parts) for parts in zip(*self.reads, strict=True))
-            self.replace([(x_ND, slots_Nr, weights_Nr)])
-            kernels = backend.of(x_ND)
-            self._joined = x_ND, kernels.sort_reads(slots_Nr, weights_Nr, self.rows, every_row=self.every_row)
-        return self._joined
+            return sums_KD, segments.every_row(self.rows) if self.every_row else segments
+        x_ND, slots_Nr, weights_Nr = (cat(parts) for parts in zip(*self.reads, strict=True))
+        self.replace([(x_ND, slots_Nr, weights_Nr)])
+        return x_ND, backend.of(x_ND).sort_reads(slots_Nr, weights_Nr, self.rows, every_row=self.every_row)
 
     def norm(self) -> Tensor:
         """The 2-norm: 0-d, float64; not finite where a gradient is not."""

@@ -49,6 +49,7 @@ def check_recipe(recipe: Recipe, places: Mapping[str, str] | None = None) -> Rec
             check.fail("train.compile", "hash tables leave nothing dense to compile", "false", "model.projections")
     if recipe.model.memory.kind != "none":
         check_memory(check, recipe.model)
+    check_finetuning(check, recipe)
     check_division(check, recipe)
     if recipe.parallel.shard and recipe.train.compile:
         check.fail("parallel.shard", "found true with train.compile", "one of the two", "train.compile")
@@ -233,6 +234,23 @@ def check_memory(check: Check, model: Model) -> None:
             hint="without a memory: model.memory.kind: none",
         )
     memory_layers(model, check)
+
+
+def check_finetuning(check: Check, recipe: Recipe) -> None:
+    """There are values to train and what their choice needs, and nothing moves those that are not chosen."""
+    chosen, only = recipe.finetune.slots, recipe.train.only
+    for key, found in (("train.only", only), ("finetune.slots", chosen)):
+        if found != "all" and recipe.model.memory.kind == "none":
+            check.fail(key, f"found {found} in a model without a memory", "all", "model.memory.kind")
+    if only == "values" and recipe.eval.recalibrate:
+        message = f"found {recipe.eval.recalibrate}, but train.only: values keeps all statistics"
+        check.fail("eval.recalibrate", message, "0", "train.only")
+    if chosen != "all" and recipe.optim.values.optimizer == "adam":
+        message = f"adam moves every slot, and finetune.slots {chosen} only some"
+        check.fail("optim.values.optimizer", message, "row-adam or row-sgd", "finetune.slots")
+    if chosen in ("tfidf", "kl") and recipe.finetune.background is None:
+        hint = "pkmlm usage-report RUN --split train --background FILE writes one"
+        check.fail("finetune.background", f"{chosen} compares with a background", "a file", "finetune.slots", hint=hint)
 
 
 def has_ffn(model: Model) -> bool:

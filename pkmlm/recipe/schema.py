@@ -35,6 +35,7 @@ KeyNorm = Literal["none", "rms"]
 Scores = Literal["softmax", "relu", "none"]
 Gate = Literal["none", "silu"]
 Expert = Literal["gelu", "relu"]
+SlotScore = Literal["all", "count", "tfidf", "kl"]
 HashScore = Literal["paper", "scaled"]
 LearningRate = Annotated[float, Field(gt=0, le=1000)]  # more is a slip of the pen, and would soon overflow
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -178,7 +179,9 @@ class Model:
 
 @dataclass(frozen=True, config=STRICT)
 class ValuesOptim:
-    optimizer: Literal["row-adam", "adam"] = key("row-adam", "row-adam updates only the rows read; adam all of them")
+    optimizer: Literal["row-adam", "adam", "row-sgd"] = key(
+        "row-adam", "row-adam updates only the rows read; adam all of them; row-sgd those read, without moments"
+    )
     lr: LearningRate = key(1e-3, "peak learning rate of the memory values")
     betas: tuple[Fraction, Fraction] = key((0.9, 0.999), "Adam's decay rates")
     eps: Epsilon | None = key(None, "Adam's epsilon; null: that of optim")
@@ -188,7 +191,7 @@ class ValuesOptim:
     times: tuple[Times, Times] = key((4.0, 1.0), "relative: the factor at the start and at the end")
     warmup_steps: Steps = key(0, "steps of linear warm-up")
     final_lr: Share | None = key(None, "cosine and linear end at this share of the peak; null: that of optim")
-    weight_decay: WeightDecay = key(0.0, "decoupled weight decay; row-adam decays the rows that it updates")
+    weight_decay: WeightDecay = key(0.0, "decoupled weight decay; row-adam and row-sgd decay the rows that they update")
     clip: Clip = key(1.0, "largest gradient norm of the values; 0: no clipping")
 
 
@@ -242,6 +245,18 @@ class Train:
     init_from: str | None = key(
         None, "start from the weights of another run (its best checkpoint); modules that it lacks start anew"
     )
+    only: Literal["all", "values"] = key("all", "values: only the memory's values move; all else stays to the bit")
+
+
+@dataclass(frozen=True, config=STRICT)
+class Finetune:
+    slots: SlotScore = key(
+        "all", "of the slots that a step reads, move all, or those first by reads, tf-idf or KL (Lin et al. 2025)"
+    )
+    top: Size = key(500, "slots of each table that a step may move")
+    background: str | None = key(
+        None, "file of `pkmlm usage-report --background`, which tfidf and kl need; in the working directory"
+    )
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -281,6 +296,7 @@ class Recipe:
     model: Model = key(Model, "the network")
     optim: Optim = key(Optim, "how parameters move")
     train: Train = key(Train, "how long, in what portions")
+    finetune: Finetune = key(Finetune, "which slots of a memory learn")
     eval: Eval = key(Eval, "validation during training")
     checkpoint: Checkpoint = key(Checkpoint, "what is kept")
     log: Log = key(Log, "what is shown")

@@ -93,6 +93,16 @@ def unused_keys(recipe: Recipe) -> dict[str, str]:
         idle = ["lr", "warmup_steps"] if relative else ["times"]
         idle += [] if recipe.optim.values.schedule in ("cosine", "linear") else ["final_lr"]
         disabled["optim.values.schedule"] = [f"optim.values.{name}" for name in idle]
+    if recipe.optim.values.optimizer == "row-sgd":
+        disabled["optim.values.optimizer"] = ["optim.values.betas", "optim.values.eps"]
+    if recipe.train.only == "values":
+        frozen = ["betas", "weight_decay", "clip", "keys.", "tables."]
+        frozen += [] if recipe.optim.values.schedule == "relative" else ["lr", "schedule", "warmup_steps"]
+        disabled["train.only"] = [f"optim.{name}" for name in frozen]
+    if recipe.finetune.slots == "all":
+        disabled["finetune.slots"] = ["finetune.top", "finetune.background"]
+    elif recipe.finetune.slots == "count":
+        disabled["finetune.slots"] = ["finetune.background"]
     if recipe.eval.every == 0:
         disabled["eval.every"] = ["eval.patience"]
     return {key: switch for switch, keys in disabled.items() for key in flatten(recipe) if key.startswith(tuple(keys))}

@@ -171,7 +171,7 @@ def save(
                     own[name] = {key: tensor for key, tensor in tensors.items() if key not in divided}
                 if divided and ranks.data.rank == 0:  # the first ranks that hold different columns
                     part = part_name(name, ranks.memory.rank, ranks.memory.size)
-                    own[part] = {key: tensors[key] for key in divided}
+                    own[part] = {key: tensors[key] for key in divided if key in tensors}
             for name, tensors in own.items():
                 write_tensors(folder / name, tensors)
             entries = {name: entry_of(folder / name) for name in own}

@@ -60,6 +60,9 @@ def plan(job: Job, settings: DeviceSettings, ranks: int) -> list[str]:
     held = training_bytes(job, settings.precision, ranks)
     sizes = {name: f"{size / 1e6:,.1f}" for name, size in held.items()}
     parts = ", ".join(f"{name} {size}" for name, size in sizes.items() if size != "0.0")
+    spec = recipe.finetune
+    chosen = "" if spec.slots == "all" else f", of each table the first {spec.top:,} slots of a step by {spec.slots}"
+    trains = "values of the memory alone" if train.only == "values" else "all parameters"
     return [
         f"recipe       {recipe.name}",
         f"device       {settings.device}, {settings.precision} ({settings.reason})",
@@ -68,5 +71,6 @@ def plan(job: Job, settings: DeviceSettings, ranks: int) -> list[str]:
         f"in {micro_batches:,} micro-batch{'es' if micro_batches > 1 else ''} of {train.micro_batch:,}{each}",
         f"training     {train.steps:,} steps, {train.steps * train.batch_tokens:,} tokens, "
         f"{job.epochs:,.2f} epochs of {job.corpus.tokens:,}",
+        f"trains       {trains}{chosen}",
         f"memory       {sum(held.values()) / 1e6:,.1f} MB to train{each}: {parts}",
     ]

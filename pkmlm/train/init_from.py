@@ -15,7 +15,7 @@ from pkmlm.recipe.schema import flatten, scalar_text
 from pkmlm.recipe.warnings import unused_keys
 from pkmlm.runs.checkpoint import check_weights, load_weights, read_progress, verify
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.files import sha256_of
+from pkmlm.runs.files import MANIFEST, sha256_of
 from pkmlm.train.job import Job
 
 HEAD = "untied_head.weight"
@@ -69,6 +69,8 @@ def check_init_from(job: Job) -> list[str]:
         parts.append(f"not in {source.path}, so initialized anew: {_modules(drawn, loaded)}")
     if unexpected:
         parts.append(f"has no place in this model, so left out: {_modules(unexpected, loaded)}")
+    if job.background is not None and job.background.checkpoint != sha256_of(path / MANIFEST):
+        parts.append(f"{path} is another checkpoint than that of finetune.background, which may read other slots")
     if changed := [text for key, text in differing.items() if key in SHAPELESS]:
         parts.append(f"its weights mean something else here: {', '.join(changed)}")
     if source.facts().get("data_sha256") == job.corpus.sha256 and before.seed == job.recipe.train.seed:

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
+from pkmlm.analysis.background import Background
 from pkmlm.data.corpus import Corpus, open_tokenizer
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
@@ -21,12 +23,14 @@ class Job:
     Attributes:
         corpus: the train split.
         warnings: what the user may not have meant by the recipe.
+        background: by which slots are chosen; None: by no background.
     """
 
     recipe: Recipe
     corpus: Corpus
     tokenizer: Tokenizer
     warnings: tuple[str, ...] = ()
+    background: Background | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -77,7 +81,26 @@ def open_job(recipe_file: str, overrides: Iterable[str], ranks: int, *, verify: 
     warnings += no_validation_warning(job)
     if recipe.parallel.shard and ranks == 1:
         warnings.append("parallel.shard: without effect in one process")
-    return Job(recipe, corpus, tokenizer, tuple(warnings))
+    return Job(recipe, corpus, tokenizer, tuple(warnings), background_of(recipe))
+
+
+def hashes_of(corpus: Corpus, background: Background | None) -> dict[str, str]:
+    """The sha256 of all that a resumed run must find again, by what it is."""
+    return corpus.hashes | ({} if background is None else {"background": background.digest})
+
+
+def background_of(recipe: Recipe) -> Background | None:
+    """The background by which a recipe chooses slots, if it does.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    if recipe.finetune.slots not in ("tfidf", "kl"):
+        return None
+    try:
+        return Background.read(Path(str(recipe.finetune.background)))
+    except UserError as error:
+        raise UserError(f"finetune.background: {error.message}", error.hint, error.exit_code) from None
 
 
 def no_validation_warning(job: Job) -> list[str]:

@@ -14,6 +14,7 @@ from pkmlm.runs.checkpoint import Validations
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import remove_file
 from pkmlm.signals import StopRequest
+from pkmlm.train.job import hashes_of
 from pkmlm.train.log import RunLog
 from pkmlm.train.resume_check import fixed_keys
 from pkmlm.train.step import TrainState, diverged, train_step
@@ -61,7 +62,7 @@ class Training:
         self.calibrated = 0  # the step whose running statistics the model has
         self.history = self._restore()
         state.progress.validations, state.progress.recipe = self.history, fixed_keys(self.recipe)
-        state.progress.data |= state.batches.corpus.hashes
+        state.progress.data |= hashes_of(state.batches.corpus, state.background)
         if self.world.rank == 0:
             state.progress.run = run.facts().get("id")
         self.drift = Drift(

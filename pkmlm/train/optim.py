@@ -13,7 +13,7 @@ from pkmlm.model.memory.values import Values, tables_of
 from pkmlm.recipe.schema import Recipe, TablesOptim, ValuesOptim
 from pkmlm.train.lr_schedule import LrSchedule, RelativeLrSchedule
 from pkmlm.train.parallel import is_shard, local_part
-from pkmlm.train.row_adam import RowAdam, empty_state
+from pkmlm.train.row_adam import RowAdam, RowOptimizer, RowSGD, empty_state
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,23 @@ class ParameterGroup:
 
 
 def parameter_groups(model: nn.Module, recipe: Recipe) -> list[ParameterGroup]:
-    """The groups of a model that have parameters, in the order dense, values, tables.
+    """The groups of a model that have parameters, in the order dense, values, tables; of those, `train.only` leaves
+    one, and freezes all other parameters.
 
     Values of memories have their own learning rate and schedule (Lample et al. 2019, sec. 4.3: 1e-3, constant); hash
     tables move at a multiple of the dense learning rate.
     """
     optim, tables = recipe.optim, tables_of(model)
-    groups = [_dense_group(model, {n: p for n, p in model.named_parameters() if n not in tables}, recipe)]
     values = {path: table for path, table in tables.items() if table.group == "values"}
     hash_tables = {path: table for path, table in tables.items() if table.group == "tables"}
+    groups = []
+    if recipe.train.only == "values":
+        model.requires_grad_(False)
+        for table in values.values():
+            table.requires_grad_()
+        hash_tables = {}
+    else:
+        groups.append(_dense_group(model, {n: p for n, p in model.named_parameters() if n not in tables}, recipe))
     if values:
         spec = optim.values
         eps = optim.eps if spec.eps is None else spec.eps
@@ -147,8 +155,12 @@ def _row_group(
     eps: float,
 ) -> ParameterGroup:
     """Tables of rows, updated straight from their reads."""
-    every_row = spec.optimizer == "adam"
-    optimizer = RowAdam(tables.values(), schedule.lr_at(1), betas, eps, spec.weight_decay, every_row=every_row)
+    optimizer: RowOptimizer
+    if spec.optimizer == "row-sgd":
+        optimizer = RowSGD(tables.values(), schedule.lr_at(1), spec.weight_decay)
+    else:
+        every_row = spec.optimizer == "adam"
+        optimizer = RowAdam(tables.values(), schedule.lr_at(1), betas, eps, spec.weight_decay, every_row=every_row)
     parameters = {path: table.weight_KD for path, table in tables.items()}
     gradients = [table.gradient for table in tables.values() if table.gradient is not None]
     return ParameterGroup(name, parameters, gradients, optimizer, schedule, spec.clip)

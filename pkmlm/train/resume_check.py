@@ -6,7 +6,7 @@ from pkmlm.errors import UserError
 from pkmlm.recipe.schema import Recipe, flatten, scalar_text
 from pkmlm.runs.checkpoint import read_progress
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.train.job import Job
+from pkmlm.train.job import Job, hashes_of
 
 # The keys, or beginnings of keys, that may change when a run is resumed. Changes of CHANGES_NUMBERS are reported: later
 # numbers are not those of an undisturbed run.
@@ -14,7 +14,8 @@ CHANGES_NUMBERS = (
     *("train.steps", "train.micro_batch", "train.recompute", "train.init_from"),
     *("parallel.", "eval.tokens", "eval.recalibrate"),
 )
-CHANGES_NO_NUMBERS = ("name", "data.dir", "eval.", "checkpoint.", "log.")  # the content of data.dir is compared
+# Of data.dir and of the background, the content is compared.
+CHANGES_NO_NUMBERS = ("name", "data.dir", "finetune.background", "eval.", "checkpoint.", "log.")
 
 
 def refuse_output(run: RunDirectory, resume: str) -> None:
@@ -49,20 +50,22 @@ def fixed_keys(recipe: Recipe) -> dict[str, str]:
 
 def refuse_other_origin(run: RunDirectory, job: Job) -> None:
     """Refuse to resume from a latest checkpoint of another run or recipe, or of another tokenizer or other tokens to
-    train or validate on. A split for validation may come or go. The checkpoint must be whole.
+    train or validate on, or of another background. A split for validation may come or go. The checkpoint must be whole.
     """
     progress = read_progress(run.checkpoint(run.steps()[-1]))
     run.check_origin(progress.step, progress.run, progress.recipe)
     before = progress.data
-    for name, what in (
-        ("tokenizer", "trained with another tokenizer than that of"),
-        ("train", "trained on other tokens than those in"),
-        ("valid", "validated on other text than that in"),
+    folder, hashes = job.recipe.data.dir, hashes_of(job.corpus, job.background)
+    for name, what, where in (
+        ("tokenizer", "trained with another tokenizer than that of", folder),
+        ("train", "trained on other tokens than those in", folder),
+        ("valid", "validated on other text than that in", folder),
+        ("background", "trained by another background than", job.recipe.finetune.background),
     ):
-        expected, found = before.get(name), job.corpus.hashes.get(name)
+        expected, found = before.get(name), hashes.get(name)
         if expected and found and found != expected:
-            hashes = f"sha256 {found[:16]}... (expected {expected[:16]}...)"
-            raise UserError(f"run {run.path} was {what} {job.recipe.data.dir}: {hashes}", "train under another -o")
+            differ = f"sha256 {found[:16]}... (expected {expected[:16]}...)"
+            raise UserError(f"run {run.path} was {what} {where}: {differ}", "train under another -o")
 
 
 def is_complete(run: RunDirectory, recipe: Recipe) -> bool:

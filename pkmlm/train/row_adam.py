@@ -1,15 +1,88 @@
-"""Adam on tables of rows, straight from the reads of a step."""
+"""Adam, and plain gradient descent, on tables of rows, straight from the reads of a step."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pkmlm.kernels import backend
+from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.model.memory.values import Values
 
 
-class RowAdam(torch.optim.Optimizer):
+class RowOptimizer(torch.optim.Optimizer):
+    """An optimizer of tables of rows that moves the rows read by a step, and no others.
+
+    Args:
+        tables: the `values` of memories and of hash layers. From now on their backward passes leave the gradients in
+            their `gradient`, not in `.grad`; a table has one such optimizer.
+        defaults: of the one group of parameters.
+        every_row: move the rows too that were not read.
+
+    Raises:
+        ValueError: a table has one already.
+    """
+
+    def __init__(self, tables: Iterable[Values], defaults: dict[str, Any], every_row: bool = False):
+        self.tables = list(tables)
+        for table in self.tables:
+            table.keep_reads(every_row=every_row)
+        super().__init__([table.weight_KD for table in self.tables], defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every table that has had a backward pass since the last step."""
+        if closure is not None:
+            raise ValueError(f"{type(self).__name__} takes no closure")
+        (group,) = self.param_groups
+        for table in self.tables:
+            if table.gradient:
+                copy_KD = table.fresh_copy()
+                self.move_rows(group, table.weight_KD, copy_KD, table.gradient)
+                table.rows_updated(copy_KD)
+                table.gradient.clear()
+
+    @abstractmethod
+    def move_rows(
+        self, group: dict[str, Any], values_KD: Tensor, copy_KD: Tensor | None, gradient: RowGradient
+    ) -> None:
+        """Move the rows of the gradient, and, rounded, those of the copy in half precision, if there is one."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        for table in self.tables:
+            if table.gradient is not None:
+                table.gradient.clear()
+
+
+class RowSGD(RowOptimizer):
+    """Gradient descent over the rows that a step has read; no momentum, so that no step moves another one's rows, and
+    no state.
+
+    Args:
+        tables: as for `RowOptimizer`.
+        lr: the learning rate. Rows move by it times their gradient, which is small: 2.0 in Lin et al. 2025.
+        weight_decay: decoupled, on the rows that a step updates.
+    """
+
+    def __init__(self, tables: Iterable[Values], lr: float = 2.0, weight_decay: float = 0.0):
+        super().__init__(tables, {"lr": lr, "weight_decay": weight_decay})
+
+    def move_rows(
+        self, group: dict[str, Any], values_KD: Tensor, copy_KD: Tensor | None, gradient: RowGradient
+    ) -> None:
+        x_ND, segments = gradient.joined()
+        rows_U = segments.rows_U
+        sums_UD = backend.of(x_ND).segment_sum(x_ND, segments)
+        kept_UD = (1 - group["lr"] * group["weight_decay"]) * values_KD[rows_U]
+        values_KD[rows_U] = kept_UD - group["lr"] * gradient.scale * sums_UD
+        if copy_KD is not None:
+            copy_KD[rows_U] = values_KD[rows_U].to(copy_KD.dtype)
+
+
+class RowAdam(RowOptimizer):
     """Adam over the rows that a step has read: moments and weights of all other rows stay as they are.
 
     Each row's reads are summed on the way into its update, so that the gradient never exists as a whole; the cost of a
@@ -52,53 +125,37 @@ class RowAdam(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         every_row: bool = False,
     ):
-        self.tables = list(tables)
-        for table in self.tables:
-            table.keep_reads(every_row=every_row)
-        parameters = [table.weight_KD for table in self.tables]
-        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(tables, defaults, every_row)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every table that has had a backward pass since the last step."""
-        if closure is not None:
-            raise ValueError("RowAdam takes no closure")
-        (group,) = self.param_groups
-        for table in self.tables:
-            gradient, values_KD, copy_KD = table.gradient, table.weight_KD, table.fresh_copy()
-            if not gradient:
-                continue
-            state = self.state[values_KD]
-            if not state:
-                state.update(empty_state(self, values_KD))
-            state["step"] += 1
-            x_ND, segments = gradient.joined()
-            backend.of(x_ND).segment_row_adam_(
-                values_KD,
-                state["exp_avg"],
-                state["exp_avg_sq"],
-                x_ND,
-                segments,
-                scale=gradient.scale,
-                step=int(state["step"]),
-                lr=group["lr"],
-                betas=group["betas"],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                copy_KD=copy_KD,
-            )
-            table.rows_updated(copy_KD)
-            gradient.clear()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
-        for table in self.tables:
-            if table.gradient is not None:
-                table.gradient.clear()
+    def move_rows(
+        self, group: dict[str, Any], values_KD: Tensor, copy_KD: Tensor | None, gradient: RowGradient
+    ) -> None:
+        state = self.state[values_KD]
+        if not state:
+            state.update(empty_state(self, values_KD))
+        state["step"] += 1
+        x_ND, segments = gradient.joined()
+        backend.of(x_ND).segment_row_adam_(
+            values_KD,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            x_ND,
+            segments,
+            scale=gradient.scale,
+            step=int(state["step"]),
+            lr=group["lr"],
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            copy_KD=copy_KD,
+        )
 
 
 def empty_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """What Adam (torch's own, or by rows) knows of a parameter before its first step."""
+    """What an optimizer (torch's Adam, or one of these) knows of a parameter before its first step."""
+    if isinstance(optimizer, RowSGD):
+        return {}
     fused = optimizer.defaults.get("fused", False)
     step = torch.zeros((), device=parameter.device) if fused else torch.zeros((), dtype=torch.int64)
     return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}

@@ -31,6 +31,7 @@ from pkmlm.train.resume_check import (
     refuse_other_origin,
     refuse_output,
 )
+from pkmlm.train.slot_choice import check_background
 from pkmlm.train.step import TrainState
 from pkmlm.train.validation import validator
 
@@ -58,6 +59,7 @@ def train(job: Job, output: str, world: World, *, resume: str = "auto", quiet: b
             if lead:
                 refuse_output(run, resume)  # before anything is written, not even a folder
                 warnings = [] if run.steps() else check_init_from(job)
+                check_background(job)
                 held.enter_context(run.locked())
                 if run.steps():
                     refuse_changed_recipe(run, job.recipe)
@@ -172,7 +174,7 @@ def initial_model(job: Job, settings: DeviceSettings, groups: ProcessGroups) -> 
 
 
 def build_state(job: Job, model: Transformer, settings: DeviceSettings, groups: ProcessGroups) -> TrainState:
-    return TrainState(job.recipe, model, Batches.of(job.corpus, job.recipe), settings.precision, groups)
+    return TrainState(job.recipe, model, Batches.of(job.corpus, job.recipe), settings.precision, groups, job.background)
 
 
 @contextmanager

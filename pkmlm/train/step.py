@@ -9,10 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pkmlm.analysis.background import Background
 from pkmlm.data.batches import Batches
 from pkmlm.device import autocast, to_device
 from pkmlm.distributed import ProcessGroups
 from pkmlm.errors import UserError
+from pkmlm.model.memory.query import QueryBatchNorm
 from pkmlm.model.memory.values import table_ranks
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.schema import Recipe
@@ -21,6 +23,7 @@ from pkmlm.seeds import derived_seed
 from pkmlm.train.compile_and_recompute import compile_dense_parts, recompute_activations
 from pkmlm.train.optim import optimizer_state, parameter_groups
 from pkmlm.train.parallel import all_gather_row_gradients, data_parallel_loss, shard_dense_parameters
+from pkmlm.train.slot_choice import slot_choice
 
 SCALE_FLOOR = 1.0
 MOST_SKIPS = 20
@@ -38,9 +41,14 @@ class TrainState:
         batches: the training data.
         precision: "fp32", "bf16" or "fp16".
         process_groups: the ranks that take each step together; None: this process alone.
+        background: by which slots are chosen, where the recipe asks for that.
+
+    Raises:
+        UserError: the background is not of this model.
 
     Attributes:
         param_groups: the parameters that move together, with their optimizers.
+        slot_choice: which slots a step moves; None: all that it reads.
         data_parallel: what to call for `model.loss` where several ranks train; None: nothing is to be summed.
         scaler: the loss scaler, enabled in fp16 alone.
         progress: steps, tokens, seconds, and fp16 steps skipped in a row.
@@ -53,8 +61,10 @@ class TrainState:
         batches: Batches,
         precision: str,
         process_groups: ProcessGroups | None = None,
+        background: Background | None = None,
     ):
         self.recipe, self.model, self.batches, self.precision = recipe, model, batches, precision
+        self.background = background
         self.process_groups = process_groups or ProcessGroups()
         self.device = next(model.parameters()).device
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
@@ -62,12 +72,13 @@ class TrainState:
         if recipe.parallel.shard and self.process_groups.world.size > 1:
             shard_dense_parameters(model, self.process_groups.world.size)
         self.param_groups = parameter_groups(model, recipe)  # after sharding, which replaces parameters
+        self.slot_choice = slot_choice(recipe, model, background)
         if recipe.train.compile:
             compile_dense_parts(model)
         if recipe.train.recompute:
             for block in model.blocks:
                 recompute_activations(block)
-        dense = list(self.param_groups[0].parameters.values())
+        dense = [p for group in self.param_groups if group.name == "dense" for p in group.parameters.values()]
         self.data_parallel = data_parallel_loss(model, dense, self.process_groups.world)
 
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor], Tables]:
@@ -108,6 +119,10 @@ def train_step(state: TrainState, step: int) -> StepResult:
     place = (step, world.rank) if world.rank else (step,)
     torch.manual_seed(derived_seed(state.recipe.train.seed, "dropout", *place))
     state.model.train()
+    if state.recipe.train.only == "values":  # a batch norm in training would move its statistics
+        for module in state.model.modules():
+            if isinstance(module, QueryBatchNorm):
+                module.eval()
     fp16 = scaler.is_enabled()
     buffers_before = [buffer.clone() for buffer in state.model.buffers()] if fp16 else []
 
@@ -115,6 +130,8 @@ def train_step(state: TrainState, step: int) -> StepResult:
     for group in state.param_groups:
         for gradient in group.row_gradients:
             all_gather_row_gradients(gradient, state.process_groups.data)
+    if state.slot_choice is not None:  # before the norms: what is not chosen has no gradient
+        state.slot_choice.choose(state.process_groups.data)
     if fp16:
         for group in state.param_groups:
             group.unscale(scaler)
@@ -169,19 +186,23 @@ def _loss_and_norms(state: TrainState, loss_share: Tensor) -> tuple[float, dict[
 
 
 def _adapt_loss_scale(state: TrainState, step: int, finite: bool, loss: float, norms: dict[str, float]) -> None:
-    """Let the loss scale grow or back off: one verdict for all groups (torch's scaler keeps one for each)."""
+    """Let the loss scale grow or back off as torch's scaler does, but by one verdict for all groups: the scaler keeps
+    one for each, and none for tables.
+    """
     scaler, progress = state.scaler, state.progress
+    scale, grown = scaler.get_scale(), scaler.state_dict()["_growth_tracker"] + 1
     if finite:
         progress.skips = 0
-        scaler.update()
-        return
-    progress.skips += 1
-    scale = scaler.get_scale()
-    if scale <= SCALE_FLOOR or progress.skips >= MOST_SKIPS:
-        after = f" after {progress.skips} skipped steps in a row, at a loss scale of {scale:g}"
-        raise state.process_groups.world.on_rank_zero(diverged(step, _what_is_not_finite(loss, norms, after)))
-    scaler.update(new_scale=max(SCALE_FLOOR, scale * scaler.get_backoff_factor()))
-    scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": 0})
+        if grown == scaler.get_growth_interval():
+            scale, grown = scale * scaler.get_growth_factor(), 0
+    else:
+        progress.skips += 1
+        if scale <= SCALE_FLOOR or progress.skips >= MOST_SKIPS:
+            after = f" after {progress.skips} skipped steps in a row, at a loss scale of {scale:g}"
+            raise state.process_groups.world.on_rank_zero(diverged(step, _what_is_not_finite(loss, norms, after)))
+        scale, grown = max(SCALE_FLOOR, scale * scaler.get_backoff_factor()), 0
+    scaler.update(new_scale=scale)
+    scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": grown})
 
 
 def _what_is_not_finite(loss: float, norms: dict[str, float], after: str = "") -> str:

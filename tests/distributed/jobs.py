@@ -26,7 +26,7 @@ from pkmlm.model.init import initialise
 from pkmlm.model.memory.query import QueryBatchNorm
 from pkmlm.model.memory.values import Values
 from pkmlm.model.transformer import Transformer, build_model
-from pkmlm.recipe.schema import Hash, Memory, Model, Optim, Parallel, Recipe, Train, ValuesOptim
+from pkmlm.recipe.schema import Finetune, Hash, Memory, Model, Optim, Parallel, Recipe, Train, ValuesOptim
 from pkmlm.runs import checkpoint
 from pkmlm.train import validation  # noqa: F401 (loaded once, for all children)
 from pkmlm.train.parallel import all_gather_row_gradients
@@ -155,6 +155,7 @@ def recipe_of(kind: str, memory: int = 1, micro_batch: int = 1, **train: Any) ->
         optim=optim,
         train=Train(**{"steps": 50, "batch_tokens": 128, "micro_batch": micro_batch, **train}),
         parallel=Parallel(memory=memory),
+        finetune=Finetune(slots="count" if train.get("only") == "values" else "all", top=3),
     )
 
 
@@ -324,11 +325,11 @@ def bytes_sent(memory: int) -> None:
 
 
 def beside_the_cost(cases: list[list[Any]]) -> None:
-    """For each case (kind, ranks, memory, micro_batch, recompute): what a rank sends in a step, and what `pkmlm cost`
-    says it does."""
+    """For each case (kind, ranks, memory, micro_batch, keys of `train`): what a rank sends in a step, and what
+    `pkmlm cost` says it does."""
     with init_distributed() as world:
-        for kind, size, memory, micro_batch, recompute in cases:
-            recipe = recipe_of(kind, memory, micro_batch, recompute=recompute)
+        for kind, size, memory, micro_batch, train in cases:
+            recipe = recipe_of(kind, memory, micro_batch, **train)
             state = state_of(recipe, ranks_among(world, size, memory))
             before = world.comm_stats.sent
             train_step(state, 1)

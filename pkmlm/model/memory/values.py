@@ -65,7 +65,7 @@ class Values(nn.Module):
             ValueError: another optimizer has done so.
         """
         if self.gradient is not None:
-            raise ValueError("the table has a RowAdam already (to make another, set its `gradient` to None first)")
+            raise ValueError("the table has an optimizer already (to make another, set its `gradient` to None first)")
         self.gradient = RowGradient(len(self.weight_KD), every_row=every_row)
 
     def init_spec(self) -> dict[str, InitSpec]:

@@ -1,0 +1,177 @@
+"""The background of slot-wise fine-tuning: in how many batches of a text a model reads each slot.
+
+Needs torch only to count.
+
+K: rows of a table.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pkmlm.console import token_progress
+from pkmlm.errors import UserError, printable
+from pkmlm.evaluate.documents import TextChoice, chosen_documents
+from pkmlm.runs.directory import RunDirectory
+from pkmlm.runs.files import MANIFEST, sha256_of
+from pkmlm.runs.results import arrays_digest, read_arrays, signed_arrays, write_arrays
+
+if TYPE_CHECKING:  # of modules that import torch
+    from pkmlm.distributed import World
+    from pkmlm.evaluate.likelihood import Window
+
+ORIGIN = ("run", "step", "split", "checkpoint", "batches", "batch_tokens")
+
+
+@dataclass(frozen=True)
+class Background:
+    """How often a model reads each row of its tables over batches of a text.
+
+    Attributes:
+        run, step: whose model.
+        split: of its tokens, or the name of a text.
+        checkpoint: the sha256 of its manifest.
+        batches: how many were counted.
+        batch_tokens: the fewest scored tokens of a batch, but for the text's last one.
+        read_by: by path of a table in the model, the batches that read each row: int64 (K).
+        reads: likewise, the reads of each row.
+    """
+
+    run: str
+    step: int
+    split: str
+    checkpoint: str
+    batches: int
+    batch_tokens: int
+    read_by: dict[str, NDArray[np.int64]]
+    reads: dict[str, NDArray[np.int64]]
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All of it, as the file holds it: a table's arrays are PATH.read_by and PATH.reads."""
+        arrays = {name: np.array(getattr(self, name)) for name in ORIGIN}
+        for name in ("read_by", "reads"):
+            arrays |= {f"{path}.{name}": counts for path, counts in getattr(self, name).items()}
+        return arrays
+
+    @property
+    def digest(self) -> str:
+        return arrays_digest(self.arrays)
+
+    def write(self, path: Path) -> None:
+        """Write a signed .npz file."""
+        write_arrays(path, signed_arrays(self.arrays))
+
+    @classmethod
+    def read(cls, path: Path) -> "Background":
+        """What `write` wrote.
+
+        Raises:
+            UserError: it is missing, damaged or altered (exit code 1), or another kind of file (2).
+        """
+        arrays = read_arrays(path)
+        try:
+            origin: dict[str, Any] = {name: arrays[name].item() for name in ORIGIN}
+            paths = [name.removesuffix(".reads") for name in arrays if name.endswith(".reads")]
+            read_by, reads = (
+                {path: arrays[f"{path}.{name}"].astype(np.int64, casting="safe") for path in paths}
+                for name in ("read_by", "reads")
+            )
+            return cls(**origin, read_by=read_by, reads=reads)
+        except (KeyError, TypeError, ValueError):
+            hint = "pkmlm usage-report RUN --split train --background FILE writes one"
+            raise UserError(f"{path} is no background of slots", hint) from None
+
+    def as_json(self) -> dict[str, Any]:
+        """Where it comes from, and of each table the slots, those read at all and those that every batch reads."""
+        tables = [
+            {
+                "table": path,
+                "slots": len(read_by_K),
+                "read": int((read_by_K > 0).sum()),
+                "every_batch": int((read_by_K == self.batches).sum()),
+                "mean_batches": float(read_by_K.mean()),
+            }
+            for path, read_by_K in self.read_by.items()
+        ]
+        return {name: getattr(self, name) for name in ORIGIN} | {"tables": tables}
+
+
+def count_background(
+    run: RunDirectory,
+    step: str,
+    choice: TextChoice,
+    batches: int,
+    batch_tokens: int | None,
+    quiet: bool,
+    world: "World | None" = None,
+) -> Background:
+    """Pass over a text and count.
+
+    Args:
+        step: "latest", "best" or a number.
+        choice: of the text; the train split, if none is chosen.
+        batches: to count, evenly spread over the text; where it has fewer, all.
+        batch_tokens: of a batch; None: those of a step of the run's training.
+        quiet: no progress.
+        world: the processes that share the pass; each gets the counts of all.
+
+    Raises:
+        UserError: there is no such checkpoint or text, or the model has no table.
+    """
+    from pkmlm.analysis.counters import BatchCounters
+    from pkmlm.distributed import World
+    from pkmlm.evaluate.load import load_on_all_ranks
+    from pkmlm.evaluate.perplexity import BATCH, score_windows, windows
+
+    world = world or World()
+    loaded = load_on_all_ranks(run.path, step, world)
+    if choice.text is None and choice.split is None:
+        choice = choice._replace(split="train")
+    documents, model = chosen_documents(choice, loaded), loaded.model
+    size = batch_tokens or loaded.recipe.train.batch_tokens
+    most, counted, done = min(batches, -(-documents.tokens // size)), 0, 0
+    prefix, context = loaded.tokenizer.eos, model.context
+    stream = (window for ids in documents.ids for window in windows(ids, prefix, context, context))
+    quiet = quiet or world.rank > 0
+    with (
+        BatchCounters(model) as counters,
+        token_progress(f"reading {printable(loaded.name)}", documents.tokens, quiet) as advance,
+    ):
+        for batch in in_batches(stream, size):
+            first, done = done, done + sum(len(window.targets) for window in batch)
+            advance(done)
+            if first * most < counted * documents.tokens:  # before the next of as many equal parts
+                continue
+            if counted % world.size == world.rank:
+                for start in range(0, len(batch), BATCH):
+                    score_windows(model, batch[start : start + BATCH], counters.only)
+                counters.end_batch()
+            counted += 1
+    if not counters.reads:
+        raise UserError(f"the model of {run.path} has no memory to count")
+    return Background(
+        run=loaded.name,
+        step=loaded.step,
+        split=documents.name,
+        checkpoint=sha256_of(run.checkpoint(loaded.step) / MANIFEST),
+        batches=counted,
+        batch_tokens=size,
+        read_by={path: world.all_sum(read_by_K.cpu()).numpy() for path, read_by_K in counters.read_by.items()},
+        reads={path: world.all_sum(reads_K.cpu()).numpy() for path, reads_K in counters.reads.items()},
+    )
+
+
+def in_batches(stream: "Iterator[Window]", tokens: int) -> "Iterator[list[Window]]":
+    """Windows in their order, as few in a batch as score so many tokens."""
+    while batch := list(itertools.islice(stream, 1)):
+        left = tokens - len(batch[0].targets)
+        while left > 0 and (window := next(stream, None)) is not None:
+            batch.append(window)
+            left -= len(window.targets)
+        yield batch

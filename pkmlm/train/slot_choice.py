@@ -1,0 +1,134 @@
+"""Slot-wise fine-tuning: each step moves only those rows of the values that its own text reads more than others do
+(Lin et al. 2025, arXiv 2510.15103).
+
+K: rows of a table; U: rows that a step reads; B: batches of the background.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pkmlm.analysis.background import Background
+from pkmlm.distributed import World
+from pkmlm.errors import UserError
+from pkmlm.model.memory.values import Values, tables_of
+from pkmlm.model.transformer import build_model
+from pkmlm.recipe.schema import Recipe, SlotScore
+from pkmlm.train.job import Job
+
+
+@dataclass(frozen=True)
+class TableBackground:
+    """What a background says of one table, on its device.
+
+    Attributes:
+        batches: that were counted (B).
+        read_by_K: int64, those that read each row.
+        reads_K: int64, reads of each row.
+    """
+
+    batches: int
+    read_by_K: Tensor
+    reads_K: Tensor
+
+
+class SlotChoice:
+    """Chooses anew, in each step, the rows of a model's tables of values that may move: of each table, the `top` best.
+
+    Args:
+        slots: "count", "tfidf" or "kl": what makes a row good; see `best_rows`.
+        top: rows of a table.
+        tables: of values, by path; their optimizer has been made. Their reads are counted from now on.
+        background: of each; "count" needs none.
+    """
+
+    def __init__(self, slots: SlotScore, top: int, tables: dict[str, Values], background: dict[str, TableBackground]):
+        self.slots, self.top, self.tables, self.background = slots, top, tables, background
+        for table in tables.values():
+            assert table.gradient is not None
+            table.gradient.counting = True
+
+    def choose(self, ranks: World) -> None:
+        """Choose by the reads of the step's backward passes, and drop the gradient of all other rows.
+
+        Args:
+            ranks: those that hold the same columns, which have summed their gradients; all of them call this.
+        """
+        for path, table in self.tables.items():
+            gradient = table.gradient
+            assert gradient is not None
+            assert gradient.counts_K is not None
+            counts_K = ranks.all_sum(gradient.counts_K)
+            rows = best_rows(self.slots, counts_K, self.top, self.background.get(path))
+            gradient.keep(torch.zeros_like(counts_K, dtype=torch.bool).index_fill_(0, rows, True))
+
+
+def best_rows(slots: SlotScore, counts_K: Tensor, top: int, background: TableBackground | None = None) -> Tensor:
+    """The rows with the highest scores among those that are read, best first, at most `top`; of equals the first ones.
+
+    p being a row's share of the reads: count scores by p; tfidf by p log((B + 1) / (batches of B that read it + 1))
+    (Lin et al. 2025, sec. 3); kl by p log(p / q), where q is its share of the background's reads, each row having one
+    more (as we understand arXiv 2605.03229; the smoothing is ours).
+
+    Args:
+        counts_K: int64, reads of each row in the step.
+        background: for tfidf and kl.
+    """
+    rows_U = counts_K.nonzero()[:, 0]
+    share_U = counts_K[rows_U].double() / counts_K.sum()
+    if slots == "tfidf":
+        assert background is not None
+        score_U = share_U * torch.log((background.batches + 1) / (background.read_by_K[rows_U] + 1).double())
+    elif slots == "kl":
+        assert background is not None
+        usual_U = (background.reads_K[rows_U] + 1).double() / (background.reads_K.sum() + len(counts_K))
+        score_U = share_U * torch.log(share_U / usual_U)
+    else:
+        score_U = share_U
+    return rows_U[score_U.sort(descending=True, stable=True).indices[:top]]
+
+
+def slot_choice(recipe: Recipe, model: nn.Module, background: Background | None) -> SlotChoice | None:
+    """The choice that a recipe asks for, once its optimizers are made; None: all slots may move.
+
+    Raises:
+        UserError: as `check_background`.
+    """
+    spec = recipe.finetune
+    if spec.slots == "all":
+        return None
+    tables = _tables(recipe, model, background)
+    on = next(model.parameters()).device
+    found: dict[str, TableBackground] = {}
+    if background is not None:
+        for path in tables:
+            counts = (torch.from_numpy(each[path]).to(on) for each in (background.read_by, background.reads))
+            found[path] = TableBackground(background.batches, *counts)
+    return SlotChoice(spec.slots, spec.top, tables, found)
+
+
+def check_background(job: Job) -> None:
+    """Refuse a background, if there is one, that is not of the values of the recipe's model.
+
+    Raises:
+        UserError: it lacks a table, or has another number of slots.
+    """
+    if job.background is not None:
+        _tables(job.recipe, build_model(job.recipe, job.vocab_size, "meta"), job.background)
+
+
+def _tables(recipe: Recipe, model: nn.Module, background: Background | None) -> dict[str, Values]:
+    """The model's tables of values by path, all of which the background has."""
+    found = {path.removesuffix(".weight_KD"): table for path, table in tables_of(model).items()}
+    tables = {path: table for path, table in found.items() if table.group == "values"}
+    for path, table in tables.items():
+        rows = len(table.weight_KD)
+        slots = rows if background is None else len(background.reads.get(path, ()))
+        if slots != rows:
+            file = f"finetune.background: {recipe.finetune.background}"
+            raise UserError(
+                f"{file} has {slots:,} slots of {path} (expected {rows:,})",
+                "count it with the run that training starts from: pkmlm usage-report RUN --background FILE",
+            )
+    return tables
