@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+from pkmlm.analysis.equal import Equal, Over, at_equal
 from pkmlm.recipe.schema import dump_recipe
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import read_json
@@ -67,6 +68,21 @@ class Comparison(NamedTuple):
     facts: list[Facts]
     groups: list[Group]
     warnings: list[str]
+
+    def at_equal(self, over: Over, per_step: Mapping[str, float]) -> Equal | None:
+        """`at_equal` of these runs. Its facts are added to theirs, and what a step takes, as OVER_per_step."""
+        equal = at_equal(over, per_step, {label: run.metrics() for label, run in self.runs.items()})
+        for run in self.facts:
+            run[f"{over}_per_step"] = per_step[run["run"]]
+            run |= equal.facts[run["run"]] if equal else {}
+        return equal
+
+    def curves(self, over: str) -> dict[str, list[tuple[float, list[Facts]]]]:
+        """What a step of each run of a group takes, which `at_equal` has added, and its events."""
+        return {
+            group.name: [(run.get(f"{over}_per_step", 1.0), self.runs[run["run"]].metrics()) for run in group.runs]
+            for group in self.groups
+        }
 
 
 def compare_runs(paths: Sequence[str]) -> Comparison:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from matplotlib import rc_context
@@ -28,7 +28,7 @@ from pkmlm.errors import printable
 from pkmlm.runs.files import make_folder, writing
 
 Metrics = Sequence[Mapping[str, Any]]
-Over = Literal["steps", "tokens", "seconds"]
+Curves = tuple[float, Metrics]  # what a step of a run takes of what is drawn along x; the lines of metrics.jsonl
 Line = tuple[NDArray[Any], NDArray[np.float64]]
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -38,7 +38,12 @@ UNREAD = "#d9d9d9"
 MOST_LINES = 8  # of one picture; of more memories, those of some layers are drawn
 MOST_PIXELS = 512  # of a map's side
 MOST_POINTS = 1000  # of one line
-AXES = {"steps": "step", "tokens": "tokens", "seconds": "seconds in training steps"}
+AXES = {
+    "steps": "step",
+    "tokens": "tokens",
+    "operations": "operations of forwards",
+    "seconds": "seconds, of steps timed side by side",
+}
 WIDTH = 6.0  # inches, of a picture that is not for a paper
 SMALL, LETTER = 7, 0.58  # points; the mean width of a letter, in its size
 STYLE: dict[Any, Any] = {  # laid over the user's matplotlibrc, whose fonts are kept
@@ -148,17 +153,18 @@ def draw_probes(folder: Path, record: Mapping[str, Any], look: Look) -> list[Pat
 
 
 @drawing
-def draw_curves(folder: Path, runs: Mapping[str, Sequence[Metrics]], over: Over, look: Look) -> list[Path]:
+def draw_curves(folder: Path, runs: Mapping[str, Sequence[Curves]], over: str, look: Look) -> list[Path]:
     """Draw learning curves into a folder and return the files: none where no loss has been logged.
 
     Args:
         folder: made if it is missing; files in it are replaced.
-        runs: of each name, the lines of metrics.jsonl of one run, or of several that differ in their seed.
-        over: what they have taken.
+        runs: of each name, one run, or several that differ in their seed.
+        over: what they are drawn over, of `AXES`.
         look: of the files.
     """
     figure = learning_curves(runs, over, look)
-    return look.save(folder, "learning-curves", figure) if figure else []
+    name = "learning-curves" if over == "steps" else f"learning-curves-over-{over}"
+    return look.save(folder, name, figure) if figure else []
 
 
 def probe_bars(record: Mapping[str, Any], memory: Mapping[str, Any], look: Look) -> Figure:
@@ -307,7 +313,7 @@ def usage_over_training(run: str, metrics: Metrics, look: Look) -> Figure | None
     return figure
 
 
-def learning_curves(runs: Mapping[str, Sequence[Metrics]], over: Over, look: Look) -> Figure | None:
+def learning_curves(runs: Mapping[str, Sequence[Curves]], over: str, look: Look) -> Figure | None:
     """Training loss, smoothed, and validation loss; None where none has been logged. Runs that differ in their seed
     have one colour.
     """
@@ -316,8 +322,8 @@ def learning_curves(runs: Mapping[str, Sequence[Metrics]], over: Over, look: Loo
     shown: dict[str, Line2D] = {}
     for number, (name, seeds) in enumerate(runs.items()):
         style = line_style(number)
-        for metrics in seeds:
-            train, valid = smoothed(points(metrics, "train", over)), points(metrics, "valid", over)
+        for per_step, metrics in seeds:
+            train, valid = smoothed(points(metrics, "train", per_step)), points(metrics, "valid", per_step)
             late += [curve[len(curve) // 20 :, 1] for curve in (train, valid) if len(curve)]
             drawn = [axes.plot(*train.T, **(style | {"linewidth": 0.6, "alpha": 0.7}))] if len(train) else []
             drawn += [axes.plot(*valid.T, **style, marker="o")] if len(valid) else []
@@ -366,22 +372,10 @@ def training_lines(metrics: Metrics) -> dict[tuple[int, str], NDArray[np.float64
     return {memory: np.array(points) for memory, points in lines.items()}
 
 
-def points(events: Metrics, kind: str, over: Over) -> NDArray[np.float64]:
-    """(steps, tokens or seconds; loss) of the events of one kind that have a loss, (n, 2).
-
-    Seconds are those in training steps: the tokens of each by its speed.
-    """
-    pairs = [(e["step"], e["loss"]) for e in events if e["event"] == kind and e.get("loss") is not None]
-    found = np.array(pairs, dtype=np.float64).reshape(-1, 2)
-    if over != "steps" and len(found):
-        keys = ("step", "tokens", "tokens_per_second")
-        taken = [[e[key] for key in keys] for e in events if all(e.get(key) for key in keys)]
-        if not taken:
-            return found[:0]
-        step, tokens, speed = np.array([(0, 0, 1), *taken], dtype=np.float64).T
-        along = tokens if over == "tokens" else np.cumsum(np.diff(tokens, prepend=0) / speed)
-        found[:, 0] = np.interp(found[:, 0], step, along)
-    return found
+def points(events: Metrics, kind: str, per_step: float) -> NDArray[np.float64]:
+    """(steps times `per_step`, loss) of the events of one kind that have a loss, (n, 2)."""
+    pairs = [(e["step"] * per_step, e["loss"]) for e in events if e["event"] == kind and e.get("loss") is not None]
+    return np.array(pairs, dtype=np.float64).reshape(-1, 2)
 
 
 def smoothed(curve: NDArray[np.float64]) -> NDArray[np.float64]:

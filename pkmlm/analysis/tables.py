@@ -3,11 +3,13 @@
 Each table is made from what the report prints as JSON, and needs neither torch nor numpy.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 from pkmlm.analysis.compare import Facts, Group, flat_facts
+from pkmlm.analysis.dense_equivalent import Equivalent
+from pkmlm.analysis.equal import Equal
 from pkmlm.console import NATS, SHARE, Column, Table, number
 from pkmlm.errors import printable
 from pkmlm.runs.results import average_accuracy
@@ -15,6 +17,7 @@ from pkmlm.runs.results import average_accuracy
 Entry = dict[str, Any]
 
 MEASURES = ("usage", "kl", "gini", "top50", "top90", "top99", "effective")
+AMOUNTS = {"tokens": "{:,.0f}", "operations": "{:.4g}", "seconds": "{:,.3f}"}
 COUNT, GINI, ACCURACY = "{:,}", "{:.3f}", "{:.4f}"  # formats of numbers
 
 
@@ -101,17 +104,20 @@ def background_table(record: Entry) -> Table:
     return Table(f"{title}: {printable(where)}", columns, rows)
 
 
-def compare_tables(groups: Sequence[Group]) -> list[Table]:
-    """What people read, a row a group of runs; tables without a number in them are left out."""
+def compare_tables(
+    groups: Sequence[Group], equals: Sequence[Equal] = (), sizes: Mapping[str, Mapping[str, Equivalent]] | None = None
+) -> list[Table]:
+    """What people read, a row a group of runs; tables without a number in them are left out.
+
+    Args:
+        equals: where runs are compared at equal amounts; the runs have its facts.
+        sizes: of `dense_equivalents`.
+    """
     runs = [run for group in groups for run in group.runs]
     seeds = [number("Seeds")] if len(groups) < len(runs) else []
 
     def start(group: Group) -> list[Any]:
         return [group.name, *(len(group.runs) for _ in seeds)]
-
-    def table(title: str, columns: Sequence[Column], rows: Sequence[Sequence[Any]], *notes: str) -> Table:
-        varies = any(isinstance(value, str) and "+-" in value for row in rows for value in row)
-        return Table(title, columns, rows, "; ".join([*notes, *(["+-: half the range over seeds"] if varies else [])]))
 
     def at_step(key: str) -> list[Column]:  # a column for what was not measured at the last step of every run
         return [number("at step")] if any(run[key] not in (None, run["step"]) for run in runs) else []
@@ -149,11 +155,9 @@ def compare_tables(groups: Sequence[Group]) -> list[Table]:
         ("Training", training, apart),
         ("Best validation, and perplexity of the test split", quality),
     ):
-        rows = [
-            [*start(group), *(_cell((run[key] for run in group.runs), column) for key, column in shown.items())]
-            for group in groups
-        ]
-        tables.append(table(title, [Column("Run"), *seeds, *shown.values()], rows, *notes))
+        rows = [[*start(group), *_cells(group, shown)] for group in groups]
+        tables.append(noted(title, [Column("Run"), *seeds, *shown.values()], rows, *notes))
+    tables += [equal_table(groups, equal) for equal in equals] + equivalent_tables(groups, sizes or {})
 
     names, step = _task_names(runs), at_step("tasks_step")
     # The average is over the tasks that all runs with any have: over others it would say nothing.
@@ -169,7 +173,7 @@ def compare_tables(groups: Sequence[Group]) -> list[Table]:
             found.append([*acc, average, run["tasks_step"]])
         cells = [_cell(values, column) for values, column in zip(zip(*found, strict=True), columns, strict=False)]
         rows.append([*start(group), *cells])
-    tables.append(table("Zero-shot accuracy", [Column("Run"), *seeds, *columns], rows))
+    tables.append(noted("Zero-shot accuracy", [Column("Run"), *seeds, *columns], rows))
 
     step = at_step("usage_step")
     columns = [*numbers(SHARE, "Usage", "random"), *numbers(NATS, "KL (nats)", "random"), number("Gini", GINI)]
@@ -189,9 +193,56 @@ def compare_tables(groups: Sequence[Group]) -> list[Table]:
             cells = [_cell(values, column) for values, column in zip(by_column, columns, strict=False)]
             rows.append([group.name, *where, *cells])
     columns = [Column("Run"), Column("Layer"), number("Slots"), *columns]
-    tables.append(table("Memory use on the test split, by mass", columns, rows))
+    tables.append(noted("Memory use on the test split, by mass", columns, rows))
     first = 1 + len(seeds)
     return [each for each in tables if any(value is not None for row in each.rows for value in row[first:])]
+
+
+def noted(title: str, columns: Sequence[Column], rows: Sequence[Sequence[Any]], *notes: str) -> Table:
+    """A table whose note explains the spreads in it, if there are any."""
+    varies = any(isinstance(value, str) and "+-" in value for row in rows for value in row)
+    return Table(title, columns, rows, "; ".join([*notes, *(["+-: half the range over seeds"] if varies else [])]))
+
+
+def equal_table(groups: Sequence[Group], equal: Equal) -> Table:
+    """Validation where all runs had taken as much as the shortest, a row a group."""
+    over = equal.over
+    shown = {
+        f"{over}_per_step": number(f"{over} a step", AMOUNTS[over]),
+        f"equal_{over}_step": number("at step", "{:,.0f}"),
+        f"equal_{over}_between": number("between"),
+        f"equal_{over}_valid_loss": number("Valid (nats)", NATS),
+        f"equal_{over}_valid_token_ppl": number("Valid ppl", "{:,.2f}"),
+    }
+    rows = [[group.name, *_cells(group, shown)] for group in groups]
+    notes = ["between: steps from the validation before to that after, of which this is interpolated; 0: it is one"]
+    if any(0 < (run[f"equal_{over}_step"] or 0) < (run["step"] or 0) for group in groups for run in group.runs):
+        notes.append("a schedule that ends there may do better than one that goes on")
+    title = f"At equal {over}: {AMOUNTS[over].format(equal.amount)}, all that {printable(equal.shortest)} took"
+    return noted(title, [Column("Run"), *shown.values()], rows, *notes)
+
+
+def equivalent_tables(groups: Sequence[Group], sizes: Mapping[str, Mapping[str, Equivalent]]) -> list[Table]:
+    """The dense-equivalent sizes, a row a group and a loss; no table without any."""
+    columns = [
+        Column("Run"),
+        Column("By"),
+        number("Total"),
+        *(Column(name, "right") for name in ("Size", "from", "to")),
+    ]
+    rows = [
+        [group.name, by.replace("_", " "), group.runs[0]["total"], *size.texts()]
+        for group in groups
+        for by, size in sizes.get(group.name, {}).items()
+    ]
+    title = "Dense-equivalent size: parameters of a dense model of the same loss"
+    note = "on the line through the two nearest dense runs, both axes logarithms; from, to: by the seeds"
+    return [Table(title, columns, rows, note)] if rows else []
+
+
+def _cells(group: Group, columns: Mapping[str, Column]) -> list[Any]:
+    """What the runs of a group have in columns, by the names of facts."""
+    return [_cell((run[key] for run in group.runs), column) for key, column in columns.items()]
 
 
 def _cell(values: Iterable[Any], column: Column) -> Any:
@@ -214,9 +265,13 @@ def with_spread(values: Sequence[float], format: str) -> str | None:
     return f"{text} +-{format.format(half)}" if half else text
 
 
-def compare_rows(groups: Sequence[Group]) -> Table:
+def compare_rows(groups: Sequence[Group], sizes: Mapping[str, Mapping[str, Equivalent]] | None = None) -> Table:
     """One row a group of runs, for CSV: the facts, each task's accuracy, and the mean usage and KL over memories; of
-    several seeds the means. Numbers in which seeds differ have a column of spreads.
+    several seeds the means. Numbers in which seeds differ have a column of spreads. Dense-equivalent sizes come last,
+    as dense_equivalent_BY_KEY with the keys of `Equivalent.as_json`.
+
+    Args:
+        sizes: of `dense_equivalents`.
     """
     records = []
     for group in groups:
@@ -224,9 +279,16 @@ def compare_rows(groups: Sequence[Group]) -> Table:
         alike = {key: value for key, value in first.items() if all(run.get(key) == value for run in others)}
         found = group.as_json()
         spreads = {f"{key}_spread": half for key, half in found["spread"].items() if key not in alike}
-        records.append(found["mean"] | alike | spreads | {"run": group.name, "seeds": len(group.runs)})
+        equivalents = {
+            f"dense_equivalent_{by}_{key}": value
+            for by, size in (sizes or {}).get(group.name, {}).items()
+            for key, value in size.as_json().items()
+        }
+        own = {"run": group.name, "seeds": len(group.runs)}
+        records.append(found["mean"] | alike | spreads | own | equivalents)
     order = [key for group in groups for run in group.runs for key in flat_facts(run)]
     columns = dict.fromkeys(key for name in ("run", "seeds", *order) for key in (name, f"{name}_spread"))
+    columns |= dict.fromkeys(key for record in records for key in record)
     names = [name for name in columns if any(name in record for record in records)]
     return Table("", [Column(name) for name in names], [[record.get(name) for name in names] for record in records])
 

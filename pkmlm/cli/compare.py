@@ -5,12 +5,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pkmlm.cli.options import PATH, force_option, format_option, plot_options
+from pkmlm.cli.options import PATH, force_option, format_option, over_option, plot_options
 from pkmlm.console import Format, warn_each
 from pkmlm.errors import printable
 
 if TYPE_CHECKING:
-    from pkmlm.analysis.plots import Over
+    from collections.abc import Mapping
+
+    from pkmlm.analysis.equal import Over
+    from pkmlm.runs.directory import RunDirectory
 
 
 @click.command()
@@ -18,13 +21,7 @@ if TYPE_CHECKING:
 @format_option
 @click.option("--plots", type=PATH, metavar="DIR", help="Also draw the learning curves into this folder.")
 @plot_options
-@click.option(
-    "--plot-over",
-    type=click.Choice(["steps", "tokens", "seconds"]),
-    default="steps",
-    show_default=True,
-    help="What learning curves are drawn over; seconds are those in training steps.",
-)
+@over_option
 @force_option
 def command(
     run_paths: tuple[str, ...],
@@ -32,41 +29,64 @@ def command(
     plots: str | None,
     plot_format: tuple[str, ...],
     plot_width: float | None,
-    plot_over: "Over",
+    over: tuple["Over", ...],
     force: bool,
 ) -> None:
     """RUNs side by side: size, training, perplexity, tasks, memory use, speed.
 
-    Only what is in the run directories is shown, nothing is measured: run `pkmlm eval` and
-    `pkmlm usage-report` first for the test split's numbers. What is missing shows as "-". Finished runs of one recipe
-    that differ in their seed only are one row: the mean, +- half the range from the least to the greatest.
+    Only what is in the run directories is shown: run `pkmlm eval` and `pkmlm usage-report` first for the test split's
+    numbers. What is missing shows as "-". Finished runs of one recipe that differ in their seed only are one row: the
+    mean, +- half the range from the least to the greatest. --over seconds times a step of each recipe, on this
+    machine, unless an earlier call has.
 
     \b
     Examples:
       pkmlm compare runs/dense runs/pkm
       pkmlm compare runs/* --plots pictures --plot-format pdf --plot-width 3.3
+      pkmlm compare runs/* --over tokens,seconds --plots pictures
       pkmlm compare runs/* --format latex > table.tex
       pkmlm compare runs/* --format csv > runs.csv
     """
     from pkmlm.analysis.compare import compare_runs
+    from pkmlm.analysis.dense_equivalent import dense_equivalents
     from pkmlm.analysis.tables import compare_rows, compare_tables
     from pkmlm.cli.outputs import free_folder
 
     folder = free_folder(plots, force)
     comparison = compare_runs(run_paths)
+    equals = [found for each in over if (found := comparison.at_equal(each, steps_of(each, comparison.runs)))]
+    sizes = dense_equivalents(comparison.groups, over)
     if format == "json":
-        groups = [group.as_json() for group in comparison.groups]
-        click.echo(json.dumps({"runs": comparison.facts, "groups": groups}, indent=2, allow_nan=False))
+        groups = [
+            group.as_json() | {"dense_equivalent": {by: size.as_json() for by, size in sizes[group.name].items()}}
+            if group.name in sizes
+            else group.as_json()
+            for group in comparison.groups
+        ]
+        equal = {each.over: {"amount": each.amount, "shortest": each.shortest} for each in equals}
+        record = {"runs": comparison.facts, "groups": groups} | ({"equal": equal} if equal else {})
+        click.echo(json.dumps(record, indent=2, allow_nan=False))
+    elif format == "csv":
+        click.echo(compare_rows(comparison.groups, sizes).render(format), nl=False)
     else:
-        tables = [compare_rows(comparison.groups)] if format == "csv" else compare_tables(comparison.groups)
+        tables = compare_tables(comparison.groups, equals, sizes)
         click.echo("\n".join(table.render(format) for table in tables), nl=False)
     warn_each(comparison.warnings)
     if folder is not None:
         from pkmlm.analysis.plots import Look, draw_curves
 
-        runs = {group.name: [comparison.runs[run["run"]] for run in group.runs] for group in comparison.groups}
-        curves = {name: [run.metrics() for run in seeds] for name, seeds in runs.items()}
-        for path in (drawn := draw_curves(folder, curves, plot_over, Look(plot_format, plot_width))):
+        look = Look(plot_format, plot_width)
+        drawn = [
+            path for each in over or ("steps",) for path in draw_curves(folder, comparison.curves(each), each, look)
+        ]
+        for path in drawn:
             click.echo(f"drew {printable(str(path))}", err=True)
         if not drawn:
             click.echo("nothing to draw: no run has logged a loss yet", err=True)
+
+
+def steps_of(over: "Over", runs: "Mapping[str, RunDirectory]") -> dict[str, float]:
+    """What a step of each run takes, see `step_amounts`, which needs torch."""
+    from pkmlm.bench.steps import step_amounts
+
+    return step_amounts(over, runs, lambda text: click.echo(f"timing steps: {text}", err=True))

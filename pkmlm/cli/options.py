@@ -1,6 +1,6 @@
 """Options that several commands share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -9,6 +9,7 @@ import click
 from pkmlm.console import FORMATS
 from pkmlm.errors import UserError
 
+OVERS = ("tokens", "operations", "seconds")
 PATH = click.Path(readable=False)  # any name, which a shell completes; the commands say what is wrong with one
 
 
@@ -94,13 +95,25 @@ plots_option = click.option("--plots", type=PATH, metavar="DIR", help="Also draw
 PLOT_FORMATS = ("png", "pdf", "svg")
 
 
-def chosen_formats(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
-    """The formats that a list with commas names, each once."""
-    names = tuple(dict.fromkeys(value.split(",")))
-    for name in names:
-        if name not in PLOT_FORMATS:
-            raise click.BadParameter(f"found {name!r} (expected some of {','.join(PLOT_FORMATS)})")
-    return names
+def some_of(choices: Sequence[str]) -> Callable[[click.Context, click.Parameter, str | None], tuple[str, ...]]:
+    """What reads an option that names some of `choices`, with commas between them, each once."""
+
+    def chosen(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
+        names = tuple(dict.fromkeys(value.split(","))) if value is not None else ()
+        for name in names:
+            if name not in choices:
+                raise click.BadParameter(f"found {name!r} (expected some of {','.join(choices)})")
+        return names
+
+    return chosen
+
+
+over_option = click.option(
+    "--over",
+    callback=some_of(OVERS),
+    metavar=",".join(OVERS),
+    help="Also compare at equal amounts of these, and draw over them; seconds: of steps timed now, side by side.",
+)
 
 
 def plot_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,7 +131,7 @@ def plot_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--plot-format",
             default="png",
             show_default=True,
-            callback=chosen_formats,
+            callback=some_of(PLOT_FORMATS),
             metavar="png,pdf,svg",
             help="Format of pictures, or several.",
         ),

@@ -6,6 +6,7 @@ metrics.jsonl                               an event a line: `Event`, or `DriftE
 eval/NAME-step-N[-stride-S].json            a perplexity: `Evaluation`; NAME is that of a split or a text, see below
 eval/tasks-NAMES[-shots-K]-step-N[-limit-L].json    zero-shot tasks: `Evaluation`
 usage/NAME-step-N.json, .npz                an entry of `usage-report --format json`, and its arrays: `UsageReport`
+steps.json                                  what a step takes, timed in turn with those of other runs: `StepTimes`
 usage/drift-step-N.npz, kept-step-N.npz     what a "drift" event was computed from, and what a resume needs for the next
 
 Files of eval/ and usage/ hold a digest of their content (that of a report's .npz is in its .json), so that what is read
@@ -47,6 +48,7 @@ from pkmlm.runs.files import (
 
 EVAL, USAGE = "eval", "usage"  # folders of a run
 STATE = "state.json"
+STEPS = "steps.json"
 NAME_BYTES = 100  # of the name of a text or of tasks
 DIGEST = "digest"  # in a file of results: of all else in it
 ARRAYS = "arrays"  # in a usage report: the sha256 of its .npz file
@@ -194,6 +196,14 @@ class SweepTimings(TypedDict):
     """What results.json of a sweep says of speed: all models were timed in turn."""
 
     speed: NotRequired[list[Timed] | None]
+
+
+class StepTimes(TypedDict):
+    """Seconds of the steps of several recipes (by their sha256), timed in turn, and what else the machine did."""
+
+    timed_on: dict[str, str]
+    busy_cores: Number
+    steps: dict[str, list[Number]]
 
 
 class Sourced(TypedDict):

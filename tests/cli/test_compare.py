@@ -4,6 +4,7 @@ import csv
 import hashlib
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -371,15 +373,116 @@ def test_plots(run: Path, tmp_path: Path) -> None:
     assert (tmp_path / "p" / "learning-curves.png").read_bytes()[:4] == b"\x89PNG"
     assert "learning-curves.png" in done.stderr
     paper = ("--plot-format", "pdf,svg", "--plot-width", "3.3")
-    pkmlm("compare", run, "--plots", tmp_path / "paper", *paper, "--plot-over", "seconds")
+    pkmlm("compare", run, "--plots", tmp_path / "paper", *paper, "--over", "tokens")
     assert {path.suffix for path in (tmp_path / "paper").iterdir()} == {".pdf", ".svg"}
     assert "--plots" in pkmlm("compare", run, *paper, code=2).stderr, "nothing would be drawn"
-    for wrong in (["--plot-format", "png,jpeg"], ["--plot-width", "0"], ["--plot-over", "epochs"]):
+    for wrong in (["--plot-format", "png,jpeg"], ["--plot-width", "0"], ["--over", "tokens,epochs"]):
         pkmlm("compare", run, "--plots", tmp_path / "wrong", *wrong, code=2)
     assert str(tmp_path / "p") in pkmlm("compare", run, "--plots", tmp_path / "p", code=2).stderr
     (run / "metrics.jsonl").unlink()
     pkmlm("compare", run, "--plots", tmp_path / "q")
     assert not (tmp_path / "q").exists()
+
+
+@pytest.mark.slow
+def test_runs_at_equal_seconds_of_steps_timed_in_turn(trained: Callable[[str], Path], tmp_path: Path) -> None:
+    names = ("dense", "product-key", "hash")
+    folders = [Path(shutil.copytree(trained(name), tmp_path / name, symlinks=True)) for name in names]
+    over = ("--over", "tokens,operations,seconds", "--format", "json")
+    done = pkmlm("compare", *folders[:2], *over, "--plots", tmp_path / "p")
+    record = json.loads(done.stdout)
+    dense, memory = record["runs"]
+    assert {path.name for path in (tmp_path / "p").iterdir()} == {
+        f"learning-curves-over-{each}.png" for each in ("tokens", "operations", "seconds")
+    }
+    assert record["equal"]["tokens"] == {"amount": 30 * 256, "shortest": "dense"}
+    for found in (dense, memory):
+        assert found["tokens_per_step"] == 256
+        assert found["equal_tokens_valid_loss"] == found["valid_loss"], "the last is the best"
+        assert (found["equal_tokens_step"], found["equal_tokens_between"]) == (30, 0)
+        assert found["equal_operations_step"] <= 30
+    cost = json.loads(pkmlm("cost", folders[1] / "recipe.yaml", "--json").stdout)
+    assert memory["operations_per_step"] == 256 * cost["flops_per_token"]
+    times = json.loads((folders[0] / "steps.json").read_text())
+    assert {len(seconds) for seconds in times["steps"].values()} == {7}
+    assert sorted(map(median, times["steps"].values())) == sorted(one["seconds_per_step"] for one in (dense, memory))
+    slow, fast = sorted((dense, memory), key=lambda one: one["seconds_per_step"], reverse=True)
+    assert record["equal"]["seconds"] == {
+        "amount": pytest.approx(30 * fast["seconds_per_step"]),
+        "shortest": fast["run"],
+    }
+    if (step := slow["equal_seconds_step"]) > 15:
+        events = RunDirectory(tmp_path / slow["run"]).metrics()
+        first, last = (event["loss"] for event in events if event["event"] == "valid")
+        assert slow["equal_seconds_between"] == 15
+        assert slow["equal_seconds_valid_loss"] == pytest.approx(first + (last - first) * (step - 15) / 15)
+    # Later calls, also for fewer runs, read what was timed; for more, all are timed together anew.
+    again = pkmlm("compare", *folders[:2], *over)
+    assert (json.loads(again.stdout), "timing" in again.stderr) == (record, False)
+    assert "timing" not in pkmlm("compare", folders[1], "--over", "seconds").stderr
+    text = pkmlm("compare", *folders, "--over", "seconds")
+    assert "timing" in text.stderr
+    assert "At equal seconds" in text.stdout
+    assert len(json.loads((folders[2] / "steps.json").read_text())["steps"]) == 3
+    for folder in folders:
+        (folder / "steps.json").write_text(
+            (folder / "steps.json").read_text().replace("seconds", "second").replace("0.", "1.")
+        )
+    done = pkmlm("compare", folders[0], "--over", "seconds")
+    assert f"{folders[0] / 'steps.json'} has been altered" in done.stderr
+    assert "timing" in done.stderr
+
+
+def test_seeds_of_a_recipe_are_timed_once_and_busy_machines_named(trained, tmp_path: Path, monkeypatch) -> None:
+    runs = [Path(shutil.copytree(trained("dense"), tmp_path / str(number), symlinks=True)) for number in (1, 2)]
+    (runs[1] / "recipe.yaml").write_text(dump_recipe(RunDirectory(runs[0]).recipe()).replace("seed: 1", "seed: 2"))
+    monkeypatch.setattr("psutil.cpu_percent", lambda interval: 100.0)
+    done = pkmlm("compare", *runs, "--over", "seconds", "--format", "json")
+    assert len(json.loads((runs[1] / "steps.json").read_text())["steps"]) == 1
+    assert "other programs" in done.stderr
+    assert "other programs" in pkmlm("compare", *runs, "--over", "seconds").stderr, "and later, too"
+
+
+def test_dense_equivalent_sizes(run: Path, tmp_path: Path) -> None:
+    def of_size(name: str, size: int, *ppls: float, kind: str = "none") -> list[Path]:
+        folders = [seed(run, tmp_path / f"{name}-{number}", number, ppl) for number, ppl in enumerate(ppls)]
+        for folder in folders:
+            parameters = {"dense": size, "memory": 0, "read_per_token": size}
+            (folder / "run.json").write_text(json.dumps({"parameters": parameters, "status": "finished"}))
+            text = (folder / "recipe.yaml").read_text().replace("product-key", kind).replace("name: r", f"name: {name}")
+            (folder / "recipe.yaml").write_text(text)
+        return folders
+
+    def sizes(*runs: Path) -> dict[str, Any]:
+        groups = json.loads(pkmlm("compare", *runs, "--format", "json").stdout)["groups"]
+        return {group["name"]: group["dense_equivalent"] for group in groups if "dense_equivalent" in group}
+
+    two = [*of_size("s", 10_000, 100.0, 96.0), *of_size("m", 20_000, 60.0)]
+    memory = of_size("memory", 10_500, 82.0, 78.0, kind="product-key")
+    assert sizes(*two, *memory) == {}, "two sizes are no curve"
+    dense = [*two, *of_size("l", 40_000, 40.0), *of_size("worse", 80_000, 41.0)]
+    found = sizes(*dense, *memory)["memory-{0,1}"]["test"]
+    # By hand, in another form: N is proportional to L^-a between the two sizes.
+    small, large = (math.log(100) + math.log(96)) / 2, math.log(60)
+    a = math.log(20_000 / 10_000) / math.log(small / large)
+    mean = (math.log(82) + math.log(78)) / 2
+    assert found["parameters"] == pytest.approx(10_000 * (small / mean) ** a)
+    assert found["low"] < found["parameters"] < found["high"]
+    best = math.log(96)
+    b = math.log(20_000 / 10_000) / math.log(best / large)
+    assert found["low"] == pytest.approx(10_000 * (best / math.log(82)) ** b), "its worst, against their best"
+    text = pkmlm("compare", *dense, *memory).stdout
+    assert f"{found['parameters']:,.0f}" in text
+    assert f"{found['parameters']:,.0f}" in pkmlm("compare", *dense, *memory, "--format", "latex").stdout
+    *_, row = csv.DictReader(io.StringIO(pkmlm("compare", *dense, *memory, "--format", "csv").stdout))
+    assert float(row["dense_equivalent_test_parameters"]) == found["parameters"]
+    # Nothing beyond the largest that is of use, nor below the smallest.
+    over, under = of_size("over", 1, 39.0, kind="product-key"), of_size("under", 1, 101.0, kind="product-key")
+    assert sizes(*dense, *over)["over-0"]["test"] == {
+        "parameters": None, "low": None, "high": None, "more_than": 40_000, "less_than": None
+    }  # fmt: skip
+    assert sizes(*dense, *under)["under-0"]["test"]["less_than"] == 10_000
+    assert "> 40,000" in pkmlm("compare", *dense, *over).stdout
 
 
 def test_torch_is_not_needed(run: Path) -> None:

@@ -61,7 +61,7 @@ def test_nothing_is_drawn_of_nothing(tmp_path: Path) -> None:
     unread = MemoryUsage(1, "memory", "product-key", 0, *np.zeros((2, 1, 4)), np.zeros(1), np.zeros((1, 1)))  # type: ignore[arg-type]
     assert plots.draw_usage(tmp_path, "r", [], [], LOOK) == []
     assert plots.draw_usage(tmp_path, "r", [unread], [valid(1, 0.0, None), train(1, 2.0)], LOOK) == []
-    assert plots.draw_curves(tmp_path, {"a": [[]], "b": [[train(1, None)]]}, "tokens", LOOK) == []
+    assert plots.draw_curves(tmp_path, {"a": [(1, [])], "b": [(1, [train(1, None)])]}, "tokens", LOOK) == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -145,7 +145,7 @@ def test_many_memories_are_thinned_by_layers() -> None:
 
 def test_learning_curves() -> None:
     many = [train(step, 5 - step / 4000 + 0.5 * (-1) ** step) for step in range(1, 4001)]
-    figure = plots.learning_curves({"a": [[*many, valid(2000)], many], "_b": [many[:10]]}, "steps", LOOK)
+    figure = plots.learning_curves({"a": [(1, [*many, valid(2000)]), (1, many)], "_b": [(1, many[:10])]}, "steps", LOOK)
     assert figure is not None
     thin, points, twin, other = figure.axes[0].lines
     assert len(thin.get_xdata()) == plots.MOST_POINTS
@@ -157,21 +157,18 @@ def test_learning_curves() -> None:
     assert shown == ["a", " _b", "training", "validation"]
 
 
-def test_learning_curves_over_tokens_and_seconds() -> None:
-    events = [
-        train(step, 3.0) | {"tokens": 100 * step, "tokens_per_second": speed} for step, speed in ((1, 50), (3, 200))
-    ]
-    events.append(valid(2))
-    for over, trained, validated in (("tokens", [100, 300], [200]), ("seconds", [2, 3], [2.5])):
-        assert plots.points(events, "train", over)[:, 0].tolist() == trained
-        assert plots.points(events, "valid", over)[:, 0].tolist() == validated
-    assert not len(plots.points([train(1, 3.0)], "train", "tokens")), "a log that does not say"
+def test_learning_curves_over_what_a_step_takes() -> None:
+    events = [train(1, 3.0), train(3, 2.0), valid(2)]
+    figure = plots.learning_curves({"a": [(0.5, events)], "b": [(2.0, events)]}, "seconds", LOOK)
+    assert figure is not None
+    drawn = [line.get_xdata().tolist() for line in figure.axes[0].lines]
+    assert drawn == [[0.5, 1.5], [1.0], [2.0, 6.0], [4.0]]
 
 
 def test_pictures_for_a_paper(tmp_path: Path) -> None:
     """As wide as asked, in each format, without a title; whatever is in them lies within."""
     look, eight, hashes = plots.Look(("png", "pdf", "svg"), 3.0), memory(heads=8), memory("hash", heads=3)
-    curves = {"run": [[valid(10), train(20, 3.0)]], "a long name of another run": [[valid(10)]]}
+    curves = {"run": [(1, [valid(10), train(20, 3.0)])], "a long name of another run": [(1, [valid(10)])]}
     drawn = plots.draw_curves(tmp_path, curves, "steps", look)
     assert [path.name for path in drawn] == [f"learning-curves.{format}" for format in ("png", "pdf", "svg")]
     assert png_size(drawn[0])[0] == 900

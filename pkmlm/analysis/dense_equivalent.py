@@ -1,0 +1,103 @@
+"""How large a dense model would have to be for the loss of a model with a memory."""
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from statistics import fmean
+from typing import NamedTuple
+
+from pkmlm.analysis.compare import Group
+from pkmlm.analysis.equal import Over
+
+FEWEST = 3  # sizes of dense models: two are a line through anything
+
+
+class Equivalent(NamedTuple):
+    """A dense-equivalent size, in parameters; 0: smaller than the smallest dense model, infinite: larger than the
+    largest, of those that are of use (see `dense_equivalents`).
+
+    Attributes:
+        parameters: at the mean losses over seeds.
+        low, high: from the worst seed against the best of the dense seeds to the best against their worst; None where
+            there is one seed of all.
+        smallest, largest: of the dense models.
+    """
+
+    parameters: float
+    low: float | None
+    high: float | None
+    smallest: int
+    largest: int
+
+    def as_json(self) -> dict[str, float | None]:
+        """A size beyond the dense models is None, with its bound in more_than or less_than."""
+        found = [size if size and math.isfinite(size) else None for size in (self.parameters, self.low, self.high)]
+        bounds = {
+            "more_than": self.largest if self.parameters == math.inf else None,
+            "less_than": self.smallest if self.parameters == 0 else None,
+        }
+        return dict(zip(("parameters", "low", "high"), found, strict=True)) | bounds
+
+    def texts(self) -> list[str | None]:
+        """The size and the ends of its range as people read them."""
+        beyond = {0.0: f"< {self.smallest:,}", math.inf: f"> {self.largest:,}"}
+        sizes = (self.parameters, self.low, self.high)
+        return [None if size is None else beyond.get(size, f"{size:,.0f}") for size in sizes]
+
+
+def dense_equivalents(groups: Sequence[Group], overs: Sequence[Over] = ()) -> dict[str, dict[str, Equivalent]]:
+    """The dense-equivalent sizes of all models that are not dense, by the name of their group and by the loss that is
+    compared: "test", "valid" (the best validation), "equal_OVER". Empty with fewer than three sizes of dense models.
+
+    Losses of dense models follow a power law in their parameters (Kaplan et al. 2020, eq. 1.1), a straight line of the
+    logarithms. Between two sizes that are near, so does theirs: the logarithm of the loss in nats is interpolated along
+    the logarithm of all parameters, embeddings with them. (A logarithm of perplexity, the loss itself, would lie
+    above the law between two sizes; a power law with an irreducible loss would need more sizes than anyone trains.)
+    Of dense models of one size the best counts; one that is no better than a smaller one is left out.
+    """
+    ppls = {"test": "test_token_ppl", "valid": "valid_token_ppl"}
+    ppls |= {f"equal_{over}": f"equal_{over}_valid_token_ppl" for over in overs}
+    found: dict[str, dict[str, Equivalent]] = {}
+    for name, key in ppls.items():
+        known = {group.name: [math.log(ppl) for run in group.runs if (ppl := run.get(key))] for group in groups}
+        whole = {group.name: known[group.name] for group in groups if len(known[group.name]) == len(group.runs)}
+        dense: dict[int, list[float]] = {}
+        for group in groups:
+            size = group.runs[0]["total"]
+            if group.runs[0]["kind"] == "dense" and size and (seeds := whole.get(group.name)):
+                dense[size] = min(dense.get(size, seeds), seeds, key=fmean)
+        if len(dense) < FEWEST:
+            continue
+        for group in groups:
+            if group.runs[0]["kind"] != "dense" and (seeds := whole.get(group.name)):
+                varies = len(seeds) > 1 or any(len(each) > 1 for each in dense.values())
+                curve = better_with_size(dense, fmean)
+                found.setdefault(group.name, {})[name] = Equivalent(
+                    size_at(fmean(seeds), curve),
+                    size_at(max(seeds), better_with_size(dense, min)) if varies else None,
+                    size_at(min(seeds), better_with_size(dense, max)) if varies else None,
+                    curve[0][0],
+                    curve[-1][0],
+                )
+    return found
+
+
+def better_with_size(
+    dense: dict[int, list[float]], of_seeds: Callable[[Sequence[float]], float]
+) -> list[tuple[int, float]]:
+    """(size, loss) of dense models, by size, each better than those before."""
+    curve: list[tuple[int, float]] = []
+    for size, seeds in sorted(dense.items()):
+        if not curve or of_seeds(seeds) < curve[-1][1]:
+            curve.append((size, of_seeds(seeds)))
+    return curve
+
+
+def size_at(loss: float, curve: Sequence[tuple[int, float]]) -> float:
+    """The size at which a curve of (size, falling loss) has a loss: 0 above the curve, infinite below it."""
+    if loss > curve[0][1] or loss < curve[-1][1]:
+        return 0.0 if loss > curve[0][1] else math.inf
+    for (small, higher), (large, lower) in pairwise(curve):
+        if lower <= loss:
+            return small * (large / small) ** (math.log(higher / loss) / math.log(higher / lower))
+    return float(curve[0][0])

@@ -1,0 +1,72 @@
+"""Runs at equal tokens, operations or seconds: validation losses where each has taken as much as the shortest took."""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
+
+Over = Literal["tokens", "operations", "seconds"]
+
+
+class Equal(NamedTuple):
+    """Where runs are compared.
+
+    Attributes:
+        over: what all of them have taken.
+        amount: how much: what the shortest run took up to its last validation.
+        shortest: that run.
+        facts: of each run: equal_OVER_step, when it had taken so much; equal_OVER_valid_loss (nats a
+            token) and equal_OVER_valid_token_ppl then; and equal_OVER_between: how many steps apart the validations are
+            between which these were interpolated, 0 where it is one. None where it has none so early.
+    """
+
+    over: Over
+    amount: float
+    shortest: str
+    facts: dict[str, dict[str, float | None]]
+
+
+def at_equal(
+    over: Over, per_step: Mapping[str, float], runs: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> Equal | None:
+    """Read the validation curve of each run where it had taken as much as the shortest; None where no run has one.
+
+    The loss is interpolated along a line between the two validations around that place.
+
+    Args:
+        per_step: what a step of each run takes.
+        runs: the lines of metrics.jsonl of each.
+    """
+    curves = {
+        name: [(e["step"], e["loss"]) for e in events if e["event"] == "valid" and e.get("loss") is not None]
+        for name, events in runs.items()
+    }
+    ends = {name: curve[-1][0] * per_step[name] for name, curve in curves.items() if curve}
+    if not ends:
+        return None
+    shortest = min(ends, key=lambda name: ends[name])
+    amount = ends[shortest]
+    facts: dict[str, dict[str, float | None]] = {}
+    for name, curve in curves.items():
+        step = loss = between = None
+        if name in ends:
+            step = round(amount / per_step[name], 6)  # of the shortest, and of its likes, a whole number
+            loss, between = read(curve, step)
+        facts[name] = {
+            f"equal_{over}_step": step,
+            f"equal_{over}_between": between,
+            f"equal_{over}_valid_loss": loss,
+            f"equal_{over}_valid_token_ppl": None if loss is None else math.exp(loss),
+        }
+    return Equal(over, amount, shortest, facts)
+
+
+def read(curve: Sequence[tuple[int, float]], step: float) -> tuple[float | None, int | None]:
+    """The loss at a step of a curve of (step, loss), and the distance of the two points that it lies between."""
+    for at, loss in curve:
+        if at == step:
+            return loss, 0
+    for (before, higher), (after, lower) in pairwise(curve):
+        if before < step < after:
+            return higher + (lower - higher) * (step - before) / (after - before), after - before
+    return None, None

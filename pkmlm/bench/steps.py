@@ -1,0 +1,130 @@
+"""What a training step of runs takes, in tokens, operations or seconds: for curves and tables over these.
+
+Seconds are timed: a step of each recipe in turn, in one process on an otherwise idle machine. What a run has logged is
+no measure: each was trained by itself, perhaps beside other work.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from statistics import median
+from typing import cast
+
+import psutil
+
+from pkmlm.analysis.equal import Over
+from pkmlm.bench.models import RandomBatches
+from pkmlm.bench.rounds import interleaved
+from pkmlm.console import warn
+from pkmlm.cost import cost_of
+from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.device import default_device, free_bytes, machine, select_device
+from pkmlm.errors import UserError
+from pkmlm.model.transformer import build_model
+from pkmlm.recipe.schema import Checkpoint, Data, Eval, Log, Parallel, Recipe, dump_recipe
+from pkmlm.runs.directory import RunDirectory
+from pkmlm.runs.files import write_json
+from pkmlm.runs.results import STEPS, StepTimes, read_signed, signed
+from pkmlm.train.step import TrainState, train_step
+
+ROUNDS = 7
+BUSY = 0.5  # cores that other programs may use: with more, a timing is worth a warning
+Say = Callable[[str], None]
+
+
+def step_amounts(over: Over, runs: Mapping[str, RunDirectory], say: Say) -> dict[str, float]:
+    """What one step of each run takes.
+
+    Tokens are those of a batch. Operations are the multiply-adds of their forward (`pkmlm.cost`). Seconds are the
+    median of `time_steps`, or of an earlier call of it that timed all of these recipes together; its times are kept in
+    each run's steps.json.
+
+    Args:
+        runs: by name.
+        say: called with a line on which round of a timing runs.
+
+    Raises:
+        UserError: a recipe or tokenizer cannot be read; (exit code 1) memory does not hold all models together, or the
+            times cannot be written.
+    """
+    if over == "tokens":
+        return {name: run.recipe().train.batch_tokens for name, run in runs.items()}
+    recipes = {name: timed_part(run) for name, run in runs.items()}
+    if over == "operations":
+        costs = {recipe: cost_of(recipe, recipe.model.vocab_size or 0) for recipe in set(recipes.values())}
+        return {name: costs[one].flops_per_token * one.train.batch_tokens for name, one in recipes.items()}
+    keys = {name: hashlib.sha256(dump_recipe(recipe).encode()).hexdigest() for name, recipe in recipes.items()}
+    times = kept_times(runs, set(keys.values()))
+    if times is None:
+        times = time_steps({key: recipes[name] for name, key in keys.items()}, say)
+        for run in runs.values():
+            write_json(run.path / STEPS, signed(dict(times)))
+    if times["busy_cores"] > BUSY:
+        where = next(iter(runs.values())).path / STEPS
+        warn(f"steps were timed while other programs used {times['busy_cores']:.1f} cores: delete {where} to time anew")
+    return {name: median(times["steps"][key]) for name, key in keys.items()}
+
+
+def timed_part(run: RunDirectory) -> Recipe:
+    """A run's recipe with only what a step's time follows from: runs that differ in the rest are timed once. All steps
+    are timed in one process, also of a run that several ranks trained.
+    """
+    recipe = run.recipe()
+    vocab_size = recipe.model.vocab_size or Tokenizer.load(run.tokenizer_file).size
+    return replace(
+        recipe,
+        name="",
+        data=Data(),
+        model=replace(recipe.model, vocab_size=vocab_size),
+        train=replace(recipe.train, steps=1, seed=1, init_from=None),
+        eval=Eval(),
+        checkpoint=Checkpoint(),
+        log=Log(),
+        parallel=Parallel(),
+    )
+
+
+def kept_times(runs: Mapping[str, RunDirectory], keys: set[str]) -> StepTimes | None:
+    """The times of an earlier call in which all recipes of `keys` took turns; None where there is none."""
+    for run in runs.values():
+        if (file := run.path / STEPS).exists():
+            try:
+                times = cast(StepTimes, read_signed(file, "the times of steps", StepTimes))
+            except UserError as error:
+                warn(f"{error.message}; steps are timed again")
+                continue
+            if keys <= times["steps"].keys():
+                return times
+    return None
+
+
+def time_steps(recipes: Mapping[str, Recipe], say: Say) -> StepTimes:
+    """Time the steps of recipes, all in turn: whole optimizer steps as `pkmlm train` takes them, from fresh weights, on
+    random tokens.
+
+    Args:
+        recipes: by key, with their vocabularies.
+
+    Raises:
+        UserError: (exit code 1) memory does not hold all models together.
+    """
+    device = default_device()
+    needed = sum(sum(cost_of(one, one.model.vocab_size or 0).training.values()) for one in recipes.values())
+    if needed > (free := free_bytes(device)):
+        message = (
+            f"to time steps in turn, these models need {needed / 1e9:.1f} GB together, {free / 1e9:.1f} GB are free"
+        )
+        raise UserError(message, "compare fewer, or over tokens or operations", exit_code=1)
+    busy = psutil.cpu_percent(0.5) / 100 * (psutil.cpu_count() or 1)
+    states = {}
+    for key, recipe in recipes.items():
+        vocab_size = recipe.model.vocab_size or 0
+        batches, precision = RandomBatches(recipe, vocab_size), select_device(recipe.train.precision).precision
+        states[key] = TrainState(recipe, build_model(recipe, vocab_size, device), batches, precision)
+    times = interleaved({key: partial(train_step, state, 1) for key, state in states.items()}, ROUNDS, device, say)
+    return {
+        "timed_on": machine(),
+        "busy_cores": round(busy, 2),
+        "steps": {key: timing.seconds for key, timing in times.items()},
+    }
