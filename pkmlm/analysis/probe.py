@@ -31,7 +31,6 @@ N: positions of the text; B: windows of a batch; T: positions of a window; W: wi
 or pieces; P: pieces of the train split; H: heads, or tables; k: slots a head reads; V: vocabulary.
 """
 
-import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -373,12 +372,13 @@ class Probes:
 
     @contextmanager
     def redrawn_values(self, group: Sequence[SparseMemory]) -> Iterator[None]:
-        own: dict[Values, nn.Parameter] = {}
+        own: dict[Values, nn.Parameter] = {}  # None where the table is held in few bits
         drawn: dict[Values, nn.Parameter] = {}
         for memory in group:
             for name, table in tables_read(memory).items():
                 if table not in own:  # a table that several memories read is drawn once
-                    fresh = copy.deepcopy(table)
+                    with next(itertools.chain(table.parameters(), table.buffers())).device:
+                        fresh = Values(memory.tap.slots, table.width, std=table.std, group=table.group)
                     initialise(fresh, derived_seed(SEED, "values", memory.tap.layer, memory.tap.name, name))
                     own[table], drawn[table] = table.weight_KD, fresh.weight_KD
 

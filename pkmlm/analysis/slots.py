@@ -130,12 +130,12 @@ class LogitLens:
     def __init__(self, run: LoadedRun, memory: SparseMemory):
         self.model, self.tokenizer = run.model, run.tokenizer
         self.applies = memory.tap.residual
-        self.memory, self.table_KD = memory, memory.values.weight_KD.detach()
+        self.memory, self.device = memory, run.device
 
     @torch.no_grad()
     def logits(self, slots_S: Tensor) -> Tensor:
         """What each slot's value adds to each token's logit, relative to the mean token, float32 (S, V)."""
-        v_SD = self.memory.answer(self.table_KD[slots_S].float())
+        v_SD = self.memory.answer(self.memory.values.rows(slots_S))
         v_SD = v_SD - v_SD.mean(dim=1, keepdim=True)
         v_SD = v_SD / v_SD.square().mean(dim=1, keepdim=True).sqrt().clamp(min=1e-12)
         logits_SV = self.model.head(v_SD * self.model.norm.weight)[:, : self.tokenizer.size]
@@ -143,12 +143,12 @@ class LogitLens:
 
     def top_tokens(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
         """The token that each slot's value raises most."""
-        chunks = torch.from_numpy(slots).to(self.table_KD.device).split(CHUNK)
+        chunks = torch.from_numpy(slots).to(self.device).split(CHUNK)
         return np.concatenate([self.logits(slots_S).argmax(dim=1).cpu().numpy() for slots_S in chunks])
 
     def words(self, slots: Iterable[int], most: int = WORDS) -> list[tuple[list[Word], list[Word]]]:
         """For each slot the tokens that its value raises most, and those that it lowers most, strongest first."""
-        wanted = torch.tensor(list(slots), dtype=torch.int64, device=self.table_KD.device)
+        wanted = torch.tensor(list(slots), dtype=torch.int64, device=self.device)
         found: list[tuple[list[Word], list[Word]]] = []
         for slots_S in wanted.split(CHUNK):
             logits_SV, sides = self.logits(slots_S), []

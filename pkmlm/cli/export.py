@@ -6,7 +6,7 @@ import click
 
 from pkmlm.cli.options import PATH, force_option, step_option
 from pkmlm.console import warn_each
-from pkmlm.errors import printable
+from pkmlm.errors import UserError, printable
 
 
 @click.command()
@@ -20,17 +20,23 @@ from pkmlm.errors import printable
     show_default=True,
     help="Of the weights; what finds a memory's slots (queries, keys) stays in fp32.",
 )
+@click.option(
+    "--table-bits",
+    type=click.Choice(["8", "4"]),
+    help="Of the entries of a memory's or a MemoryFormer's tables, with a scale a row; without it they have --dtype.",
+)
 @force_option
-def command(run_path: str, output: str, step: str, dtype: str, force: bool) -> None:
+def command(run_path: str, output: str, step: str, dtype: str, table_bits: str | None, force: bool) -> None:
     """Write RUN's model as a folder that transformers loads.
 
     The folder holds weights (safetensors), configuration, tokenizer, model card and the model's code, which stands
-    alone. `pkmlm eval`, `generate`, `slots` and `usage-report` take such a folder too, in place of a run.
+    alone. `pkmlm eval`, `generate`, `slots`, `probe` and `usage-report` take such a folder too, in place of a run.
 
     \b
     Examples:
       pkmlm export runs/demo -o exported
       pkmlm export runs/demo -o exported --step best --dtype bf16
+      pkmlm export runs/demo -o small --table-bits 4
       pkmlm eval exported
     """
     import torch
@@ -39,19 +45,33 @@ def command(run_path: str, output: str, step: str, dtype: str, force: bool) -> N
     from pkmlm.export.card import card_of, known_scores
     from pkmlm.export.config import Origin
     from pkmlm.export.folder import check_free, write_export
+    from pkmlm.model.memory.base import memories
     from pkmlm.runs.directory import RunDirectory
 
     folder = Path(output).absolute()
     check_free(folder, force)
     run = RunDirectory.existing(run_path)
     loaded = load_run(run.path, step, torch.device("cpu"))
+    bits = None if table_bits is None else int(table_bits)
+    if bits is not None and not memories(loaded.model):
+        raise UserError(f"--table-bits: {printable(loaded.name)} has no tables", "leave it out")
     warn_each(run.alterations())
     origin = Origin(loaded.name, loaded.step, loaded.tokens)
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
     scores, package = known_scores(run, loaded.step), loaded.tokenizer.package
-    card = card_of(loaded.recipe, origin, parameters, dtype, scores, package)
-    size = write_export(folder, loaded.model, loaded.recipe, loaded.tokenizer, origin, card, dtype=dtype, force=force)
+    card = card_of(loaded.recipe, origin, parameters, dtype, bits, scores, package)
+    size = write_export(
+        folder,
+        loaded.model,
+        loaded.recipe,
+        loaded.tokenizer,
+        origin,
+        card,
+        dtype=dtype,
+        table_bits=bits,
+        force=force,
+    )
     click.echo(
         f"{printable(output)}: {printable(loaded.name)} at step {loaded.step:,}, {parameters:,} parameters, "
-        f"{size / 1e6:,.1f} MB in {dtype}"
+        f"{size / 1e6:,.1f} MB in {dtype}{f', tables in {bits} bits' if bits else ''}"
     )

@@ -28,7 +28,7 @@ class LoadedRun:
         step: of the checkpoint that the weights come from.
         tokens: trained on until then.
         exported: it is an exported folder, a product that no results are written into.
-        model: in evaluation mode, in fp32.
+        model: in evaluation mode, in fp32; tables of an export perhaps in 8 or 4 bits.
         data: sha256 of "tokenizer" and of the splits "train" and "valid" that it was trained on; empty for an export.
     """
 
@@ -108,9 +108,9 @@ def check_values(model: Transformer, path: Path) -> None:
     """Refuse weights that no training saves, whatever their hashes.
 
     Raises:
-        UserError: (exit code 1) one is not finite, or a variance is negative.
+        UserError: (exit code 1) one is not finite, or a variance or a scale is negative.
     """
     for name, tensor in model.state_dict().items():
-        if not is_finite(tensor) or (name.endswith("running_var") and (tensor < 0).any()):
+        if not is_finite(tensor) or (name.endswith(("running_var", "scale_K")) and (tensor < 0).any()):
             message = f"{path}: {name} holds numbers that no training gives"
             raise UserError(message, "evaluate another step, or train it again", exit_code=1)

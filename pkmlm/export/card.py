@@ -13,12 +13,19 @@ from pkmlm.runs.results import EVAL, Altered, perplexity_file, read_evaluation
 
 
 def card_of(
-    recipe: Recipe, origin: Origin, parameters: int, dtype: str, scores: dict[str, dict[str, Any]], package: str
+    recipe: Recipe,
+    origin: Origin,
+    parameters: int,
+    dtype: str,
+    table_bits: int | None,
+    scores: dict[str, dict[str, Any]],
+    package: str,
 ) -> str:
     """A short page: what the model is, what it was trained on, how well it predicts, how to load it.
 
     Args:
         parameters: of the whole model.
+        dtype, table_bits: as for `write_export`.
         scores: "token_ppl" and "bits_per_byte" by what was scored, see `known_scores`.
         package: what the tokenizer needs.
     """
@@ -26,8 +33,9 @@ def card_of(
     length = min(40, model.context // 2)  # the model sees no further than its context
     source = recipe.train.init_from
     start = f", from the weights of {printable(Path(source).name)}, whose own training is not counted" if source else ""
+    tables = f", tables in {table_bits} bits with a scale a row (scores are those before)" if table_bits else ""
     facts = [
-        f"- {parameters:,} parameters in {dtype}; {model.layers} layers of width {model.dim}, "
+        f"- {parameters:,} parameters in {dtype}{tables}; {model.layers} layers of width {model.dim}, "
         f"{model.heads} attention heads, a context of {model.context:,} tokens",
         f"- {described(model)}",
         f"- trained on {origin.tokens:,} tokens ({origin.step:,} steps){start}",

@@ -21,6 +21,7 @@ CONFIG = "config.json"
 TOKENIZER_CODE = "tokenization_pkmlm.py"
 CODE = ("configuration_pkmlm.py", "modeling_pkmlm.py", "memory_pkmlm.py", TOKENIZER_CODE)
 MODEL_TYPE = "pkmlm"
+TABLE_BITS = (8, 4)
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -46,12 +47,15 @@ def is_export(path: Path) -> bool:
     return any((path / name).is_file() for name in (CONFIG, *CODE)) and not (path / "recipe.yaml").exists()
 
 
-def config_of(recipe: Recipe, rows: int, tokenizer: "Tokenizer", origin: Origin, dtype: str) -> dict[str, Any]:
+def config_of(
+    recipe: Recipe, rows: int, tokenizer: "Tokenizer", origin: Origin, dtype: str, table_bits: int | None
+) -> dict[str, Any]:
     """The content of config.json: the recipe's `model` key by key, all else of the recipe under `trained`.
 
     Args:
         rows: of the embedding.
         dtype: of the weights, a key of `DTYPE_NAMES`.
+        table_bits: one of `TABLE_BITS`, in which the tables are; None: in `dtype`.
     """
     layers = [f"{layer}+" if beside else str(layer) for layer, beside in memory_layers(recipe.model).items()]
     model = replace(recipe.model, vocab_size=rows, memory=replace(recipe.model.memory, layers=tuple(layers)))
@@ -66,6 +70,7 @@ def config_of(recipe: Recipe, rows: int, tokenizer: "Tokenizer", origin: Origin,
         },
         "model_type": MODEL_TYPE,
         "dtype": DTYPE_NAMES[dtype],
+        "table_bits": table_bits,
         **special_ids(tokenizer),
         **shape,
         "trained": {**origin._asdict(), "recipe": rest},
@@ -86,8 +91,9 @@ def tokenizer_config(tokenizer: "Tokenizer", context: int) -> dict[str, Any]:
     return {**tokenizer.transformers_config, "model_max_length": context, "padding_side": "left"}
 
 
-def read_config(path: Path) -> tuple[Recipe, Origin]:
-    """The recipe and the origin in a config.json; keys that are not there have the recipe's defaults.
+def read_config(path: Path) -> tuple[Recipe, Origin, int | None]:
+    """The recipe, the origin and the bits of tables in a config.json; keys that are not there have the recipe's
+    defaults.
 
     Raises:
         UserError: another kind of model; (exit code 1) not such a file, or a model that cannot be built.
@@ -102,13 +108,16 @@ def read_config(path: Path) -> tuple[Recipe, Origin]:
         check_json(trained, Trained)
     except TypeError as problem:
         raise UserError(f"{path}: trained: {problem}", exit_code=1) from None
+    table_bits = config.get("table_bits")
+    if table_bits not in (None, *TABLE_BITS):
+        raise UserError(f"{path}: table_bits: found {table_bits!r} (expected null, 8 or 4)", exit_code=1)
     rest = trained.get("recipe") or {}
     origin = Origin(trained.get("run") or path.parent.name, trained.get("step") or 0, trained.get("tokens") or 0)
     model = {field.name: config[field.name] for field in fields(Model) if field.name in config}
     places: dict[str, str] = {}
     try:
         recipe: Recipe = bind(node_of(rest | {"model": model}, str(path)), Recipe, "", places)
-        return check_recipe(recipe, places), origin
+        return check_recipe(recipe, places), origin, table_bits
     except UserError as error:
         raise UserError(error.message, error.hint, exit_code=1) from None
 

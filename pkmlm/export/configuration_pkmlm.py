@@ -20,6 +20,8 @@ class PkmlmConfig(PretrainedConfig):
         activation: "gelu" or "relu".
         memory, hash: the mappings of these names; what they leave out has its default. memory["layers"] holds "5" for a
             memory in place of the FFN of the fifth block, "5+" for one beside it.
+        table_bits: 8 or 4: the tables of memories and hash layers are codes of so many bits, with a scale a row; None:
+            they are weights like others.
         trained: where the weights come from: run, step, tokens and the rest of the recipe. The model does not use it.
     """
 
@@ -52,6 +54,7 @@ class PkmlmConfig(PretrainedConfig):
         dropout: float = 0.0,
         memory: dict[str, Any] | None = None,
         hash: dict[str, Any] | None = None,
+        table_bits: int | None = None,
         trained: dict[str, Any] | None = None,
         use_cache: bool = True,
         **kwargs: Any,
@@ -85,6 +88,6 @@ class PkmlmConfig(PretrainedConfig):
             "activation": "none",
             **(hash or {}),
         }
-        self.trained = trained or {}
+        self.table_bits, self.trained = table_bits, trained or {}
         self.use_cache = use_cache
         super().__init__(**{"tie_word_embeddings": tie_embeddings, **kwargs})

@@ -1,6 +1,7 @@
 """A model as a folder for `transformers`: config.json, weights, tokenizer, the code that runs them, and a card.
 
-The weights have the names of our own model below "model."; an untied head is "lm_head". manifest.json holds the size
+The weights have the names of our own model below "model."; an untied head is "lm_head". A table in 8 or 4 bits,
+`weight_KD`, is stored as `codes_KC` and `scale_K` (`kernels.reference.Quantized`). manifest.json holds the size
 and sha256 of each file but the card and the settings of generation, which are the user's.
 """
 
@@ -29,6 +30,7 @@ from pkmlm.export.config import (
     special_ids,
     tokenizer_config,
 )
+from pkmlm.kernels.reference import quantize
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.constraints import require_softmax
 from pkmlm.recipe.schema import Recipe
@@ -55,9 +57,13 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 OTHERS = {INDEX, "generation_config.json", TOKENIZER_CONFIG, "README.md"}
 # Queries and keys decide which slots are read: in training too their search is in fp32, whatever the precision.
 KEPT = re.compile(r"\.memory\.(query\.|key_norm\.|subkeys_H2nf$|keys_HKq$)")
+TABLE = "weight_KD"  # the last part of the name of a table
+BLOCK = 1 << 16  # rows quantized at a time
 HINT = "it is damaged or was changed: export the run again"
 CHANGED = f"{HINT}, or delete {MANIFEST} to take it as it is"
-FLOATS = ("F64", "F32", "BF16", "F16")  # types of weights that are read, as their files say them
+# Types of weights that are read, as their files say them.
+FLOATS = ("F64", "F32", "BF16", "F16")
+CODES = {torch.int8: ("I8",), torch.uint8: ("U8",)}
 
 
 def check_free(path: Path, force: bool) -> None:
@@ -93,6 +99,7 @@ def write_export(
     card: str,
     *,
     dtype: str = "fp32",
+    table_bits: int | None = None,
     force: bool = False,
 ) -> int:
     """Write a model, whole or not at all; return the bytes of its weights.
@@ -101,6 +108,7 @@ def write_export(
         path: the folder; see `check_free` for what may stand there.
         card: the text of README.md.
         dtype: of the weights: "fp32", "bf16" or "fp16"; a memory's queries and keys stay in fp32.
+        table_bits: 8 or 4: of the entries of the tables; None: they are in `dtype`.
 
     Raises:
         UserError: `path` is not free; the attention is no softmax; a weight does not fit the dtype, or the disk refused
@@ -110,9 +118,9 @@ def write_export(
     require_softmax(recipe.model, origin.run, "be exported")
     rows = model.embedding.num_embeddings
     with writing_folder(path, replace=force) as folder:
-        write_weights(folder / WHOLE, model, dtype)
+        write_weights(folder / WHOLE, model, dtype, table_bits)
         size = (folder / WHOLE).stat().st_size
-        write_json(folder / CONFIG, config_of(recipe, rows, tokenizer, origin, dtype))
+        write_json(folder / CONFIG, config_of(recipe, rows, tokenizer, origin, dtype, table_bits))
         spare = list(range(tokenizer.size, rows))  # rows of the embedding that are no pieces
         generation = special_ids(tokenizer) | ({"suppress_tokens": spare} if spare else {})
         write_json(folder / "generation_config.json", generation)
@@ -138,16 +146,20 @@ def exported_tensors(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def write_weights(file: Path, model: nn.Module, dtype: str) -> None:
+def write_weights(file: Path, model: nn.Module, dtype: str, table_bits: int | None) -> None:
     """Write the weights.
 
     Raises:
         UserError: (exit code 1) a weight does not fit the dtype.
     """
-    tensors = {
-        name: tensor.to(DTYPES["fp32" if KEPT.search(name) else dtype]).contiguous()
-        for name, tensor in exported_tensors(model).items()
-    }
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in exported_tensors(model).items():
+        if table_bits is not None and name.endswith(TABLE):
+            parts = [quantize(block, table_bits) for block in tensor.split(BLOCK)]
+            tensors[name.replace(TABLE, "codes_KC")] = torch.cat([part.codes_KC for part in parts])
+            tensors[name.replace(TABLE, "scale_K")] = torch.cat([part.scale_K for part in parts])
+        else:
+            tensors[name] = tensor.to(DTYPES["fp32" if KEPT.search(name) else dtype]).contiguous()
     for name, tensor in tensors.items():
         if not is_finite(tensor):
             raise UserError(f"{name} does not fit {dtype}", "use --dtype fp32 or bf16", exit_code=1)
@@ -161,7 +173,7 @@ class WeightIndex(TypedDict):
 
 
 class Export(NamedTuple):
-    """What a folder holds: `model` in fp32, in evaluation mode."""
+    """What a folder holds: `model` in evaluation mode, in fp32, but for tables in few bits."""
 
     recipe: Recipe
     origin: Origin
@@ -182,14 +194,14 @@ def read_export(path: Path, device: torch.device) -> Export:
         raise UserError(f"{path / CONFIG} is missing", HINT, exit_code=1)
     if (path / MANIFEST).exists():
         verify(path)
-    recipe, origin = read_config(path / CONFIG)
+    recipe, origin, table_bits = read_config(path / CONFIG)
     try:
         tokenizer = Tokenizer.load(tokenizer_file(path))
     except UserError as error:
         raise UserError(error.message, error.hint or HINT, exit_code=1) from None
     rows = recipe.model.vocab_size or tokenizer.size
-    with open_weights(path, exported_tensors(build_model(recipe, rows, "meta"))) as weights:
-        model = build_model(recipe, rows, device, init_weights=False)
+    with open_weights(path, exported_tensors(build_model(recipe, rows, "meta", table_bits=table_bits))) as weights:
+        model = build_model(recipe, rows, device, init_weights=False, table_bits=table_bits)
         with torch.no_grad():
             for name, tensor in exported_tensors(model).items():
                 tensor.copy_(weights[name][...])
@@ -216,7 +228,7 @@ def open_weights(path: Path, expected: dict[str, Tensor]) -> Iterator[dict[str, 
     """The weights of a folder by name, slices of its open files.
 
     Args:
-        expected: tensors of the names and shapes that they must have; these need no storage.
+        expected: tensors of the names, shapes and kinds that they must have; these need no storage.
 
     Raises:
         UserError: (exit code 1) a file is missing or damaged, or holds other tensors.
@@ -236,5 +248,6 @@ def open_weights(path: Path, expected: dict[str, Tensor]) -> Iterator[dict[str, 
             raise UserError(f"cannot read the weights of {path}: {error}", HINT, exit_code=1) from None
         found = {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118
         shapes = {name: list(tensor.shape) for name, tensor in expected.items()}
-        check_tensors(path, found, shapes, dict.fromkeys(expected, FLOATS), hint=HINT, exit_code=1)
+        dtypes = {name: CODES.get(tensor.dtype, FLOATS) for name, tensor in expected.items()}
+        check_tensors(path, found, shapes, dtypes, hint=HINT, exit_code=1)
         yield found

@@ -2,7 +2,8 @@
 
 B: sequences; T: positions; N: tokens (B * T); R: rows of scores; D: model width; V: width of a value; H: memory heads;
 q: width of a query; n: sub-keys of a half; f: width of a key (of a sub-key: q / 2); K: slots or rows (hash layers:
-tables); k: slots a head reads; r: reads of a token; b: bits of a bucket code; c: candidates.
+tables); k: slots a head reads; r: reads of a token; b: bits of a bucket code; c: candidates; C: bytes of a row
+in 8 or 4 bits.
 """
 
 from typing import Any
@@ -28,23 +29,52 @@ def top_k(scores_Rn: Tensor, k: int) -> Tensor:
 
 
 class Values(nn.Module):
-    """A table of rows, read as weighted sums or as products."""
+    """A table of rows, read as weighted sums or as products.
 
-    def __init__(self, rows: int, width: int):
+    In few bits it is codes and the largest entry of each row, and an entry is scale * (code / 127), in 4 bits scale *
+    (code / 7): one byte has the codes of columns c (low half) and C + c. Such a table is not trained.
+    """
+
+    def __init__(self, config: PkmlmConfig, rows: int, width: int):
         super().__init__()
-        self.weight_KD = nn.Parameter(torch.empty(rows, width))
+        self.width, self.bits = width, config.table_bits
+        if self.bits is None:
+            self.weight_KD = nn.Parameter(torch.empty(rows, width))
+        elif self.bits in (8, 4):
+            shape, dtype = ((rows, width), torch.int8) if self.bits == 8 else ((rows, (width + 1) // 2), torch.uint8)
+            self.codes_KC: Tensor
+            self.scale_K: Tensor
+            self.register_buffer("codes_KC", torch.zeros(shape, dtype=dtype))
+            self.register_buffer("scale_K", torch.zeros(rows))
+        else:
+            raise ValueError(f"table_bits {self.bits!r} is not known here (expected None, 8 or 4)")
+
+    def rows(self, rows_Nr: Tensor) -> Tensor:
+        """Rows (N, r, D) in fp32."""
+        if self.bits is None:
+            return self.weight_KD[rows_Nr].float()
+        codes_NrD = self.codes_KC[rows_Nr]
+        if self.bits == 4:
+            signed_NrC = codes_NrD.view(torch.int8)
+            codes_NrD = torch.cat([signed_NrC << 4 >> 4, signed_NrC >> 4], -1)[..., : self.width]
+        return self.scale_K[rows_Nr].float()[..., None] * (codes_NrD.float() / (127 if self.bits == 8 else 7))
+
+    def chunks(self, rows_Nr: Tensor, other: Tensor) -> Any:
+        """The rows of a few tokens at a time, with what else there is of these."""
+        size = max(1, SCORES // (rows_Nr.shape[1] * self.width))
+        return zip(map(self.rows, rows_Nr.split(size)), other.split(size), strict=True)
 
     def forward(self, rows_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
+        if self.bits is not None:
+            chunks = self.chunks(rows_Nr, weights_Nr.float())
+            return torch.cat([torch.einsum("nr,nrd->nd", weights_nr, rows_nrD) for rows_nrD, weights_nr in chunks])
         weights_Nr = weights_Nr.to(self.weight_KD.dtype)
         return embedding_bag(rows_Nr, self.weight_KD, mode="sum", per_sample_weights=weights_Nr)
 
     def products(self, x_ND: Tensor, rows_Nr: Tensor) -> Tensor:
         """<x, row> of each read, in fp32, of a few tokens at a time."""
-        size = max(1, SCORES // (rows_Nr.shape[1] * x_ND.shape[1]))
-        chunks = zip(x_ND.split(size), rows_Nr.split(size), strict=True)
-        return torch.cat(
-            [torch.einsum("nd,nrd->nr", x_CD, self.weight_KD[rows_Cr].float()) for x_CD, rows_Cr in chunks]
-        )
+        chunks = self.chunks(rows_Nr, x_ND)
+        return torch.cat([torch.einsum("nd,nrd->nr", x_nD, rows_nrD) for rows_nrD, x_nD in chunks])
 
 
 class HashLayer(nn.Module):
@@ -57,7 +87,7 @@ class HashLayer(nn.Module):
         super().__init__()
         self.tables, self.bits = dim // bits, bits
         self.temperature, self.scaled = config.hash["temperature"], config.hash["score"] == "scaled"
-        self.values = Values(self.tables << bits, width)
+        self.values = Values(config, self.tables << bits, width)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         with torch.autocast(x_BTD.device.type, enabled=False):
@@ -67,7 +97,7 @@ class HashLayer(nn.Module):
             scores_NK = torch.exp(-softplus(-2 / self.temperature * z_NKb.abs()).sum(-1))
             if self.scaled:
                 scores_NK = scores_NK * z_NKb.abs().sum(-1)
-            return self.values(rows_NK, scores_NK).view(*x_BTD.shape[:-1], -1)
+            return self.values(rows_NK, scores_NK).view(*x_BTD.shape[:-1], -1).to(x_BTD.dtype)
 
 
 class MemoryBlock(nn.Module):
@@ -145,8 +175,8 @@ class Pool(nn.Module):
         super().__init__()
         memory, slots = config.memory, config.memory["num_keys"] ** 2
         if memory["kind"] == "peer":
-            self.inputs = Values(slots, config.dim)
-        self.values = Values(slots, memory["value_dim"] or config.dim)
+            self.inputs = Values(config, slots, config.dim)
+        self.values = Values(config, slots, memory["value_dim"] or config.dim)
 
 
 class KeyMemory(nn.Module):
@@ -237,4 +267,4 @@ class KeyMemory(nn.Module):
                 out_NV = out_NV * silu(self.gate(x_ND.to(self.gate.weight.dtype)))
             if self.output is not None:
                 out_NV = self.output(out_NV.to(self.output.weight.dtype))
-            return out_NV.view_as(x_BTD)
+            return out_NV.view_as(x_BTD).to(x_BTD.dtype)

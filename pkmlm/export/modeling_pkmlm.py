@@ -140,9 +140,10 @@ class PkmlmPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: PkmlmConfig):
         super().__init__(config)
+        kept = ["scale_K"] if config.table_bits else []
         if config.memory["kind"] != "none":  # rounded queries and keys would find other slots
-            keys = "keys_HKq" if config.memory["kind"] == "flat-key" else "subkeys_H2nf"
-            self._keep_in_fp32_modules_strict = ["query", "key_norm", keys]
+            kept += ["query", "key_norm", "keys_HKq" if config.memory["kind"] == "flat-key" else "subkeys_H2nf"]
+        self._keep_in_fp32_modules_strict = kept
 
     def _init_weights(self, module: nn.Module) -> None:
         """Fill a new model; the training of one from nothing is the business of pkmlm itself."""

@@ -9,9 +9,11 @@ instructions: the maxima of strided lanes; the k-th largest of these, a bound th
 of each of the few scores that reach it, by counting those above it. Scores are compared as integers in the order of the
 floats, with NaN above all.
 
+Rows in 8 or 4 bits are read as codes; those of 4 bits are unpacked, a token's at a time. Scales go into the weights.
+
 N: tokens; r: reads of a token; M: N * r; K: rows of the table; D: width; U: distinct rows read; S: U + 1; R: rows of
 scores (queries); n: scores of a row; k: columns to select; l: lanes; m: reads, or scores that reach the bound; c: pairs
-of ranks.
+of ranks; C: bytes of a quantized row.
 """
 
 import hashlib
@@ -27,7 +29,7 @@ from numba import njit
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from torch import Tensor
 
-from pkmlm.kernels.reference import Segments, candidate_pairs
+from pkmlm.kernels.reference import Quantized, Segments, candidate_pairs
 
 RADIX = 15  # the most bits that a pass of `_sort` sorts by: its counters stay in the second cache
 LOWEST, HIGHEST = np.int32(-(1 << 31)), np.int32((1 << 31) - 1)
@@ -147,6 +149,25 @@ def row_products(values_KD: Tensor, x_ND: Tensor, slots_Nr: Tensor) -> Tensor:
     bounds = even_bounds(len(slots_Nr), slots_Nr.shape[1] * values_KD.shape[1])
     over_threads(_products, bounds, _array(values_KD), _array(x_ND), _array(slots_Nr), out_Nr.numpy())
     return out_Nr
+
+
+def quantized_row_sum(table: Quantized, slots_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
+    """`reference.quantized_row_sum`."""
+    scaled_Nr = weights_Nr * (table.scale_K[slots_Nr] / table.most)
+    out_ND = scaled_Nr.new_empty(len(slots_Nr), table.width)
+    kernel = _bags if table.codes_KC.dtype == torch.int8 else _packed_bags
+    bounds = even_bounds(len(slots_Nr), slots_Nr.shape[1] * table.width)
+    over_threads(kernel, bounds, _array(table.codes_KC), _array(slots_Nr), _array(scaled_Nr), out_ND.numpy())
+    return out_ND
+
+
+def quantized_row_products(table: Quantized, x_ND: Tensor, slots_Nr: Tensor) -> Tensor:
+    """`reference.quantized_row_products`."""
+    out_Nr = x_ND.new_empty(slots_Nr.shape)
+    kernel = _products if table.codes_KC.dtype == torch.int8 else _packed_products
+    bounds = even_bounds(len(slots_Nr), slots_Nr.shape[1] * table.width)
+    over_threads(kernel, bounds, _array(table.codes_KC), _array(x_ND), _array(slots_Nr), out_Nr.numpy())
+    return out_Nr * (table.scale_K[slots_Nr] / table.most)
 
 
 def sort_reads(slots_Nr: Tensor, weights_Nr: Tensor, rows: int, *, every_row: bool = False) -> Segments:
@@ -288,6 +309,36 @@ def _products(first: int, stop: int, values_KD: Any, x_ND: Any, slots_Nr: Any, o
                 p0 += x_D[d] * v0[d]
             out_r[j] = p0
             j += 1
+
+
+@compiled
+def _unpack(packed_KC: Any, slots_r: Any, codes_rD: Any) -> None:
+    """Some rows of codes of 4 bits, as bytes."""
+    columns, width = packed_KC.shape[1], codes_rD.shape[1]
+    for j in range(len(slots_r)):
+        packed_C, low_C, high_C = packed_KC[slots_r[j]], codes_rD[j, :columns], codes_rD[j, columns:]
+        for c in range(columns):
+            low_C[c] = ((packed_C[c] & 15) ^ 8) - 8
+        for c in range(width - columns):
+            high_C[c] = ((packed_C[c] >> 4) ^ 8) - 8
+
+
+@compiled
+def _packed_bags(first: int, stop: int, packed_KC: Any, slots_Nr: Any, weights_Nr: Any, out_ND: Any) -> None:
+    reads = slots_Nr.shape[1]
+    codes_rD, every_r = np.empty((reads, out_ND.shape[1]), np.int8), np.arange(reads)
+    for t in range(first, stop):
+        _unpack(packed_KC, slots_Nr[t], codes_rD)
+        _add_rows(out_ND[t], codes_rD, every_r, weights_Nr[t], 0, reads)
+
+
+@compiled
+def _packed_products(first: int, stop: int, packed_KC: Any, x_ND: Any, slots_Nr: Any, out_Nr: Any) -> None:
+    reads = slots_Nr.shape[1]
+    codes_rD, every_1r = np.empty((reads, x_ND.shape[1]), np.int8), np.arange(reads).reshape(1, -1)
+    for t in range(first, stop):
+        _unpack(packed_KC, slots_Nr[t], codes_rD)
+        _products(0, 1, codes_rD, x_ND[t : t + 1], every_1r, out_Nr[t : t + 1])
 
 
 @compiled

@@ -45,7 +45,7 @@ from triton import next_power_of_2
 from triton.language import constexpr
 
 from pkmlm.kernels import reference
-from pkmlm.kernels.reference import Segments, candidate_pairs
+from pkmlm.kernels.reference import Quantized, Segments, candidate_pairs
 
 READS = constexpr(8)  # 128 bytes in flight a thread: with 8 programs on an SM several times latency x bandwidth
 COLUMNS = 1024  # of a program at most
@@ -244,6 +244,23 @@ def row_products(values_KD: Tensor, x_ND: Tensor, slots_Nr: Tensor) -> Tensor:
             *arguments, r=r, D=width, C=columns, num_warps=1, enable_fp_fusion=True
         )
     return products_Nr
+
+
+def quantized_row_sum(table: Quantized, slots_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
+    """`reference.quantized_row_sum`, of some tokens at a time: there is no kernel for it."""
+    chunks = (each.split(_tokens_at_once(table, slots_Nr)) for each in (slots_Nr, weights_Nr))
+    return torch.cat([reference.quantized_row_sum(table, *chunk) for chunk in zip(*chunks, strict=True)])
+
+
+def quantized_row_products(table: Quantized, x_ND: Tensor, slots_Nr: Tensor) -> Tensor:
+    """`reference.quantized_row_products`, of some tokens at a time."""
+    chunks = (each.split(_tokens_at_once(table, slots_Nr)) for each in (x_ND, slots_Nr))
+    return torch.cat([reference.quantized_row_products(table, *chunk) for chunk in zip(*chunks, strict=True)])
+
+
+def _tokens_at_once(table: Quantized, slots_Nr: Tensor) -> int:
+    """So many that the entries of their rows are 128 MB."""
+    return max(1, (1 << 25) // (slots_Nr.shape[1] * table.width))
 
 
 def sort_reads(slots_Nr: Tensor, weights_Nr: Tensor, rows: int, *, every_row: bool = False) -> Segments:

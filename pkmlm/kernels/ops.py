@@ -16,6 +16,7 @@ from torch.nn.functional import softplus
 
 from pkmlm.kernels import backend, reference
 from pkmlm.kernels.matmul import cat, matmul_nt, row_chunks
+from pkmlm.kernels.reference import Quantized
 from pkmlm.kernels.row_gradient import RowGradient
 
 # Heads and scores of one chunk of a search, by device. On a CPU 16 MB of scores may stay in the cache between the
@@ -230,6 +231,41 @@ def row_products(
     x_ND = x_ND.to(values_KD.dtype).contiguous()
     products_Nr: Tensor = _RowProducts.apply(values_KD, x_ND, slots_Nr, gradient, copy_KD)
     return products_Nr
+
+
+def quantized_row_sum(table: Quantized, slots_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
+    """`weighted_row_sum` of a table in few bits, in fp32.
+
+    Args:
+        table, slots_Nr: the table, and int64, rows of it; that they are is not checked.
+        weights_Nr: any floating dtype; taken in fp32.
+
+    Raises:
+        ValueError: a gradient is asked for.
+    """
+    _check_frozen(weights_Nr)
+    out_ND: Tensor = backend.of(table.scale_K).quantized_row_sum(table, slots_Nr, weights_Nr.float())
+    return out_ND
+
+
+def quantized_row_products(table: Quantized, x_ND: Tensor, slots_Nr: Tensor) -> Tensor:
+    """`row_products` of a table in few bits, in fp32.
+
+    Args:
+        table, slots_Nr: as for `quantized_row_sum`.
+        x_ND: any floating dtype; taken in fp32.
+
+    Raises:
+        ValueError: a gradient is asked for.
+    """
+    _check_frozen(x_ND)
+    products_Nr: Tensor = backend.of(table.scale_K).quantized_row_products(table, x_ND.float(), slots_Nr)
+    return products_Nr
+
+
+def _check_frozen(x: Tensor) -> None:
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError("a table in 8 or 4 bits has no gradient: load the run itself to train it")
 
 
 bucket_codes = reference.bucket_codes  # integer arithmetic, exact in every dtype

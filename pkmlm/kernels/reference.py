@@ -3,13 +3,15 @@
 A fast kernel is right when it equals the function of the same name here, over random shapes, dtypes and ties.
 
 R: rows (queries); n: sub-keys of a half; k: slots to select; N: tokens; r: reads of a token; K: slots; D: width of a
-value; c: pairs of ranks; T: hash tables; b: bits of a code; M: all reads (N * r); U: distinct rows read; S: U + 1.
+value; c: pairs of ranks; T: hash tables; b: bits of a code; M: all reads (N * r); U: distinct rows read; S: U + 1; C:
+bytes of a quantized row.
 """
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 def top_k(scores_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -140,6 +142,65 @@ def segment_row_adam_(
     values_KD[rows_U] = (1 - lr * weight_decay) * values_KD[rows_U] - lr * mean_UD / (square_UD.sqrt() + eps)
     if copy_KD is not None:
         copy_KD[rows_U] = values_KD[rows_U].to(copy_KD.dtype)
+
+
+class Quantized(NamedTuple):
+    """A table in 8 or 4 bits: an entry is scale * (code / most), `most` the largest code, 127 or 7.
+
+    Codes are symmetric, from -most to most, and each row's largest entry is exact.
+
+    Attributes:
+        codes_KC: 8 bits: int8 (K, D). 4 bits: uint8 (K, D / 2 rounded up); byte c has the code of column c in its low
+            half and that of column C + c in its high half, in two's complement.
+        scale_K: fp32, the largest absolute entry of each row.
+        width: of a row (D).
+    """
+
+    codes_KC: Tensor
+    scale_K: Tensor
+    width: int
+
+    @property
+    def most(self) -> int:
+        """The largest code."""
+        return 127 if self.codes_KC.dtype == torch.int8 else 7
+
+    def take(self, rows_S: Tensor) -> "Quantized":
+        """Some of its rows."""
+        return self._replace(codes_KC=self.codes_KC[rows_S], scale_K=self.scale_K[rows_S])
+
+
+def quantize(values_KD: Tensor, bits: int) -> Quantized:
+    """A table (floating) in 8 or 4 bits, each entry within half a step, scale / most / 2, of what it was."""
+    width, columns = values_KD.shape[1], values_KD.shape[1] if bits == 8 else (values_KD.shape[1] + 1) // 2
+    scale_K = values_KD.float().abs().amax(1)
+    unit_KD = values_KD.float() / torch.where(scale_K == 0, 1, scale_K)[:, None]
+    codes_KD = (unit_KD * (2 ** (bits - 1) - 1)).round().to(torch.int8)
+    if bits == 8:
+        return Quantized(codes_KD, scale_K, width)
+    low_KC, high_KC = codes_KD[:, :columns], pad(codes_KD[:, columns:], (0, 2 * columns - width))
+    return Quantized((low_KC & 15 | high_KC << 4).view(torch.uint8), scale_K, width)
+
+
+def dequantize(table: Quantized) -> Tensor:
+    """The entries (K, D), fp32."""
+    codes_KD = table.codes_KC
+    if codes_KD.dtype == torch.uint8:
+        signed_KC = codes_KD.view(torch.int8)
+        codes_KD = torch.cat([signed_KC << 4 >> 4, signed_KC >> 4], 1)[:, : table.width]
+    return table.scale_K[:, None] * (codes_KD.float() / table.most)
+
+
+def quantized_row_sum(table: Quantized, slots_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
+    """`weighted_row_sum` of the entries, of which only the rows that are read are made; fp32, as the weights."""
+    rows_NrD = dequantize(table.take(slots_Nr.flatten())).view(*slots_Nr.shape, table.width)
+    return (rows_NrD * weights_Nr[..., None]).sum(1)
+
+
+def quantized_row_products(table: Quantized, x_ND: Tensor, slots_Nr: Tensor) -> Tensor:
+    """`row_products` of the entries, of which only the rows that are read are made; fp32, as x."""
+    rows_NrD = dequantize(table.take(slots_Nr.flatten())).view(*slots_Nr.shape, table.width)
+    return (rows_NrD * x_ND[:, None]).sum(-1)
 
 
 def bucket_codes(z_NTb: Tensor) -> Tensor:

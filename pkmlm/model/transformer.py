@@ -19,7 +19,7 @@ from pkmlm.model.memory.hash_layer import HashLayer, MemoryBlock
 from pkmlm.model.memory.key_memory import FlatKeyMemory, KeyMemory, ProductKeyMemory
 from pkmlm.model.memory.peer import PEER
 from pkmlm.model.memory.query import QueryBatchNorm
-from pkmlm.model.memory.values import Pool, Values
+from pkmlm.model.memory.values import Pool, Values, tables_of
 from pkmlm.recipe.constraints import memory_layers
 from pkmlm.recipe.schema import Model, Recipe
 
@@ -235,6 +235,7 @@ def build_model(
     ranks: ProcessGroups | None = None,
     *,
     init_weights: bool = True,
+    table_bits: int | None = None,
 ) -> Transformer:
     """The model of a recipe, initialised from its seed; on the meta device, only its shape.
 
@@ -246,6 +247,7 @@ def build_model(
         device: where the weights lie; "meta": nowhere.
         ranks: process groups that train the model; each rank holds its columns of the tables, and all the rest.
         init_weights: False leaves the weights uninitialized, for a checkpoint to be loaded into them.
+        table_bits: 8 or 4 bits in which the tables are held, without initial weights; None: in fp32.
 
     Raises:
         UserError: the model does not fit into the device's memory.
@@ -261,6 +263,9 @@ def build_model(
                     module.divide(ranks.memory)
                 elif isinstance(module, QueryBatchNorm):
                     module.ranks = ranks.world
+        if table_bits is not None:
+            for table in tables_of(model).values():
+                table.hold_bits(table_bits)
     if torch.device(device).type != "meta":
         try:
             model.to_empty(device=device)

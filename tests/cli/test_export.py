@@ -151,6 +151,59 @@ def test_steps_and_dtypes(trained, tmp_path):
     assert json.loads((tmp_path / "best/config.json").read_text())["trained"]["step"] == int(best[5:])
 
 
+@pytest.mark.parametrize(
+    "kind", ["product-key", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("memory-plus", "peer", "hash"))]
+)
+def test_tables_in_few_bits_keep_the_perplexity_and_work_everywhere(trained, tmp_path, kind):
+    run, folder, sizes = trained(kind), tmp_path / "exported", []
+    ours = json.loads(pkmlm("eval", run, "--json", "--step", "latest").stdout)["perplexity"]["token_ppl"]
+    for bits, most in ((8, 5e-4), (4, 5e-3)):
+        said = pkmlm("export", run, "-o", folder, "--table-bits", bits, "--force", "--step", "latest").stdout
+        assert f"tables in {bits} bits" in said
+        assert f"tables in {bits} bits" in (folder / "README.md").read_text()
+        its = json.loads(pkmlm("eval", folder, "--json").stdout)["perplexity"]["token_ppl"]
+        assert 0 < abs(its / ours - 1) < most
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            sizes.append(sum(file.get_tensor(name).nbytes for name in file.keys() if "codes_KC" in name))  # noqa: SIM118
+    assert sizes[0] == 2 * sizes[1]
+    pkmlm("generate", folder, "It was", "-n", 5)
+    pkmlm("usage-report", folder)
+    found = json.loads(pkmlm("slots", folder, "--json", "--top", 1).stdout)["slots"][0]
+    assert found["reads"] > 0
+    probes = json.loads(pkmlm("probe", folder, "--fit-tokens", 600, "--json").stdout)["memories"][0]["probes"]
+    assert probes["redrawn_values"]["token_ppl"] != probes["zero"]["token_ppl"]
+
+
+def test_what_does_not_fit_its_bits_is_refused(trained, tmp_path):
+    assert (
+        "dense has no tables"
+        in pkmlm("export", trained("dense"), "-o", tmp_path / "x", "--table-bits", 4, code=2).stderr
+    )
+    whole = tmp_path / "whole"
+    pkmlm("export", trained("hash"), "-o", whole, "--table-bits", 8)
+    name = "model.blocks.0.attention.qkv.values.scale_K"
+    weights = load_file(whole / "model.safetensors")
+    for number, (change, named) in enumerate(
+        (
+            (config_with(table_bits=4), "codes_KC"),
+            (config_with(table_bits=None), "codes_KC"),
+            (config_with(table_bits=3), "table_bits: found 3"),
+            (lambda folder: scaled(folder, -1.0), "scale_K"),
+            (lambda folder: scaled(folder, float("nan")), "scale_K"),
+            (lambda folder: scaled(folder, 1.0, torch.float32), "codes_KC is F32 (expected I8)"),
+        )
+    ):
+        folder = shutil.copytree(whole, tmp_path / str(number))
+
+        def scaled(folder: Path, factor: float, dtype: torch.dtype = torch.int8) -> None:
+            (folder / "manifest.json").unlink()
+            codes = {key: each.to(dtype) for key, each in weights.items() if key.endswith("codes_KC")}
+            save_file(weights | codes | {name: weights[name] * factor}, folder / "model.safetensors")
+
+        change(folder)
+        assert named in pkmlm("eval", folder, code=1).stderr
+
+
 def test_the_card_says_what_the_model_is(trained, tmp_path):
     run = shutil.copytree(trained("product-key"), tmp_path / "my-run")
     recipe = yaml.safe_load((run / "recipe.yaml").read_text())

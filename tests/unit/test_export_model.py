@@ -2,6 +2,7 @@
 
 import ast
 import random
+import shutil
 import sys
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -20,6 +21,9 @@ from pkmlm.export.config import CODE, Origin
 from pkmlm.export.configuration_pkmlm import PkmlmConfig
 from pkmlm.export.folder import read_export, write_export
 from pkmlm.export.modeling_pkmlm import PkmlmForCausalLM, PkmlmModel, visible
+from pkmlm.kernels.reference import dequantize, quantize
+from pkmlm.model.memory.base import memories
+from pkmlm.model.memory.values import tables_of
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.constraints import check_recipe, memory_layers
 from pkmlm.recipe.schema import AttentionOptions, Hash, Memory, Model, Recipe, Train, flatten
@@ -309,6 +313,34 @@ def test_narrower_weights_keep_queries_and_keys(pair, tokenizer, tmp_path):
     back = read_export(tmp_path / "narrow", CPU).model
     assert {parameter.dtype for parameter in back.parameters()} == {torch.float32}
     assert torch.equal(back.embedding.weight, ours.embedding.weight.to(half).float())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "dense"])
+def test_tables_in_few_bits_are_read_alike(kind, bits, tokenizer, tmp_path):
+    """By our code and by the folder's, as the same model with the rounded entries in fp32 tables."""
+    recipe = recipe_of(KINDS[kind])
+    ours = unlike_new(build_model(recipe, 600))
+    theirs = exported(tmp_path / "export", ours, recipe, tokenizer, table_bits=bits)
+    for name, table in tables_of(ours).items():
+        table.weight_KD.copy_(dequantize(quantize(table.weight_KD, bits)))
+        assert f"model.{name}" not in theirs.state_dict()
+    expected = ours(IDS_BT)
+    theirs.save_pretrained(tmp_path / "again")
+    shutil.copy(tmp_path / "export/tokenizer.model", tmp_path / "again")
+    for folder in (tmp_path / "export", tmp_path / "again"):
+        back = read_export(folder, CPU).model
+        assert all(table.weight_KD is None for table in tables_of(back).values())
+        assert (back(IDS_BT) - expected).abs().max() < 2e-5
+        assert (PkmlmForCausalLM.from_pretrained(folder)(IDS_BT).logits - expected).abs().max() < 2e-5
+    for memory, whole in zip(memories(back), memories(ours), strict=True):
+        rows = torch.tensor([0, memory.tap.slots - 1])
+        assert torch.equal(memory.values.rows(rows), whole.values.rows(rows))
+    narrow = exported(tmp_path / "narrow", ours, recipe, tokenizer, table_bits=bits, dtype="bf16")
+    assert (narrow(IDS_BT).logits.float() - expected).abs().mean() < 0.2 * expected.std()
+    scales = {name: each for name, each in narrow.state_dict().items() if name.endswith("scale_K")}
+    assert {each.dtype for each in scales.values()} == {torch.float32}
 
 
 @torch.no_grad()

@@ -123,6 +123,53 @@ def test_flat_keys_equal_brute_force_and_their_gradients(monkeypatch):
     assert torch.equal(slots, index)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@settings(deadline=None, max_examples=30)
+@given(
+    rows=st.integers(1, 30),
+    width=st.integers(1, 70),
+    reads=st.integers(1, 20),
+    ties=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 9999),
+)
+def test_quantized_entries_are_half_a_step_off_and_kernels_read_them(bits, rows, width, reads, ties, dtype, seed):
+    random = torch.Generator().manual_seed(seed)
+    size = 10.0 ** torch.randint(-30, 30, (rows, 1), generator=random)
+    values = (scores(rows, width, ties, torch.float32, seed) * size).to(dtype)
+    values[rows // 2] = 0
+    table = reference.quantize(values, bits)
+    entries, largest = reference.dequantize(table), values.float().abs().amax(1)
+    step = largest[:, None] / (2 ** (bits - 1) - 1)
+    assert ((entries - values.float()).abs() <= step / 2 * (1 + 1e-5)).all()
+    at = values.float().abs().argmax(1, keepdim=True)
+    assert torch.equal(entries.gather(1, at), values.float().gather(1, at)), "the largest entry is exact"
+    assert torch.equal(reference.dequantize(reference.quantize(-values, bits)), -entries), "codes are symmetric"
+    assert table.codes_KC.numel() == rows * (width if bits == 8 else (width + 1) // 2)
+
+    table = reference.quantize(scores(rows, width, ties, torch.float32, seed), bits)
+    entries = reference.dequantize(table)
+    slots = torch.randint(rows, (6, reads), generator=random)
+    weights, x = torch.randn(6, reads, generator=random), torch.randn(6, width, generator=random)
+    close = {"rtol": 1e-5, "atol": 1e-4}
+    for kernels in (reference, cpu):
+        found = kernels.quantized_row_sum(table, slots, weights)
+        torch.testing.assert_close(found, reference.weighted_row_sum(entries, slots, weights), **close)
+        found = kernels.quantized_row_products(table, x, slots)
+        torch.testing.assert_close(found, reference.row_products(entries, x, slots), **close)
+
+
+def test_a_quantized_table_refuses_to_give_a_gradient():
+    table = reference.quantize(torch.randn(4, 3), 8)
+    slots, weights = torch.zeros(2, 2, dtype=torch.int64), torch.ones(2, 2, requires_grad=True)
+    with pytest.raises(ValueError, match="no gradient"):
+        ops.quantized_row_sum(table, slots, weights)
+    with pytest.raises(ValueError, match="no gradient"):
+        ops.quantized_row_products(table, torch.ones(2, 3, requires_grad=True), slots)
+    with torch.no_grad():
+        assert ops.quantized_row_sum(table, slots, weights).shape == (2, 3)
+
+
 class Reads(NamedTuple):
     values: torch.Tensor
     slots: torch.Tensor

@@ -5,7 +5,7 @@ Ranks may divide the columns of a table among them. A read then takes two collec
 ranks gather all reads, and each sends the columns that it has summed back to the rank whose tokens they belong to.
 
 N: tokens (of this rank); r: reads of a token; K: rows; D: width of the table; d: columns of one rank (D / M); M: ranks
-that divide the columns; A: all their tokens (M * N).
+that divide the columns; A: all their tokens (M * N); S: some rows; C: bytes of a quantized row.
 """
 
 from typing import Any
@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from pkmlm.distributed import World
 from pkmlm.kernels import ops
+from pkmlm.kernels.reference import Quantized, dequantize
 from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.model.init import InitSpec, Normal
 
@@ -31,7 +32,8 @@ class Values(nn.Module):
         group: the parameter group that it trains in: "values" or "tables" (`pkmlm.train.optim`).
 
     Attributes:
-        weight_KD: the table (fp32), or this rank's columns of it.
+        weight_KD: the table (fp32), or this rank's columns of it; None: it is held in few bits.
+        codes_KC, scale_K: the table in few bits (see `kernels.reference.Quantized`); None: it is not.
         width: of a row, all columns.
         gradient: where backward passes collect the reads that make the table's gradient, once `keep_reads` was called;
             None before: the gradient is then a dense tensor in `weight_KD.grad`.
@@ -43,6 +45,10 @@ class Values(nn.Module):
     def __init__(self, rows: int, width: int, *, std: float, group: str):
         super().__init__()
         self.weight_KD = nn.Parameter(torch.empty(rows, width))
+        self.codes_KC: Tensor | None
+        self.scale_K: Tensor | None
+        self.register_buffer("codes_KC", None)
+        self.register_buffer("scale_K", None)
         self.width, self.std, self.group = width, std, group
         self.gradient: RowGradient | None = None
         self.copy_KD: Tensor | None = None
@@ -54,6 +60,24 @@ class Values(nn.Module):
         rows, width = self.weight_KD.shape
         self.weight_KD = nn.Parameter(self.weight_KD.new_empty(rows, width // ranks.size))
         self.ranks = ranks
+
+    def hold_bits(self, bits: int) -> None:
+        """Hold the table in 8 or 4 bits, without a gradient, before it has storage."""
+        rows = len(self.weight_KD)
+        self.register_parameter("weight_KD", None)
+        columns, dtype = (self.width, torch.int8) if bits == 8 else ((self.width + 1) // 2, torch.uint8)
+        self.codes_KC, self.scale_K = torch.empty(rows, columns, dtype=dtype), torch.empty(rows)
+
+    def quantized(self) -> Quantized | None:
+        """The table in few bits; None: it is held, or for now replaced by one, in fp32."""
+        if self.weight_KD is not None or self.codes_KC is None or self.scale_K is None:
+            return None
+        return Quantized(self.codes_KC, self.scale_K, self.width)
+
+    def rows(self, rows_S: Tensor) -> Tensor:
+        """Some rows (S, D) by their numbers, in fp32, without a gradient; of this rank's columns."""
+        table = self.quantized()
+        return self.weight_KD.detach()[rows_S].float() if table is None else dequantize(table.take(rows_S))
 
     def keep_reads(self, *, every_row: bool = False) -> None:
         """Make backward passes collect the gradient in `gradient`, for the optimizer that calls this.
@@ -113,9 +137,13 @@ class Values(nn.Module):
         return self.ranks.all_sum(self._products(own_Nd, slots_Nr))
 
     def _products(self, x_Nd: Tensor, slots_Nr: Tensor) -> Tensor:
+        if (table := self.quantized()) is not None:
+            return ops.quantized_row_products(table, x_Nd, slots_Nr)
         return ops.row_products(self.weight_KD, x_Nd, slots_Nr, self.gradient, self._half())
 
     def _columns(self, slots_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
+        if (table := self.quantized()) is not None:
+            return ops.quantized_row_sum(table, slots_Nr, weights_Nr)
         return ops.weighted_row_sum(self.weight_KD, slots_Nr, weights_Nr, self.gradient, self._half())
 
     def _half(self) -> Tensor | None:
