@@ -179,9 +179,17 @@ def after_step(monkeypatch: pytest.MonkeyPatch, step: int, do: Callable[[Any], o
 
 def without_state(checkpoint: Path, *keys: str) -> None:
     """Make a checkpoint one of an earlier version, whose state did not have these keys."""
+    state = json.loads((checkpoint / "state.json").read_text())
+    write_state(checkpoint, {key: value for key, value in state.items() if key not in keys})
+
+
+def write_state(checkpoint: Path, state: dict[str, Any]) -> None:
+    """Write a checkpoint's state, and what its manifest says of it."""
     from pkmlm.runs.files import entry_of, write_json
 
-    state, manifest = (json.loads((checkpoint / name).read_text()) for name in ("state.json", "manifest.json"))
-    write_json(checkpoint / "state.json", {key: value for key, value in state.items() if key not in keys})
+    file, step = checkpoint / "manifest.json", int(checkpoint.name.removeprefix("step-"))
+    manifest = json.loads(file.read_text()) if file.exists() else {"version": 1, "step": step, "files": {}}
+    checkpoint.mkdir(exist_ok=True)
+    write_json(checkpoint / "state.json", state)
     manifest["files"]["state.json"] = entry_of(checkpoint / "state.json")
-    write_json(checkpoint / "manifest.json", manifest)
+    write_json(file, manifest)

@@ -14,10 +14,7 @@ from typing import Any, NamedTuple
 from pkmlm.analysis.equal import Equal, Over, at_equal
 from pkmlm.recipe.schema import dump_recipe
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.files import read_json
 from pkmlm.runs.results import (
-    STATE,
-    CheckpointState,
     SweepTimings,
     altered_results,
     average_accuracy,
@@ -175,7 +172,7 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
     ...}}, see `task_scores`), average_acc (see `average_accuracy`), usage_step, usage (memories of the newest usage
     report of the test split). The kind is dense, hash, the kind of memory, or hash + that.
     """
-    recorded, metrics, recipe = run.facts(), run.metrics(), run.recipe()
+    recorded, metrics, recipe, latest = run.facts(), run.metrics(), run.recipe(), run.latest_state()
     parameters = recorded.get("parameters") or {}
     train = [event for event in metrics if event["event"] == "train"]
     speeds = [speed for event in train if (speed := event.get("tokens_per_second")) is not None]
@@ -200,7 +197,7 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
         "step": max((event["step"] for event in train), default=None),
         "tokens": max((event.get("tokens") or 0 for event in train), default=None),
         "tokens_per_second": median(speeds) if speeds else None,
-        "seconds": latest_state(run).get("seconds", recorded.get("seconds")),
+        "seconds": latest["seconds"] if latest else recorded.get("seconds"),
         "valid_step": best.get("step"),
         **{f"valid_{key}": best.get(key) for key in ("loss", "token_ppl", "bits_per_byte")},
         "test_step": test_step,
@@ -227,17 +224,6 @@ def mean(values: Iterable[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-def latest_state(run: RunDirectory) -> Facts:
-    """The state.json of the latest checkpoint; empty if there is none."""
-    steps = run.steps()
-    state = run.checkpoint(steps[-1]) / STATE if steps else None
-    if state is None or not state.exists():
-        return {}
-    hint = "the checkpoint is damaged: `pkmlm train` goes back to the one before it"
-    found: Facts = read_json(state, "the checkpoint's state", hint, exit_code=1, schema=CheckpointState)
-    return found
-
-
 def differences(runs: dict[str, RunDirectory]) -> list[str]:
     """A warning for each reason why the numbers of these runs are missing or cannot be compared: results that are not
     as they were written, several tokenizers, several texts, tasks asked in several ways, or weights that have seen more
@@ -246,7 +232,7 @@ def differences(runs: dict[str, RunDirectory]) -> list[str]:
     A run of which something is not known is taken to be like the others. So is one with another tokenizer, which makes
     other tokens of the same text.
     """
-    data = {label: latest_state(run).get("data") or {} for label, run in runs.items()}
+    data = {label: latest["data"] if (latest := run.latest_state()) else {} for label, run in runs.items()}
     tasks = {label: task_scores(run.path)[1] for label, run in runs.items()}
     tokenizers = {label: hashes.get("tokenizer") for label, hashes in data.items()}
     valid = {

@@ -29,12 +29,9 @@ from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import (
     MANIFEST,
     Damaged,
-    Manifest,
     check_files,
     entry_of,
     open_file,
-    read_json,
-    read_manifest,
     remove_folder,
     rename_folder,
     sync_file,
@@ -42,9 +39,8 @@ from pkmlm.runs.files import (
     write_json,
     writing_folder,
 )
-from pkmlm.runs.results import STATE, CheckpointState
+from pkmlm.runs.results import CHECKPOINT_DAMAGED, CHECKPOINT_VERSION, STATE, read_checkpoint_manifest, read_state
 
-VERSION = 1
 WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
 FILES = (WEIGHTS, OPTIMIZER, STATE)
 DTYPES = {torch.float32: "F32", torch.int64: "I64"}  # what a checkpoint holds, as its files say it
@@ -121,12 +117,6 @@ class Differences(NamedTuple):
     unexpected: set[str]
 
 
-class CheckpointManifest(Manifest):
-    """manifest.json."""
-
-    step: int
-
-
 # Writing.
 
 
@@ -182,7 +172,7 @@ def save(
         with world.collective_errors():
             if lead:
                 files = {name: files[name] for name in file_names(ranks.memory.size)}
-                write_json(folder / MANIFEST, {"version": VERSION, "step": progress.step, "files": files})
+                write_json(folder / MANIFEST, {"version": CHECKPOINT_VERSION, "step": progress.step, "files": files})
                 run.refuse_replaced()
                 stack.close()
                 verify(path)
@@ -237,8 +227,8 @@ def check_weights(path: Path, weights: dict[str, Tensor], tables: Tables, *, str
 
 
 def read_progress(path: Path) -> Progress:
-    """How far the run was at a verified checkpoint folder."""
-    state = read_json(path / STATE, "the checkpoint's state", exit_code=1, schema=CheckpointState)
+    """How far the run was at a checkpoint folder; errors are those of `read_state`."""
+    state: dict[str, Any] = {**read_state(path)}
     progress = Progress(**{name: state[name] for name in asdict(Progress()) if state.get(name) is not None})
     if found := state.get("validations"):
         progress.validations = Validations(**{name: found[name] for name in asdict(Validations())})
@@ -255,11 +245,7 @@ def verify(path: Path, *, optimizer: bool = True) -> None:
         Damaged: (exit code 1) a file is missing, or is not what was written.
         UserError: (1) a file cannot be read, which proves nothing; (2) the checkpoint is of another version.
     """
-    hint = "the checkpoint is damaged: `pkmlm train` goes back to the one before it"
-    manifest = read_manifest(path, "checkpoint", VERSION, hint, schema=CheckpointManifest)
-    files = manifest["files"]
-    if path.name != f"step-{manifest['step']:08d}":
-        raise Damaged(f"{path / MANIFEST} is that of step {str(manifest['step'])[:20]}", hint, exit_code=1)
+    files, hint = read_checkpoint_manifest(path), CHECKPOINT_DAMAGED
     if files.keys() != set(file_names(max(1, (len(files) - len(FILES)) // 2))):
         raise Damaged(f"{path / MANIFEST} is damaged: its files are {str(list(files))[:60]}", hint, exit_code=1)
     names = [name for name in files if optimizer or not name.startswith(Path(OPTIMIZER).stem)]

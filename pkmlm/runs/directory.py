@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pkmlm.console import warn
 from pkmlm.errors import UserError
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Recipe, dump_recipe, flatten, scalar_text
@@ -32,13 +33,13 @@ from pkmlm.runs.files import (
 )
 from pkmlm.runs.results import (
     EVAL,
-    STATE,
     USAGE,
     Altered,
     CheckpointState,
     RunFacts,
     read_metrics,
     read_signed,
+    read_state,
     signed,
 )
 
@@ -209,16 +210,18 @@ class RunDirectory:
         Raises:
             UserError: (exit code 1) it does not.
         """
-        steps, pointed, state = self.steps(), None, {}
+        steps, pointed = self.steps(), None
         with suppress(OSError, UnicodeDecodeError):
             match = CHECKPOINT.fullmatch(read_bytes(self.path / "best").decode().strip())
             pointed = int(match[1]) if match and int(match[1]) in steps else None
-        if steps:
-            with suppress(UserError):  # damaged, as those who load it say
-                state = read_json(self.checkpoint(steps[-1]) / STATE, "the state", schema=CheckpointState)
-        shown = state.get("validations") or {}
-        best = shown.get("best_step")
-        if best is None or pointed == best:
+        try:
+            latest = self.latest_state()
+        except UserError as error:
+            warn(f"{error.message}; the best checkpoint is the one that {self.path / 'best'} names")
+            return pointed
+        shown = latest.get("validations") if latest else None
+        best = shown["best_step"] if shown else None
+        if shown is None or best is None or pointed == best:
             return pointed
         events = {(line["event"], line["step"]) for line in self.metrics()}
         if pointed == steps[-1] != shown["step"] and ("valid", pointed) in events:  # validated after it was saved
@@ -227,6 +230,21 @@ class RunDirectory:
             return best if best in steps else None
         message = f"run {self.path}: its best validation was at step {best}, but `best` names step {pointed}"
         raise UserError(message, f"name one: --step {best}", exit_code=1)
+
+    def latest_state(self) -> CheckpointState | None:
+        """The state of the latest checkpoint; None where there is none.
+
+        Raises:
+            UserError: see `read_state`.
+        """
+        while steps := self.steps():
+            try:
+                return read_state(self.checkpoint(steps[-1]))
+            except UserError:
+                if self.checkpoint(steps[-1]).exists():
+                    raise
+                # a training process has replaced it since: look again
+        return None
 
     def done(self) -> int | None:
         """The step in the file `done`, at which training finished or ran out of patience; None where there is none."""

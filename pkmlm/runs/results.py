@@ -34,12 +34,17 @@ from typing_extensions import NotRequired, TypedDict
 from pkmlm.console import warn
 from pkmlm.errors import UserError
 from pkmlm.runs.files import (
+    MANIFEST,
     Damaged,
+    Manifest,
+    ManifestEntry,
+    check_files,
     check_json,
     json_text,
     make_folder,
     open_file,
     read_json,
+    read_manifest,
     refuse_link,
     sha256_of,
     write_json,
@@ -49,6 +54,8 @@ from pkmlm.runs.files import (
 EVAL, USAGE = "eval", "usage"  # folders of a run
 STATE = "state.json"
 STEPS = "steps.json"
+CHECKPOINT_VERSION = 1
+CHECKPOINT_DAMAGED = "the checkpoint is damaged: `pkmlm train` goes back to the one before it"
 NAME_BYTES = 100  # of the name of a text or of tasks
 DIGEST = "digest"  # in a file of results: of all else in it
 ARRAYS = "arrays"  # in a usage report: the sha256 of its .npz file
@@ -106,6 +113,12 @@ class CheckpointState(TypedDict):
     run: NotRequired[MaybeText]
     recipe: NotRequired[dict[str, str] | None]
     validations: NotRequired[ValidationState | None]
+
+
+class CheckpointManifest(Manifest):
+    """manifest.json of a checkpoint."""
+
+    step: int
 
 
 class Scores(TypedDict):
@@ -339,6 +352,38 @@ def drift_state_file(folder: Path, step: int | str) -> Path:
 
 
 # Reading and writing.
+
+
+def read_checkpoint_manifest(folder: Path) -> dict[str, ManifestEntry]:
+    """What a checkpoint's manifest says of its files.
+
+    Raises:
+        Damaged: (exit code 1) it is missing, not what was written, or that of another step than the folder's.
+        UserError: (1) it cannot be read; (2) the checkpoint is of another version.
+    """
+    manifest: CheckpointManifest = read_manifest(
+        folder, "checkpoint", CHECKPOINT_VERSION, CHECKPOINT_DAMAGED, schema=CheckpointManifest
+    )
+    if folder.name != f"step-{manifest['step']:08d}":
+        what = f"{folder / MANIFEST} is that of step {str(manifest['step'])[:20]}"
+        raise Damaged(what, CHECKPOINT_DAMAGED, exit_code=1)
+    return manifest["files"]
+
+
+def read_state(folder: Path) -> CheckpointState:
+    """The state.json of a checkpoint, which its manifest must know. Whoever reads a state reads it here.
+
+    Raises:
+        Damaged: (exit code 1) it or the manifest is missing, or not what was written.
+        UserError: (1) one cannot be read; (2) the checkpoint is of another version.
+    """
+    files = read_checkpoint_manifest(folder)
+    if STATE not in files:
+        raise Damaged(f"{folder / MANIFEST} does not know {STATE}", CHECKPOINT_DAMAGED, exit_code=1)
+    check_files(folder, files, [STATE], CHECKPOINT_DAMAGED)
+    path, what = folder / STATE, "the checkpoint's state"
+    state: CheckpointState = read_json(path, what, CHECKPOINT_DAMAGED, exit_code=1, schema=CheckpointState)
+    return state
 
 
 class Altered(Damaged):

@@ -25,7 +25,7 @@ from pkmlm.recipe.schema import dump_recipe
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import write_json
 from pkmlm.runs.results import signed
-from tests.conftest import pkmlm
+from tests.conftest import pkmlm, write_state
 
 Facts = dict[str, Any]
 
@@ -50,7 +50,7 @@ def run(tmp_path: Path) -> Path:
         events.append({"event": "valid", "step": step, "loss": loss, "token_ppl": 20.0, "bits_per_byte": 2.0})
     lines = "".join(json.dumps(event) + "\n" for event in events)
     (folder / "metrics.jsonl").write_text(lines + '{"event": "valid", "step": 210, "loss": 0.')
-    (folder / "checkpoints/step-00000200/state.json").write_text(state(12.5))
+    write_state(folder / "checkpoints/step-00000200", state(12.5))
     for name, step, split, ppl in (
         ("test-step-90", 90, "test", 9.0),
         ("test-step-200", 200, "test", 7.0),
@@ -74,9 +74,9 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def state(seconds: float, hashes: Facts | None = None) -> str:
+def state(seconds: float, hashes: Facts | None = None) -> Facts:
     """A checkpoint's state.json, as far as it is read here."""
-    return json.dumps({"step": 200, "tokens": 12800, "skips": 0, "seconds": seconds, "data": hashes or {}})
+    return {"step": 200, "tokens": 12800, "skips": 0, "seconds": seconds, "data": hashes or {}}
 
 
 def facts(*arguments: object) -> list[Facts]:
@@ -268,7 +268,7 @@ def test_among_several_what_is_no_run_is_left_out(run: Path) -> None:
 def copy_of(run: Path, folder: Path, **hashes: Any) -> Path:
     """A copy of a run, with the hashes of the data that its last checkpoint holds."""
     shutil.copytree(run, folder)
-    (folder / "checkpoints/step-00000200/state.json").write_text(state(1.0, hashes))
+    write_state(folder / "checkpoints/step-00000200", state(1.0, hashes))
     return folder
 
 

@@ -1,6 +1,7 @@
 """A checkpoint belongs to one run and to one recipe, and knows itself which validation was the best."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from pkmlm.signals import StopRequest
 from pkmlm.train.log import TrainingLog
 from pkmlm.train.loop import Outcome, Training
 from pkmlm.train.step import TrainState
-from tests.conftest import pkmlm, without_state
+from tests.conftest import pkmlm, without_state, write_state
 
 NEW = ("run", "recipe", "validations")  # keys of a state that checkpoints of earlier versions lack
 
@@ -117,6 +118,24 @@ def train_on(run: RunDirectory, changes: list[str], losses: Iterator[float | Non
 def run(tmp_path, write_recipe) -> RunDirectory:
     write_recipe(tmp_path, "dense").rename(tmp_path / "run.yaml")
     return RunDirectory(tmp_path / "run")
+
+
+def test_a_state_that_the_manifest_does_not_know_is_used_by_no_command(copy):
+    """One digit of the seconds that `compare` shows; the best checkpoint is an older one, which is whole."""
+    latest = RunDirectory(copy).checkpoint(30)
+    state = json.loads((latest / "state.json").read_text())
+    write_state(latest, state | {"seconds": 12.5, "validations": state["validations"] | {"best_step": 20}})
+    (copy / "best").write_text("step-00000020\n")
+    best = ("eval", copy, "--split", "valid", "--step", "best", "--json")
+    assert "state.json" not in pkmlm("compare", copy).stderr + pkmlm(*best).stderr
+    file = latest / "state.json"
+    file.write_text(file.read_text().replace("12.5", "12.6"))
+    for words in (("compare", copy), ("eval", copy, "--step", "latest"), ("export", copy, "--step", "latest")):
+        output = () if words[0] != "export" else ("-o", copy / "export")
+        assert re.match(r"error: \S*step-00000030/state.json: sha256", pkmlm(*words, *output, code=1).stderr)
+    warned = pkmlm(*best)
+    assert json.loads(warned.stdout)["step"] == 20
+    assert re.match(r"warning: \S*step-00000030/state.json: sha256", warned.stderr)
 
 
 CHANGES = ["train.steps=9", "eval.every=1", "eval.patience=3", "checkpoint.every=1", "checkpoint.keep=2"]

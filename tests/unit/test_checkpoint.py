@@ -24,6 +24,7 @@ from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import Damaged, write_json, writing_folder
 from pkmlm.train.job import Job
 from pkmlm.train.optim import optimizer_state, parameter_groups
+from tests.conftest import write_state
 
 
 @pytest.fixture
@@ -78,8 +79,8 @@ WHOLE = {"step": 3, "tokens": 60, "skips": 0, "scaler": None, "seconds": 1.5, "d
 
 def test_a_state_is_read_back_with_and_without_a_scaler(tmp_path):
     for scaler in (None, {"scale": 2.0}):
-        write_json(tmp_path / "state.json", WHOLE | {"scaler": scaler})
-        assert checkpoint.read_progress(tmp_path) == Progress(3, 60, 0, scaler, 1.5, {"train": "ab"})
+        write_state(tmp_path / "step-00000003", WHOLE | {"scaler": scaler})
+        assert checkpoint.read_progress(tmp_path / "step-00000003") == Progress(3, 60, 0, scaler, 1.5, {"train": "ab"})
 
 
 @pytest.mark.parametrize(
@@ -91,9 +92,9 @@ def test_a_state_is_read_back_with_and_without_a_scaler(tmp_path):
     ],
 )
 def test_a_strange_state_is_refused(tmp_path, state, key):
-    write_json(tmp_path / "state.json", state)
+    write_state(tmp_path / "step-00000003", state)
     with pytest.raises(UserError, match=f"state.json .*{key}") as told:
-        checkpoint.read_progress(tmp_path)
+        checkpoint.read_progress(tmp_path / "step-00000003")
     assert told.value.exit_code == 1
 
 
