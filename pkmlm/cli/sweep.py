@@ -3,12 +3,16 @@
 import re
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from pkmlm.cli.options import PATH, RECIPE, plot_options, quiet_option, set_option
+from pkmlm.cli.options import PATH, RECIPE, over_option, plot_options, quiet_option, set_option
 from pkmlm.console import warn_each
 from pkmlm.errors import UserError
+
+if TYPE_CHECKING:
+    from pkmlm.analysis.equal import Over
 
 GPU = re.compile(r"[0-9]+|(GPU|MIG)-[\w/-]+", re.ASCII)  # as CUDA_VISIBLE_DEVICES has it
 
@@ -23,6 +27,7 @@ GPU = re.compile(r"[0-9]+|(GPU|MIG)-[\w/-]+", re.ASCII)  # as CUDA_VISIBLE_DEVIC
 @click.option("--task-data", type=PATH, metavar="DIR", help="Where DIR/TASK.jsonl holds the rows of zero-shot tasks.")
 @click.option("--dry-run", is_flag=True, help="List the cells with their parameters and operations; train nothing.")
 @click.option("--table", "table_only", is_flag=True, help="Train nothing: the table of what DIR holds, with its -s.")
+@over_option
 @plot_options
 @quiet_option
 def command(
@@ -35,6 +40,7 @@ def command(
     task_data: str | None,
     dry_run: bool,
     table_only: bool,
+    over: tuple["Over", ...],
     plot_format: tuple[str, ...],
     plot_width: float | None,
     quiet: bool,
@@ -49,12 +55,12 @@ def command(
       pkmlm sweep recipes/pkm/grids/table-2.yaml -o sizes -s data.dir=data/my
       pkmlm sweep recipes/pkm/grids/table-2.yaml --scale paper --dry-run
       pkmlm sweep my-grid.yaml -o sweeps/mine --device 0,1,2,3
-      pkmlm sweep my-grid.yaml -o sweeps/mine --table
+      pkmlm sweep my-grid.yaml -o sweeps/mine --table --over tokens,seconds
     """
     from pkmlm.analysis.plots import Look
     from pkmlm.sweep.run import open_sweep, run_sweep
 
-    results, folder = open_sweep(Path(grid_file), scale, overrides, output, table_only=table_only)
+    results, folder = open_sweep(Path(grid_file), scale, overrides, output, over=over, table_only=table_only)
     if dry_run:
         warn_each(results.cells.warnings())
         sys.stdout.write(results.plan().render())

@@ -11,11 +11,12 @@ from pkmlm.analysis.compare import Facts, facts_of
 from pkmlm.data.corpus import read_index
 from pkmlm.errors import UserError
 from pkmlm.recipe.load import read_tree, recipe_of
+from pkmlm.recipe.nodes import Node
 from pkmlm.recipe.schema import Recipe, dump_recipe, flatten, scalar_text
 from pkmlm.recipe.warnings import warnings
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import open_file
-from pkmlm.sweep.grid import Grid, Point, overlap
+from pkmlm.sweep.grid import Grid, Point, assignments, overlap
 from pkmlm.sweep.measures import MEASURES
 
 WRONG_USAGE = 2  # exit code of a command
@@ -30,6 +31,7 @@ class Cell:
         point: where in the grid.
         seed: of weights, data order and dropout.
         tuned: the value of the tuned key; None where the grid tunes nothing.
+        trial: whether it only chooses that value, by the grid's `tune.set`.
         overrides: what makes the grid's base recipe this cell's, `key=value` each.
         recipe: that recipe.
     """
@@ -39,11 +41,13 @@ class Cell:
     tuned: str | None
     overrides: tuple[str, ...]
     recipe: Recipe
+    trial: bool = False
 
     @property
     def name(self) -> str:
         """The name of its run directory."""
         parts = [*self.point, *([] if self.tuned is None else [self.tuned]), f"seed-{self.seed}"]
+        parts += ["trial"] if self.trial else []
         return "_".join("".join(c if c.isalnum() or c in "-.+" else "-" for c in part) for part in parts)
 
     @property
@@ -71,7 +75,13 @@ class Cells:
                     message = f"-s {key}: the grid sets {varied} by {cause} (expected a key that all cells share)"
                     raise UserError(message, "change the grid's file")
         self.values = grid.tune.values if grid.tune else (None,)
-        self.first = {(p, value): self._cell(p, grid.seeds[0], value) for p in grid.points() for value in self.values}
+        places = [(point, value) for point in grid.points() for value in self.values]
+        self.whole = {(point, value): self._cell(point, grid.seeds[0], value) for point, value in places}
+        self.first = self.whole
+        if grid.tune and grid.tune.set:
+            self.first = {
+                (point, value): self._cell(point, grid.seeds[0], value, grid.tune.set) for point, value in places
+            }
         for seed in grid.seeds[1:]:  # refuses now what no recipe can have as its seed
             self._cell(grid.points()[0], seed, self.values[0])
         names = [cell.name for cell in self.first.values()]
@@ -79,15 +89,16 @@ class Cells:
             twice = next(name for name in names if names.count(name) > 1)
             raise UserError(f"two cells of the grid have the name {twice}", "name the axes' values apart")
 
-    def _cell(self, point: Point, seed: int, tuned: str | None) -> Cell:
+    def _cell(self, point: Point, seed: int, tuned: str | None, trial: Node | None = None) -> Cell:
         tuning = [] if self.grid.tune is None else [f"{self.grid.tune.key}={tuned}"]
+        tuning += assignments(trial) if trial else []
         overrides = [*self.grid.overrides(point), *tuning, *self.extra, f"train.seed={seed}"]
         try:
             recipe = recipe_of(self.tree, overrides)
         except UserError as error:
             where = ", ".join(f"{axis} {name}" for axis, name in self.grid.place(point).items())
             raise UserError(f"{where}: {error.message}", error.hint, error.exit_code) from None
-        return Cell(point, seed, tuned, tuple(overrides), recipe)
+        return Cell(point, seed, tuned, tuple(overrides), recipe, trial is not None)
 
     def refuse_missing_data(self) -> None:
         """Refuse tokens without the valid split by which a value is chosen, or the test split that is measured.
@@ -114,7 +125,7 @@ class Cells:
     def warnings(self) -> list[str]:
         """The warnings of all cells' recipes, a line each, with the cells that they concern."""
         found: dict[str, list[str]] = {}
-        for cell in self.first.values():
+        for cell in self.whole.values():
             for text in warnings(cell.recipe, self.base, cell.overrides):
                 found.setdefault(text, []).append(cell.name)
         return [f"{', '.join(names)}: {text}" for text, names in found.items()]
@@ -124,19 +135,27 @@ class Cells:
         return [self.first[point, value] for value in self.values]
 
     def others(self, chosen: Cell) -> list[Cell]:
-        """The cells of the other seeds, at the tuned value of `chosen`, whatever became of the base's file."""
+        """The cells of the other seeds, of all where `chosen` is a trial, at its tuned value, whatever became of the
+        base's file.
+        """
+        whole = self.whole[chosen.point, chosen.tuned]
         return [
             replace(
-                chosen,
+                whole,
                 seed=seed,
-                overrides=(*chosen.overrides[:-1], f"train.seed={seed}"),
-                recipe=replace(chosen.recipe, train=replace(chosen.recipe.train, seed=seed)),
+                overrides=(*whole.overrides[:-1], f"train.seed={seed}"),
+                recipe=replace(whole.recipe, train=replace(whole.recipe.train, seed=seed)),
             )
-            for seed in self.grid.seeds[1:]
+            for seed in self.grid.seeds[not chosen.trial :]
         ]
 
+    @property
+    def runs_of_a_point(self) -> int:
+        """How many runs each point has."""
+        return len(self.values) + len(self.grid.seeds) - (self.first is self.whole)
+
     def __len__(self) -> int:
-        return len(self.first) + len(self.grid.points()) * (len(self.grid.seeds) - 1)
+        return len(self.grid.points()) * self.runs_of_a_point
 
 
 @dataclass(frozen=True)

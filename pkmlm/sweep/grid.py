@@ -15,6 +15,7 @@ from typing import Literal, NoReturn
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
+from pkmlm.analysis.equal import Over
 from pkmlm.errors import UserError
 from pkmlm.recipe.load import bind, listed, merge, wrong
 from pkmlm.recipe.nodes import Node, parse, yaml_text
@@ -67,10 +68,15 @@ class Figure:
 
 @dataclass(frozen=True, config=STRICT)
 class Tune:
-    """A key that is tuned at every point: the first seed runs at each value, the other seeds at the best of them."""
+    """A key that is tuned at every point: the first seed runs at each value, the other seeds at the best of them.
+
+    Attributes:
+        set: {key: value} of the runs that choose, which are then shorter than the grid's; every seed runs at the best.
+    """
 
     key: str = "optim.lr"
     values: tuple[str, ...] = ()
+    set: Node | None = None
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -86,6 +92,7 @@ class Grid:
         without: points that are left out, {axis: value} each.
         seeds: of each point.
         measure: names of `MEASURES`, in the order of the table's columns.
+        over: what the runs are also compared at equal amounts of, in tables and curves.
         paper: {measure: the paper's numbers, nested by the axes in their order; the last may be a list}.
     """
 
@@ -98,6 +105,7 @@ class Grid:
     seeds: tuple[int, ...] = (1,)
     tune: Tune | None = None
     measure: tuple[str, ...] = ("perplexity",)
+    over: tuple[Over, ...] = ()
     paper: dict[str, Node] = field(default_factory=dict)
     claims: tuple[Claim, ...] = ()
     figures: tuple[Figure, ...] = ()
@@ -130,7 +138,8 @@ class Grid:
         """The keys in which cells differ, each with what sets it: an axis, the seeds or `tune`."""
         keys = [("train.seed", "its seeds")]
         if self.tune:
-            keys.append((self.tune.key, "its tune"))
+            trial = assignments(self.tune.set) if self.tune.set else ()
+            keys += [(key.partition("=")[0], "its tune") for key in (self.tune.key, *trial)]
         for axis, trees in self.axes.items():
             texts = [text for tree in trees.values() for text in assignments(tree)]
             keys += [(key, f"its axis {axis}") for key in dict.fromkeys(text.partition("=")[0] for text in texts)]
@@ -217,10 +226,13 @@ def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:
             fail(f"axes.{axis}", f"axes.{axis} has no values, or one without a name")
     if grid.tune and not grid.tune.values:
         fail("tune", f"tune has no values (expected some of {grid.tune.key})")
+    if grid.tune and grid.tune.set and len(grid.tune.values) == 1:
+        fail("tune", "tune has one value, and set: for runs that choose (expected several values)")
     unique: dict[str, Sequence[object]] = {
         "seeds": grid.seeds,
         "tune.values": grid.tune.values if grid.tune else (),
         "measure": grid.measure,
+        "over": grid.over,
         "figures": [f"{figure.y} by {figure.x}" for figure in grid.figures],
     }
     for key, items in unique.items():
@@ -236,6 +248,8 @@ def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:
         require(measure, list(MEASURES), f"measure.{number}", "a measure")
     for measure in grid.paper:
         require(measure, list(MEASURES), f"paper.{measure}", "a measure")
+    if grid.over and not grid.trains:
+        fail("over", "over: found it in a grid that trains nothing (expected a measure of runs)")
     _ = grid.published  # reads every number
     for number, claim in enumerate(grid.claims):
         key = f"claims.{number}"
@@ -261,7 +275,7 @@ def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:
         if figure.line is not None:
             require(figure.line, [axis for axis in grid.axes if axis != figure.x], key, "another axis")
     cells = prod(len(grid.names(axis)) for axis in grid.axes)
-    cells *= len(grid.seeds) + (len(grid.tune.values) - 1 if grid.tune else 0)
+    cells *= len(grid.seeds) + (len(grid.tune.values) - (not grid.tune.set) if grid.tune else 0)
     if cells > MOST_CELLS:  # before any is made
         fail("axes", f"axes: {cells:,} cells (expected at most {MOST_CELLS:,})")
     if not grid.points():

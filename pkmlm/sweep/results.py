@@ -14,14 +14,18 @@ from typing import Any, NamedTuple
 from typing_extensions import NotRequired
 
 from pkmlm import __version__
-from pkmlm.analysis.tables import with_spread
+from pkmlm.analysis.compare import Comparison, Group
+from pkmlm.analysis.dense_equivalent import dense_equivalents
+from pkmlm.analysis.equal import Equal
+from pkmlm.analysis.tables import equal_table, equivalent_tables, with_spread
 from pkmlm.console import Column, Table, number
 from pkmlm.environment import source_commit
 from pkmlm.errors import UserError
+from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import make_folder, write_json, write_text
 from pkmlm.runs.results import SweepTimings, read_signed, signed
 from pkmlm.sweep.cells import Cell, Cells, Outcome, best, finished
-from pkmlm.sweep.grid import Grid, Point, Tune
+from pkmlm.sweep.grid import Grid, Point, Tune, assignments
 from pkmlm.sweep.measures import MEASURES
 from pkmlm.sweep.verdicts import Verdict, rank_correlations, verdict
 
@@ -50,6 +54,7 @@ class Results:
         costs: what `facts_of_cost` says of each point's recipe.
         outcomes: of the cells that have ended, by name.
         speeds: of the points' models, all timed in one call; perhaps an earlier one, when a point had another recipe.
+        equals: where runs are compared at equal amounts of what the grid says.
     """
 
     grid: Grid
@@ -57,6 +62,7 @@ class Results:
     costs: Mapping[Point, Mapping[str, Any]]
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     speeds: dict[Point, Speed] = field(default_factory=dict)
+    equals: list[Equal] = field(default_factory=list)
 
     @property
     def ended(self) -> int:
@@ -82,15 +88,20 @@ class Results:
             if outcome := finished(cell, runs):
                 self.add(outcome)
 
-    def chosen(self, point: Point) -> list[Outcome]:
-        """The measured cells of a point that count: those at its best tuned value."""
+    def winner(self, point: Point) -> Outcome | None:
+        """The outcome of the first seed, or of its trial, at the best tuned value of a point; None: not yet known."""
         tuning = self.cells.tuning(point)
         tried = [self.outcomes[cell.name] for cell in tuning if cell.name in self.outcomes]
-        first = best(tried) if len(tried) == len(tuning) else None
-        if first is None:
+        return best(tried) if len(tried) == len(tuning) else None
+
+    def chosen(self, point: Point) -> list[Outcome]:
+        """The measured cells of a point that count: those at its best tuned value, without trials."""
+        winner = self.winner(point)
+        if winner is None:
             return []
-        others = [self.outcomes.get(cell.name) for cell in self.cells.others(first.cell)]
-        return [first, *(one for one in others if one is not None and one.status == "measured")]
+        others = [self.outcomes.get(cell.name) for cell in self.cells.others(winner.cell)]
+        found = [one for one in others if one is not None and one.status == "measured"]
+        return found if winner.cell.trial else [winner, *found]
 
     def rounds(self, point: Point) -> list[float]:
         """Tokens a second of a point's model, one number for each round; empty where it has not been timed."""
@@ -122,6 +133,17 @@ class Results:
         seeded = [name for name in measures if MEASURES[name].source not in ("cost", "speed")]
         counts = [len(self.by_seed(name, point)) for name in seeded] or [len(self.chosen(point))]
         return min(filter(None, counts), default=0)
+
+    def comparison(self, runs: Path) -> Comparison:
+        """The runs that count, those of a point in a group.
+
+        Args:
+            runs: the folder of the run directories.
+        """
+        found = {", ".join(point): chosen for point in self.grid.points() if (chosen := self.chosen(point))}
+        groups = [Group(name, [outcome.facts for outcome in chosen]) for name, chosen in found.items()]
+        facts = [run for group in groups for run in group.runs]
+        return Comparison({run["run"]: RunDirectory(runs / run["run"]) for run in facts}, facts, groups, [])
 
     def verdicts(self) -> list[Verdict]:
         return [
@@ -165,6 +187,7 @@ class Results:
             "points": points,
             "verdicts": [asdict(each) for each in self.verdicts()],
             "cells": [cell_json(self.grid, outcome, trainers) for outcome in self.outcomes.values()],
+            "equal": {each.over: {"amount": each.amount, "shortest": each.shortest} for each in self.equals},
             "speed": [
                 {
                     "point": self.grid.place(point),
@@ -186,6 +209,10 @@ class Results:
             found.append(self._points("What each takes", costs))
         if self.grid.tune and len(self.grid.tune.values) > 1:
             found.append(self._tuning(self.grid.tune))
+        if self.equals:
+            groups = self.comparison(Path()).groups
+            found += [equal_table(groups, equal) for equal in self.equals]
+            found += equivalent_tables(groups, dense_equivalents(groups, self.grid.over))
         verdicts = self.verdicts()
         if verdicts:
             columns = [Column("Claim or measure"), number("holds"), number("in every seed"), number("beyond them")]
@@ -197,13 +224,12 @@ class Results:
     def plan(self) -> Table:
         """The table of a dry run: what each point costs, and how long its runs train."""
         grid = self.grid
-        tried = len(grid.tune.values) if grid.tune else 1
         rows = []
         for point in grid.points():
-            cost, train = self.costs[point], self.cells.tuning(point)[0].recipe.train
+            cost, train = self.costs[point], self.cells.whole[point, self.cells.values[0]].recipe.train
             sizes = [cost["dense"], cost["memory"], cost["operations"] / 1e6]
             tokens = train.steps * train.batch_tokens / 1e6
-            rows.append([*point, *sizes, train.steps, tokens, tried + len(grid.seeds) - 1])
+            rows.append([*point, *sizes, train.steps, tokens, self.cells.runs_of_a_point])
         *_, all_operations, _, all_tokens, _ = zip(*rows, strict=True)
         columns = [Column(axis) for axis in grid.axes]
         columns += [number("dense"), number("in memory"), millions("M ops/token", all_operations)]
@@ -238,7 +264,7 @@ class Results:
                 if measure in grid.paper:
                     row.append(grid.paper_value(measure, point))
             if row[first_cell] is None:  # how its runs ended, for example "diverged"
-                tried = [self.outcomes[cell.name] for cell in self.cells.tuning(point) if cell.name in self.outcomes]
+                tried = [outcome for outcome in self.outcomes.values() if outcome.cell.point == point]
                 row[first_cell] = " and ".join(sorted({one.status for one in tried} - {"measured", "stopped"})) or None
             rows.append(row)
         return Table(title, columns, rows)
@@ -256,10 +282,11 @@ class Results:
                 outcome = self.outcomes.get(cell.name)
                 measured = outcome is not None and outcome.status == "measured"
                 row.append(outcome and (outcome.facts.get("valid_loss") if measured else outcome.status))
-            chosen = self.chosen(point)
-            at_edge = chosen and chosen[0].cell.tuned in (tune.values[0], tune.values[-1])
+            winner = self.winner(point)
+            at_edge = winner and winner.cell.tuned in (tune.values[0], tune.values[-1])
             rows.append([*row, "yes" if at_edge else None])
-        return Table(f"Validation (nats a token) of seed {self.grid.seeds[0]} by {tune.key}", columns, rows)
+        trials = f", {', '.join(assignments(tune.set))}" if tune.set else ""
+        return Table(f"Validation (nats a token) of seed {self.grid.seeds[0]} by {tune.key}{trials}", columns, rows)
 
 
 def millions(name: str, values: Sequence[float]) -> Column:
@@ -282,6 +309,7 @@ def cell_json(grid: Grid, outcome: Outcome, trainers: Sequence[Any]) -> dict[str
         "message": outcome.message,
         "trained_by": trainers.index(facts["trained_by"]) if "trained_by" in facts else None,
         **{key: facts.get(key) for key in kept},
+        **{key: value for key, value in facts.items() if key.startswith("equal_") or key.endswith("_per_step")},
         "tasks": {name: task.get("acc") for name, task in (facts.get("tasks") or {}).items()},
         "usage": [
             {"layer": m["layer"], "name": m["name"], "usage": m["mass"]["usage"], "kl": m["mass"]["kl"]}
@@ -376,8 +404,8 @@ class SweepFolder:
             return
         for point in results.grid.points():
             results.add_finished(results.cells.tuning(point), self.runs)
-            if chosen := results.chosen(point):
-                results.add_finished(results.cells.others(chosen[0].cell), self.runs)
+            if winner := results.winner(point):
+                results.add_finished(results.cells.others(winner.cell), self.runs)
         if not results.ended:
             failed = [f"{outcome.cell.name}: {outcome.message}" for outcome in results.outcomes.values()]
             hint = failed[0] if failed else "wait for one, or leave --table out to train them"

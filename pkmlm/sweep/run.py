@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,9 +21,11 @@ from rich.markup import escape
 from rich.progress import MofNCompleteColumn, TaskID, TimeElapsedColumn
 
 from pkmlm.analysis.compare import differences
-from pkmlm.analysis.plots import Look
+from pkmlm.analysis.equal import Over
+from pkmlm.analysis.plots import Look, draw_curves
 from pkmlm.bench.generate import score
 from pkmlm.bench.rounds import interleaved
+from pkmlm.bench.steps import step_amounts
 from pkmlm.console import progress_bars, warn_each
 from pkmlm.data.batches import Batches
 from pkmlm.device import default_device, machine
@@ -47,7 +50,13 @@ Say = Callable[[str], None]
 
 
 def open_sweep(
-    grid_file: Path, scale: str | None, overrides: Sequence[str], output: str | None, *, table_only: bool = False
+    grid_file: Path,
+    scale: str | None,
+    overrides: Sequence[str],
+    output: str | None,
+    *,
+    over: Sequence[Over] = (),
+    table_only: bool = False,
 ) -> tuple[Results, SweepFolder | None]:
     """Read a grid, make its cells and count what its points cost.
 
@@ -55,12 +64,16 @@ def open_sweep(
         scale: of the grid; None: its first.
         overrides: `key=value` for all cells.
         output: the sweep's folder; None for a dry run.
+        over: in place of the grid's, if there is any.
         table_only: without overrides, take those with which the folder's results were made.
 
     Raises:
         UserError: the grid, a cell's recipe or the folder cannot be.
     """
     grid, scale = read_grid(grid_file, scale)
+    if over and not grid.trains:
+        raise UserError(f"--over: {grid_file} trains nothing (expected a grid with runs)")
+    grid = replace(grid, over=tuple(over) or grid.over)
     folder = SweepFolder(Path(output), grid_file.stem, scale) if output else None
     if folder and table_only and not overrides:
         overrides = folder.read().get("set") or ()
@@ -99,6 +112,7 @@ def run_sweep(
             models could not be timed, and the tables lack their speeds.
     """
     folder.recall(results)
+    show: Say = (lambda text: None) if quiet else (lambda text: print(f"timing: {text}", file=sys.stderr))
     code, problem = 0, None
     if table_only:
         folder.collect(results)
@@ -116,7 +130,6 @@ def run_sweep(
         if not code and results.lack_speeds:
             folder.write(results)  # now: the timing may fail
             try:
-                show = (lambda text: None) if quiet else (lambda text: print(f"timing: {text}", file=sys.stderr))
                 time_models(results, folder.runs, show)
             except UserError as error:
                 problem = UserError(f"nothing was timed: {error.message}", error.hint, exit_code=1)
@@ -126,6 +139,16 @@ def run_sweep(
         altered = [text for name in measured for text in RunDirectory(folder.runs / name).alterations()]
         warn_each([*altered, *differences({name: RunDirectory(folder.runs / name) for name in names})])
         drawn = draw(results, folder.path, look)
+        comparison = results.comparison(folder.runs)
+        for over in results.grid.over if not code else ():
+            try:
+                amounts = step_amounts(over, comparison.runs, show)
+            except UserError as error:
+                problem = UserError(f"no table over {over}: {error.message}", error.hint, exit_code=1)
+                continue
+            if equal := comparison.at_equal(over, amounts):
+                results.equals.append(equal)
+            drawn += draw_curves(folder.path, comparison.curves(over), over, look)
         tables = folder.write(results, drawn)
         sys.stdout.write("\n".join(table.render() for table in tables))
         if drawn:
@@ -244,9 +267,7 @@ class Runner:
         outcomes: dict[tuple[str, ...], list[Outcome]] = {}
         pool = ThreadPoolExecutor(self.jobs)
         try:
-            waiting = {
-                pool.submit(self._run_cell, cell, len(cells.tuning(cell.point)) == 1) for cell in cells.first.values()
-            }
+            waiting = {pool.submit(self._run_cell, cell, len(cells.values) == 1) for cell in cells.first.values()}
             while waiting:
                 ended, waiting = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
                 on_tick(list(self.running))
@@ -256,9 +277,9 @@ class Runner:
                     on_end(outcome)
                     known = outcomes.setdefault(outcome.cell.point, [])
                     known.append(outcome)
-                    if len(known) == len(cells.tuning(outcome.cell.point)) and not self.stopping:
+                    if len(known) == len(cells.values) and not self.stopping:
                         chosen = best(known)
-                        also = [chosen.cell] if chosen and len(known) > 1 else []
+                        also = [chosen.cell] if chosen and len(known) > 1 and not chosen.cell.trial else []
                         also += cells.others(chosen.cell) if chosen else []
                         waiting |= {pool.submit(self._run_cell, cell, True) for cell in also}
         finally:  # an error may end the sweep: the commands that run are stopped, the cells that wait are dropped
