@@ -1,6 +1,7 @@
 """Adam on tables of rows, straight from the reads of a step."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,36 +66,46 @@ class RowAdam(torch.optim.Optimizer):
             raise ValueError("RowAdam takes no closure")
         (group,) = self.param_groups
         for table in self.tables:
-            gradient, values_KD, copy_KD = table.gradient, table.weight_KD, table.fresh_copy()
-            if not gradient:
-                continue
-            state = self.state[values_KD]
-            if not state:
-                state.update(empty_state(self, values_KD))
-            state["step"] += 1
-            x_ND, segments = gradient.joined()
-            backend.of(x_ND).segment_row_adam_(
-                values_KD,
-                state["exp_avg"],
-                state["exp_avg_sq"],
-                x_ND,
-                segments,
-                scale=gradient.scale,
-                step=int(state["step"]),
-                lr=group["lr"],
-                betas=group["betas"],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                copy_KD=copy_KD,
-            )
-            table.rows_updated(copy_KD)
-            gradient.clear()
+            if table.gradient:
+                update_rows(table, self, group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
         for table in self.tables:
             if table.gradient is not None:
                 table.gradient.clear()
+
+
+def update_rows(table: Values, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """Update the rows of a table that backward passes have read, and use up its gradient.
+
+    Args:
+        optimizer: whose state of the table this reads and changes.
+        group: that of its groups which the table is in: lr, betas, eps and weight_decay.
+    """
+    gradient, values_KD, copy_KD = table.gradient, table.weight_KD, table.fresh_copy()
+    assert gradient is not None
+    state = optimizer.state[values_KD]
+    if not state:
+        state.update(empty_state(optimizer, values_KD))
+    state["step"] += 1
+    x_ND, segments = gradient.joined()
+    backend.of(x_ND).segment_row_adam_(
+        values_KD,
+        state["exp_avg"],
+        state["exp_avg_sq"],
+        x_ND,
+        segments,
+        scale=gradient.scale,
+        step=int(state["step"]),
+        lr=group["lr"],
+        betas=group["betas"],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        copy_KD=copy_KD,
+    )
+    table.rows_updated(copy_KD)
+    gradient.clear()
 
 
 def empty_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
