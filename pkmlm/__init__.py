@@ -11,6 +11,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:  # what an editor completes; at run time, `__getattr__` imports
     from pkmlm.analysis.counters import UsageCounters as UsageCounters
+    from pkmlm.attachment import attach as attach
+    from pkmlm.attachment import attach_dense as attach_dense
     from pkmlm.evaluate.load import load_run as load_run
     from pkmlm.model.memory.hash_layer import HashLayer as HashLayer
     from pkmlm.model.memory.key_memory import FlatKeyMemory as FlatKeyMemory
@@ -27,6 +29,8 @@ MODULES = {
     "ProductKeyMemory": "pkmlm.model.memory.key_memory",
     "RowAdam": "pkmlm.train.row_adam",
     "UsageCounters": "pkmlm.analysis.counters",
+    "attach": "pkmlm.attachment",
+    "attach_dense": "pkmlm.attachment",
     "build_model": "pkmlm.model.transformer",
     "load_recipe": "pkmlm.recipe.load",
     "load_run": "pkmlm.evaluate.load",

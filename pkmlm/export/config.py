@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pkmlm.data.tokenizer import Tokenizer
 
 CONFIG = "config.json"
+ATTACHED = "attached.json"  # of a folder of what is attached to a model of `transformers`
 TOKENIZER_CODE = "tokenization_pkmlm.py"
 CODE = ("configuration_pkmlm.py", "modeling_pkmlm.py", "memory_pkmlm.py", TOKENIZER_CODE)
 MODEL_TYPE = "pkmlm"
@@ -43,8 +44,9 @@ class Origin(NamedTuple):
 
 
 def is_export(path: Path) -> bool:
-    """Whether a folder is meant for `transformers`, if only the rest of one; a run directory is not."""
-    return any((path / name).is_file() for name in (CONFIG, *CODE)) and not (path / "recipe.yaml").exists()
+    """Whether a folder is meant for `transformers`, if only the rest of one, or holds what is attached to one of its
+    models: a product that no results are written into. A run directory is not."""
+    return any((path / name).is_file() for name in (CONFIG, *CODE, ATTACHED)) and not (path / "recipe.yaml").exists()
 
 
 def config_of(

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,11 +39,7 @@ class RowOptimizer(torch.optim.Optimizer):
             raise ValueError(f"{type(self).__name__} takes no closure")
         (group,) = self.param_groups
         for table in self.tables:
-            if table.gradient:
-                copy_KD = table.fresh_copy()
-                self.move_rows(group, table.weight_KD, copy_KD, table.gradient)
-                table.rows_updated(copy_KD)
-                table.gradient.clear()
+            update_rows(table, partial(self.move_rows, group))
 
     @abstractmethod
     def move_rows(
@@ -131,25 +128,54 @@ class RowAdam(RowOptimizer):
     def move_rows(
         self, group: dict[str, Any], values_KD: Tensor, copy_KD: Tensor | None, gradient: RowGradient
     ) -> None:
-        state = self.state[values_KD]
-        if not state:
-            state.update(empty_state(self, values_KD))
-        state["step"] += 1
-        x_ND, segments = gradient.joined()
-        backend.of(x_ND).segment_row_adam_(
-            values_KD,
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            x_ND,
-            segments,
-            scale=gradient.scale,
-            step=int(state["step"]),
-            lr=group["lr"],
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            copy_KD=copy_KD,
-        )
+        adam_rows(self, group, values_KD, copy_KD, gradient)
+
+
+def update_rows(table: Values, move: Callable[[Tensor, Tensor | None, RowGradient], None]) -> None:
+    """Update the rows of a table that backward passes have read, if any, and use up its gradient.
+
+    Args:
+        move: called with the table, its copy in half precision, if there is one, and its gradient: moves the rows.
+    """
+    if table.gradient:
+        copy_KD = table.fresh_copy()
+        move(table.weight_KD, copy_KD, table.gradient)
+        table.rows_updated(copy_KD)
+        table.gradient.clear()
+
+
+def adam_rows(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    values_KD: Tensor,
+    copy_KD: Tensor | None,
+    gradient: RowGradient,
+) -> None:
+    """One step of row Adam on the rows of a gradient.
+
+    Args:
+        optimizer: whose state of the table this reads and changes.
+        group: that of its groups which the table is in: lr, betas, eps and weight_decay.
+    """
+    state = optimizer.state[values_KD]
+    if not state:
+        state.update(empty_state(optimizer, values_KD))
+    state["step"] += 1
+    x_ND, segments = gradient.joined()
+    backend.of(x_ND).segment_row_adam_(
+        values_KD,
+        state["exp_avg"],
+        state["exp_avg_sq"],
+        x_ND,
+        segments,
+        scale=gradient.scale,
+        step=int(state["step"]),
+        lr=group["lr"],
+        betas=group["betas"],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        copy_KD=copy_KD,
+    )
 
 
 def empty_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:

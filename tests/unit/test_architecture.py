@@ -29,6 +29,7 @@ FLOORS = {
     "evaluate": 8,
     "analysis": 9,
     "train": 10,
+    "attachment": 11,
     "bench": 11,
     "sweep": 12,
     "cli": 13,

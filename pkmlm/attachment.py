@@ -1,0 +1,288 @@
+"""A memory for a finished model: `pkmlm.attach`, and its control of equal operations, `pkmlm.attach_dense`.
+
+What is attached, and where, is in `model.attached`; its folder in `export.attached`. Here is what trains it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pkmlm.analysis.counters import UsageCounters
+from pkmlm.analysis.usage import MemoryUsage
+from pkmlm.distributed import current_world
+from pkmlm.errors import UserError
+from pkmlm.export.attached import read_facts, read_weights, write_attached
+from pkmlm.model.attached import DENSE, NAME, Mode, base_parameters, insert, layer_kind
+from pkmlm.model.memory.values import Values, tables_of
+from pkmlm.train.parallel import all_gather_row_gradients
+from pkmlm.train.row_adam import adam_rows, update_rows
+
+
+def attach(
+    model: nn.Module,
+    memory: Mapping[str, Any] | str | Path,
+    layers: Sequence[int] | None = None,
+    mode: Mode = "add",
+    *,
+    freeze: bool = True,
+    seed: int = 1,
+) -> "Attachment":
+    """Put a memory into a causal model of transformers, at the FFNs of some of its blocks.
+
+    In mode "add", what the memory makes of the FFN's input is added to the FFN's output, times a learnt gate that
+    starts at 0: the logits stay the same bit for bit until training moves it (beside an FFN: Kim and Jung 2020, arXiv
+    2010.03881). In mode "replace" the memory stands in the place of the FFN, and the model has to be healed by
+    training. The memory computes in fp32 inside a model of any dtype, autocast or not; each token is looked up by
+    itself, so that neither padding nor a cache changes what it reads.
+
+    Args:
+        model: has a config and one list of blocks (GPT-2, GPT-NeoX, Llama, Qwen and others); it is changed in place.
+        memory: the keys of a recipe's `model.memory`, such as {"kind": "product-key", "num_keys": 128, "heads": 4,
+            "topk": 8, "key_dim": 64}; `query_norm` is "rms" unless given. Or a folder that `Attachment.save` wrote:
+            then it says all but `freeze`, and its weights are loaded.
+        layers: the blocks, counted from 1.
+        mode: "add" or "replace".
+        freeze: let nothing of the model train but what is attached.
+        seed: of the initial weights.
+
+    Raises:
+        UserError: the blocks or their FFNs are not found; a key, a size or a layer is not possible; the folder is
+            damaged or belongs to another model.
+    """
+    if isinstance(memory, str | Path):
+        if layers is not None:
+            raise UserError(f"layers is {list(layers)} (expected none: {memory} says which)")
+        facts = read_facts(folder := Path(memory))
+        attachment = Attachment(model, facts["kind"], facts["arguments"], facts["layers"], facts["mode"], freeze, seed)
+        try:
+            read_weights(folder, facts, attachment.module, model)
+        except UserError:
+            attachment.detach()
+            raise
+        attachment.step = facts["step"]
+        return attachment
+    if layers is None:
+        raise UserError("layers is None (expected the blocks that get a memory, counted from 1)")
+    return Attachment(model, *layer_kind(memory), layers, mode, freeze, seed)
+
+
+def attach_dense(
+    model: nn.Module,
+    layers: Sequence[int] | None = None,
+    *,
+    like: "Attachment",
+    freeze: bool = True,
+    seed: int = 1,
+) -> "Attachment":
+    """The control of an attached memory: at each place a SwiGLU of as many operations (Shazeer 2020, arXiv 2002.05202,
+    eq. 6), to the nearest width. A gain of the memory says something about memories only if it is larger than this
+    one's.
+
+    Args:
+        model: another copy of the same model, or the same after `detach`.
+        layers: counted from 1; None: those of `like`.
+        like: the memory: its multiply-adds a token and its mode are taken over.
+        freeze, seed: as for `attach`.
+
+    Raises:
+        UserError: as `attach`.
+    """
+    layers = like.module.layers if layers is None else layers
+    inner = round(like.flops_per_token() / len(layers) / (3 * like.module.dim))
+    return Attachment(model, DENSE, {"inner": max(1, inner)}, layers, like.module.mode, freeze, seed)
+
+
+class Attachment:
+    """What is attached to a model: it trains, is saved and is taken away again by itself.
+
+    Attributes:
+        model: the model.
+        module: what is attached, a module of the model's.
+        step: optimizer steps taken, those before a `load` included.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        kind: str,
+        arguments: Mapping[str, Any],
+        layers: Sequence[int],
+        mode: Mode,
+        freeze: bool,
+        seed: int,
+    ):
+        """Use `attach` or `attach_dense`."""
+        self.model, self.step = model, 0
+        self.module, self._remove = insert(model, kind, arguments, layers, mode, seed)
+        self._frozen = [each for _, each in base_parameters(model) if freeze and each.requires_grad]
+        for parameter in self._frozen:
+            parameter.requires_grad_(False)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """What trains: what is attached and, unless it is frozen, the model."""
+        return (parameter for parameter in self.model.parameters() if parameter.requires_grad)
+
+    def flops_per_token(self) -> int:
+        """Multiply-adds that the attached layers add to a forward: of linear maps, and with keys and rows of tables."""
+        return self.module.flops_per_token()
+
+    def optimizer(
+        self,
+        lr: float,
+        values_lr: float | None = None,
+        *,
+        betas: tuple[float, float] = (0.9, 0.98),
+        values_betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+    ) -> "RowAdamW":
+        """One optimizer for all that trains, to be made once, and before the model is wrapped for several processes.
+
+        Args:
+            lr: of all but tables of rows.
+            values_lr: of tables of rows; None: 4 times `lr` (UltraMem's factor, arXiv 2411.12364).
+            betas, values_betas: Adam's.
+            weight_decay: decoupled, of matrices (never of tables, keys, norms or biases).
+
+        Raises:
+            ValueError: the tables have an optimizer already.
+        """
+        tables = tables_of(self.module)
+        names = {f"{NAME}.{name}" for name in tables}
+        rest = [
+            parameter
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad and name not in names
+        ]
+        groups: list[dict[str, Any]] = [
+            {"params": [each for each in rest if each.ndim == 2], "weight_decay": weight_decay},
+            {"params": [each for each in rest if each.ndim != 2]},
+        ]
+        if tables:
+            lr_of_values = 4 * lr if values_lr is None else values_lr
+            chosen = [table.weight_KD for table in tables.values()]
+            groups.append({"params": chosen, "lr": lr_of_values, "betas": values_betas})
+        optimizer = RowAdamW(groups, list(tables.values()), lr, betas, self._count)
+        ignored = [*getattr(self.model, "_ddp_params_and_buffers_to_ignore", ()), *names]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, ignored)
+        return optimizer
+
+    def _count(self) -> None:
+        self.step += 1
+
+    def save(self, folder: str | Path, *, replace: bool = False) -> None:
+        """Write what is attached, without the model, whose name and digest stand in the folder. (A model that has
+        trained too is yours to save: `detach` first.)
+
+        Args:
+            folder: a new one, or with `replace` one that this has written before.
+
+        Raises:
+            UserError: the folder is not free, or (exit code 1) the disk refused.
+        """
+        write_attached(Path(folder), self.module, self.model, self.step, replace=replace)
+
+    def load(self, folder: str | Path) -> None:
+        """Load weights that `save` wrote of the same kind, at the same places of the same model.
+
+        Raises:
+            UserError: the kind, the places or the model is another; (exit code 1) the folder is damaged.
+        """
+        facts = read_facts(Path(folder))
+        read_weights(Path(folder), facts, self.module, self.model)
+        self.step = facts["step"]
+
+    def detach(self) -> None:
+        """Take away what is attached: the model computes as before, and trains what it trained before."""
+        self._remove()
+        for parameter in self._frozen:
+            parameter.requires_grad_(True)
+
+    @torch.no_grad()
+    def usage(self, batches: Iterable[Tensor | Mapping[str, Any]]) -> list[MemoryUsage]:
+        """What the memories read, an entry a layer and one of a shared table: `.as_json()` has usage, KL and others.
+
+        Args:
+            batches: what the model is called with: ids (int64, (B, T)), or its arguments by name. Where these have an
+                "attention_mask" (B, T), padding is not counted.
+
+        Raises:
+            UserError: a memory reads with weights that are not finite.
+        """
+        training = self.model.training
+        self.model.eval()
+        try:
+            with UsageCounters(self.module) as counters:
+                for batch in batches:
+                    inputs = batch if isinstance(batch, Mapping) else {"input_ids": batch}
+                    mask = inputs.get("attention_mask")
+                    mask = torch.ones_like(inputs["input_ids"]) if mask is None else mask
+                    counters.only(mask.bool().flatten())
+                    self.model(**inputs)
+        finally:
+            self.model.train(training)
+        return counters.memories()
+
+
+class RowAdamW(torch.optim.AdamW):
+    """AdamW, and row Adam (see `pkmlm.RowAdam`) for tables of rows, as one optimizer of torch: what schedules learning
+    rates, saves or loads an optimizer takes it like any other.
+
+    Where processes train together, gradients are means over them, as torch's DistributedDataParallel makes them: it
+    does so for all else, and this for the tables.
+
+    Args:
+        groups: torch's parameter groups; the tables have one of their own.
+        tables: from now on their backward passes leave the gradients in their `gradient`, not in `.grad`.
+        lr, betas: of the groups that do not say.
+        done: called after each step.
+
+    Raises:
+        ValueError: a table has such an optimizer already.
+    """
+
+    # GradScaler then calls `step` with `grad_scale` set, which is refused there: it cannot unscale the reads.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        tables: list[Values],
+        lr: float,
+        betas: tuple[float, float],
+        done: Callable[[], None],
+    ):
+        for table in tables:
+            table.keep_reads()
+        self.tables, self.done = tables, done
+        super().__init__(groups, lr=lr, betas=betas, weight_decay=0.0)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all that has had a backward pass since the last step.
+
+        Raises:
+            UserError: the gradients carry the scale of a GradScaler.
+        """
+        if hasattr(self, "grad_scale"):
+            raise UserError("the loss is scaled (fp16)", "train in bf16 or fp32: the add-on is in fp32 anyway")
+        loss = super().step(closure)  # it passes over tables, whose .grad is None
+        world = current_world()
+        for table in self.tables:
+            if table.gradient:
+                all_gather_row_gradients(table.gradient, world)
+                table.gradient.scale /= world.size
+                update_rows(table, partial(adam_rows, self, self.param_groups[-1]))
+        self.done()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients."""
+        super().zero_grad(set_to_none)
+        for table in self.tables:
+            if table.gradient is not None:
+                table.gradient.clear()

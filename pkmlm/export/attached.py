@@ -1,0 +1,135 @@
+"""What is attached to a network, as a folder: its weights, how it is attached, and which network it belongs to.
+
+attached.json says how; attached.safetensors holds the weights, in fp32; manifest.json the size and sha256 of both. The
+network itself is not saved: its name is, and a digest of its weights.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from typing_extensions import TypedDict
+
+from pkmlm import __version__
+from pkmlm.errors import UserError
+from pkmlm.export.config import ATTACHED
+from pkmlm.model.attached import Attached, Mode, base_parameters
+from pkmlm.runs.checkpoint import load_tensors, write_tensors
+from pkmlm.runs.files import MANIFEST, check_files, entry_of, read_json, read_manifest, write_json, writing_folder
+
+VERSION = 1
+WEIGHTS = "attached.safetensors"
+HINT = "it is damaged or was changed: save it again"
+
+
+class Base(TypedDict):
+    """The network that a folder belongs to: its class and name, and its weights' dtype and digest."""
+
+    architecture: str
+    name: str
+    dtype: str
+    sha256: str
+
+
+class Facts(TypedDict):
+    """What attached.json holds."""
+
+    kind: str
+    arguments: dict[str, Any]
+    layers: list[int]
+    mode: Mode
+    dim: int
+    step: int
+    base: Base
+
+
+def base_of(model: nn.Module) -> Base:
+    """What a folder keeps of a network. The digest is that of all its parameters' names, shapes and values in fp32, so
+    that it is the same for a network in bf16 and its copy in fp32.
+    """
+    digest = hashlib.sha256()
+    parameters = dict(base_parameters(model))
+    for name in sorted(parameters):
+        tensor = parameters[name].detach()
+        digest.update(f"{name} {list(tensor.shape)}\n".encode())
+        for part in tensor.flatten().split(1 << 24):
+            digest.update(part.to("cpu", torch.float32).contiguous().numpy())
+    config = getattr(model, "config", None)
+    dtype = str(next(iter(parameters.values())).dtype).removeprefix("torch.")
+    name = str(getattr(config, "_name_or_path", "") or "")
+    return {"architecture": type(model).__name__, "name": name, "dtype": dtype, "sha256": digest.hexdigest()}
+
+
+def write_attached(path: Path, attached: Attached, model: nn.Module, step: int, *, replace: bool) -> None:
+    """Write a folder, whole or not at all.
+
+    Args:
+        path: must not hold anything, but what this has written if `replace`.
+        model: the network that it is attached to.
+        step: optimizer steps that it was trained for.
+
+    Raises:
+        UserError: `path` is not free, or (exit code 1) the disk refused.
+    """
+    if path.exists() and any(path.iterdir()) and not (replace and (path / ATTACHED).is_file()):
+        raise UserError(f"{path} is not empty", "choose another folder, or replace=True to write over what it holds")
+    facts: Facts = {
+        "kind": attached.kind,
+        "arguments": attached.arguments,
+        "layers": attached.layers,
+        "mode": attached.mode,
+        "dim": attached.dim,
+        "step": step,
+        "base": base_of(model),
+    }
+    with writing_folder(path, replace=replace) as folder:
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in attached.state_dict().items()}
+        write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
+        write_json(folder / ATTACHED, {"pkmlm": __version__, **facts})
+        files = {name: entry_of(folder / name) for name in (ATTACHED, WEIGHTS)}
+        write_json(folder / MANIFEST, {"version": VERSION, "files": files})
+
+
+def read_facts(path: Path) -> Facts:
+    """What a folder says of itself, once its files are found to be those that were written.
+
+    Raises:
+        UserError: (exit code 1) it is no such folder, damaged or changed.
+    """
+    files = read_manifest(path, "attached memory", VERSION, HINT)["files"]
+    if files.keys() != {ATTACHED, WEIGHTS}:
+        raise UserError(f"{path / MANIFEST} is not that of an attached memory", HINT, exit_code=1)
+    check_files(path, files, files, HINT)
+    facts: Facts = read_json(path / ATTACHED, "the attached memory's description", HINT, exit_code=1, schema=Facts)
+    return facts
+
+
+def read_weights(path: Path, facts: Facts, attached: Attached, model: nn.Module) -> None:
+    """Load the weights of a folder into what is attached to a network.
+
+    Args:
+        facts: of the folder.
+
+    Raises:
+        UserError: what is attached is of another kind or shape, or the network is another one.
+    """
+    for key, found in differences(facts, attached):
+        raise UserError(f"{path}: {key} is {facts[key]} (here, {found})", "attach what the folder holds")  # type: ignore[literal-required]
+    found, expected = base_of(model), facts["base"]
+    if found["sha256"] != expected["sha256"]:
+        what = "{architecture} {name} in {dtype}, weights {sha256:.12}".format
+        raise UserError(
+            f"{path} belongs to another network: {what(**expected)} (found {what(**found)})",
+            "load the network that it was trained with, in the same dtype, before its weights are changed",
+        )
+    load_tensors(path / WEIGHTS, attached.state_dict(), {})
+
+
+def differences(facts: Facts, attached: Attached) -> Iterator[tuple[str, Any]]:
+    """The keys of the facts that do not fit what is attached, with what this has."""
+    for key in ("kind", "arguments", "layers", "mode", "dim"):
+        if getattr(attached, key) != facts[key]:
+            yield key, getattr(attached, key)

@@ -1,0 +1,271 @@
+"""Memories in somebody else's network: where its blocks and their FFNs are, and what is put there.
+
+B: sequences; T: positions; D: model width.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any, Literal
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from pkmlm.errors import UserError
+from pkmlm.kernels.matmul import Linear
+from pkmlm.model.init import Constant, InitSpec, initialise
+from pkmlm.model.memory.base import SparseMemory
+from pkmlm.model.memory.query import UnitLinear
+from pkmlm.model.memory.values import Pool
+from pkmlm.model.transformer import KEY_MEMORIES
+from pkmlm.recipe.schema import Memory
+
+Mode = Literal["add", "replace"]
+NAME = "pkmlm"  # of what is attached, among the modules of its network
+FFNS = ("mlp", "feed_forward", "ffn", "parts.ffn")  # what a block may call its FFN; the last is ours, exported
+DENSE = "dense"
+
+
+class SwiGLU(nn.Module):
+    """W3 (silu(W1 x) * W2 x), the control of a memory: a dense layer of as many operations (Shazeer 2020, eq. 6).
+
+    Args:
+        dim: width of the input and of the output (D).
+        inner: width between.
+    """
+
+    def __init__(self, dim: int, inner: int):
+        super().__init__()
+        self.gate, self.up, self.down = UnitLinear(dim, inner), UnitLinear(dim, inner), UnitLinear(inner, dim)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """(B, T, D) to (B, T, D)."""
+        out: Tensor = self.down(silu(self.gate(x_BTD)) * self.up(x_BTD))
+        return out
+
+
+class Place(nn.Module):
+    """What is attached to one block: a layer beside its FFN, behind a gate that starts at 0, or in the FFN's place.
+
+    It computes in fp32, whatever the network's dtype, autocast or not.
+
+    Args:
+        layer: maps (B, T, D) to (B, T, D).
+        gated: whether it stands behind the gate.
+    """
+
+    def __init__(self, layer: nn.Module, gated: bool):
+        super().__init__()
+        self.layer = layer
+        self.gate = nn.Parameter(torch.empty(())) if gated else None
+
+    def init_spec(self) -> dict[str, InitSpec]:
+        return {} if self.gate is None else {"gate": Constant(0.0)}
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """(B, T, D) to (B, T, D), in the input's dtype."""
+        with torch.autocast(x_BTD.device.type, enabled=False):
+            out_BTD: Tensor = self.layer(x_BTD.float())
+            if self.gate is not None:
+                out_BTD = self.gate * out_BTD
+        return out_BTD.to(x_BTD.dtype)
+
+    def beside(self, ffn: nn.Module, inputs: tuple[Tensor], out_BTD: Tensor) -> Tensor:
+        """The FFN's output and this: a forward hook of the FFN."""
+        return out_BTD + self(inputs[0])
+
+
+class Attached(nn.Module):
+    """What is attached to a network, as one module of it, called `NAME`. Its parameters stay in fp32 when the network
+    goes to another dtype.
+
+    Args:
+        dim: width of the network (D).
+        kind, arguments: of the layer at each place, as `layer_kind` gives them.
+        layers: blocks, counted from 1.
+        mode: "add" beside the FFN, or "replace" it.
+    """
+
+    def __init__(self, dim: int, kind: str, arguments: Mapping[str, Any], layers: Sequence[int], mode: Mode):
+        super().__init__()
+        self.dim, self.kind, self.arguments, self.mode = dim, kind, dict(arguments), mode
+        self.pool: Pool | None = None
+        made: dict[int, nn.Module]
+        if kind == DENSE:
+            made = {layer: SwiGLU(dim, **arguments) for layer in layers}
+        else:
+            memory, of_kind = Memory(kind=kind, **arguments), KEY_MEMORIES[kind]  # type: ignore[arg-type]
+            if memory.share_values and len(layers) > 1:
+                self.pool = Pool(of_kind.new_tables(dim, memory), tuple(layers))
+            made = {layer: of_kind(dim, **memory.arguments, pool=self.pool, layer=layer) for layer in layers}
+        self.places = nn.ModuleDict({str(layer): Place(each, mode == "add") for layer, each in made.items()})
+
+    @property
+    def layers(self) -> list[int]:
+        """The blocks that have something attached, counted from 1."""
+        return [int(layer) for layer in self.places]
+
+    def flops_per_token(self) -> int:
+        """Multiply-adds of a forward at all places: of linear maps, and with keys and rows of tables."""
+        maps = sum(each.weight.numel() for each in self.modules() if isinstance(each, Linear))
+        return maps + sum(each.flops_per_token() for each in self.modules() if isinstance(each, SparseMemory))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Attached":
+        def keep_dtype(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(keep_dtype, recurse)
+
+
+def layer_kind(memory: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The kind of a memory and the arguments that it does not leave at their defaults, from the recipe's keys.
+
+    Queries are normalised one by one ("rms" unless "layer" or "none" is chosen): batch statistics would let padding
+    and the other texts of a batch change what a token reads.
+
+    Raises:
+        UserError: an unknown key, a value out of its range, or query_norm: batch.
+    """
+    given = {"query_norm": "rms", **memory}
+    if given["query_norm"] == "batch":
+        hint = "use rms, or layer: batch statistics let padding change what a token reads"
+        raise UserError("memory: query_norm is batch (expected rms, layer or none)", hint)
+    if given.get("kind") not in KEY_MEMORIES:
+        raise UserError(f"memory: kind is {given.get('kind')} (expected {', '.join(KEY_MEMORIES)})")
+    if "layers" in given:
+        raise UserError("memory: layers stands in it", "give the blocks as the argument `layers`")
+    try:
+        checked = Memory(**given)
+    except ValidationError as problem:
+        error = problem.errors(include_url=False)[0]
+        raise UserError(f"memory: {'.'.join(map(str, error['loc']))}: {error['msg']}") from None
+    default = asdict(Memory())
+    return checked.kind, {
+        key: value for key, value in asdict(checked).items() if key != "kind" and value != default[key]
+    }
+
+
+def find_blocks(model: nn.Module) -> nn.ModuleList:
+    """The blocks of a causal model of transformers: its one list of as many modules as its config has hidden layers.
+
+    Raises:
+        UserError: it has no config, or none or several such lists.
+    """
+    config = text_config(model)
+    count = getattr(config, "num_hidden_layers", None)
+    lists = {name: each for name, each in model.named_modules() if isinstance(each, nn.ModuleList)}
+    fit = {name: each for name, each in lists.items() if len(each) == count}
+    fit = {name: each for name, each in fit.items() if not any(name.startswith(f"{other}.") for other in fit)}
+    if len(fit) != 1:
+        found = ", ".join(f"{name} of {len(each)}" for name, each in list((fit or lists).items())[:8]) or "no list"
+        expected = f"expected one of {count}, its config's num_hidden_layers"
+        raise UserError(f"{type(model).__name__}: its lists of modules are {found} ({expected})")
+    return next(iter(fit.values()))
+
+
+def text_config(model: nn.Module) -> Any:
+    """The config of a model of transformers; of one that reads more than text, that of its language model.
+
+    Raises:
+        UserError: it has none, or no width in it.
+    """
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if not hasattr(config, "hidden_size"):
+        raise UserError(f"{type(model).__name__} has no config with a hidden_size", "give a model of transformers")
+    return config
+
+
+def find_ffn(block: nn.Module, layer: int, dim: int) -> nn.Module:
+    """The FFN of a block, after a look at what it does with one token.
+
+    Raises:
+        UserError: it has no such part, or one that does not map (B, T, D) to (B, T, D).
+    """
+    found: dict[str, nn.Module] = {}
+    for name in FFNS:
+        with suppress(AttributeError):
+            found[name] = block.get_submodule(name)
+    if len(found) != 1:
+        parts = ", ".join(found or dict(block.named_children()))
+        raise UserError(f"block {layer}, a {type(block).__name__}, has {parts} (expected one of {', '.join(FFNS)})")
+    (name, ffn), weight = next(iter(found.items())), next(block.parameters())
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            out = ffn(torch.zeros(1, 1, dim, dtype=weight.dtype, device=weight.device))
+    except (TypeError, RuntimeError) as error:
+        raise UserError(f"block {layer}: its {name} does not take one tensor of width {dim}: {error}") from None
+    if not isinstance(out, Tensor) or out.shape != (1, 1, dim):
+        shape = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+        raise UserError(f"block {layer}: its {name} maps (1, 1, {dim}) to {shape} (expected the same shape)")
+    return ffn
+
+
+def insert(
+    model: nn.Module, kind: str, arguments: Mapping[str, Any], layers: Sequence[int], mode: Mode, seed: int = 1
+) -> tuple[Attached, Callable[[], None]]:
+    """Attach a new layer at each of the blocks of a network.
+
+    Args:
+        layers: blocks, counted from 1.
+        mode: "add" or "replace"; a replaced FFN stays in the network, without being called.
+        seed: the initial weights are drawn from it and from their names alone.
+
+    Returns:
+        what was attached, and a function that takes it away again.
+
+    Raises:
+        UserError: a block is not there or has no FFN, sizes do not fit one another, or something is attached already.
+    """
+    if mode not in ("add", "replace"):
+        raise UserError(f"mode is {mode} (expected add or replace)")
+    if hasattr(model, NAME):
+        raise UserError(f"{type(model).__name__} has something attached", "detach() that first")
+    blocks, dim = find_blocks(model), text_config(model).hidden_size
+    chosen = sorted(set(layers))
+    if not chosen or not all(1 <= layer <= len(blocks) for layer in chosen):
+        raise UserError(f"layers is {list(layers)} (expected blocks from 1 to {len(blocks)})")
+    ffns = {layer: find_ffn(blocks[layer - 1], layer, dim) for layer in chosen}
+    try:
+        with torch.device("meta"):
+            attached = Attached(dim, kind, arguments, chosen, mode)
+    except ValueError as error:
+        raise UserError(f"memory: {error}") from None
+    attached.to_empty(device=next(ffns[chosen[0]].parameters()).device)
+    initialise(attached, seed)
+    attached.train(model.training)
+    undo: list[Callable[[], None]] = []
+    for layer, ffn in ffns.items():
+        place = attached.places[str(layer)]
+        assert isinstance(place, Place)
+        place.to(next(ffn.parameters()).device)
+        if mode == "add":
+            undo.append(ffn.register_forward_hook(place.beside).remove)
+        else:
+            trained = [parameter for parameter in ffn.parameters() if parameter.requires_grad]
+            ffn.requires_grad_(False)  # no gradient ever reaches it
+            ffn.forward = place.forward
+            undo.append(lambda ffn=ffn, trained=trained: put_back(ffn, trained))  # type: ignore[misc]
+    model.add_module(NAME, attached)
+
+    def remove() -> None:
+        for each in undo:
+            each()
+        delattr(model, NAME)
+
+    return attached, remove
+
+
+def put_back(ffn: nn.Module, trained: list[nn.Parameter]) -> None:
+    """Let an FFN that was replaced compute again, and train those of its parameters that did."""
+    del ffn.forward  # the class's own shows again
+    for parameter in trained:
+        parameter.requires_grad_(True)
+
+
+def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of a network without what is attached to it, by name."""
+    return (pair for pair in model.named_parameters() if not pair[0].startswith(f"{NAME}."))

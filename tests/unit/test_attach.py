@@ -1,0 +1,374 @@
+"""A memory attached to models of transformers: what it leaves as it was, what it computes, and how it trains."""
+
+import copy
+import json
+import random
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.utils import is_accelerate_available
+
+import pkmlm
+from pkmlm.errors import UserError
+
+SIZES = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+ROTARY = {**SIZES, "intermediate_size": 64, "max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": 99}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+ARCHITECTURES = {
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(vocab_size=100, n_embd=32, n_layer=2, n_head=2, n_positions=64, pad_token_id=0, **NO_DROPOUT)
+    ),
+    "neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**ROTARY)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**ROTARY, num_key_value_heads=1)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**ROTARY, num_key_value_heads=1)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**ROTARY, num_key_value_heads=1, head_dim=16)),
+}
+KEYS = {"kind": "product-key", "num_keys": 16, "heads": 2, "topk": 4, "key_dim": 16}
+MEMORIES = {
+    "product-key": KEYS,
+    "flat-key": {**KEYS, "kind": "flat-key", "query_norm": "layer"},
+    "memory-plus": {**KEYS, "share_values": True, "gate": "silu", "key_norm": "rms", "value_dim": 24},
+    "peer": {**KEYS, "kind": "peer"},
+}
+IDS = torch.randint(1, 99, (3, 20), generator=torch.Generator().manual_seed(0))
+
+
+def base(name: str = "llama") -> PreTrainedModel:
+    torch.manual_seed(1)
+    return ARCHITECTURES[name]().eval()
+
+
+def logits(model: nn.Module, **inputs: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**{"input_ids": IDS, **inputs}).logits
+
+
+def grown(attachment):
+    """As training leaves it: gates that are open, and every other number changed."""
+    random_ = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in attachment.module.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=random_))
+    return attachment
+
+
+def train(model, attachment, steps=5, lr=0.01):
+    optimizer = attachment.optimizer(lr)
+    model.train()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        optimizer.step()
+    model.eval()
+    return optimizer
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_zero_gate_changes_no_bit_and_a_trained_memory_comes_back(name, memory, tmp_path):
+    model = base(name)
+    before = logits(model)
+    attachment = pkmlm.attach(model, MEMORIES[memory], layers=[1, 2])
+    assert torch.equal(logits(model), before)
+    grown(attachment)
+    after = logits(model)
+    assert (after - before).abs().max() > 0.01
+    attachment.save(tmp_path / "saved")
+    attachment.detach()
+    assert torch.equal(logits(model), before)
+    assert model.state_dict().keys() == base(name).state_dict().keys()
+    again = pkmlm.attach(base(name), tmp_path / "saved")
+    assert torch.equal(logits(again.model), after)
+    other = pkmlm.attach(model, MEMORIES[memory], layers=[1, 2], seed=7)
+    other.load(tmp_path / "saved")
+    assert torch.equal(logits(model), after)
+    assert torch.equal(logits(copy.deepcopy(model)), after)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_memory_in_the_place_of_the_ffn(name):
+    model = base(name)
+    before = logits(model)
+    attachment = pkmlm.attach(model, KEYS, layers=[2], mode="replace")
+    ffn = model.base_model.h[1].mlp if name == "gpt2" else model.base_model.layers[1].mlp
+    replaced = logits(model)
+    with torch.no_grad():  # the FFN is not in the way of the result
+        for parameter in ffn.parameters():
+            parameter.add_(1.0)
+    assert torch.equal(logits(model), replaced)
+    with torch.no_grad():
+        for parameter in ffn.parameters():
+            parameter.sub_(1.0)
+    x_BTD = torch.randn(2, 3, 32)
+    assert torch.equal(ffn(x_BTD), attachment.module.places["2"].layer(x_BTD))
+    attachment.detach()
+    torch.testing.assert_close(logits(model), before)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_generation_with_a_cache_is_that_without(name):
+    model = base(name)
+    grown(pkmlm.attach(model, KEYS, layers=[1, 2]))
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    cached, plain = (model.generate(IDS[:1, :8], use_cache=use, **options) for use in (True, False))
+    assert cached.shape == (1, 20)
+    assert torch.equal(cached, plain)
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer", "none"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_padding_on_the_left_does_not_leak(name, norm):
+    model = base(name)
+    grown(pkmlm.attach(model, {**KEYS, "query_norm": norm}, layers=[1, 2]))
+    lengths = [20, 13, 5]
+    mask = torch.stack([torch.arange(20) >= 20 - length for length in lengths]).long()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    padded = logits(model, input_ids=IDS * mask, attention_mask=mask, position_ids=positions)
+    for row, length in enumerate(lengths):
+        alone = logits(model, input_ids=IDS[row : row + 1, 20 - length :])
+        torch.testing.assert_close(padded[row, 20 - length :], alone[0], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_the_base_stays_frozen_to_the_bit_and_every_other_tensor_moves(memory):
+    model = base()
+    attachment = pkmlm.attach(model, MEMORIES[memory], layers=[1, 2])
+    start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    train(model, attachment)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, start[name]) != name.startswith("pkmlm."), name
+    assert attachment.step == 5
+
+
+def test_a_base_that_is_not_frozen_trains_too_and_what_was_frozen_before_stays_so():
+    model = base()
+    model.model.embed_tokens.requires_grad_(False)
+    attachment = pkmlm.attach(model, KEYS, layers=[2], freeze=False)
+    start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    train(model, attachment)
+    still = {name for name, parameter in model.named_parameters() if torch.equal(parameter, start[name])}
+    assert still == {"model.embed_tokens.weight"}
+    attachment.detach()
+    frozen = pkmlm.attach(model, KEYS, layers=[2])
+    assert {id(p) for p in frozen.parameters()} == {id(p) for p in frozen.module.parameters()}
+    frozen.detach()
+    assert {name for name, p in model.named_parameters() if not p.requires_grad} == {"model.embed_tokens.weight"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_what_is_attached_computes_in_fp32_inside_a_half_precision_base(dtype, autocast):
+    model = base().to(dtype)
+    attachment = grown(pkmlm.attach(model, KEYS, layers=[1]))
+    exact = copy.deepcopy(attachment.module.places["1"])
+    model.to(dtype).half().to(dtype)  # the base goes back and forth, what is attached loses nothing
+    place = attachment.module.places["1"]
+    assert {parameter.dtype for parameter in place.parameters()} == {torch.float32}
+    x_BTD = torch.randn(2, 5, 32).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out_BTD = place(x_BTD)
+        assert logits(model).isfinite().all()
+    assert out_BTD.dtype == dtype
+    assert torch.equal(out_BTD, exact(x_BTD.float()).to(dtype))
+
+
+def test_the_optimizer_is_adamw_and_row_adam_and_resumes_to_the_bit():
+    one, two = (base() for _ in range(2))
+    first, second = (pkmlm.attach(model, KEYS, layers=[1]) for model in (one, two))
+    optimizer = train(one, first, steps=3)
+    # Beside: torch's AdamW for all but the values, and our RowAdam.
+    values = second.module.places["1"].layer.values
+    rows = pkmlm.RowAdam([values], lr=0.04)
+    adamw = torch.optim.AdamW(
+        [p for p in second.parameters() if p is not values.weight_KD], lr=0.01, betas=(0.9, 0.98), weight_decay=0.0
+    )
+    two.train()
+    for _ in range(3):
+        adamw.zero_grad()
+        two(input_ids=IDS, labels=IDS).loss.backward()
+        adamw.step()
+        rows.step()
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
+    state = copy.deepcopy(optimizer.state_dict())
+    third = pkmlm.attach(base(), KEYS, layers=[1])
+    third.module.load_state_dict(first.module.state_dict())
+    resumed = third.optimizer(lr=9.0)
+    resumed.load_state_dict(state)
+    for model, each in ((one, optimizer), (third.model, resumed)):
+        model.train()
+        each.zero_grad()
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        each.step()
+    for a, b in zip(first.parameters(), third.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_gradient_scaler_is_refused():
+    model = base()
+    optimizer = pkmlm.attach(model, KEYS, layers=[1]).optimizer(0.01)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(input_ids=IDS, labels=IDS).loss).backward()
+    with pytest.raises(UserError, match="scaled"):
+        scaler.step(optimizer)
+
+
+@pytest.mark.skipif(not is_accelerate_available(), reason="transformers' Trainer needs accelerate")
+def test_the_trainer_of_transformers_trains_it(tmp_path):
+    def trained(by_trainer: bool):
+        attachment = pkmlm.attach(base(), KEYS, layers=[1, 2])
+        if not by_trainer:
+            train(attachment.model, attachment, steps=4)
+            return attachment
+        optimizer = attachment.optimizer(0.01)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        arguments = TrainingArguments(
+            tmp_path, max_steps=4, per_device_train_batch_size=3, max_grad_norm=0, report_to=[], save_strategy="no"
+        )
+        rows = [{"input_ids": ids, "labels": ids} for ids in IDS] * 4
+        Trainer(attachment.model, arguments, train_dataset=rows, optimizers=(optimizer, schedule)).train()
+        return attachment
+
+    one, other = trained(True), trained(False)
+    assert one.step == other.step == 4
+    for (name, a), b in zip(one.module.named_parameters(), other.module.parameters(), strict=True):
+        torch.testing.assert_close(a, b, msg=name)
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("mode", ["add", "replace"])
+def test_the_dense_control_has_as_many_operations_and_the_same_handle(memory, mode, tmp_path):
+    like = pkmlm.attach(base(), MEMORIES[memory], layers=[1, 2], mode=mode)
+    model = base()
+    before = logits(model)
+    control = pkmlm.attach_dense(model, like=like)
+    assert abs(control.flops_per_token() - like.flops_per_token()) <= 2 * 3 * 32 / 2
+    assert torch.equal(logits(model), before) == (mode == "add")
+    train(model, control)
+    control.save(tmp_path / "control")
+    again = pkmlm.attach(base(), tmp_path / "control")
+    assert torch.equal(logits(again.model), logits(model))
+
+
+def test_operations_are_counted_by_hand():
+    attachment = pkmlm.attach(base(), KEYS, layers=[1, 2])
+    # A layer: queries 32 x (2 * 16); 2 heads of 2 * 16 sub-keys of width 8; 2 * 4 rows of width 32.
+    assert attachment.flops_per_token() == 2 * (32 * 32 + 2 * 2 * 16 * 8 + 8 * 32)
+
+
+def test_usage_counts_what_is_no_padding():
+    attachment = pkmlm.attach(base(), MEMORIES["memory-plus"], layers=[1, 2])
+    mask = torch.ones_like(IDS)
+    mask[0, :15] = 0
+    found = attachment.usage([{"input_ids": IDS, "attention_mask": mask}, IDS])
+    assert [(each.layer, each.tokens) for each in found[:2]] == [(1, 105), (2, 105)]
+    assert found[0].counts_HK.sum() == 105 * 2 * 4
+    assert len(found) == 3  # and the table that both share
+
+
+def test_only_what_is_attached_is_saved(tmp_path):
+    attachment = grown(pkmlm.attach(base(), KEYS, layers=[2]))
+    attachment.save(tmp_path / "a")
+    values = 256 * 32 * 4
+    assert values < sum(file.stat().st_size for file in (tmp_path / "a").iterdir()) < values + 20_000
+    with pytest.raises(UserError, match="not empty"):
+        attachment.save(tmp_path / "a")
+    attachment.save(tmp_path / "a", replace=True)
+    half = pkmlm.attach(base().bfloat16(), KEYS, layers=[2])
+    half.save(tmp_path / "half")  # a base in bf16 and the same numbers in fp32 are one base
+    pkmlm.attach(base().bfloat16().float(), tmp_path / "half")
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "mine.txt").write_text("mine")
+    with pytest.raises(UserError, match="not empty"):
+        attachment.save(tmp_path / "weights", replace=True)
+
+
+def test_another_base_a_changed_folder_and_another_memory_are_refused(tmp_path):
+    attachment = grown(pkmlm.attach(base(), KEYS, layers=[2]))
+    attachment.save(tmp_path / "a")
+    other = base()
+    with torch.no_grad():
+        next(other.parameters()).view(-1)[0] += 1e-3
+    before = logits(other)
+    with pytest.raises(UserError, match="another network"):
+        pkmlm.attach(other, tmp_path / "a")
+    assert torch.equal(logits(other), before)
+    assert not hasattr(other, "pkmlm")
+    with pytest.raises(UserError, match="layers is"):
+        pkmlm.attach(base(), KEYS, layers=[1]).load(tmp_path / "a")
+    with pytest.raises(UserError, match="arguments is"):
+        pkmlm.attach(base(), {**KEYS, "topk": 3}, layers=[2]).load(tmp_path / "a")
+    for name in ("attached.safetensors", "attached.json"):
+        attachment.save(tmp_path / name)
+        content = bytearray((tmp_path / name / name).read_bytes())
+        content[random.Random(0).randrange(len(content))] ^= 1
+        (tmp_path / name / name).write_bytes(content)
+        with pytest.raises(UserError, match="sha256"):
+            pkmlm.attach(base(), tmp_path / name)
+    described = json.loads((tmp_path / "a" / "attached.json").read_text())
+    assert described["base"]["architecture"] == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("memory", "how", "says"),
+    [
+        ({**KEYS, "query_norm": "batch"}, {"layers": [1]}, "padding"),
+        ({**KEYS, "kind": "none"}, {"layers": [1]}, "product-key, flat-key, peer"),
+        ({**KEYS, "num_kyes": 3}, {"layers": [1]}, "num_kyes"),
+        ({**KEYS, "topk": 300}, {"layers": [1]}, "topk"),
+        ({**KEYS, "topk": 0}, {"layers": [1]}, "topk"),
+        (KEYS, {"layers": [3]}, "from 1 to 2"),
+        (KEYS, {"layers": []}, "from 1 to 2"),
+        (KEYS, {}, "layers is None"),
+        (KEYS, {"layers": [1], "mode": "beside"}, "add or replace"),
+    ],
+)
+def test_what_cannot_be_attached_says_why_and_leaves_the_model_alone(memory, how, says):
+    model = base()
+    before = logits(model)
+    with pytest.raises(UserError) as error:
+        pkmlm.attach(model, memory, **how)
+    assert says in error.value.message + error.value.hint
+    assert torch.equal(logits(model), before)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_model_that_is_not_understood_is_told_what_was_found():
+    with pytest.raises(UserError, match="config"):
+        pkmlm.attach(nn.Linear(3, 3), KEYS, layers=[1])
+    opt = OPTForCausalLM(
+        OPTConfig(**SIZES, ffn_dim=64, word_embed_proj_dim=32, max_position_embeddings=64, pad_token_id=0)
+    )
+    with pytest.raises(UserError, match="OPTDecoderLayer, has self_attn"):  # its FFN is no module of its own
+        pkmlm.attach(opt, KEYS, layers=[1])
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=100, hidden_size=32, n_layer=2, n_head=2))
+    with pytest.raises(UserError, match="mlp does not take one tensor"):  # it adds the residual itself
+        pkmlm.attach(bloom, KEYS, layers=[1])
+    two = base()
+    two.extra = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    with pytest.raises(UserError, match=r"model.layers of 2, extra of 2"):
+        pkmlm.attach(two, KEYS, layers=[1])
+    model = base()
+    pkmlm.attach(model, KEYS, layers=[1])
+    with pytest.raises(UserError, match="something attached"):
+        pkmlm.attach(model, KEYS, layers=[2])
