@@ -51,5 +51,5 @@ before = faults()
 numpy.ones(16_000_000, numpy.float32)
 print(faults() - before)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert int(done.stdout) < 100  # 15,625 pages
