@@ -7,6 +7,8 @@
 # make pkm-table-2, pkm-headline, memory-plus-steps, memoryformer-table-5, ...: a table or figure of a paper (recipes/*/grids)
 #              SCALE=cpu|gpu|paper; CORPUS=FOLDER with train.txt, valid.txt and test.txt (or .gz, .zst), for the first one;
 #              TASK_DATA=FOLDER with the rows of zero-shot tasks; JOBS=N runs at a time, or DEVICES=0,1,... one a GPU
+# make worth-width-512, worth-width-256, worth-long: what a memory is worth (recipes/worth); hours. CORPUS=FOLDER with
+#              train*.txt, valid.txt and test.txt (or .zst) of 60 million tokens or more
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
@@ -22,10 +24,11 @@ JOBS ?= 1
 DEVICES ?=
 TOKENS ?= data/novels-4k
 TASK_DATA ?=
+BOOKS ?= data/books-8k
 AT_A_TIME = $(if $(DEVICES),--device $(DEVICES),--jobs $(JOBS))
 split = $(firstword $(wildcard $(CORPUS)/$(1).txt $(CORPUS)/$(1).txt.zst $(CORPUS)/$(1).txt.gz))
 
-.PHONY: demo test test-all test-oldest torture check golden clean
+.PHONY: demo test test-all test-oldest torture check golden clean worth-long
 
 demo: $(RUNS:%=%/eval/done)
 	$(PKMLM) compare $(RUNS) --plots demo/plots --force
@@ -80,6 +83,38 @@ memory-plus-%: recipes/memory-plus/grids/%.yaml $(TOKENS)/index.json
 
 peer-%: recipes/peer/grids/%.yaml $(TOKENS)/index.json
 	$(SWEEP)
+
+worth-%: recipes/worth/grids/%.yaml $(BOOKS)/index.json
+	$(PKMLM) sweep $< -o sweeps/$@ $(AT_A_TIME) -s data.dir=$(BOOKS)
+
+# Of each model one run at a constant rate. Where it has taken LONG_STEPS, a copy goes on for a tenth of them more, decays,
+# and is measured. What is done is passed over, what was stopped is resumed.
+LONG_MODELS ?= dense dense-2L product-key product-key-slow-keys memory-plus
+LONG_STEPS ?= 500 1000 2500 5000 10000 15000
+LONG = sweeps/worth-long
+
+worth-long: $(BOOKS)/index.json
+	@set -e; mkdir -p $(LONG); for steps in $(LONG_STEPS); do for model in $(LONG_MODELS); do \
+	  run=$(LONG)/$$model; branch=$$run-$$steps; decay=$$(((steps + 9) / 10)); \
+	  train="$(PKMLM) train recipes/worth/long-$$model.yaml -s data.dir=$(BOOKS)"; \
+	  if [ -e $$branch/eval/done ]; then continue; fi; \
+	  if [ ! -e $$branch ]; then \
+	    $$train -o $$run -s train.steps=$$steps; \
+	    rm -rf $$branch.part; cp -r $$run $$branch.part; mv $$branch.part $$branch; \
+	  fi; \
+	  $$train -o $$branch -s train.steps=$$((steps + decay)) -s optim.decay_steps=$$decay; \
+	  $(PKMLM) eval $$branch; \
+	  case $$model in dense*) ;; *) $(PKMLM) usage-report $$branch;; esac; \
+	  touch $$branch/eval/done; \
+	done; done
+	$(PKMLM) compare $(foreach model,$(LONG_MODELS),$(LONG_STEPS:%=$(LONG)/$(model)-%)) --over tokens --plots $(LONG)/plots --force
+
+$(BOOKS)/index.json: | .venv/installed
+	@test -n "$(wildcard $(CORPUS)/train*.txt*)" -a -n "$(call split,valid)" -a -n "$(call split,test)" || { \
+	  echo "error: no tokens in $(BOOKS), nor train*.txt, valid.txt and test.txt in CORPUS=$(CORPUS)"; \
+	  echo "hint: add CORPUS=FOLDER with these (or .gz, .zst); see recipes/worth/README.md"; exit 2; }
+	$(PKMLM) tokenize $(sort $(wildcard $(CORPUS)/train*.txt*)) --valid $(call split,valid) --test $(call split,test) \
+	  --separator '\n\n\n' --vocab-size 8192 -o $(BOOKS)
 
 memoryformer-figure-1: recipes/memoryformer/grids/figure-1.yaml | .venv/installed
 	$(PKMLM) sweep $< -o sweeps/$@

@@ -224,6 +224,9 @@ class Optim:
     schedule: Schedule = key("inverse-sqrt", "learning-rate schedule")
     warmup_steps: Steps = key(4000, "steps of linear warm-up; inverse-sqrt needs at least 1")
     final_lr: Share = key(0.1, "cosine and linear end at this share of the peak")
+    decay_steps: Steps = key(
+        0, "last steps, in which the learning rates of all schedules fall linearly to final_lr of what they are"
+    )
     weight_decay: WeightDecay = key(
         0.0, "decoupled weight decay of dense matrices (never keys, biases, norms, values or tables)"
     )

@@ -86,12 +86,14 @@ def unused_keys(recipe: Recipe) -> dict[str, str]:
     disabled["model.attention"] = [
         f"model.attention_options.{name}" for name, kind in options.items() if kind != model.attention
     ]
-    if not {"cosine", "linear"} & recipe.schedules:
+    decays = recipe.optim.decay_steps > 0
+    if not ({"cosine", "linear"} & recipe.schedules or decays):
         disabled["optim.schedule"] = ["optim.final_lr"]
     if model.memory.kind != "none":
         relative = recipe.optim.values.schedule == "relative"
         idle = ["lr", "warmup_steps"] if relative else ["times"]
-        idle += [] if recipe.optim.values.schedule in ("cosine", "linear") else ["final_lr"]
+        falls = recipe.optim.values.schedule in ("cosine", "linear") or (decays and not relative)
+        idle += [] if falls else ["final_lr"]
         disabled["optim.values.schedule"] = [f"optim.values.{name}" for name in idle]
     if recipe.optim.values.optimizer == "row-sgd":
         disabled["optim.values.optimizer"] = ["optim.values.betas", "optim.values.eps"]

@@ -8,17 +8,20 @@ from pkmlm.recipe.schema import Schedule
 
 @dataclass(frozen=True)
 class LrSchedule:
-    """A linear warm-up from 0 to the peak, then one of four shapes.
+    """A linear warm-up from 0 to the peak, then one of four shapes, and perhaps a decay at the end.
 
     inverse-sqrt: peak * sqrt(warmup_steps / step) (Vaswani et al. 2017, with the peak as scale); cosine and linear:
-    from the peak to `final` * peak at the last step; constant: the peak.
+    from the peak to `final` * peak at the last step; constant: the peak. In the last `decay_steps`, whatever the shape
+    gives is multiplied by a factor that falls linearly to `final`. (With a constant one: warm-up, stable, decay, Hu et
+    al. 2024, arXiv 2404.06395, sec. 4: models of several lengths, each after a decay, from one run.)
 
     Args:
         peak: the learning rate after the warm-up.
         shape: "inverse-sqrt" (which needs a warm-up), "cosine", "linear" or "constant".
         warmup_steps: 0: no warm-up.
         steps: of the whole run.
-        final: the last learning rate, as a share of the peak.
+        final: the last learning rate, as a share of the peak, or of what the shape gives.
+        decay_steps: 0: no decay.
     """
 
     peak: float
@@ -26,9 +29,14 @@ class LrSchedule:
     warmup_steps: int
     steps: int
     final: float
+    decay_steps: int = 0
 
     def lr_at(self, step: int) -> float:
         """The learning rate of a step (from 1)."""
+        decayed = min(1.0, 1 - (self.steps - step) / self.decay_steps) if self.decay_steps else 0.0
+        return self._shape_at(step) * (1 - (1 - self.final) * max(0.0, decayed))
+
+    def _shape_at(self, step: int) -> float:
         warm = min(1.0, step / self.warmup_steps) if self.warmup_steps else 1.0
         if warm < 1 or self.shape == "constant":
             return self.peak * warm

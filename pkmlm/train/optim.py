@@ -91,24 +91,25 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[ParameterGroup]:
         own = optim.tables
         shape = own.schedule or optim.schedule
         warmup_steps = optim.warmup_steps if own.warmup_steps is None else own.warmup_steps
-        schedule = LrSchedule(optim.lr * own.lr_scale, shape, warmup_steps, recipe.train.steps, optim.final_lr)
+        steps, peak = recipe.train.steps, optim.lr * own.lr_scale
+        schedule = LrSchedule(peak, shape, warmup_steps, steps, optim.final_lr, optim.decay_steps)
         groups.append(_row_group("tables", hash_tables, own, schedule, own.betas or optim.betas, optim.eps))
     return groups
 
 
 def dense_schedule(recipe: Recipe) -> LrSchedule:
     """The learning rate of the dense parameters."""
-    optim = recipe.optim
-    return LrSchedule(optim.lr, optim.schedule, optim.warmup_steps, recipe.train.steps, optim.final_lr)
+    optim, steps = recipe.optim, recipe.train.steps
+    return LrSchedule(optim.lr, optim.schedule, optim.warmup_steps, steps, optim.final_lr, optim.decay_steps)
 
 
 def values_schedule(recipe: Recipe) -> LrSchedule | RelativeLrSchedule:
     """The learning rate of the values of memories."""
-    spec, steps = recipe.optim.values, recipe.train.steps
+    optim, spec, steps = recipe.optim, recipe.optim.values, recipe.train.steps
     if spec.schedule == "relative":
         return RelativeLrSchedule(dense_schedule(recipe), spec.times, steps)
-    final = recipe.optim.final_lr if spec.final_lr is None else spec.final_lr
-    return LrSchedule(spec.lr, spec.schedule, spec.warmup_steps, steps, final)
+    final = optim.final_lr if spec.final_lr is None else spec.final_lr
+    return LrSchedule(spec.lr, spec.schedule, spec.warmup_steps, steps, final, optim.decay_steps)
 
 
 def optimizer_state(groups: Iterable[ParameterGroup]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from pkmlm.train.job import Job, hashes_of
 # The keys, or beginnings of keys, that may change when a run is resumed. Changes of CHANGES_NUMBERS are reported: later
 # numbers are not those of an undisturbed run.
 CHANGES_NUMBERS = (
-    *("train.steps", "train.micro_batch", "train.recompute", "train.init_from"),
+    *("train.steps", "optim.decay_steps", "train.micro_batch", "train.recompute", "train.init_from"),
     *("parallel.", "eval.tokens", "eval.recalibrate"),
 )
 # Of data.dir and of the background, the content is compared.
@@ -94,7 +94,7 @@ def change_warnings(
     for name in ("torch", "numpy", "device", "precision", "ranks"):
         if before.get(name) not in (None, now[name]):
             changed.append(change(name, before[name], now[name]))
-    rate_depends_on_steps = bool(recipe.schedules & {"cosine", "linear", "relative"})
+    rate_depends_on_steps = bool(recipe.schedules & {"cosine", "linear", "relative"} or recipe.optim.decay_steps)
     for key, text in changed_keys(recipe_before, recipe).items():
         if key == "train.init_from":
             changed.append(f"{text} (ignored: the run has a checkpoint of its own)")

@@ -147,6 +147,7 @@ def test_only_what_changes_numbers_is_listed():
     plain = Recipe()
     longer = replace(plain, train=replace(plain.train, steps=2 * plain.train.steps))
     cosine, long_cosine = (replace(each, optim=replace(each.optim, schedule="cosine")) for each in (plain, longer))
+    decaying = replace(longer, optim=replace(longer.optim, decay_steps=9))
     divided = replace(plain, parallel=replace(plain.parallel, shard=True), train=replace(plain.train, recompute=True))
     assert change_warnings(plain, replace(plain, name="other"), facts, facts) == []
     assert change_warnings(plain, longer, facts, facts) == [], "no learning rate depends on the length"
@@ -155,6 +156,7 @@ def test_only_what_changes_numbers_is_listed():
         (plain, plain, facts | {"ranks": 2}, ["ranks was 1 and is now 2"]),
         (plain, plain, facts | {"device": "cuda"}, ["device was cpu and is now cuda"]),
         (cosine, long_cosine, facts, ["train.steps was"]),
+        (plain, decaying, facts, ["train.steps was", "optim.decay_steps was 0 and is now 9"]),
         (plain, divided, facts, ["train.recompute was false and is now true", "parallel.shard was false"]),
     ):
         (warning,) = change_warnings(before, now, facts, after)

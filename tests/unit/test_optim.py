@@ -41,6 +41,16 @@ def test_schedules():
     assert LrSchedule(1.0, "constant", warmup_steps=0, steps=5, final=0.1).lr_at(1) == 1.0
 
 
+def test_a_decay_at_the_end_multiplies_whatever_the_schedule_gives():
+    stable = LrSchedule(2.0, "constant", warmup_steps=10, steps=110, final=0.1, decay_steps=20)
+    assert [stable.lr_at(step) for step in (5, 90, 100, 110, 500)] == pytest.approx([1.0, 2.0, 1.1, 0.2, 0.2])
+    recipe = replace(RECIPE, optim=Optim(lr=2.0, schedule="constant", warmup_steps=0, decay_steps=4, final_lr=0.0))
+    recipe = replace(recipe, train=replace(recipe.train, steps=10))
+    for group in parameter_groups(build_model(recipe, 40, "cpu"), recipe):
+        rates = [group.schedule.lr_at(step) for step in (1, 6, 8, 10)]
+        assert rates == pytest.approx([rates[0], rates[0], rates[0] / 2, 0.0]), group.name
+
+
 def test_the_relative_schedule_is_the_dense_one_times_a_falling_factor():
     dense = LrSchedule(2.0, "cosine", warmup_steps=10, steps=110, final=0.1)
     relative = RelativeLrSchedule(dense, times=(4.0, 1.0), steps=110)
