@@ -1,7 +1,8 @@
 """Which device and which arithmetic a command uses, and why."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -122,3 +123,9 @@ def is_finite(x: torch.Tensor) -> bool:
 def autocast(device: torch.device, precision: str) -> torch.autocast:
     """The context in which a forward runs under `precision`; fp32 runs as it is."""
     return torch.autocast(device.type, dtype=DTYPES[precision], enabled=precision != "fp32", cache_enabled=True)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """The context in which operations keep the dtypes of their inputs; where they do so anyway, it costs nothing."""
+    on = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if on else nullcontext()

@@ -13,7 +13,8 @@ Rows in 8 or 4 bits are read as codes; those of 4 bits are unpacked, a token's a
 
 N: tokens; r: reads of a token; M: N * r; K: rows of the table; D: width; U: distinct rows read; S: U + 1; R: rows of
 scores (queries); n: scores of a row; k: columns to select; l: lanes; m: reads, or scores that reach the bound; c: pairs
-of ranks; C: bytes of a quantized row.
+of ranks; H: heads; d: width of a query; f: d / 2; C: bytes of a quantized row; T: hash tables; b: bits of a bucket's
+code.
 """
 
 import hashlib
@@ -21,6 +22,7 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -106,6 +108,9 @@ def over_threads(kernel: Callable[..., None], bounds: Sequence[int], *arguments:
     Raises:
         Exception: what a part raised, once all have ended.
     """
+    if len(bounds) == 2:
+        kernel(*bounds, *arguments)
+        return
     errors: list[BaseException] = []
 
     def run(first: int, stop: int) -> None:
@@ -446,10 +451,23 @@ def product_top_k(scores1_Rn: Tensor, scores2_Rn: Tensor, k: int) -> tuple[Tenso
     """`reference.product_top_k`."""
     rows, n = scores1_Rn.shape
     i_Rk, j_Rk = (torch.empty(rows, k, dtype=torch.int64) for _ in range(2))
-    pairs_2c = np.array(candidate_pairs(n, k))
     halves = (_bits(scores1_Rn), _bits(scores2_Rn))
-    over_threads(_product_rows, even_bounds(rows, 2 * n), *halves, pairs_2c, k, i_Rk.numpy(), j_Rk.numpy())
+    over_threads(_product_rows, even_bounds(rows, 2 * n), *halves, _pairs(n, k), k, i_Rk.numpy(), j_Rk.numpy())
     return i_Rk, j_Rk
+
+
+def product_key_search(q_NHd: Tensor, subkeys_H2nf: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`reference.product_key_search`, all of it in one call, for a few queries."""
+    n, shape = subkeys_H2nf.shape[2], (*q_NHd.shape[:2], k)
+    scores_NHk, slots_NHk = q_NHd.new_empty(shape), torch.empty(shape, dtype=torch.int64)
+    _search_few(_array(q_NHd), _array(subkeys_H2nf), _pairs(n, k), k, scores_NHk.numpy(), slots_NHk.numpy())
+    return scores_NHk, slots_NHk
+
+
+@cache
+def _pairs(n: int, k: int) -> Any:
+    """`candidate_pairs` as an array: to make it takes as long as to search ten rows."""
+    return np.array(candidate_pairs(n, k))
 
 
 def _bits(scores_Rn: Tensor) -> Any:
@@ -569,3 +587,53 @@ def _product_rows(
         for place in range(k):
             i_Rk[row, place] = best1_k[pairs_2c[0, chosen_k[place]]]
             j_Rk[row, place] = best2_k[pairs_2c[1, chosen_k[place]]]
+
+
+@compiled
+def _search_few(q_NHd: Any, subkeys_H2nf: Any, pairs_2c: Any, k: int, scores_NHk: Any, slots_NHk: Any) -> None:
+    heads, _, n, f = subkeys_H2nf.shape
+    score1_1n, score2_1n = np.empty((1, n), np.float32), np.empty((1, n), np.float32)
+    i_1k, j_1k = np.empty((1, k), np.int64), np.empty((1, k), np.int64)
+    for t in range(len(q_NHd)):
+        for head in range(heads):
+            q_d, score_k, slot_k = q_NHd[t, head], scores_NHk[t, head], slots_NHk[t, head]
+            _dot_rows(subkeys_H2nf[head, 0], q_d[:f], score1_1n[0])
+            _dot_rows(subkeys_H2nf[head, 1], q_d[f:], score2_1n[0])
+            _product_rows(0, 1, score1_1n.view(np.int32), score2_1n.view(np.int32), pairs_2c, k, i_1k, j_1k)
+            for place in range(k):
+                i, j = i_1k[0, place], j_1k[0, place]
+                score_k[place] = score1_1n[0, i] + score2_1n[0, j]
+                slot_k[place] = i * n + j
+
+
+@compiled
+def _dot_rows(keys_nf: Any, q_f: Any, score_n: Any) -> None:
+    for row in range(len(keys_nf)):
+        key_f, score = keys_nf[row], np.float32(0)
+        for d in range(len(q_f)):
+            score += q_f[d] * key_f[d]
+        score_n[row] = score
+
+
+def bucket_reads(z_NTb: Tensor, temperature: float, *, scaled: bool) -> tuple[Tensor, Tensor]:
+    """`reference.bucket_reads`, without a gradient."""
+    tokens, tables, bits = z_NTb.shape
+    rows_NT, weights_NT = torch.empty(tokens, tables, dtype=torch.int64), z_NTb.new_empty(tokens, tables)
+    rate, out = np.float32(-2 / temperature), (rows_NT.numpy(), weights_NT.numpy())
+    over_threads(_buckets, even_bounds(tokens, 8 * tables * bits), _array(z_NTb), rate, scaled, *out)
+    return rows_NT, weights_NT
+
+
+@compiled
+def _buckets(first: int, stop: int, z_NTb: Any, rate: Any, scaled: bool, rows_NT: Any, weights_NT: Any) -> None:
+    one = np.float32(1)
+    for n in range(first, stop):
+        for table in range(z_NTb.shape[1]):
+            code, inverse, size = np.int64(0), one, np.float32(0)
+            for i in range(z_NTb.shape[2]):
+                z = z_NTb[n, table, i]
+                code |= np.int64(z >= 0) << i
+                inverse *= one + np.exp(rate * abs(z))
+                size += abs(z)
+            rows_NT[n, table] = (table << z_NTb.shape[2]) + code
+            weights_NT[n, table] = size / inverse if scaled else one / inverse

@@ -30,9 +30,11 @@ PREFER_ONEDNN = prefers_onednn()
 
 def uses_onednn(x: Tensor, y: Tensor) -> bool:
     """Whether the product of x (..., I) with each row of y (O, I) is oneDNN's."""
+    # Size first: this is asked for every product of every token that is decoded.
+    if not PREFER_ONEDNN or x.numel() * y.shape[0] < LEAST_WORK or min(y.shape) < LEAST_WIDTH:
+        return False
     plain = x.dtype == y.dtype == torch.float32 and x.device.type == y.device.type == "cpu"
-    large = x.numel() * len(y) >= LEAST_WORK and min(y.shape) >= LEAST_WIDTH
-    return PREFER_ONEDNN and plain and large and not torch.is_autocast_enabled("cpu")
+    return plain and not torch.is_autocast_enabled("cpu")
 
 
 def row_chunks(x: Tensor, y_OI: Tensor, most: int) -> list[Tensor]:
@@ -45,6 +47,8 @@ def row_chunks(x: Tensor, y_OI: Tensor, most: int) -> list[Tensor]:
         x: the rows; y_OI: the matrix that each is multiplied with.
         most: rows of a chunk at most.
     """
+    if len(x) <= most and not uses_onednn(x, y_OI):
+        return [x]
     return [chunk for part in x.split(most) for chunk in part.split(_chunk_sizes(part, y_OI))]
 
 

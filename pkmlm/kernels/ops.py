@@ -24,6 +24,7 @@ from pkmlm.kernels.row_gradient import RowGradient
 # 128 queries, and 16 MB would take eight times the launches.
 HEADS = {"cpu": 1, "cuda": 1 << 30}
 SCORES = {"cpu": 1 << 22, "cuda": 1 << 25}
+FEW = 32  # queries whose scores a CPU makes, and searches, in one call: calls take longer than what these compute
 
 
 class _ProductKeys(torch.autograd.Function):
@@ -99,7 +100,11 @@ def product_key_select(q_NHd: Tensor, subkeys_H2nf: Tensor, k: int) -> tuple[Ten
     """
     if not 1 <= k <= subkeys_H2nf.shape[2] ** 2:
         raise ValueError(f"cannot select {k} of {subkeys_H2nf.shape[2] ** 2} product keys")
-    scores_NHk, slots_NHk = _ProductKeys.apply(q_NHd, subkeys_H2nf, k)
+    tokens, heads, _ = q_NHd.shape
+    if tokens * heads <= FEW and q_NHd.device.type == "cpu" and not torch.is_grad_enabled():
+        scores_NHk, slots_NHk = backend.of(q_NHd).product_key_search(q_NHd, subkeys_H2nf, k)
+    else:
+        scores_NHk, slots_NHk = _ProductKeys.apply(q_NHd, subkeys_H2nf, k)
     return scores_NHk, slots_NHk
 
 
@@ -177,7 +182,12 @@ def weighted_row_sum(
             gradient is a dense tensor, as autograd's own.
         copy_KD: the values in half precision, to be read in their place; sums are fp32.
     """
-    out_ND: Tensor = _WeightedRowSum.apply(values_KD, slots_Nr, weights_Nr.to(values_KD.dtype), gradient, copy_KD)
+    weights_Nr = weights_Nr.to(values_KD.dtype)
+    if not torch.is_grad_enabled():  # a Function takes 10 us more
+        read_KD = values_KD if copy_KD is None else copy_KD
+        out_ND: Tensor = backend.of(read_KD).weighted_row_sum(read_KD, slots_Nr, weights_Nr)
+        return out_ND
+    out_ND = _WeightedRowSum.apply(values_KD, slots_Nr, weights_Nr, gradient, copy_KD)
     return out_ND
 
 
@@ -229,7 +239,11 @@ def row_products(
         x_ND: any floating dtype; taken in that of the values.
     """
     x_ND = x_ND.to(values_KD.dtype).contiguous()
-    products_Nr: Tensor = _RowProducts.apply(values_KD, x_ND, slots_Nr, gradient, copy_KD)
+    if not torch.is_grad_enabled():
+        read_KD = values_KD if copy_KD is None else copy_KD
+        products_Nr: Tensor = backend.of(read_KD).row_products(read_KD, x_ND, slots_Nr)
+        return products_Nr
+    products_Nr = _RowProducts.apply(values_KD, x_ND, slots_Nr, gradient, copy_KD)
     return products_Nr
 
 
@@ -274,3 +288,20 @@ bucket_codes = reference.bucket_codes  # integer arithmetic, exact in every dtyp
 def bucket_scores(z_NTb: Tensor, temperature: float) -> Tensor:
     """`reference.bucket_scores` (N, T), through logarithms: no overflow, and finite gradients, for any z."""
     return torch.exp(-softplus(-2 / temperature * z_NTb.abs()).sum(-1))
+
+
+def bucket_reads(z_NTb: Tensor, temperature: float, *, scaled: bool) -> tuple[Tensor, Tensor]:
+    """`reference.bucket_reads`; the weights have a gradient, where z has.
+
+    Args:
+        z_NTb: chunks, floating.
+        temperature: t, above 0.
+        scaled: whether a weight is sum|z| * p(z), not p(z).
+    """
+    if z_NTb.device.type == "cpu" and not (z_NTb.requires_grad and torch.is_grad_enabled()):
+        rows_NT, weights_NT = backend.of(z_NTb).bucket_reads(z_NTb, temperature, scaled=scaled)
+        return rows_NT, weights_NT
+    tables, bits = z_NTb.shape[1:]
+    rows_NT = bucket_codes(z_NTb) + (torch.arange(tables, device=z_NTb.device) << bits)
+    weights_NT = bucket_scores(z_NTb, temperature)
+    return rows_NT, weights_NT * z_NTb.abs().sum(-1) if scaled else weights_NT

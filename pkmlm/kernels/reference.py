@@ -3,8 +3,8 @@
 A fast kernel is right when it equals the function of the same name here, over random shapes, dtypes and ties.
 
 R: rows (queries); n: sub-keys of a half; k: slots to select; N: tokens; r: reads of a token; K: slots; D: width of a
-value; c: pairs of ranks; T: hash tables; b: bits of a code; M: all reads (N * r); U: distinct rows read; S: U + 1; C:
-bytes of a quantized row.
+value; c: pairs of ranks; H: heads; d: width of a query; f: that of a sub-key (d / 2); T: hash tables; b: bits of a
+code; M: all reads (N * r); U: distinct rows read; S: U + 1; C: bytes of a quantized row.
 """
 
 from typing import NamedTuple
@@ -42,6 +42,15 @@ def product_top_k(scores1_Rn: Tensor, scores2_Rn: Tensor, k: int) -> tuple[Tenso
     a_c, b_c = torch.tensor(candidate_pairs(n, k), device=scores1_Rn.device)
     _, chosen_Rk = top_k(best1_Rk[:, a_c] + best2_Rk[:, b_c], k)
     return i_Rk.gather(1, a_c[chosen_Rk]), j_Rk.gather(1, b_c[chosen_Rk])
+
+
+def product_key_search(q_NHd: Tensor, subkeys_H2nf: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k best product keys of each query, by `product_top_k`: scores (N, H, k) and slots i * n + j, int64."""
+    heads, _, n, f = subkeys_H2nf.shape
+    scores_2Rn = torch.einsum("nhjf,hjkf->jnhk", q_NHd.view(-1, heads, 2, f), subkeys_H2nf).flatten(1, 2)
+    i_Rk, j_Rk = product_top_k(*scores_2Rn, k)
+    scores_Rk = scores_2Rn[0].gather(1, i_Rk) + scores_2Rn[1].gather(1, j_Rk)
+    return scores_Rk.view(-1, heads, k), (i_Rk * n + j_Rk).view(-1, heads, k)
 
 
 class Segments(NamedTuple):
@@ -212,3 +221,11 @@ def bucket_scores(z_NTb: Tensor, temperature: float) -> Tensor:
     """p(z) = 1 / prod over i of (1 + exp(-2|z_i|/t)) (eq. 12): the softmax over all sign patterns of <z, pattern>/t;
     (N, T), in the dtype of z."""
     return 1 / (1 + torch.exp(-2 * z_NTb.abs() / temperature)).prod(-1)
+
+
+def bucket_reads(z_NTb: Tensor, temperature: float, *, scaled: bool) -> tuple[Tensor, Tensor]:
+    """What a token reads of T tables of 2^b rows, one below the other: the row of each bucket, int64 (N, T), and its
+    weight p(z), or sum|z| * p(z), (N, T), in the dtype of z."""
+    rows_NT = bucket_codes(z_NTb) + (torch.arange(z_NTb.shape[1], device=z_NTb.device) << z_NTb.shape[2])
+    scores_NT = bucket_scores(z_NTb, temperature)
+    return rows_NT, scores_NT * z_NTb.abs().sum(-1) if scaled else scores_NT

@@ -111,6 +111,32 @@ def test_gradients_of_product_keys_reach_queries_and_the_right_half(monkeypatch,
             assert torch.equal(keys.grad[h, half].abs().sum(1) > 0, read)
 
 
+@settings(deadline=None, max_examples=60)
+@given(
+    tokens=st.integers(0, 5),
+    heads=st.integers(1, 4),
+    n=st.integers(1, 140),
+    half=st.integers(1, 9),
+    k=st.integers(1, 40),
+    ties=st.booleans(),
+    seed=st.integers(0, 9999),
+)
+def test_a_search_of_few_queries_in_one_call_equals_the_others(tokens, heads, n, half, k, ties, seed):
+    k = min(k, n * n)
+    q = scores(tokens * heads, 2 * half, ties, torch.float32, seed).view(tokens, heads, 2 * half)
+    keys = scores(heads * 2 * n, half, ties, torch.float32, seed + 1).view(heads, 2, n, half)
+    with torch.no_grad():
+        found, slots = ops.product_key_select(q, keys, k)
+    for other in (reference.product_key_search(q, keys, k), ops.product_key_select(q, keys, k)):
+        torch.testing.assert_close(found, other[0])
+        assert not ties or torch.equal(slots, other[1]), "scores of whole numbers are exact"
+        i, j = slots // n, slots % n
+        scores1, scores2 = (
+            torch.einsum("nhf,hkf->nhk", q.unflatten(-1, (2, half))[:, :, s], keys[:, s]) for s in (0, 1)
+        )
+        torch.testing.assert_close(scores1.gather(2, i) + scores2.gather(2, j), found)
+
+
 def test_flat_keys_equal_brute_force_and_their_gradients(monkeypatch):
     monkeypatch.setattr(ops, "SCORES", {"cpu": 20})  # several pieces
     torch.manual_seed(1)
@@ -446,6 +472,30 @@ def test_bucket_score_is_the_softmax_over_all_sign_patterns(temperature):
     chosen = (patterns == torch.where(z >= 0, 1.0, -1.0)[..., None, :]).all(-1)
     torch.testing.assert_close(ops.bucket_scores(z, temperature), chances[chosen].view(20, 3))
     torch.testing.assert_close(ops.bucket_scores(z, temperature), reference.bucket_scores(z, temperature))
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    tokens=st.integers(0, 9),
+    tables=st.integers(1, 7),
+    bits=st.integers(1, 16),
+    scaled=st.booleans(),
+    temperature=st.sampled_from([0.01, 0.5, 1.0, 3.0]),
+    seed=st.integers(0, 9999),
+)
+def test_reads_of_buckets_equal_their_reference(tokens, tables, bits, scaled, temperature, seed):
+    z = torch.randn(tokens, tables, bits, generator=torch.Generator().manual_seed(seed))
+    if tokens:
+        z[0, 0, 0] = -0.0
+        z[-1, -1] = torch.where(z[-1, -1] > 0, 1e30, 0.0)
+    rows, weights = reference.bucket_reads(z.double(), temperature, scaled=scaled)
+    codes = reference.bucket_codes(z)
+    assert torch.equal(rows, codes + torch.arange(tables) * 2**bits)
+    for each in (z, z.clone().requires_grad_()):  # in one call, and with a graph
+        found = ops.bucket_reads(each, temperature, scaled=scaled)
+        assert torch.equal(found[0], rows)
+        torch.testing.assert_close(found[1], weights.float(), rtol=1e-5, atol=1e-7)
+        assert found[1].requires_grad == each.requires_grad
 
 
 def test_bucket_scores_and_their_gradients_stay_finite():

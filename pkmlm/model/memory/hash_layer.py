@@ -6,11 +6,10 @@ B: sequences; T: positions; N: tokens (B * T); D: width in; K: tables; b: bits o
 import math
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
-from pkmlm.device import at_least_fp32
+from pkmlm.device import at_least_fp32, without_autocast
 from pkmlm.kernels import ops
 from pkmlm.model.memory.base import SparseMemory, UsageTap, uncompiled
 from pkmlm.model.memory.values import Values
@@ -89,13 +88,9 @@ class HashLayer(SparseMemory):
     @uncompiled
     def forward(self, x_BTD: Tensor) -> Tensor:
         """(B, T, D) to (B, T, W), in the dtype of the rows read. Signs and scores are always taken in fp32."""
-        with torch.autocast(x_BTD.device.type, enabled=False):
+        with without_autocast(x_BTD.device):
             z_NKb = at_least_fp32(x_BTD).reshape(-1, self.tables, self.bits)
-            first_row_K = torch.arange(self.tables, device=x_BTD.device) << self.bits
-            rows_NK = ops.bucket_codes(z_NKb) + first_row_K
-            scores_NK = ops.bucket_scores(z_NKb, self.temperature)
-            if self.scaled:
-                scores_NK = scores_NK * z_NKb.abs().sum(-1)
+            rows_NK, scores_NK = ops.bucket_reads(z_NKb, self.temperature, scaled=self.scaled)
             rows_NK1, scores_NK1 = self.tap(rows_NK[..., None], scores_NK[..., None])
         out: Tensor = self.values(rows_NK1[..., 0], scores_NK1[..., 0])
         return out.view(*x_BTD.shape[:-1], -1)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import relu, rms_norm, silu
 
-from pkmlm.device import at_least_fp32
+from pkmlm.device import at_least_fp32, without_autocast
 from pkmlm.kernels import ops
 from pkmlm.kernels.matmul import Linear, linear
 from pkmlm.model.init import Constant, InitSpec, Normal, Uniform
@@ -145,7 +145,7 @@ class KeyMemory(SparseMemory):
         """(B, T, D) to (B, T, D), in the dtype of the rows read, or of the map W2; search and softmax are in fp32."""
         x_ND = x_BTD.flatten(0, 1)
         q_NHq = self.query(x_ND)
-        with torch.autocast(x_BTD.device.type, enabled=False):
+        with without_autocast(x_BTD.device):
             scores_NHk, slots_NHk = self.select(at_least_fp32(q_NHq))
             slots_NHk, weights_NHk = self.tap(slots_NHk, WEIGHTS[self.scores](scores_NHk))
         m_NV = self.read(x_ND, slots_NHk.flatten(1), weights_NHk.flatten(1))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import batch_norm
 
-from pkmlm.device import at_least_fp32
+from pkmlm.device import at_least_fp32, without_autocast
 from pkmlm.distributed import World
 from pkmlm.kernels.matmul import Linear
 from pkmlm.model.init import Constant, InitSpec, Normal
@@ -51,7 +51,7 @@ class Query(nn.Module):
     def forward(self, x_ND: Tensor) -> Tensor:
         """(N, D) to queries (N, H, q), in fp32 (fp64 for fp64 input). The maps run in the autocast's dtype."""
         q_NF = self.map(x_ND)
-        with torch.autocast(x_ND.device.type, enabled=False):
+        with without_autocast(x_ND.device):
             q_NF = at_least_fp32(q_NF)
             if isinstance(self.norm, QueryBatchNorm):
                 return self.norm(q_NF).view(-1, self.heads, self.key_dim)
