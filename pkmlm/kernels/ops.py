@@ -24,7 +24,9 @@ from pkmlm.kernels.row_gradient import RowGradient
 # 128 queries, and 16 MB would take eight times the launches.
 HEADS = {"cpu": 1, "cuda": 1 << 30}
 SCORES = {"cpu": 1 << 22, "cuda": 1 << 25}
-FEW = 32  # queries whose scores a CPU makes, and searches, in one call: calls take longer than what these compute
+# Queries that a CPU compares with all sub-keys, or tokens whose buckets it finds, in one call, as decoding has them: for
+# so few, calls take longer than what they compute. (Larger batches get the bits that training gets.)
+FEW = 32
 
 
 class _ProductKeys(torch.autograd.Function):
@@ -298,7 +300,7 @@ def bucket_reads(z_NTb: Tensor, temperature: float, *, scaled: bool) -> tuple[Te
         temperature: t, above 0.
         scaled: whether a weight is sum|z| * p(z), not p(z).
     """
-    if z_NTb.device.type == "cpu" and not (z_NTb.requires_grad and torch.is_grad_enabled()):
+    if len(z_NTb) <= FEW and z_NTb.device.type == "cpu" and not (z_NTb.requires_grad and torch.is_grad_enabled()):
         rows_NT, weights_NT = backend.of(z_NTb).bucket_reads(z_NTb, temperature, scaled=scaled)
         return rows_NT, weights_NT
     tables, bits = z_NTb.shape[1:]

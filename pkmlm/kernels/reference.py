@@ -48,7 +48,7 @@ def product_key_search(q_NHd: Tensor, subkeys_H2nf: Tensor, k: int) -> tuple[Ten
     """The k best product keys of each query, by `product_top_k`: scores (N, H, k) and slots i * n + j, int64."""
     heads, _, n, f = subkeys_H2nf.shape
     scores_2Rn = torch.einsum("nhjf,hjkf->jnhk", q_NHd.view(-1, heads, 2, f), subkeys_H2nf).flatten(1, 2)
-    i_Rk, j_Rk = product_top_k(*scores_2Rn, k)
+    i_Rk, j_Rk = product_top_k(scores_2Rn[0], scores_2Rn[1], k)
     scores_Rk = scores_2Rn[0].gather(1, i_Rk) + scores_2Rn[1].gather(1, j_Rk)
     return scores_Rk.view(-1, heads, k), (i_Rk * n + j_Rk).view(-1, heads, k)
 
