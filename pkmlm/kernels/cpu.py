@@ -616,18 +616,18 @@ def _dot_rows(keys_nf: Any, q_f: Any, score_n: Any) -> None:
 
 
 def bucket_reads(z_NTb: Tensor, temperature: float, *, scaled: bool) -> tuple[Tensor, Tensor]:
-    """`reference.bucket_reads`, without a gradient."""
-    tokens, tables, bits = z_NTb.shape
-    rows_NT, weights_NT = torch.empty(tokens, tables, dtype=torch.int64), z_NTb.new_empty(tokens, tables)
+    """`reference.bucket_reads`, without a gradient, for a few tokens."""
+    shape = z_NTb.shape[:2]
+    rows_NT, weights_NT = torch.empty(shape, dtype=torch.int64), z_NTb.new_empty(shape)
     rate, out = np.float32(-2 / temperature), (rows_NT.numpy(), weights_NT.numpy())
-    over_threads(_buckets, even_bounds(tokens, 8 * tables * bits), _array(z_NTb), rate, scaled, *out)
+    _buckets(_array(z_NTb), rate, scaled, *out)
     return rows_NT, weights_NT
 
 
 @compiled
-def _buckets(first: int, stop: int, z_NTb: Any, rate: Any, scaled: bool, rows_NT: Any, weights_NT: Any) -> None:
+def _buckets(z_NTb: Any, rate: Any, scaled: bool, rows_NT: Any, weights_NT: Any) -> None:
     one = np.float32(1)
-    for n in range(first, stop):
+    for n in range(z_NTb.shape[0]):
         for table in range(z_NTb.shape[1]):
             code, inverse, size = np.int64(0), one, np.float32(0)
             for i in range(z_NTb.shape[2]):
