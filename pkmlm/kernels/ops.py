@@ -24,8 +24,8 @@ from pkmlm.kernels.row_gradient import RowGradient
 # 128 queries, and 16 MB would take eight times the launches.
 HEADS = {"cpu": 1, "cuda": 1 << 30}
 SCORES = {"cpu": 1 << 22, "cuda": 1 << 25}
-# Queries that a CPU compares with all sub-keys, or tokens whose buckets it finds, in one call, as decoding has them: for
-# so few, calls take longer than what they compute. (Larger batches get the bits that training gets.)
+# So few queries, or tokens, as decoding has them, a CPU searches or puts into buckets in one call: several take longer
+# than what they compute. (Larger batches get the bits that training gets.)
 FEW = 32
 
 
