@@ -82,8 +82,10 @@ def compare_runs(paths: Sequence[str]) -> Comparison:
     timed = timed_side_by_side(runs)
     facts = [facts_of(label, run) | {"scoring_tokens_per_second": timed.get(label)} for label, run in runs.items()]
     for run in facts:
-        logged, last = run["step"] or 0, saved[run["run"]]
-        if logged < last:
+        logged, last, log = run["step"] or 0, saved[run["run"]], runs[run["run"]].metrics_file
+        if log in runs[run["run"]].altered():
+            warnings.append(f"{log} is not as training wrote it: it is left out")
+        elif logged < last:
             ends = f"metrics.jsonl ends at step {logged:,} of {last:,}"
             warnings.append(f"{run['run']}: {ends}: its totals and curves end there")
     for label, measured in runs.items():
@@ -156,7 +158,7 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
     ...}}, see `task_scores`), average_acc (see `average_accuracy`), usage_step, usage (memories of the newest usage
     report of the test split). The kind is dense, hash, the kind of memory, or hash + that.
     """
-    recorded, metrics, recipe, latest = run.facts(), run.metrics(), run.recipe(), run.latest_state()
+    recorded, metrics, recipe, latest = run.facts(), run.sound_metrics(), run.recipe(), run.latest_state()
     parameters = recorded.get("parameters") or {}
     train = [event for event in metrics if event["event"] == "train"]
     speeds = [speed for event in train if (speed := event.get("tokens_per_second")) is not None]
@@ -241,7 +243,10 @@ def differences(runs: dict[str, RunDirectory]) -> list[str]:
         rows = {label: (task.get("data") or {}).get("sha256") for label, task in asked.items()}
         values[f"several numbers of examples before a question of {name}"] = shots
         values[f"several files of rows of {name}"] = rows
-    warnings = [text for run in runs.values() for text in (*run.alterations(), *altered_results(run.path))]
+    warnings = []
+    for run in runs.values():
+        records = [path for path in run.altered() if path != run.metrics_file]
+        warnings += [f"{path} is not as training wrote it" for path in records] + altered_results(run.path)
     warnings += [
         f"{what} ({'; '.join(map(', '.join, several.values()))})"
         for what, found in values.items()

@@ -65,7 +65,7 @@ def command(
         from pkmlm.analysis.plots import Look, draw_curves
 
         runs = {group.name: [comparison.runs[run["run"]] for run in group.runs] for group in comparison.groups}
-        curves = {name: [run.metrics() for run in seeds] for name, seeds in runs.items()}
+        curves = {name: [run.sound_metrics() for run in seeds] for name, seeds in runs.items()}
         for path in (drawn := draw_curves(folder, curves, plot_over, Look(plot_format, plot_width))):
             click.echo(f"drew {printable(str(path))}", err=True)
         if not drawn:
