@@ -68,7 +68,7 @@ class Comparison(NamedTuple):
 
     def at_equal(self, over: Over, per_step: Mapping[str, float]) -> Equal | None:
         """`at_equal` of these runs. Its facts are added to theirs, and what a step takes, as OVER_per_step."""
-        equal = at_equal(over, per_step, {label: run.metrics() for label, run in self.runs.items()})
+        equal = at_equal(over, per_step, {label: run.sound_metrics() for label, run in self.runs.items()})
         for run in self.facts:
             run[f"{over}_per_step"] = per_step[run["run"]]
             run |= equal.facts[run["run"]] if equal else {}
@@ -77,7 +77,9 @@ class Comparison(NamedTuple):
     def curves(self, over: str) -> dict[str, list[tuple[float, list[Facts]]]]:
         """What a step of each run of a group takes, which `at_equal` has added, and its events."""
         return {
-            group.name: [(run.get(f"{over}_per_step", 1.0), self.runs[run["run"]].metrics()) for run in group.runs]
+            group.name: [
+                (run.get(f"{over}_per_step", 1.0), self.runs[run["run"]].sound_metrics()) for run in group.runs
+            ]
             for group in self.groups
         }
 
@@ -98,8 +100,10 @@ def compare_runs(paths: Sequence[str]) -> Comparison:
     timed = timed_side_by_side(runs)
     facts = [facts_of(label, run) | {"scoring_tokens_per_second": timed.get(label)} for label, run in runs.items()]
     for run in facts:
-        logged, last = run["step"] or 0, saved[run["run"]]
-        if logged < last:
+        logged, last, log = run["step"] or 0, saved[run["run"]], runs[run["run"]].metrics_file
+        if log in runs[run["run"]].altered():
+            warnings.append(f"{log} is not as training wrote it: it is left out")
+        elif logged < last:
             ends = f"metrics.jsonl ends at step {logged:,} of {last:,}"
             warnings.append(f"{run['run']}: {ends}: its totals and curves end there")
     for label, measured in runs.items():
@@ -172,7 +176,7 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
     ...}}, see `task_scores`), average_acc (see `average_accuracy`), usage_step, usage (memories of the newest usage
     report of the test split). The kind is dense, hash, the kind of memory, or hash + that.
     """
-    recorded, metrics, recipe, latest = run.facts(), run.metrics(), run.recipe(), run.latest_state()
+    recorded, metrics, recipe, latest = run.facts(), run.sound_metrics(), run.recipe(), run.latest_state()
     parameters = recorded.get("parameters") or {}
     train = [event for event in metrics if event["event"] == "train"]
     speeds = [speed for event in train if (speed := event.get("tokens_per_second")) is not None]
@@ -257,7 +261,10 @@ def differences(runs: dict[str, RunDirectory]) -> list[str]:
         rows = {label: (task.get("data") or {}).get("sha256") for label, task in asked.items()}
         values[f"several numbers of examples before a question of {name}"] = shots
         values[f"several files of rows of {name}"] = rows
-    warnings = [text for run in runs.values() for text in (*run.alterations(), *altered_results(run.path))]
+    warnings = []
+    for run in runs.values():
+        records = [path for path in run.altered() if path != run.metrics_file]
+        warnings += [f"{path} is not as training wrote it" for path in records] + altered_results(run.path)
     warnings += [
         f"{what} ({'; '.join(map(', '.join, several.values()))})"
         for what, found in values.items()

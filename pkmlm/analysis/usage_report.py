@@ -14,10 +14,10 @@ import numpy as np
 from pkmlm.analysis.usage import SPREAD, MemoryUsage, with_pool
 from pkmlm.console import token_progress, warn
 from pkmlm.data.corpus import read_index
-from pkmlm.data.sources import expand_glob
+from pkmlm.data.sources import expand_glob, find_source
 from pkmlm.errors import UserError, printable
 from pkmlm.evaluate.documents import TextChoice, chosen_documents
-from pkmlm.export.config import CONFIG, is_export
+from pkmlm.export.config import CONFIG, is_export, read_config
 from pkmlm.runs.directory import RunDirectory, tokenizer_file
 from pkmlm.runs.files import MANIFEST, entry_of, json_text, sha256_of
 from pkmlm.runs.results import USAGE, read_usage, split_name, text_name, usage_stem, write_arrays, write_usage
@@ -56,6 +56,12 @@ def run_or_export(path: str) -> RunDirectory:
     return RunDirectory(path) if is_export(Path(path)) else RunDirectory.existing(path)
 
 
+def has_memory(run: RunDirectory) -> bool:
+    """Whether the model of a run or an export has a memory or hash tables."""
+    model = (read_config(run.path / CONFIG)[0] if is_export(run.path) else run.recipe()).model
+    return model.memory.kind != "none" or model.projections == "hash"
+
+
 def usage_reports(
     runs: Mapping[str, RunDirectory],
     steps: Sequence[str],
@@ -77,8 +83,11 @@ def usage_reports(
         details: look into single slots, too, which rank 0 does alone: contexts of several processes are not merged.
 
     Raises:
-        UserError: there is no such checkpoint or text, or it is damaged.
+        UserError: there is no such checkpoint or text, or it is damaged; none of the models has a memory.
     """
+    if not any(has_memory(run) for run in runs.values()):
+        what = f"{', '.join(runs)}: the model has no memory to report on"
+        raise UserError(what, "give a run with a memory or hash tables")
     if details and world and world.rank > 0:
         return []
     for run in runs.values():
@@ -99,8 +108,7 @@ def _report(
 ) -> RunUsage:
     texts = [] if choice.text is None else sorted(map(Path, expand_glob(choice.text)))
     for text in texts:
-        if not text.is_file():
-            raise UserError(f"--text {text} is not a file")
+        find_source(str(text), None)
     if is_export(run.path):  # nothing is written into it
         return _measure(run, step, choice, quiet, world, details)
     number, first = run.resolve(step), world is None or world.rank == 0  # the others keep nothing

@@ -135,8 +135,6 @@ def command(
         return
     entries = [report.entry for report in reports]
     try:  # files first, so that they are written also if nobody reads the output any more
-        if any((folder, page, arrays)) and not any(entry["memories"] for entry in entries):
-            raise UserError("no model here has a memory to draw or export", "leave out --plots, --html and --export")
         if folder is not None:
             from pkmlm.analysis.plots import Look, draw_usage
 

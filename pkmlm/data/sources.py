@@ -239,7 +239,8 @@ def find_source(name: str, format: str | None) -> Source:
         if stat.S_ISDIR(mode):
             raise UserError(f"{name} is a folder (expected a file)", f"name its files: '{name.rstrip('/')}/*'")
         if not stat.S_ISREG(mode):
-            raise UserError(f"{name} is not a regular file", "give a pipe as standard input, by the name -")
+            hint = "write it into a file, or give it as standard input, by the name -"
+            raise UserError(f"{name} is not a regular file", hint)
         open_file(name).close()
     if format is None and suffix.lower()[1:] not in FORMATS:
         raise UserError(

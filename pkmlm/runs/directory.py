@@ -286,8 +286,10 @@ class RunDirectory:
         if facts := self.facts():
             write_json(self.path / "run.json", signed({**facts, "recipe_sha256": None, "log": None}))
 
-    def alterations(self) -> list[str]:
-        """A warning for each of the run's records that is not as training wrote it; earlier versions signed none."""
+    def altered(self) -> list[Path]:
+        """Those of run.json, recipe.yaml and metrics.jsonl that are not as training wrote them; earlier versions signed
+        none.
+        """
         file, altered = self.path / "run.json", []
         try:
             facts = read_signed(file, "the run's record", RunFacts) if file.exists() else {}
@@ -297,7 +299,11 @@ class RunDirectory:
             altered.append(self.recipe_file)
         if (log := facts.get("log")) and log["sha256"] != self._log_sha256(log["bytes"]):
             altered.append(self.metrics_file)
-        return [f"{path} is not as training wrote it" for path in altered]
+        return altered
+
+    def alterations(self) -> list[str]:
+        """A warning for each file of `altered`."""
+        return [f"{path} is not as training wrote it" for path in self.altered()]
 
     def _log_sha256(self, size: int) -> str:
         """The sha256 of the first `size` bytes of metrics.jsonl."""
@@ -341,8 +347,11 @@ class RunDirectory:
         """
         path, own = self.checkpoint(step), self.facts().get("id")
         if own and origin and own != origin:
+            if (file := self.path / "run.json") in self.altered():
+                message = f"{file} was changed after training: its id is {own[:40]} (expected {origin}, as in {path})"
+                raise UserError(message, f"set its id back to {origin}", exit_code=1)
             message = f"{path} is a checkpoint of another run: id {origin[:20]} (expected {own[:20]}, as in run.json)"
-            raise UserError(message, "take it out of this run's folder", exit_code=1)
+            raise UserError(message, "use it in the run that it was copied from, and here another --step", exit_code=1)
         found = {key: scalar_text(value) for key, value in flatten(self.recipe()).items()}
         changed = [
             f"{key} is {found[key]} (expected {text})"
@@ -351,11 +360,16 @@ class RunDirectory:
         ]
         if changed:
             message = f"{self.recipe_file} is not the recipe that {path.name} was trained with: {', '.join(changed)}"
-            raise UserError(message, "set it back: weights mean nothing without their recipe", exit_code=1)
+            hint = "it was changed after training: set it back; to train another model, copy it and choose another -o"
+            raise UserError(message, hint, exit_code=1)
 
     def metrics(self) -> list[dict[str, Any]]:
         """All whole lines of metrics.jsonl; a line torn by a kill is skipped."""
         return list(read_metrics(self.metrics_file))
+
+    def sound_metrics(self) -> list[dict[str, Any]]:
+        """`metrics`, but none where the file is not as training wrote it."""
+        return [] if self.metrics_file in self.altered() else self.metrics()
 
     def cut_metrics(self, step: int, *, validated: bool = True) -> None:
         """Drop what was measured after `step` (by a run that died before its next checkpoint) and torn lines.

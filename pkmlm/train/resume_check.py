@@ -1,11 +1,13 @@
 """Whether a run that exists may be resumed, and what has changed since it last trained."""
 
+from contextlib import suppress
 from typing import Any
 
 from pkmlm.errors import UserError
 from pkmlm.recipe.schema import Recipe, flatten, scalar_text
 from pkmlm.runs.checkpoint import read_progress
 from pkmlm.runs.directory import RunDirectory
+from pkmlm.runs.files import Damaged
 from pkmlm.train.job import Job, hashes_of
 
 # The keys, or beginnings of keys, that may change when a run is resumed. Changes of CHANGES_NUMBERS are reported: later
@@ -38,6 +40,9 @@ def refuse_changed_recipe(run: RunDirectory, recipe: Recipe) -> None:
     fixed = fixed_keys(recipe)
     changed = [text for key, text in changed_keys(run.recipe(), recipe).items() if key in fixed]
     if changed:
+        with suppress(Damaged):  # of which nothing has been set aside yet
+            if state := run.latest_state():
+                run.check_origin(state["step"], None, state.get("recipe"))
         message = f"run {run.path} was started with another recipe: {', '.join(changed)}"
         raise UserError(message, "train it under another -o")
 

@@ -561,4 +561,10 @@ def test_records_that_are_not_as_training_wrote_them_are_named(trained, tmp_path
     changed = re.sub(before, after, text, count=1)
     assert changed != text
     (run / name).write_text(changed)
-    assert f"warning: {run / name} is not as training wrote it\n" in pkmlm("compare", run).stderr
+    (before,), (found,) = facts(trained("product-key")), facts(run)
+    assert f"warning: {run / name} is not as training wrote it" in pkmlm("compare", run).stderr
+    logged = ("step", "tokens", "tokens_per_second", "valid_step", "valid_loss", "valid_token_ppl")
+    for key in logged:
+        assert found[key] == (None if name == "metrics.jsonl" else before[key]), key
+    drawn = pkmlm("compare", run, "--plots", tmp_path / "plots").stderr
+    assert ("drew" in drawn) == (name != "metrics.jsonl")

@@ -67,6 +67,23 @@ def test_a_recipe_that_is_not_that_of_the_weights_is_refused(copy, tmp_path, wri
     assert RunDirectory(copy).steps() == [20, 30]
 
 
+def test_what_was_changed_by_hand_is_named_with_what_to_do(copy, tmp_path, write_recipe):
+    """The recipe and the id of a run; the weights stay, and with the file set back all is as before."""
+    recipe, run = write_recipe(tmp_path, "product-key"), RunDirectory(copy)
+    for file, before, after in (
+        (run.recipe_file, "topk: 4", "topk: 2"),
+        (copy / "run.json", f'"id": "{run.facts()["id"]}"', '"id": "another"'),
+    ):
+        text = file.read_text()
+        assert text.count(before) == 1
+        file.write_text(text.replace(before, after))
+        said = pkmlm("train", recipe, "-o", copy, "-q", "-s", "train.steps=31", code=1).stderr
+        assert re.match(rf"error: {re.escape(str(file))} .*\nhint: .*set .*back", said)
+        assert before.split()[1].strip('"') in said
+        file.write_text(text)
+    pkmlm("train", recipe, "-o", copy, "-q", "-s", "train.steps=31")
+
+
 def test_a_checkpoint_of_another_run_is_refused(tmp_path, write_recipe):
     """Of the same recipe, but for a key that may change within a run."""
     recipe, runs = write_recipe(tmp_path, "product-key"), [tmp_path / "one", tmp_path / "other"]

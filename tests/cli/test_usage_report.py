@@ -3,6 +3,8 @@
 import csv
 import io
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -165,15 +167,15 @@ def test_tables_of_several_runs(run_of: Callable[[str], Path]) -> None:
     assert "| product-key | 2 memory | mass |" in markdown
 
 
-def test_nothing_is_drawn_where_no_model_has_a_memory(run_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_models_without_a_memory_are_refused_before_any_work(run_of: Callable[[str], Path], tmp_path: Path) -> None:
     dense = run_of("dense")
-    assert report(dense)[0]["memories"] == []
-    tables = pkmlm("usage-report", dense).stdout
-    for option in ("--plots", "--html", "--export"):
-        done = pkmlm("usage-report", dense, option, tmp_path / "new", code=2)
-        assert "memory" in done.stderr
-        assert done.stdout == tables
-        assert not (tmp_path / "new").exists()
+    pkmlm("export", dense, "-o", tmp_path / "export", "-q")
+    for model in (dense, tmp_path / "export"):
+        for options in ((), ("--format", "json"), ("--plots", tmp_path / "new"), ("--export", tmp_path / "new")):
+            done = pkmlm("usage-report", model, *options, code=2)
+            assert re.match(rf"error: {model.name}: .*no memory", done.stderr)
+            assert done.stdout == ""
+            assert not (tmp_path / "new").exists()
 
 
 def test_plots_and_force(run_of: Callable[[str], Path], tmp_path: Path) -> None:
@@ -211,6 +213,10 @@ def test_a_text_that_can_be_read_once_is_refused(trained: Trained, tmp_path: Pat
     for place in (trained("product-key"), tmp_path / "exported"):
         said = pkmlm("usage-report", place, "--text", "-", stdin="some text", code=2).stderr
         assert "--text -" in said
+        os.mkfifo(pipe := place.parent / f"{place.name}-pipe.txt")
+        said = pkmlm("usage-report", place, "--text", pipe, code=2).stderr
+        assert re.match(rf"error: {re.escape(str(pipe))} is not a regular file\nhint: .*file", said)
+        pipe.unlink()
 
 
 def test_a_run_that_cannot_be_written_is_still_reported(run_of: Callable[[str], Path]) -> None:
