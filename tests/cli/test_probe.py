@@ -73,6 +73,17 @@ def test_an_export_is_probed_as_its_run(trained, tokens: Path, novels: Path, tmp
     assert "nowhere" in refused
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["memory-plus", "peer", "hash"])
+def test_exports_of_pools_experts_and_hash_layers_are_probed_as_their_runs(trained, tokens, tmp_path, kind) -> None:
+    pkmlm("export", trained(kind), "-o", tmp_path / "out")
+    from_run, from_export = (probe(where, "--data", tokens)["memories"] for where in (trained(kind), tmp_path / "out"))
+    names = {"memory-plus": ["memory", "memory", "all"], "peer": ["memory"], "hash": ["qkv", "ffn1", "ffn2", "all"]}
+    assert [memory["name"] for memory in from_run] == names[kind]
+    assert all(probe["nats"] for memory in from_run for probe in memory["probes"].values()), "each changes something"
+    assert from_export == from_run
+
+
 def test_what_cannot_be_compared_is_refused(trained, novels: Path, write_recipe, tmp_path: Path) -> None:
     assert "memory" in pkmlm("probe", trained("dense"), code=2).stderr
     pkmlm("tokenize", novels / "train.txt", "-o", tmp_path / "other", "--vocab-size", 500, "-q")
