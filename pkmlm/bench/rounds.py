@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from pkmlm.environment import keep_freed_memory
+
 MIN_SECONDS = 0.02  # that are timed on a GPU: a launch and the wait for its end take far less
 COPY_BYTES = 1 << 28  # of the buffer whose copy shows the memory's bandwidth
 COPY = "copy"
@@ -41,12 +43,14 @@ def interleaved(
 ) -> dict[Name, Timing]:
     """Time every action once a round; each round starts with another one, so that none has a fixed place.
 
-    One round more comes first and is not counted: in it memory is allocated and code compiled.
+    One round more comes first and is not counted: in it memory is allocated and code compiled. From then on this process
+    keeps what it frees, as training does.
 
     Args:
         device: whose queue is emptied before and after each action.
         say: called with a line on which round runs.
     """
+    keep_freed_memory()
     seconds: dict[Name, list[float]] = {name: [] for name in actions}
     names = list(actions)
     for number in range(rounds + 1):

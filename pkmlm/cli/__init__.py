@@ -14,7 +14,6 @@ import click
 
 from pkmlm import __version__
 from pkmlm.console import prepare_streams
-from pkmlm.environment import keep_freed_memory
 from pkmlm.errors import UserError, is_out_of_memory, printable
 from pkmlm.signals import interrupt_after_imports
 
@@ -126,7 +125,6 @@ def main() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else its stack traces come before our error lines
-    keep_freed_memory()
     prepare_streams()
     interrupt_after_imports()
     settings: dict[str, bool] = {}

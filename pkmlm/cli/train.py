@@ -4,7 +4,7 @@ import click
 
 from pkmlm.cli.launch import launch, launches
 from pkmlm.cli.options import PATH, RECIPE, quiet_option, set_option
-from pkmlm.environment import launched_processes
+from pkmlm.environment import keep_freed_memory, launched_processes
 from pkmlm.errors import UserError
 
 
@@ -66,6 +66,7 @@ def command(
     from pkmlm.train.dry_run import dry_run
     from pkmlm.train.run import train
 
+    keep_freed_memory()
     with init_distributed() as world:
         with world.collective_errors():
             job = job or open_job(recipe_file, overrides, world.size, verify=verify and world.rank == 0)
