@@ -43,8 +43,8 @@ def interleaved(
 ) -> dict[Name, Timing]:
     """Time every action once a round; each round starts with another one, so that none has a fixed place.
 
-    One round more comes first and is not counted: in it memory is allocated and code compiled. From then on this process
-    keeps what it frees, as training does.
+    One round more comes first and is not counted: in it memory is allocated and code compiled. The process keeps what
+    it frees, as training does.
 
     Args:
         device: whose queue is emptied before and after each action.
