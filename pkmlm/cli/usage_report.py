@@ -9,6 +9,7 @@ import click
 
 from pkmlm.cli.options import (
     PATH,
+    base_option,
     force_option,
     format_option,
     plot_options,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="Also write counts and masses of every head and slot (.npz; one run).",
 )
+@base_option
 @force_option
 @quiet_option
 def command(
@@ -59,6 +61,7 @@ def command(
     plot_width: float | None,
     html: str | None,
     export_file: str | None,
+    base: str | None,
     force: bool,
     quiet: bool,
 ) -> None:
@@ -76,6 +79,7 @@ def command(
       pkmlm usage-report runs/demo --text my.txt --format json | jq
       pkmlm usage-report runs/demo --step 200,400 --html memory.html
       pkmlm usage-report runs/demo --split train --export background.npz
+      pkmlm usage-report attached --base gpt2 --text my.txt
       torchrun --nproc-per-node 4 -m pkmlm usage-report runs/demo
     """
     from pkmlm.analysis.compare import open_runs
@@ -91,7 +95,7 @@ def command(
         if page is not None and page == arrays:
             raise UserError(f"--html and --export name one file, {page}", "name two")
         choice.refuse_standard_input("a text is read more than once")
-        reports = usage_reports(runs, steps, choice, quiet, world, details=page is not None)
+        reports = usage_reports(runs, steps, choice, quiet, world, details=page is not None, base=base)
     if world and world.rank > 0:
         return
     entries = [report.entry for report in reports]
