@@ -16,7 +16,7 @@ from pkmlm.analysis.counters import UsageCounters
 from pkmlm.analysis.usage import MemoryUsage
 from pkmlm.distributed import current_world
 from pkmlm.errors import UserError
-from pkmlm.export.attached import read_facts, read_weights, write_attached
+from pkmlm.export.attached import check_base, read_facts, read_weights, write_attached
 from pkmlm.model.attached import DENSE, NAME, Mode, base_parameters, insert, layer_kind
 from pkmlm.model.memory.values import Values, tables_of
 from pkmlm.train.parallel import all_gather_row_gradients
@@ -58,12 +58,9 @@ def attach(
         if layers is not None:
             raise UserError(f"layers is {list(layers)} (expected none: {memory} says which)")
         facts = read_facts(folder := Path(memory))
+        check_base(folder, facts, model)
         attachment = Attachment(model, facts["kind"], facts["arguments"], facts["layers"], facts["mode"], freeze, seed)
-        try:
-            read_weights(folder, facts, attachment.module, model)
-        except UserError:
-            attachment.detach()
-            raise
+        read_weights(folder, facts, attachment.module)
         attachment.step = facts["step"]
         return attachment
     if layers is None:
@@ -193,7 +190,8 @@ class Attachment:
             UserError: the kind, the places or the model is another; (exit code 1) the folder is damaged.
         """
         facts = read_facts(Path(folder))
-        read_weights(Path(folder), facts, self.module, self.model)
+        check_base(Path(folder), facts, self.model)
+        read_weights(Path(folder), facts, self.module)
         self.step = facts["step"]
 
     def detach(self) -> None:

@@ -135,7 +135,7 @@ class LogitLens:
     @torch.no_grad()
     def logits(self, slots_S: Tensor) -> Tensor:
         """What each slot's value adds to each token's logit, relative to the mean token, float32 (S, V)."""
-        v_SD = self.memory.answer(self.memory.values.rows(slots_S))
+        v_SD = self.memory.sign * self.memory.answer(self.memory.values.rows(slots_S))
         v_SD = v_SD - v_SD.mean(dim=1, keepdim=True)
         v_SD = v_SD / v_SD.square().mean(dim=1, keepdim=True).sqrt().clamp(min=1e-12)
         logits_SV = self.model.head(v_SD * self.model.norm.weight)[:, : self.tokenizer.size]

@@ -70,6 +70,7 @@ def usage_reports(
     world: "World | None",
     *,
     details: bool,
+    base: str | None = None,
 ) -> list[RunUsage]:
     """A report of each run at each step: the one that is kept of the same checkpoint and text, or a new one, which is
     then kept.
@@ -81,6 +82,7 @@ def usage_reports(
         quiet: no progress.
         world: the processes that share each pass over the text; only rank 0's reports count. None: one process.
         details: look into single slots, too, which rank 0 does alone: contexts of several processes are not merged.
+        base: see `load_run`.
 
     Raises:
         UserError: there is no such checkpoint or text, or it is damaged; none of the models has a memory.
@@ -97,20 +99,26 @@ def usage_reports(
     reports = []
     for name, run in runs.items():
         for step in steps:
-            report = _report(run, step, choice, quiet, None if details else world, details)
+            report = _report(run, step, choice, quiet, None if details else world, details, base)
             report.entry["run"] = f"{name}@{step}" if len(steps) > 1 else name
             reports.append(report)
     return reports
 
 
 def _report(
-    run: RunDirectory, step: str, choice: TextChoice, quiet: bool, world: "World | None", details: bool
+    run: RunDirectory,
+    step: str,
+    choice: TextChoice,
+    quiet: bool,
+    world: "World | None",
+    details: bool,
+    base: str | None,
 ) -> RunUsage:
     texts = [] if choice.text is None else sorted(map(Path, expand_glob(choice.text)))
     for text in texts:
         find_source(str(text), None)
     if is_export(run.path):  # nothing is written into it
-        return _measure(run, step, choice, quiet, world, details)
+        return _measure(run, step, choice, quiet, world, details, base)
     number, first = run.resolve(step), world is None or world.rank == 0  # the others keep nothing
     number = world.broadcast(number) if world else number
     # What the report depends on: hashes of recipe, checkpoint and text or tokens, and how the text is read.
@@ -133,7 +141,7 @@ def _report(
     kept = load_usage(stem, source) if first and not details else None
     if world.broadcast(kept is not None) if world else kept is not None:
         return RunUsage(run, *(kept or ({}, [])), slots=[])
-    report = _measure(run, str(number), choice, quiet, world, details)
+    report = _measure(run, str(number), choice, quiet, world, details, base)
     if first:
         report.entry["source"] = source
         try:
@@ -144,14 +152,20 @@ def _report(
 
 
 def _measure(
-    run: RunDirectory, step: str, choice: TextChoice, quiet: bool, world: "World | None", details: bool
+    run: RunDirectory,
+    step: str,
+    choice: TextChoice,
+    quiet: bool,
+    world: "World | None",
+    details: bool,
+    base: str | None,
 ) -> RunUsage:
     """Pass over the text and count."""
     from pkmlm.analysis.counters import measure_usage
     from pkmlm.analysis.slots import PageSlots, index_slots, page_slots
     from pkmlm.evaluate.load import load_on_all_ranks
 
-    loaded = load_on_all_ranks(run.path, step, world)
+    loaded = load_on_all_ranks(run.path, step, world, base)
     documents = chosen_documents(choice, loaded)
     quiet = quiet or (world is not None and world.rank > 0)
     slots: list[PageSlots] = []

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pkmlm.cli.options import PATH, force_option, json_option, quiet_option, step_option, text_options
+from pkmlm.cli.options import PATH, base_option, force_option, json_option, quiet_option, step_option, text_options
 from pkmlm.cli.outputs import free_file
 from pkmlm.console import Column, Table, warn_each
 from pkmlm.errors import UserError
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 @click.option(
     "--log-samples", type=PATH, metavar="FILE", help="Write what each document was asked and scored, as JSON lines."
 )
+@base_option
 @force_option
 @step_option
 @json_option
@@ -61,6 +62,7 @@ def command(
     stride: int | None,
     step: str,
     log_samples: str | None,
+    base: str | None,
     force: bool,
     as_json: bool,
     quiet: bool,
@@ -81,6 +83,7 @@ def command(
       pkmlm eval runs/demo --step best --json
       pkmlm eval copied/demo --data moved/tokens
       pkmlm eval runs/demo --tasks piqa,arc_easy --task-data tasks
+      pkmlm eval attached --base gpt2 --text my.txt
       pkmlm eval runs/demo --tasks memoryformer --log-samples samples.jsonl
       torchrun --nproc-per-node 4 -m pkmlm eval runs/demo
     """
@@ -96,7 +99,7 @@ def command(
         raise UserError("--stride goes with a perplexity", "with --tasks, also give --split or --text")
     samples = free_file("--log-samples", log_samples, force)
     with init_distributed() as world, world.errors_on_rank_zero():
-        found = evaluate_run(run_path, step, choice, world, stride=stride, quiet=quiet, **options)
+        found = evaluate_run(run_path, step, choice, world, stride=stride, base=base, quiet=quiet, **options)
     if world.rank > 0:
         return
     try:  # before the output, which nobody may read any more: hours of tasks are not lost with it

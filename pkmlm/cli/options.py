@@ -140,6 +140,12 @@ def plot_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+base_option = click.option(
+    "--base",
+    type=PATH,
+    metavar="DIR",
+    help="The model that RUN is attached to, where RUN is the folder of an attached memory. Default: where it was.",
+)
 force_option = click.option("--force", is_flag=True, help="Overwrite what is there.")
 
 

@@ -8,6 +8,7 @@ import click
 
 from pkmlm.cli.options import (
     PATH,
+    base_option,
     force_option,
     json_option,
     plot_options,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 )
 @plots_option
 @plot_options
+@base_option
 @force_option
 @step_option
 @json_option
@@ -57,6 +59,7 @@ def command(
     plots: str | None,
     plot_format: tuple[str, ...],
     plot_width: float | None,
+    base: str | None,
     force: bool,
     step: str,
     as_json: bool,
@@ -78,6 +81,7 @@ def command(
       pkmlm probe runs/demo
       pkmlm probe runs/demo --dense runs/dense --plots pictures
       pkmlm probe runs/demo --text my.txt --json
+      pkmlm probe attached --base gpt2 --data tokens
       pkmlm probe exported/demo --data tokens --split valid
     """
     from pkmlm.analysis.probe import probe_run
@@ -85,7 +89,7 @@ def command(
     from pkmlm.evaluate.load import load_run
 
     folder = free_folder(plots, force)
-    run, *twins = [load_run(path, step) for path in (run_path, *twin_paths)]
+    run, *twins = [load_run(run_path, step, base=base), *(load_run(path, step) for path in twin_paths)]
     record, warnings = probe_run(run, twins, choice, fit_tokens, quiet)
     try:  # files first, so that they are written also if nobody reads the output any more
         if folder is not None:

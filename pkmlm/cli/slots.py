@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pkmlm.cli.options import PATH, json_option, prompt_argument, quiet_option, step_option, text_options
+from pkmlm.cli.options import PATH, base_option, json_option, prompt_argument, quiet_option, step_option, text_options
 from pkmlm.console import warn_each
 from pkmlm.errors import UserError
 
@@ -29,6 +29,7 @@ ENOUGH = 10  # slots whose contexts can be dealt at random among them: those of 
     help=f"How many to show. Default: {DEFAULT_TOP['slots']} slots; with --slot, {DEFAULT_TOP['contexts']} contexts "
     f"of it; with PROMPT, {DEFAULT_TOP['token']} slots for each token.",
 )
+@base_option
 @step_option
 @json_option
 @quiet_option
@@ -39,6 +40,7 @@ def command(
     slot: str | None,
     choice: "TextChoice",
     top: int | None,
+    base: str | None,
     step: str,
     as_json: bool,
     quiet: bool,
@@ -60,6 +62,7 @@ def command(
       pkmlm slots runs/demo --slot 17:4
       pkmlm slots runs/demo "It was a dark night"
       pkmlm slots runs/hash --layer 2:ffn2 --slot 3:40
+      pkmlm slots attached --base gpt2 --text my.txt
       pkmlm slots runs/demo --text my.txt --top 200 --json
     """
     from pkmlm.analysis.slots import find_memory, report_prompt, report_slots
@@ -69,7 +72,7 @@ def command(
     if prompt is not None and (slot is not None or choice.explicit):
         raise UserError("PROMPT excludes --slot, --split, --text and --data", "leave one of them out")
     choice.refuse_standard_input("a text is read twice")
-    run = load_run(run_path, step)
+    run = load_run(run_path, step, base=base)
     memory = find_memory(run.model, layer)
     warnings: tuple[str, ...] = ()
     if prompt is not None:

@@ -9,6 +9,7 @@ import click
 
 from pkmlm.cli.options import (
     PATH,
+    base_option,
     force_option,
     format_option,
     plot_options,
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     metavar="N",
     help="Of --background: tokens of a batch. Default: those of a step of the run's training.",
 )
+@base_option
 @force_option
 @quiet_option
 def command(
@@ -84,6 +86,7 @@ def command(
     background_file: str | None,
     batches: int,
     batch_tokens: int | None,
+    base: str | None,
     force: bool,
     quiet: bool,
 ) -> None:
@@ -102,6 +105,7 @@ def command(
       pkmlm usage-report runs/demo --step 200,400 --html memory.html
       pkmlm usage-report runs/demo --split train --export counts.npz
       pkmlm usage-report runs/demo --background background.npz --batches 200
+      pkmlm usage-report attached --base gpt2 --text my.txt
       torchrun --nproc-per-node 4 -m pkmlm usage-report runs/demo
     """
     from pkmlm.analysis.background import count_background
@@ -130,7 +134,7 @@ def command(
         if page is not None and page == arrays:
             raise UserError(f"--html and --export name one file, {page}", "name two")
         choice.refuse_standard_input("a text is read more than once")
-        reports = usage_reports(runs, steps, choice, quiet, world, details=page is not None)
+        reports = usage_reports(runs, steps, choice, quiet, world, details=page is not None, base=base)
     if world and world.rank > 0:
         return
     entries = [report.entry for report in reports]

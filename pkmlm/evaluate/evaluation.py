@@ -74,6 +74,7 @@ def evaluate_run(
     num_fewshot: int | None = None,
     limit: int | None = None,
     batch_size: int | None = None,
+    base: str | None = None,
     quiet: bool = False,
 ) -> Evaluation:
     """Evaluate a run or an export; all processes of `world` call it and share the work.
@@ -84,6 +85,7 @@ def evaluate_run(
         stride: tokens scored by a window, see `score`.
         tasks, task_data, num_fewshot: see `load_tasks`.
         limit, batch_size: see `score_tasks`.
+        base: see `load_run`.
         quiet: show no progress.
 
     Raises:
@@ -97,7 +99,7 @@ def evaluate_run(
     quiet = quiet or world.rank > 0
     if world.size > 1:
         choice.refuse_standard_input("several processes cannot read one standard input")
-    run = load_on_all_ranks(path, step, world)
+    run = load_on_all_ranks(path, step, world, base)
     record: dict[str, Any] = {"run": run.name, "step": run.step, **NO_PERPLEXITY, **NO_TASKS}
     samples: list[dict[str, Any]] = []
     warnings: list[str] = []

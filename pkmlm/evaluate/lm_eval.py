@@ -18,6 +18,7 @@ from lm_eval.evaluator import evaluate
 from pkmlm import __version__
 from pkmlm.distributed import current_world
 from pkmlm.errors import UserError, is_out_of_memory
+from pkmlm.evaluate.attached import Hosted
 from pkmlm.evaluate.generate import Sampling, generate, stream_text
 from pkmlm.evaluate.likelihood import Window, build_prefix_trees, continuation_windows, score_trees
 from pkmlm.evaluate.load import LoadedRun, load_run
@@ -52,6 +53,7 @@ class PkmLM(TemplateLM):
         batch_size: int | str | None = None,
         device: str | None = None,
         max_batch_size: int | None = None,
+        base: str | None = None,
         advance: Callable[[int, int], Any] = lambda done, total: None,
     ):
         """Load a run ("run=PATH,step=best" among `--model_args`), or take a loaded one.
@@ -60,13 +62,14 @@ class PkmLM(TemplateLM):
             batch_size: None, "auto" or "auto:N": by the number of tokens. Halved where memory runs out.
             device: None, or CUDA where there is none (lm_eval asks for it by default): what `pkmlm eval` would use.
             max_batch_size: accepted because lm_eval passes it; not used.
+            base: see `load_run` ("run=FOLDER,base=DIR" among `--model_args`).
             advance: called with the tokens of this process that are scored, and in all.
         """
         super().__init__()
         chosen = torch.device(device) if device else None
         if chosen and chosen.type == "cuda" and not torch.cuda.is_available():
             chosen = None
-        self.run = run if isinstance(run, LoadedRun) else load_run(run, str(step), chosen)
+        self.run = run if isinstance(run, LoadedRun) else load_run(run, str(step), chosen, base)
         self.batch_size = None if batch_size is None or str(batch_size).startswith("auto") else int(batch_size)
         self.advance = advance
         self.requests: Counter[str] = Counter()
@@ -120,8 +123,9 @@ class PkmLM(TemplateLM):
             new = continuation_windows(before, continuation, self.max_length)
             owners += [index] * len(new)
             found += new
-        # Trees need a mask, which only softmax attention takes.
-        max_tokens = 2 * self.max_length if self.run.recipe.model.attention == "softmax" else 0
+        # Trees need a mask, which only softmax attention takes; of other people's models it is not known.
+        trees_fit = self.run.recipe.model.attention == "softmax" and not isinstance(self.run.model, Hosted)
+        max_tokens = 2 * self.max_length if trees_fit else 0
         trees = sorted(build_prefix_trees(found, max_tokens), key=lambda tree: (-len(tree.tokens), tree.windows[0]))
         most = TOKENS[self.run.device.type]
         plan = batches(trees, lambda tree: self.batch_size or max(1, most // len(tree.tokens)))

@@ -1,4 +1,4 @@
-"""A trained run, or a model exported from one, ready to be measured."""
+"""A trained run, a model exported from one, or a model with a memory attached, ready to be measured."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,8 @@ from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.device import default_device, is_finite
 from pkmlm.distributed import World
 from pkmlm.errors import UserError
-from pkmlm.export.config import is_export
+from pkmlm.evaluate.attached import open_attached
+from pkmlm.export.config import ATTACHED, is_export
 from pkmlm.export.folder import read_export
 from pkmlm.model.memory.values import table_ranks
 from pkmlm.model.transformer import Transformer, build_model
@@ -24,11 +25,12 @@ class LoadedRun:
     """A model with what it needs to read and write text.
 
     Attributes:
-        path: of the run directory or the exported folder.
+        path: of the run directory, the exported folder, or the folder of what is attached.
         step: of the checkpoint that the weights come from.
         tokens: trained on until then.
-        exported: it is an exported folder, a product that no results are written into.
-        model: in evaluation mode, in fp32; tables of an export perhaps in 8 or 4 bits.
+        exported: it is no run directory but a product, which no results are written into.
+        model: in evaluation mode, in fp32; tables of an export perhaps in 8 or 4 bits, a model with a memory attached
+            in its own dtype.
         data: sha256 of "tokenizer" and of the splits "train" and "valid" that it was trained on; empty for an export.
     """
 
@@ -48,25 +50,36 @@ class LoadedRun:
         return self.path.resolve().name
 
 
-def load_run(path: str | Path, step: str = "best", device: torch.device | None = None) -> LoadedRun:
-    """Load a checkpoint of a run, or an exported folder, which holds one step.
+def load_run(
+    path: str | Path, step: str = "best", device: torch.device | None = None, base: str | Path | None = None
+) -> LoadedRun:
+    """Load a checkpoint of a run, an exported folder, or one that `pkmlm.attach`'s `save` wrote; these hold one step.
 
     Args:
-        path: the run directory or the exported folder.
+        path: the run directory or the folder.
         step: "best" (by validation loss), "latest" or a number; either word names the one step of an export.
         device: None: CUDA where there is one, else the CPU.
+        base: the folder of the model that it is attached to; None: where that was.
 
     Raises:
         UserError: no such run or checkpoint, or it is damaged; another step than that of the export.
     """
     device = device or default_device()
-    if is_export(path := Path(path)):
-        recipe, origin, model, tokenizer = read_export(path, device)
-        if step not in ("best", "latest", str(origin.step)):
-            raise UserError(f"{path} is an export of step {origin.step} (found --step {step})", "leave --step out")
+    attached = (path := Path(path)).joinpath(ATTACHED).is_file()
+    if base is not None and not attached:
+        raise UserError(f"--base {base}: {path} is nothing attached to a model (no {ATTACHED} in it)", "leave it out")
+    if is_export(path):
+        model: Transformer
+        if attached:
+            facts, recipe, model, tokenizer = open_attached(path, None if base is None else Path(base), device)
+            held, tokens = facts["step"], 0
+        else:
+            recipe, (_, held, tokens), model, tokenizer = read_export(path, device)
+        if step not in ("best", "latest", str(held)):
+            raise UserError(f"{path} holds step {held} (found --step {step})", "leave --step out")
         check_values(model, path)
         frozen = model.eval().requires_grad_(False)
-        return LoadedRun(path, origin.step, origin.tokens, recipe, frozen, tokenizer, device, exported=True)
+        return LoadedRun(path, held, tokens, recipe, frozen, tokenizer, device, exported=True)
     run = RunDirectory.existing(path)
     run.check_tokenizer()
     recipe, tokenizer = run.recipe(), Tokenizer.load(run.tokenizer_file)
@@ -94,14 +107,14 @@ def load_run(path: str | Path, step: str = "best", device: torch.device | None =
     return LoadedRun(run.path, number, progress.tokens, recipe, frozen, tokenizer, device, data=progress.data)
 
 
-def load_on_all_ranks(path: str | Path, step: str, world: World | None) -> LoadedRun:
+def load_on_all_ranks(path: str | Path, step: str, world: World | None, base: str | Path | None = None) -> LoadedRun:
     """Load a run on all ranks, from the same checkpoint even if one appears meanwhile; only one rank reports damage."""
     if world is None:
-        return load_run(path, step)
+        return load_run(path, step, base=base)
     with world.collective_errors():
-        run = load_run(path, step)
+        run = load_run(path, step, base=base)
     newest = max(world.gather_objects(run.step))
-    return run if run.step == newest else load_run(path, str(newest))
+    return run if run.step == newest else load_run(path, str(newest), base=base)
 
 
 def check_values(model: Transformer, path: Path) -> None:

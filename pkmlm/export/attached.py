@@ -5,7 +5,6 @@ network itself is not saved: its name is, and a digest of its weights.
 """
 
 import hashlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,17 +106,8 @@ def read_facts(path: Path) -> Facts:
     return facts
 
 
-def read_weights(path: Path, facts: Facts, attached: Attached, model: nn.Module) -> None:
-    """Load the weights of a folder into what is attached to a network.
-
-    Args:
-        facts: of the folder.
-
-    Raises:
-        UserError: what is attached is of another kind or shape, or the network is another one.
-    """
-    for key, found in differences(facts, attached):
-        raise UserError(f"{path}: {key} is {facts[key]} (here, {found})", "attach what the folder holds")  # type: ignore[literal-required]
+def check_base(path: Path, facts: Facts, model: nn.Module) -> None:
+    """Refuse another network than the one that a folder belongs to (UserError)."""
     found, expected = base_of(model), facts["base"]
     if found["sha256"] != expected["sha256"]:
         what = "{architecture} {name} in {dtype}, weights {sha256:.12}".format
@@ -125,11 +115,19 @@ def read_weights(path: Path, facts: Facts, attached: Attached, model: nn.Module)
             f"{path} belongs to another network: {what(**expected)} (found {what(**found)})",
             "load the network that it was trained with, in the same dtype, before its weights are changed",
         )
-    load_tensors(path / WEIGHTS, attached.state_dict(), {})
 
 
-def differences(facts: Facts, attached: Attached) -> Iterator[tuple[str, Any]]:
-    """The keys of the facts that do not fit what is attached, with what this has."""
+def read_weights(path: Path, facts: Facts, attached: Attached) -> None:
+    """Load the weights of a folder into what is attached to a network.
+
+    Args:
+        facts: of the folder.
+
+    Raises:
+        UserError: what is attached is of another kind or shape.
+    """
+    expected: dict[str, Any] = {**facts}
     for key in ("kind", "arguments", "layers", "mode", "dim"):
-        if getattr(attached, key) != facts[key]:
-            yield key, getattr(attached, key)
+        if (found := getattr(attached, key)) != expected[key]:
+            raise UserError(f"{path}: {key} is {expected[key]} (here, {found})", "attach what the folder holds")
+    load_tensors(path / WEIGHTS, attached.state_dict(), {})

@@ -32,3 +32,8 @@ def test_divergence_on_one_rank_ends_all_and_is_told_once(ranks):
     first, second = ranks.run(2, "divergence_on_one_rank", code=3)
     assert first.stdout.startswith("training diverged at step 1: loss 3")
     assert second.stdout == ""
+
+
+@pytest.mark.slow
+def test_two_ranks_train_an_attached_memory_as_one(ranks):
+    ranks.run(2, "attached_to_a_model")

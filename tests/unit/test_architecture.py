@@ -62,7 +62,7 @@ def test_imports_go_one_way(path):
     assert not any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(tree)), "relative import"
     for name in imports(tree):
         parts = name.split(".")
-        assert parts[0] != "transformers", "what goes out with exported models alone needs it"
+        assert parts[0] != "transformers" or path.match("evaluate/attached.py"), "it is no package that pkmlm needs"
         if parts[0] != "pkmlm" or len(parts) < 2 or parts[1] not in FLOORS:
             continue
         assert parts[1] == own or FLOORS[parts[1]] < FLOORS[own], f"{path.name} imports {name}"

@@ -68,11 +68,13 @@ class SparseMemory(nn.Module, ABC):
         tap: sees the slots and weights of all reads.
         values: the table.
         reads: rows that one token reads, of each table.
+        sign: that of the factor by which the layer's output reaches the residual stream, 1 or -1.
     """
 
     tap: UsageTap
     values: Values
     reads: int
+    sign: float = 1.0
 
     def reset_parameters(self) -> None:
         """Draw all weights from torch's generator (`torch.manual_seed`).

@@ -1,0 +1,171 @@
+"""A model of transformers with a memory attached, as the rest of evaluation knows models.
+
+The one place that needs transformers itself, and only once there is such a model to load.
+
+B: sequences; T: positions; D: model width; V: vocabulary.
+"""
+
+import inspect
+from math import copysign
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.errors import UserError
+from pkmlm.export.attached import Facts, check_base, read_facts, read_weights
+from pkmlm.export.config import CONFIG, MODEL_TYPE
+from pkmlm.export.folder import verify
+from pkmlm.model.attached import DENSE, Place, find_blocks, insert, text_config
+from pkmlm.model.attention import AttentionLayout, KVCache
+from pkmlm.model.memory.base import SparseMemory
+from pkmlm.model.transformer import Transformer
+from pkmlm.recipe.schema import Memory, Model, Recipe
+from pkmlm.runs.directory import tokenizer_file
+from pkmlm.runs.files import MANIFEST, read_json
+
+CONTEXT = 2048  # the most tokens that a model reads here at once: of what a config promises, all would not fit
+
+
+class Hosted(Transformer):
+    """A causal model of transformers, its hidden states and its head apart.
+
+    Args:
+        host: the model.
+
+    Attributes:
+        embedding, blocks, norm: the host's.
+
+    Raises:
+        UserError: its logits are not its output embedding of the last hidden state.
+    """
+
+    def __init__(self, host: Any):
+        nn.Module.__init__(self)
+        self.host = host
+        config = text_config(host)
+        self.context = min(getattr(config, "max_position_embeddings", CONTEXT), CONTEXT)
+        blocks = find_blocks(host)
+        parts = next(list(each.children()) for each in host.modules() if blocks in list(each.children()))
+        after = parts[parts.index(blocks) + 1 :]
+        norm = next((each for each in after if getattr(each, "weight", None) is not None), None)
+        # Plain attributes: as modules of this one, too, they would be stored twice.
+        self.__dict__.update(embedding=host.get_input_embeddings(), blocks=blocks, norm=norm)
+        named = inspect.signature(type(host).forward).parameters
+        self.cache_name = "cache" if "cache" in named else "past_key_values"  # until transformers 5.23
+        ids_1T = torch.arange(min(8, self.embedding.num_embeddings), device=host.device)[None]
+        with torch.no_grad():
+            own, whole = self.head(self.hidden(ids_1T)).float(), host(input_ids=ids_1T, use_cache=False).logits.float()
+        if not torch.allclose(own, whole, rtol=1e-2, atol=1e-2 * float(whole.abs().max())):
+            name = type(host).__name__
+            raise UserError(f"{name} makes logits by more than its output embedding, which is not supported here")
+
+    def hidden(self, tokens_BT: Tensor, cache: KVCache | None = None, layout: AttentionLayout | None = None) -> Tensor:
+        """As `Transformer.hidden`; there is no layout."""
+        if layout is not None:
+            raise ValueError("layout is given (expected None)")
+        options: dict[str, Any] = {"use_cache": False}
+        past = 0
+        if cache is not None:
+            from transformers import DynamicCache
+
+            if not cache.layers:
+                cache.layers.append(DynamicCache())
+            options, past = {"use_cache": True, self.cache_name: cache.layers[0]}, cache.length
+            cache.length += tokens_BT.shape[1]
+        mask = tokens_BT.new_ones(len(tokens_BT), past + tokens_BT.shape[1])
+        found = self.host.base_model(input_ids=tokens_BT, attention_mask=mask, **options)
+        h_BTD: Tensor = found.last_hidden_state
+        return h_BTD
+
+    def head(self, h_BTD: Tensor) -> Tensor:
+        """Logits (..., V) of hidden states (..., D)."""
+        output = self.host.get_output_embeddings()
+        logits: Tensor = output(h_BTD.to(output.weight.dtype))
+        return logits
+
+
+class Opened(NamedTuple):
+    """What a folder and its base hold; `model` in evaluation mode, in the dtype that it was trained in."""
+
+    facts: Facts
+    recipe: Recipe
+    model: Hosted
+    tokenizer: Tokenizer
+
+
+def open_attached(path: Path, base: Path | None, device: torch.device) -> Opened:
+    """Load what is attached, together with the model that it belongs to.
+
+    Args:
+        path: a folder that `Attachment.save` wrote.
+        base: the model's folder; None: where it was when it was attached.
+
+    Raises:
+        UserError: `base` is no model of transformers, or another one; (exit code 1) a folder is damaged.
+    """
+    facts = read_facts(path)
+    if base is None:
+        base = Path(facts["base"]["name"])
+        if not facts["base"]["name"] or not base.is_dir():
+            message = (
+                f"{path} is attached to {facts['base']['architecture']} {facts['base']['name']}, which is not here"
+            )
+            raise UserError(message, "name the folder of that model: --base DIR")
+    host = load_host(base, facts["base"]["dtype"])
+    check_base(path, facts, host)
+    host.to(device)
+    attached, _ = insert(host, facts["kind"], facts["arguments"], facts["layers"], facts["mode"])
+    read_weights(path, facts, attached)
+    for place in attached.places.values():
+        assert isinstance(place, Place)
+        if place.gate is not None and isinstance(place.layer, SparseMemory):
+            place.layer.sign = copysign(1.0, place.gate.item())
+    host.eval()
+    model = Hosted(host)
+    config = text_config(host)
+    memory = Memory()
+    if facts["kind"] != DENSE:
+        layers = tuple(f"{layer}{'+' * (facts['mode'] == 'add')}" for layer in facts["layers"])
+        memory = Memory(kind=facts["kind"], layers=layers, **facts["arguments"])  # type: ignore[arg-type]
+    shape = Model(
+        vocab_size=model.embedding.num_embeddings,
+        dim=config.hidden_size,
+        layers=len(model.blocks),
+        heads=config.num_attention_heads,
+        context=model.context,
+        memory=memory,
+    )
+    return Opened(facts, Recipe(name=path.resolve().name, model=shape), model, Tokenizer.load(tokenizer_file(base)))
+
+
+def load_host(path: Path, dtype: str) -> Any:
+    """A causal model from its folder; no code of the folder is run.
+
+    Args:
+        dtype: as torch names it.
+
+    Raises:
+        UserError: transformers is not installed, or the folder holds no model that it knows.
+    """
+    try:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
+    except ImportError:
+        raise UserError("transformers is not installed", "pip install 'pkmlm[hf]'", exit_code=1) from None
+    if not (path / CONFIG).is_file():
+        raise UserError(f"--base {path} is no folder of a model (no {CONFIG} in it)")
+    disable_progress_bar()  # of a second, where it would stand between our lines
+    kind: Any = AutoModelForCausalLM
+    if read_json(path / CONFIG, "the model's configuration").get("model_type") == MODEL_TYPE:
+        from pkmlm.export.modeling_pkmlm import PkmlmForCausalLM as kind
+
+        if (path / MANIFEST).exists():
+            verify(path)
+    try:
+        return kind.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"--base {path}: transformers cannot load it: {reason}") from None

@@ -1,0 +1,103 @@
+"""The commands on a memory that is attached to a model of transformers."""
+
+import json
+
+import pytest
+import torch
+
+import pkmlm as package
+from pkmlm.export.modeling_pkmlm import PkmlmForCausalLM
+from tests.byte_level import learn_byte_level
+from tests.conftest import pkmlm
+from tests.task_rows import write_rows
+
+MEMORY = {"kind": "product-key", "num_keys": 16, "heads": 2, "topk": 4, "key_dim": 16}
+
+
+@pytest.fixture(scope="module")
+def base(trained, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base") / "exported"
+    pkmlm("export", trained("dense"), "-o", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def attached(base, tmp_path_factory):
+    """Folders of a memory as it starts, and as three steps leave it."""
+    folder = tmp_path_factory.mktemp("attached")
+    model = PkmlmForCausalLM.from_pretrained(base)
+    attachment = package.attach(model, MEMORY, layers=[1, 2])
+    attachment.save(folder / "new")
+    optimizer = attachment.optimizer(0.05)
+    ids = torch.randint(10, 500, (4, 32), generator=torch.Generator().manual_seed(0))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    attachment.save(folder / "taught")
+    return folder
+
+
+def perplexity(*words):
+    return json.loads(pkmlm("eval", *words, "-q", "--json").stdout)
+
+
+def test_eval_of_a_new_memory_is_that_of_its_base_and_of_a_taught_one_another(base, attached, novels):
+    text = ["--text", novels / "test.txt"]
+    plain = perplexity(base, *text)
+    new = perplexity(attached / "new", "--base", base, *text)
+    assert new["perplexity"]["nll"] == pytest.approx(plain["perplexity"]["nll"], rel=1e-6)
+    assert (new["run"], new["step"]) == ("new", 0)
+    taught = perplexity(attached / "taught", *text)  # where the base was
+    assert taught["step"] == 3
+    assert abs(taught["perplexity"]["nll"] / plain["perplexity"]["nll"] - 1) > 1e-4
+    assert {file.name for file in (attached / "taught").iterdir()} == {
+        *("attached.json", "attached.safetensors", "manifest.json")
+    }
+
+
+@pytest.mark.slow
+def test_tasks_usage_slots_and_probe_take_it(base, attached, tokens, tmp_path):
+    tasks = ["--tasks", "piqa", "--task-data", write_rows(tmp_path / "rows")]
+    plain, new = (perplexity(*words, *tasks)["tasks"]["piqa"] for words in ([base], [attached / "new"]))
+    assert new == plain
+    report = json.loads(
+        pkmlm("usage-report", attached / "taught", "--base", base, "--data", tokens, "--format", "json").stdout
+    )
+    assert [each["layer"] for each in report["runs"][0]["memories"]] == [1, 2]
+    slots = json.loads(pkmlm("slots", attached / "taught", "--base", base, "--data", tokens, "--json").stdout)
+    assert (slots["layer"], slots["kind"]) == (2, "product-key")
+    probed = json.loads(pkmlm("probe", attached / "taught", "--base", base, "--data", tokens, "--json").stdout)
+    real = perplexity(attached / "taught", "--data", tokens)["perplexity"]
+    assert probed["real"]["nats"] == pytest.approx(real["nll"] / real["tokens"], rel=1e-6)
+    assert [each["layer"] for each in probed["memories"]][:2] == [1, 2]
+
+
+def test_generation_goes_on_with_a_cache(base, attached):
+    words = ["It was", "--temperature", 0, "--tokens", 12, "-q"]
+    plain, new = (pkmlm("generate", *where, *words).stdout for where in ([base], [attached / "new"]))
+    assert new == plain
+
+
+def test_gpt2_of_transformers_with_its_own_tokenizer(tmp_path, novels):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    tokenizer = learn_byte_level((novels / "train.txt").read_text())
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=400, n_embd=32, n_layer=2, n_head=2, n_positions=64)
+    model = GPT2LMHeadModel(config).bfloat16()
+    model.save_pretrained(tmp_path / "gpt2")
+    tokenizer.save(str(tmp_path / "gpt2" / "tokenizer.json"))
+    package.attach(model, MEMORY, layers=[1], mode="replace").save(tmp_path / "memory")
+    found = perplexity(tmp_path / "memory", "--base", tmp_path / "gpt2", "--text", novels / "test.txt")
+    assert found["perplexity"]["token_ppl"] == pytest.approx(400, rel=0.1)  # it knows nothing
+
+
+def test_a_wrong_base_is_refused(base, attached, trained, tmp_path, novels):
+    text = ["--text", novels / "test.txt"]
+    assert "attached to" in pkmlm("eval", base, "--base", base, *text, code=2).stderr
+    assert "no folder of a model" in pkmlm("eval", attached / "new", "--base", tmp_path, *text, code=2).stderr
+    pkmlm("export", trained("product-key"), "-o", tmp_path / "other")
+    said = pkmlm("eval", attached / "new", "--base", tmp_path / "other", *text, code=2).stderr
+    assert "another network" in said
+    assert "Traceback" not in said
