@@ -38,6 +38,7 @@ Expert = Literal["gelu", "relu"]
 SlotScore = Literal["all", "count", "tfidf", "kl"]
 HashScore = Literal["paper", "scaled"]
 LearningRate = Annotated[float, Field(gt=0, le=1000)]  # more is a slip of the pen, and would soon overflow
+ValuesRate = Annotated[float, Field(gt=0, le=1e6)]  # plain gradients of values are small
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 WeightDecay = Annotated[float, Field(ge=0, le=1e30)]  # finite in fp32 when multiplied by a learning rate
@@ -182,7 +183,7 @@ class ValuesOptim:
     optimizer: Literal["row-adam", "adam", "row-sgd"] = key(
         "row-adam", "row-adam updates only the rows read; adam all of them; row-sgd those read, without moments"
     )
-    lr: LearningRate = key(1e-3, "peak learning rate of the memory values")
+    lr: ValuesRate = key(1e-3, "peak learning rate of the memory values")
     betas: tuple[Fraction, Fraction] = key((0.9, 0.999), "Adam's decay rates")
     eps: Epsilon | None = key(None, "Adam's epsilon; null: that of optim")
     schedule: ValuesSchedule = key(

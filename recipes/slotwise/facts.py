@@ -104,17 +104,13 @@ class Method:
     rank: int = 0  # of low-rank adapters, which alone then train
 
 
-SLOTWISE = (
-    "train.only=values",
-    "finetune.slots=tfidf",
-    "finetune.background=counted",
-    "optim.values.optimizer=row-sgd",
-)
+VALUES = ("train.only=values", "optim.values.lr={rate}")
 METHODS = {
     "full": Method("all parameters", ("optim.lr={rate}", "optim.values.lr={rate}"), (3e-4, 1e-3, 3e-3)),
-    "values": Method("all values", ("train.only=values", "optim.values.lr={rate}"), (3e-3, 1e-2, 3e-2)),
-    "slots": Method("slots by tf-idf", (*SLOTWISE, "optim.values.lr={rate}"), (30.0, 100.0, 300.0)),
-    "low-rank": Method("low-rank adapters", ("optim.lr={rate}",), (1e-3, 3e-3, 1e-2), rank=8),
+    "values": Method("all values", VALUES, (3e-2, 1e-1, 3e-1)),
+    "tfidf": Method("slots by tf-idf", (*VALUES, "finetune={{slots: tfidf, background: counted}}"), (1e-1, 3e-1, 1.0)),
+    "kl": Method("slots by KL", (*VALUES, "finetune={{slots: kl, background: counted}}"), (1e-1, 3e-1, 1.0)),
+    "low-rank": Method("low-rank adapters", ("optim.lr={rate}",), (3e-3, 1e-2, 3e-2), rank=8),
 }
 
 
@@ -126,6 +122,8 @@ def invented(count: int, tokenizer: Tokenizer, rng: np.random.Generator) -> list
         ]
         for kind, text in WORDS.items()
     }
+    if scarce := [kind for kind, found in words.items() if len(found) < 2]:
+        sys.exit(f"the tokenizer has fewer than two words of the kind {scarce[0]} as single tokens")
     names: dict[str, None] = {}
     while len(names) < count:
         first, last = ("".join(rng.choice(SYLLABLES, 2)).capitalize() for _ in range(2))
@@ -318,6 +316,8 @@ def draw(folder: Path, results: dict[str, Any], look: Look) -> list[Path]:
     unseen = 100 * results["methods"]["full"]["curve"][-1]["unseen_accuracy"]
     axes.axhline(unseen, color="#8c8c8c", linestyle=":", label="names not seen (all parameters)")
     axes.set_xscale("symlog", linthresh=1)
+    axes.set_xlim(left=min(-0.2, axes.dataLim.x0))
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("perplexity of old text, % above the start")
     axes.set_ylabel("held-out sentences, % right")
     legend(figure)
@@ -335,7 +335,7 @@ def main() -> None:
     parser.add_argument("--facts", type=int, default=60, help="to learn; as many are never seen")
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--sequences", type=int, default=8, help="of a step, each as long as the model's context")
-    parser.add_argument("--top", type=int, default=200, help="slots of each table that a step may move")
+    parser.add_argument("--top", type=int, default=2000, help="slots of each table that a step may move")
     parser.add_argument("--batches", type=int, default=200, help="of the background")
     parser.add_argument("--old-tokens", type=int, default=20_000, help="of the test split, to tell what is forgotten")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
