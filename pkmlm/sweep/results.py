@@ -88,6 +88,15 @@ class Results:
             if outcome := finished(cell, runs):
                 self.add(outcome)
 
+    def in_order(self) -> list[Outcome]:
+        """The outcomes in the order of the grid, whichever run ended first."""
+        names = []
+        for point in self.grid.points():
+            names += [cell.name for cell in self.cells.tuning(point)]
+            if winner := self.winner(point):
+                names += [cell.name for cell in self.cells.others(winner.cell)]
+        return [self.outcomes[name] for name in names if name in self.outcomes]
+
     def winner(self, point: Point) -> Outcome | None:
         """The outcome of the first seed, or of its trial, at the best tuned value of a point; None: not yet known."""
         tuning = self.cells.tuning(point)
@@ -154,7 +163,7 @@ class Results:
     def as_json(self, name: str, scale: str | None) -> dict[str, Any]:
         """The content of results.json; "trained_by" of a cell is an index into the list of that name."""
         trainers: list[Any] = []
-        for outcome in self.outcomes.values():
+        for outcome in self.in_order():
             if outcome.facts.get("trained_by") not in (None, *trainers):
                 trainers.append(outcome.facts["trained_by"])
         points = []
@@ -186,7 +195,7 @@ class Results:
             },
             "points": points,
             "verdicts": [asdict(each) for each in self.verdicts()],
-            "cells": [cell_json(self.grid, outcome, trainers) for outcome in self.outcomes.values()],
+            "cells": [cell_json(self.grid, outcome, trainers) for outcome in self.in_order()],
             "equal": {each.over: {"amount": each.amount, "shortest": each.shortest} for each in self.equals},
             "speed": [
                 {
