@@ -22,14 +22,20 @@ def of(x: Tensor) -> ModuleType:
         UserError: Triton cannot build its kernels on this machine.
     """
     if x.device.type == "cpu" and x.dtype == torch.float32:
-        from pkmlm.kernels import cpu
-
-        return cpu
+        return numba_kernels()
     if x.device.type == "cuda" and x.dtype != torch.float64:
         return triton_kernels()
     from pkmlm.kernels import reference
 
     return reference
+
+
+@cache
+def numba_kernels() -> ModuleType:
+    """numba's kernels, imported when the first of them is called: numba takes a while."""
+    from pkmlm.kernels import cpu
+
+    return cpu
 
 
 @cache

@@ -53,9 +53,10 @@ class Query(nn.Module):
         q_NF = self.map(x_ND)
         with without_autocast(x_ND.device):
             q_NF = at_least_fp32(q_NF)
-            if isinstance(self.norm, QueryBatchNorm):
-                return self.norm(q_NF).view(-1, self.heads, self.key_dim)
-            normed: Tensor = self.norm(q_NF.view(-1, self.heads, self.key_dim))
+            norm = self.norm
+            if isinstance(norm, QueryBatchNorm):
+                return norm(q_NF).view(-1, self.heads, self.key_dim)
+            normed: Tensor = norm(q_NF.view(-1, self.heads, self.key_dim))
             return normed
 
 
