@@ -30,10 +30,15 @@ split = $(firstword $(wildcard $(CORPUS)/$(1).txt $(CORPUS)/$(1).txt.zst $(CORPU
 
 .PHONY: demo test test-all test-oldest torture check golden clean worth-long
 
-demo: $(RUNS:%=%/eval/done)
+demo: $(RUNS:%=%/eval/done) demo/probe.txt
 	$(PKMLM) compare $(RUNS) --plots demo/plots --force
 	$(PKMLM) usage-report demo/runs/product-key demo/runs/hash --plots demo/plots --force
 	@echo "The plots are in demo/plots; the runs in demo/runs."
+	@cat demo/probe.txt
+
+demo/probe.txt: demo/runs/product-key/done demo/runs/dense/done
+	$(PKMLM) probe demo/runs/product-key --dense demo/runs/dense > $@.part
+	@mv $@.part $@
 
 $(RUNS:%=%/eval/done): demo/runs/%/eval/done: demo/runs/%/done
 	$(PKMLM) eval demo/runs/$*
