@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # what an editor completes; at run time, `__getattr__` import
     from pkmlm.model.memory.hash_layer import HashLayer as HashLayer
     from pkmlm.model.memory.key_memory import FlatKeyMemory as FlatKeyMemory
     from pkmlm.model.memory.key_memory import ProductKeyMemory as ProductKeyMemory
+    from pkmlm.model.memory.ngram import NGramMemory as NGramMemory
     from pkmlm.model.memory.peer import PEER as PEER
     from pkmlm.model.transformer import build_model as build_model
     from pkmlm.recipe.load import load_recipe as load_recipe
@@ -25,6 +26,7 @@ if TYPE_CHECKING:  # what an editor completes; at run time, `__getattr__` import
 MODULES = {
     "FlatKeyMemory": "pkmlm.model.memory.key_memory",
     "HashLayer": "pkmlm.model.memory.hash_layer",
+    "NGramMemory": "pkmlm.model.memory.ngram",
     "PEER": "pkmlm.model.memory.peer",
     "ProductKeyMemory": "pkmlm.model.memory.key_memory",
     "RowAdam": "pkmlm.train.row_adam",

@@ -23,6 +23,7 @@ from pkmlm.model.attention import Attention
 from pkmlm.model.efficient_attention import CHUNK
 from pkmlm.model.loss import tokens_of_chunk
 from pkmlm.model.memory.base import SparseMemory, memories
+from pkmlm.model.memory.key_memory import KeyMemory
 from pkmlm.model.memory.values import Pool
 from pkmlm.model.transformer import FFN, Transformer, build_block, build_pool
 from pkmlm.recipe.constraints import MAX_PARAMETERS, MAX_SLOTS, memory_layers
@@ -34,10 +35,11 @@ class TableCost:
     """A table of rows: the values of a memory, or the hash tables of a layer.
 
     Attributes:
-        name: of the layer that reads it: "memory", "qkv", "ffn1" or "ffn2".
+        name: of the layer that reads it: "memory", "ngram", "qkv", "ffn1" or "ffn2".
         rows, width: its shape.
         reads: rows that one token reads in a layer.
         layers: that read it: more than one, if it is of a pool.
+        outputs: sums of rows that a token takes: of n-gram tables, one for each read.
     """
 
     name: str
@@ -45,6 +47,7 @@ class TableCost:
     width: int
     reads: int
     layers: int
+    outputs: int = 1
 
     @property
     def parameters(self) -> int:
@@ -160,10 +163,10 @@ def cost_of(recipe: Recipe, vocab_size: int, entry_bytes: int = 2) -> Cost:
     with torch.device("meta"):
         pool = build_pool(model)
     placements = memory_layers(model)
-    built: dict[bool | None, BlockCost] = {}  # by where the memory stands, if there is one: such blocks are equal
+    built: dict[tuple[bool | None, bool], BlockCost] = {}  # by where memories stand: such blocks are equal
     blocks = []
     for layer in range(1, model.layers + 1):
-        placement = placements.get(layer)
+        placement = placements.get(layer), layer in model.ngram.layers
         if placement not in built:
             built[placement] = count_block(recipe, layer, pool)
         blocks.append(replace(built[placement], layer=layer))
@@ -203,23 +206,31 @@ def count_block(recipe: Recipe, layer: int, pool: Pool | None) -> BlockCost:
     found = memories(block)
     maps = sum(module.weight.numel() for module in block.modules() if isinstance(module, nn.Linear))
     tables = [
-        TableCost(each.tap.name, each.tap.slots, table.width, each.reads, max(1, len(each.tap.pool)))
+        TableCost(each.tap.name, each.tap.slots, table.width, each.reads, max(1, len(each.tap.pool)), each.outputs)
         for each in found
         for table in each.read_tables()
     ]
     parts: list[str] = []
-    for name, part in (("attention", block.attention), *block.parts.items()):
+    named: list[tuple[str, nn.Module]]
+    named = [] if block.ngram is None else [("ngram", block.ngram)]
+    for name, part in (*named, ("attention", block.attention), *block.parts.items()):
         parts += [memory.tap.name for memory in memories(part)] or [name]
     hashed = model.projections == "hash"
     paper = None
-    if "memory" not in block.parts and model.attention == "softmax" and (hashed or model.ffn_dim in (None, 4 * d)):
+    plain = "memory" not in block.parts and block.ngram is None and model.attention == "softmax"
+    if plain and (hashed or model.ffn_dim in (None, 4 * d)):
         paper = 6 * s * d * d // model.hash.bits if hashed else 12 * s * d * d
     return BlockCost(
         layer=layer,
         parts=tuple(parts),
         dense=sum(parameter.numel() for parameter in block.parameters())
         - sum(table.parameters for table in tables if table.layers == 1),
-        keys=sum(parameter.numel() for memory in found for parameter in memory.parameters(recurse=False)),
+        keys=sum(
+            parameter.numel()
+            for memory in found
+            if isinstance(memory, KeyMemory)
+            for parameter in memory.parameters(recurse=False)
+        ),
         tables=tuple(tables),
         flops_without_attention=s * (maps + sum(memory.flops_per_token() for memory in found)),
         attention_flops=attention_flops(model),
@@ -377,7 +388,7 @@ def row_gradient_bytes(table: TableCost, tokens: int, micro_batch_tokens: int, t
         micro_batch_tokens: of one backward pass.
         table_ranks: those that divide the table's columns; the tokens of all of them read it in a pass.
     """
-    token_bytes = 40 * table.reads + 4 * table.width // table_ranks
+    token_bytes = 40 * table.reads + 4 * table.outputs * table.width // table_ranks
     sums = 8 * table.parameters // table_ranks
     return min(table.layers * tokens * token_bytes, sums + table_ranks * micro_batch_tokens * token_bytes)
 
@@ -447,11 +458,12 @@ def bytes_sent(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> dict
             # Recomputation stops at the last activation that a backward needs: before the block's last output.
             last = table is block.tables[-1] and not (table.name == "memory" and model.maps_values)
             passes = 2 if train.recompute and not last else 1
-            outputs = (1 + passes) * table.width * number // table_ranks
+            outputs = (1 + passes) * table.outputs * table.width * number // table_ranks
             reads += tokens * (table_ranks - 1) * ((20 if train.recompute else 12) * table.reads + outputs)
     for table in learnt_tables(recipe, cost.tables):
-        read_by, columns = table.layers * table_ranks * tokens, table.width // table_ranks
-        gradients += min(exchange_bytes(read_by, table.reads, table.rows, columns, number, ranks=groups))
+        read_by, columns = table.layers * table_ranks * tokens * table.outputs, table.width // table_ranks
+        reads_of_one = table.reads // table.outputs
+        gradients += min(exchange_bytes(read_by, reads_of_one, table.rows, columns, number, ranks=groups))
         if recipe.finetune.slots != "all" and table.name == "memory":
             gradients += 2 * (groups - 1) * 8 * table.rows // groups
     in_blocks, outside = shardable(cost) if recipe.parallel.shard else (0, 0)

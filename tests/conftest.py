@@ -88,6 +88,7 @@ MODELS = {
     "memory-plus": "memory: {kind: product-key, layers: [1+, 2], num_keys: 16, heads: 2, topk: 4, key_dim: 16, "
     "share_values: true, gate: silu, value_dim: 24, key_norm: rms, query_norm: none}",
     "peer": "memory: {kind: peer, layers: 2, num_keys: 16, heads: 2, topk: 4, key_dim: 16}",
+    "ngram": "ngram: {layers: [1, 2], orders: [2, 3], heads: 2, rows: 251, row_dim: 8}",
     "hash": "projections: hash\n  hash: {bits: 4, extra_bits: 2}",
 }
 

@@ -104,7 +104,9 @@ def list_recipes() -> None:
             grids.append([name, keys["title"].value])
         else:
             model = load_recipe(path).model
-            memory = "hash" if model.projections == "hash" else model.memory.kind
+            kinds = ["hash"] * (model.projections == "hash") + ["ngram"] * bool(model.ngram.layers)
+            kinds += [model.memory.kind] * (model.memory.kind != "none")
+            memory = " ".join(kinds) or "none"
             recipes.append([name, model.layers, model.dim, memory, model.attention])
     columns = [Column("Recipe"), number("Layers"), number("Width"), Column("Memory"), Column("Attention")]
     tables = [Table("", columns, recipes), Table("", [Column("Grid"), Column("Table")], grids)]

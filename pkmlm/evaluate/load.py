@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from pkmlm.data.canonical import canonical_sha256
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.device import default_device, is_finite
 from pkmlm.distributed import World
@@ -102,6 +103,10 @@ def load_run(
     if tokenizer.sha256 != progress.data.get("tokenizer", tokenizer.sha256):
         message = f"{run.tokenizer_file} is not the tokenizer that the run was trained with"
         raise UserError(message, "copy it again from the tokens that the run was trained on")
+    found = model.ngram_ids
+    if found is not None and canonical_sha256(found.canonical_V.cpu()) != progress.data.get("canonical"):
+        message = f"{run.checkpoint(number)}: its canonical ids are not those that the run was trained with"
+        raise UserError(message, "copy the run's folder again", exit_code=1)
     check_values(model, run.checkpoint(number))
     frozen = model.eval().requires_grad_(False)
     return LoadedRun(run.path, number, progress.tokens, recipe, frozen, tokenizer, device, data=progress.data)
@@ -121,9 +126,14 @@ def check_values(model: Transformer, path: Path) -> None:
     """Refuse weights that no training saves, whatever their hashes.
 
     Raises:
-        UserError: (exit code 1) one is not finite, or a variance or a scale is negative.
+        UserError: (exit code 1) one is not finite, a variance or a scale is negative, or an n-gram memory's integers
+            are out of their range.
     """
     for name, tensor in model.state_dict().items():
         if not is_finite(tensor) or (name.endswith(("running_var", "scale_K")) and (tensor < 0).any()):
             message = f"{path}: {name} holds numbers that no training gives"
             raise UserError(message, "evaluate another step, or train it again", exit_code=1)
+    for name, ids in model.named_buffers():
+        limit = {"canonical_V": len(ids), "multipliers_HG": 2**32}.get(name.rpartition(".")[2])
+        if limit is not None and not bool(((ids >= 0) & (ids < limit)).all()):  # rows would lie beyond the table
+            raise UserError(f"{path}: {name} holds numbers that no training gives", "copy it again", exit_code=1)

@@ -32,7 +32,7 @@ from pkmlm.export.config import (
 )
 from pkmlm.kernels.reference import quantize
 from pkmlm.model.transformer import Transformer, build_model
-from pkmlm.recipe.constraints import require_softmax
+from pkmlm.recipe.constraints import refuse_ngram, require_softmax
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.checkpoint import check_tensors, write_tensors
 from pkmlm.runs.directory import TOKENIZERS, tokenizer_file
@@ -116,6 +116,7 @@ def write_export(
     """
     check_free(path, force)
     require_softmax(recipe.model, origin.run, "be exported")
+    refuse_ngram(recipe.model, origin.run, "be exported")
     rows = model.embedding.num_embeddings
     with writing_folder(path, replace=force) as folder:
         write_weights(folder / WHOLE, model, dtype, table_bits)

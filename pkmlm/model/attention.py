@@ -26,11 +26,13 @@ class KVCache:
         room: positions that it can hold (C): the model's context.
         length: positions held; the next token has this position.
         layers: one (k, v) pair a block, each (B, h, C, e); uninitialized beyond `length`.
+        others: what else depends on positions before, by name, each (B, C, ...).
     """
 
     room: int
     length: int = 0
     layers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    others: dict[str, Tensor] = field(default_factory=dict)
 
     def extend(self, index: int, k_BhTe: Tensor, v_BhTe: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new positions of block `index`; return all of its keys and values so far, (B, h, S, e) each."""
@@ -42,6 +44,15 @@ class KVCache:
         end = self.length + new
         k_BhCe[:, :, self.length : end], v_BhCe[:, :, self.length : end] = k_BhTe, v_BhTe
         return k_BhCe[:, :, :end], v_BhCe[:, :, :end]
+
+    def append(self, name: str, x_BT: Tensor) -> Tensor:
+        """Write the new positions of `others[name]`, (B, T, ...); return all of its positions so far, (B, S, ...)."""
+        batch, new, *rest = x_BT.shape
+        if name not in self.others:
+            self.others[name] = x_BT.new_empty(batch, self.room, *rest)
+        end = self.length + new
+        self.others[name][:, self.length : end] = x_BT
+        return self.others[name][:, :end]
 
 
 class AttentionLayout(NamedTuple):

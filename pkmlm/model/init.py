@@ -39,7 +39,17 @@ class OrthogonalRows(NamedTuple):
     """Rows in orthogonal blocks, each row by itself distributed as N(0, I)."""
 
 
-InitSpec = Normal | Uniform | Constant | OrthogonalRows
+class Counting(NamedTuple):
+    """0, 1, 2, ..."""
+
+
+class Multipliers(NamedTuple):
+    """Row h: `numbers[h]` odd integers below 2^32, and zeros."""
+
+    numbers: tuple[int, ...]
+
+
+InitSpec = Normal | Uniform | Constant | OrthogonalRows | Counting | Multipliers
 BLOCK = 1 << 16  # rows drawn at a time, a multiple of 16: torch draws normal numbers by sixteen
 
 
@@ -92,6 +102,11 @@ def initialise(model: nn.Module, seed: int) -> None:
                         tensor.copy_(torch.empty(tensor.shape).uniform_(-bound, bound, generator=random))
                     case OrthogonalRows():
                         tensor.copy_(orthogonal_rows(len(tensor), tensor.shape[1], random))
+                    case Counting():
+                        tensor.copy_(torch.arange(len(tensor)))
+                    case Multipliers(numbers):
+                        odd = 2 * torch.randint(2**31, tensor.shape, generator=random) + 1
+                        tensor.copy_(odd * (torch.arange(tensor.shape[1]) < torch.tensor(numbers)[:, None]))
 
 
 def orthogonal_rows(rows: int, width: int, random: torch.Generator) -> torch.Tensor:

@@ -17,6 +17,7 @@ from pkmlm.model.init import Constant, InitSpec, Normal, initialise, linear_std
 from pkmlm.model.loss import summed_loss
 from pkmlm.model.memory.hash_layer import HashLayer, MemoryBlock
 from pkmlm.model.memory.key_memory import FlatKeyMemory, KeyMemory, ProductKeyMemory
+from pkmlm.model.memory.ngram import NGramIds, NGramMemory, Past
 from pkmlm.model.memory.peer import PEER
 from pkmlm.model.memory.query import QueryBatchNorm
 from pkmlm.model.memory.values import Pool, Values, tables_of
@@ -70,17 +71,21 @@ class Block(nn.Module):
     """Attention, then `parts`: an FFN, a Memory Block, a memory, or an FFN with a memory beside it.
 
     sequential: z = x + attention(norm(x)), y = z + parts(norm(z)); parallel: y = x + attention(norm(x)) +
-    parts(norm(x)).
+    parts(norm(x)). Before all of this, an n-gram memory adds to x.
     The residual stream itself is never normalised (MemoryFormer's eq. 15 as its released code reads it).
 
     Args:
         model: the recipe's section: its `dim`, `residual` and `dropout`.
         attention: maps the normalised stream (B, T, D) to what is added to it.
         parts: each maps (B, T, D) to (B, T, D); by name, "ffn" and "memory".
+        ngram: the n-gram memory; None: there is none.
     """
 
-    def __init__(self, model: Model, attention: Attention, parts: dict[str, nn.Module]):
+    def __init__(
+        self, model: Model, attention: Attention, parts: dict[str, nn.Module], ngram: NGramMemory | None = None
+    ):
         super().__init__()
+        self.ngram = ngram
         self.parallel = model.residual == "parallel"
         self.attention_norm = nn.LayerNorm(model.dim)
         self.attention = attention
@@ -94,8 +99,22 @@ class Block(nn.Module):
         cos_sin: tuple[Tensor, Tensor] | None,
         cache: KVCache | None,
         layout: AttentionLayout | None = None,
+        past: Past | None = None,
     ) -> Tensor:
-        """The residual stream after the block (B, T, D), from that before it; the rest as for `Attention.forward`."""
+        """The residual stream after the block (B, T, D), from that before it.
+
+        Args:
+            past: the tokens that each token sees before it, which an n-gram memory needs.
+
+        The others are those of `Attention.forward`.
+
+        Raises:
+            ValueError: an n-gram memory is not told what stands before the tokens.
+        """
+        if self.ngram is not None:
+            if past is None:
+                raise ValueError("an n-gram memory needs `past`, the tokens before each token")
+            x_BTD = x_BTD + self.dropout(self.ngram(x_BTD, past))
         z_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), cos_sin, cache, layout))
         h_BTD = self.norm(x_BTD if self.parallel else z_BTD)
         for part in self.parts.values():
@@ -111,6 +130,9 @@ class Transformer(nn.Module):
         vocab_size: rows of the embedding (V).
         blocks: the blocks, from the first to the last.
         pool: the tables that their memories share; None: each has its own.
+
+    Attributes:
+        ngram_ids: finds what n-gram memories need to know of the tokens; None: there are none.
     """
 
     def __init__(self, model: Model, vocab_size: int, blocks: list[Block], pool: Pool | None = None):
@@ -122,6 +144,7 @@ class Transformer(nn.Module):
         self.dropout = nn.Dropout(model.dropout)
         self.blocks = nn.ModuleList(blocks)
         self.pool = pool
+        self.ngram_ids = NGramIds(vocab_size, model.ngram) if model.ngram.layers else None
         self.norm = nn.LayerNorm(model.dim)
         self.untied_head = None if model.tie_embeddings else Linear(model.dim, vocab_size, bias=False)
 
@@ -151,8 +174,9 @@ class Transformer(nn.Module):
             cos_Cw, sin_Cw = rotation(0, self.context, self.rotary_width, tokens_BT.device)
             at_B1T = layout.positions_BT[:, None]
             cos_sin = cos_Cw[at_B1T], sin_Cw[at_B1T]
+        past = None if self.ngram_ids is None else self.ngram_ids(tokens_BT, cache, layout)
         for block in self.blocks:
-            x_BTD = block(x_BTD, cos_sin, cache, layout)
+            x_BTD = block(x_BTD, cos_sin, cache, layout, past)
         if cache is not None:
             cache.length += length
         normed: Tensor = self.norm(x_BTD)
@@ -225,7 +249,8 @@ def build_block(recipe: Recipe, layer: int, micro_batches: int, pool: Pool | Non
             name="qkv",
         )
         out = None
-    return Block(model, Attention(model, qkv, out, layer - 1), parts)
+    ngram = NGramMemory(model.dim, **model.ngram.arguments, layer=layer) if layer in model.ngram.layers else None
+    return Block(model, Attention(model, qkv, out, layer - 1), parts, ngram)
 
 
 def build_model(
@@ -238,6 +263,8 @@ def build_model(
     table_bits: int | None = None,
 ) -> Transformer:
     """The model of a recipe, initialised from its seed; on the meta device, only its shape.
+
+    N-gram memories know no tokenizer yet: whoever trains them fills `ngram_ids.canonical_V`.
 
     A model built on "meta" holds the same numbers once it has storage (`to_empty`) and is initialised (`initialise`).
 

@@ -3,6 +3,7 @@
 `schema.py` has the type and range of each key by itself. An error names the key, what was found and what was expected.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Mapping
@@ -49,6 +50,8 @@ def check_recipe(recipe: Recipe, places: Mapping[str, str] | None = None) -> Rec
             check.fail("train.compile", "hash tables leave nothing dense to compile", "false", "model.projections")
     if recipe.model.memory.kind != "none":
         check_memory(check, recipe.model)
+    if recipe.model.ngram.layers:
+        check_ngram(check, recipe.model)
     check_finetuning(check, recipe)
     check_division(check, recipe)
     if recipe.parallel.shard and recipe.train.compile:
@@ -66,6 +69,8 @@ def check_division(check: Check, recipe: Recipe) -> None:
         widths.add(model.dim)
         if has_ffn(model):
             widths.add((model.hash.bits + model.hash.extra_bits) * (model.dim // model.hash.bits))
+    if model.ngram.layers:
+        widths.add(model.ngram.row_dim)
     if parts > 1 and not widths:
         check.fail("parallel.memory", f"{parts} ranks, but the model has no table to divide", "1", "model.memory.kind")
     common = math.gcd(*widths)
@@ -75,6 +80,7 @@ def check_division(check: Check, recipe: Recipe) -> None:
             f"{parts} ranks cannot divide tables of {' and '.join(map(str, sorted(widths)))} columns",
             f"a divisor of {common}",
             "model.memory.value_dim",
+            "model.ngram.row_dim",
             "model.dim",
         )
 
@@ -125,10 +131,24 @@ def check_sizes(check: Check, model: Model) -> None:
     if model.projections == "hash":
         tables, rows = model.dim // model.hash.bits, 2 ** (model.hash.bits + model.hash.extra_bits)
         sizes["model.hash.bits"] = model.layers * tables * rows * model.dim
+    if model.ngram.layers:
+        ngram = model.ngram
+        sizes["model.ngram.rows"] = len(ngram.layers) * ngram.tables * ngram.rows * ngram.row_dim
+        sizes["model.ngram.row_dim"] = len(ngram.layers) * 2 * ngram.tables * ngram.row_dim * model.dim
     for key, size in sizes.items():
         if size > MAX_PARAMETERS:
             expected = f"at most 2^40 = {MAX_PARAMETERS:.1e}"
             check.fail(key, f"asks for {size:.1e} parameters", expected, "model.dim", "model.layers")
+
+
+def refuse_ngram(model: Model, place: str, task: str) -> None:
+    """Refuse a model with n-gram memories where they cannot do what was asked for: `task`, such as "be exported".
+
+    Raises:
+        UserError: it has one; `place` says whose.
+    """
+    if model.ngram.layers:
+        raise UserError(f"{place}: n-gram memories cannot {task} (expected model.ngram.layers: [])")
 
 
 def check_attention(check: Check, recipe: Recipe) -> None:
@@ -198,6 +218,10 @@ def check_training(check: Check, recipe: Recipe) -> None:
             optim.warmup_steps if optim.tables.warmup_steps is None else optim.tables.warmup_steps,
         ),
     }
+    if recipe.model.ngram.layers:
+        own = optim.ngram
+        warmup = optim.warmup_steps if own.warmup_steps is None else own.warmup_steps
+        schedules["optim.ngram"] = own.schedule or optim.schedule, warmup
     for prefix, (schedule, warmup_steps) in schedules.items():
         if schedule == "inverse-sqrt" and warmup_steps < 1:
             message = "found 0 with the inverse-sqrt schedule"
@@ -234,6 +258,31 @@ def check_memory(check: Check, model: Model) -> None:
             hint="without a memory: model.memory.kind: none",
         )
     memory_layers(model, check)
+
+
+def check_ngram(check: Check, model: Model) -> None:
+    """N-gram memories stand in layers of the model, their tables have prime numbers of rows, which fit the width."""
+    ngram = model.ngram
+    for layer in ngram.layers:
+        if layer > model.layers or ngram.layers.count(layer) > 1:
+            expected = f"layers from 1 to {model.layers}, each once"
+            check.fail("model.ngram.layers", f"found layer {layer}", expected, "model.layers")
+    if not ngram.orders or len(set(ngram.orders)) < len(ngram.orders):
+        check.fail("model.ngram.orders", f"found {list(ngram.orders)}", "one order or more, each once")
+    if ngram.rows > 1 and (divisor := smallest_divisor(ngram.rows)) < ngram.rows:
+        larger = next(rows for rows in itertools.count(ngram.rows) if smallest_divisor(rows) == rows)
+        check.fail("model.ngram.rows", f"found {ngram.rows}, which {divisor} divides", f"a prime, such as {larger}")
+    if ngram.tables * ngram.rows > MAX_SLOTS:
+        message = f"{ngram.tables} tables of {ngram.rows} rows"
+        check.fail("model.ngram.rows", message, "at most 2^31 rows in a layer", "model.ngram.heads")
+    if ngram.fusion == "add" and ngram.row_dim != model.dim:
+        others = ("model.ngram.fusion", "model.dim")
+        check.fail("model.ngram.row_dim", f"found {ngram.row_dim}, and fusion add adds rows", f"{model.dim}", *others)
+
+
+def smallest_divisor(number: int) -> int:
+    """The smallest divisor above 1 of a number above 1: itself, if it is prime."""
+    return next((each for each in range(2, math.isqrt(number) + 1) if number % each == 0), number)
 
 
 def check_finetuning(check: Check, recipe: Recipe) -> None:

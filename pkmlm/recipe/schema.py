@@ -26,6 +26,7 @@ PLAIN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9_./+-]*|[0-9]+\+|auto:[0-9]+\+?", re
 NOT_TEXT = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}  # to other YAML readers
 Size = Annotated[int, Field(ge=1, le=MAX_INT)]
 Steps = Annotated[int, Field(ge=0, le=MAX_INT)]
+Order = Annotated[int, Field(ge=1, le=8)]
 Schedule = Literal["inverse-sqrt", "cosine", "linear", "constant"]
 ValuesSchedule = Literal["inverse-sqrt", "cosine", "linear", "constant", "relative"]
 Times = Annotated[float, Field(ge=0, le=1000)]
@@ -117,6 +118,35 @@ class Memory:
 
 
 @dataclass(frozen=True, config=STRICT)
+class NGram:
+    layers: tuple[Size, ...] = key((), "layers, counted from 1, before whose attention an n-gram memory is added")
+    orders: tuple[Order, ...] = key((2, 3), "how many tokens, the newest among them, choose a row; one or more numbers")
+    heads: Size = key(8, "tables of each order, each with a hash of its own")
+    rows: Size = key(65537, "rows of a table, a prime; 1: the control without a memory")
+    row_dim: Size = key(24, "width of a row; fusion add: dim")
+    fusion: Literal["gate", "add"] = key(
+        "gate", "gate: rows make a value, and the stream decides how much of it is added (Engram); add: rows are added"
+    )
+    conv: bool = key(True, "gate: a causal convolution after the gate, over 4 positions, the largest order apart")
+    canonical: bool = key(True, "tokens that differ in case, accents or spaces alone choose the same rows")
+
+    @property
+    def tables(self) -> int:
+        return len(self.orders) * self.heads
+
+    @property
+    def convolves(self) -> bool:
+        return self.fusion == "gate" and self.conv
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the layer takes by the same names."""
+        return {
+            each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("layers", "canonical")
+        }
+
+
+@dataclass(frozen=True, config=STRICT)
 class Hash:
     bits: int = key(8, "bits of a bucket code (tau): dim / bits tables of 2^bits rows", ge=1, le=16)
     extra_bits: int = key(2, "more bits for the second layer of the Memory Block (MF table 5)", ge=0, le=15)
@@ -158,6 +188,7 @@ class Model:
     )
     memory: Memory = key(Memory, "a sparsely read memory")
     hash: Hash = key(Hash, "MemoryFormer's tables (projections: hash)")
+    ngram: NGram = key(NGram, "n-gram memories: rows found by a hash of the last tokens")
 
     @property
     def rotary_width(self) -> int:
@@ -211,6 +242,11 @@ class TablesOptim:
 
 
 @dataclass(frozen=True, config=STRICT)
+class NGramOptim(TablesOptim):
+    lr_scale: LearningRate = key(5.0, "peak learning rate of the tables, as a multiple of optim.lr")
+
+
+@dataclass(frozen=True, config=STRICT)
 class KeysOptim:
     lr_scale: float = key(
         1.0, "peak learning rate of the keys, as a multiple of optim.lr; 0: they stay as initialized", ge=0, le=1000
@@ -235,6 +271,7 @@ class Optim:
     keys: KeysOptim = key(KeysOptim, "memory keys: sub-keys, or flat keys")
     values: ValuesOptim = key(ValuesOptim, "memory values")
     tables: TablesOptim = key(TablesOptim, "MemoryFormer's hash tables")
+    ngram: NGramOptim = key(NGramOptim, "tables of n-gram memories")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -319,6 +356,8 @@ class Recipe:
             found.add(self.optim.values.schedule)
         if self.model.projections == "hash":
             found.add(self.optim.tables.schedule or self.optim.schedule)
+        if self.model.ngram.layers:
+            found.add(self.optim.ngram.schedule or self.optim.schedule)
         return found
 
     def micro_batches(self, ranks: int = 1) -> int:

@@ -25,6 +25,8 @@ def warmup_warnings(recipe: Recipe) -> list[str]:
         warmups["optim.values.warmup_steps"] = optim.values.warmup_steps
     if recipe.model.projections == "hash":
         warmups["optim.tables.warmup_steps"] = optim.tables.warmup_steps
+    if recipe.model.ngram.layers:
+        warmups["optim.ngram.warmup_steps"] = optim.ngram.warmup_steps
     training = "1 step" if steps == 1 else f"{steps:,} steps"
     return [
         f"{key}: {warmup:,} for {training} of training: the learning rate ends at {steps / warmup:.0%} of its peak"
@@ -75,6 +77,11 @@ def unused_keys(recipe: Recipe) -> dict[str, str]:
         disabled["model.projections"] = ["model.ffn_dim", "model.activation", "model.bias"]
     else:
         disabled["model.projections"] = ["model.hash.", "optim.tables."]
+    if not model.ngram.layers:
+        rest = [key for key in flatten(recipe) if key.startswith("model.ngram.") and key != "model.ngram.layers"]
+        disabled["model.ngram.layers"] = [*rest, "optim.ngram."]
+    elif model.ngram.fusion == "add":
+        disabled["model.ngram.fusion"] = ["model.ngram.conv"]
     if not has_ffn(model):
         ffn = ["model.ffn_dim", "model.activation", "model.hash.extra_bits", "model.hash.activation"]
         disabled["model.memory.layers"] = ffn
@@ -98,7 +105,7 @@ def unused_keys(recipe: Recipe) -> dict[str, str]:
     if recipe.optim.values.optimizer == "row-sgd":
         disabled["optim.values.optimizer"] = ["optim.values.betas", "optim.values.eps"]
     if recipe.train.only == "values":
-        frozen = ["betas", "weight_decay", "clip", "keys.", "tables."]
+        frozen = ["betas", "weight_decay", "clip", "keys.", "tables.", "ngram."]
         frozen += [] if recipe.optim.values.schedule == "relative" else ["lr", "schedule", "warmup_steps"]
         disabled["train.only"] = [f"optim.{name}" for name in frozen]
     if recipe.finetune.slots == "all":

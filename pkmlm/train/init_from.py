@@ -23,6 +23,7 @@ HEAD = "untied_head.weight"
 SHAPELESS = {
     *("model.heads", "model.residual", "model.activation", "model.rotary_fraction", "model.attention"),
     *("model.memory.topk", "model.memory.scores", "model.memory.expert"),
+    *("model.ngram.orders", "model.ngram.canonical"),
     *("model.hash.temperature", "model.hash.score", "model.hash.activation"),
 }
 

@@ -4,7 +4,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from pkmlm.analysis.background import Background
+from pkmlm.data.canonical import canonical_ids, canonical_sha256
 from pkmlm.data.corpus import Corpus, open_tokenizer
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
@@ -36,6 +39,11 @@ class Job:
     def vocab_size(self) -> int:
         """Rows of the model's embedding: as the recipe says, or one for each token."""
         return self.recipe.model.vocab_size or self.tokenizer.size
+
+    @property
+    def canonical_ids(self) -> np.ndarray:
+        """The canonical id of each row of the embedding, by which n-gram memories know tokens."""
+        return canonical_ids(self.tokenizer, self.vocab_size, self.recipe.model.ngram.canonical)
 
     @property
     def epochs(self) -> float:
@@ -84,9 +92,14 @@ def open_job(recipe_file: str, overrides: Iterable[str], ranks: int, *, verify: 
     return Job(recipe, corpus, tokenizer, tuple(warnings), background_of(recipe))
 
 
-def hashes_of(corpus: Corpus, background: Background | None) -> dict[str, str]:
+def hashes_of(job: Job) -> dict[str, str]:
     """The sha256 of all that a resumed run must find again, by what it is."""
-    return corpus.hashes | ({} if background is None else {"background": background.digest})
+    found = dict(job.corpus.hashes)
+    if job.background is not None:
+        found["background"] = job.background.digest
+    if job.recipe.model.ngram.layers:
+        found["canonical"] = canonical_sha256(job.canonical_ids)
+    return found
 
 
 def background_of(recipe: Recipe) -> Background | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pkmlm.analysis.drift import Drift, RecentReads
+from pkmlm.data.canonical import canonical_sha256
 from pkmlm.errors import NotFinite, UserError
 from pkmlm.model.memory.key_memory import KeyMemory
 from pkmlm.runs import checkpoint
@@ -14,7 +15,6 @@ from pkmlm.runs.checkpoint import Validations
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import remove_file
 from pkmlm.signals import StopRequest
-from pkmlm.train.job import hashes_of
 from pkmlm.train.log import RunLog
 from pkmlm.train.resume_check import fixed_keys
 from pkmlm.train.step import TrainState, diverged, train_step
@@ -62,7 +62,11 @@ class Training:
         self.calibrated = 0  # the step whose running statistics the model has
         self.history = self._restore()
         state.progress.validations, state.progress.recipe = self.history, fixed_keys(self.recipe)
-        state.progress.data |= hashes_of(state.batches.corpus, state.background)
+        state.progress.data |= state.batches.corpus.hashes
+        if state.background is not None:
+            state.progress.data["background"] = state.background.digest
+        if state.model.ngram_ids is not None:
+            state.progress.data["canonical"] = canonical_sha256(state.model.ngram_ids.canonical_V.cpu())
         if self.world.rank == 0:
             state.progress.run = run.facts().get("id")
         self.drift = Drift(

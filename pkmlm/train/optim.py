@@ -21,7 +21,7 @@ class ParameterGroup:
     """Parameters with one optimizer, one learning-rate schedule, and one clipping norm.
 
     Attributes:
-        name: "dense", "values" (of memories) or "tables" (of hash layers).
+        name: "dense", "values" (of memories), "tables" (of hash layers) or "ngram".
         parameters: by their path in the model.
         row_gradients: of those parameters that are tables of rows.
         clip: largest norm of the group's gradient; 0: no clipping.
@@ -66,34 +66,39 @@ class ParameterGroup:
 
 
 def parameter_groups(model: nn.Module, recipe: Recipe) -> list[ParameterGroup]:
-    """The groups of a model that have parameters, in the order dense, values, tables; of those, `train.only` leaves
-    one, and freezes all other parameters.
+    """The groups of a model that have parameters, in the order dense, values, tables, ngram; of those, `train.only`
+    leaves one, and freezes all other parameters.
 
     Values of memories have their own learning rate and schedule (Lample et al. 2019, sec. 4.3: 1e-3, constant); hash
-    tables move at a multiple of the dense learning rate.
+    tables and those of n-grams move at a multiple of the dense learning rate.
     """
     optim, tables = recipe.optim, tables_of(model)
-    values = {path: table for path, table in tables.items() if table.group == "values"}
-    hash_tables = {path: table for path, table in tables.items() if table.group == "tables"}
+    of_group = {
+        name: {path: table for path, table in tables.items() if table.group == name}
+        for name in ("values", "tables", "ngram")
+    }
+    values = of_group.pop("values")
     groups = []
     if recipe.train.only == "values":
         model.requires_grad_(False)
         for table in values.values():
             table.requires_grad_()
-        hash_tables = {}
+        of_group = {}
     else:
         groups.append(_dense_group(model, {n: p for n, p in model.named_parameters() if n not in tables}, recipe))
     if values:
         spec = optim.values
         eps = optim.eps if spec.eps is None else spec.eps
         groups.append(_row_group("values", values, spec, values_schedule(recipe), spec.betas, eps))
-    if hash_tables:
-        own = optim.tables
+    for name, found in of_group.items():
+        if not found:
+            continue
+        own = optim.tables if name == "tables" else optim.ngram
         shape = own.schedule or optim.schedule
         warmup_steps = optim.warmup_steps if own.warmup_steps is None else own.warmup_steps
         steps, peak = recipe.train.steps, optim.lr * own.lr_scale
         schedule = LrSchedule(peak, shape, warmup_steps, steps, optim.final_lr, optim.decay_steps)
-        groups.append(_row_group("tables", hash_tables, own, schedule, own.betas or optim.betas, optim.eps))
+        groups.append(_row_group(name, found, own, schedule, own.betas or optim.betas, optim.eps))
     return groups
 
 

@@ -47,13 +47,15 @@ def needed(training: dict[str, int], ranks: int) -> str:
 
 def key_to_lower(recipe: Recipe, training: dict[str, int]) -> tuple[str, int]:
     """The key, and its value, of what takes most of a rank's `training` memory: the micro-batch where a forward takes
-    more than what does not depend on it; else the slots of the memory, the rows of the hash tables, or the width.
+    more than what does not depend on it; else the slots of the memory, the rows of n-gram or hash tables, or the width.
     """
     model, micro_batch = recipe.model, recipe.train.micro_batch
     if micro_batch > 1 and 2 * sum(training.get(name, 0) for name in OF_A_FORWARD) > sum(training.values()):
         return "train.micro_batch", micro_batch
     if model.memory.kind != "none":
         return "model.memory.num_keys", model.memory.num_keys
+    if model.ngram.layers:
+        return "model.ngram.rows", model.ngram.rows
     if model.projections == "hash":
         return "model.hash.bits", model.hash.bits
     return "model.dim", model.dim

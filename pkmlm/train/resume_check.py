@@ -60,12 +60,13 @@ def refuse_other_origin(run: RunDirectory, job: Job) -> None:
     progress = read_progress(run.checkpoint(run.steps()[-1]))
     run.check_origin(progress.step, progress.run, progress.recipe)
     before = progress.data
-    folder, hashes = job.recipe.data.dir, hashes_of(job.corpus, job.background)
+    folder, hashes = job.recipe.data.dir, hashes_of(job)
     for name, what, where in (
         ("tokenizer", "trained with another tokenizer than that of", folder),
         ("train", "trained on other tokens than those in", folder),
         ("valid", "validated on other text than that in", folder),
         ("background", "trained by another background than", job.recipe.finetune.background),
+        ("canonical", "trained with other canonical ids than this Python's Unicode makes of the tokenizer in", folder),
     ):
         expected, found = before.get(name), hashes.get(name)
         if expected and found and found != expected:

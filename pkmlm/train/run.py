@@ -5,7 +5,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 
+import torch
+
 from pkmlm.data.batches import Batches
+from pkmlm.data.canonical import canonical_sha256
 from pkmlm.device import DeviceSettings, select_device
 from pkmlm.distributed import ProcessGroups, World, build_process_groups, is_network_error
 from pkmlm.errors import UserError, is_out_of_memory, printable
@@ -121,6 +124,8 @@ def begin(run: RunDirectory, job: Job, settings: DeviceSettings, ranks: int) -> 
         warnings += no_validation_warning(job) + lost_metrics_warning(run)
     data = {"data_dir": os.path.abspath(job.corpus.folder), "data_sha256": job.corpus.sha256}
     tokenizer = {"tokenizer_sha256": job.tokenizer.sha256}
+    if recipe.model.ngram.layers:
+        tokenizer["canonical_sha256"] = canonical_sha256(job.canonical_ids)
     run.note(**data, **tokenizer, **facts, status="running", exit_code=None, seconds=None, rank=None, message=None)
     return warnings + too_large_warning(job, settings, ranks)
 
@@ -170,6 +175,8 @@ def initial_model(job: Job, settings: DeviceSettings, groups: ProcessGroups) -> 
     model = build_model(job.recipe, job.vocab_size, settings.device, groups, init_weights=from_seed)
     if not from_seed:
         load_init_from(job, model)
+    if model.ngram_ids is not None:
+        model.ngram_ids.canonical_V.copy_(torch.from_numpy(job.canonical_ids))
     return model
 
 

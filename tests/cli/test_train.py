@@ -66,6 +66,7 @@ def test_a_run_directory_holds_what_the_design_says(trained, kind):
         ["product-key", "train.precision=fp16"],
         ["memory-plus", "optim.values.schedule=relative", "train.micro_batch=2"],
         ["peer"],
+        ["ngram"],
         ["hash"],
     ],
 )

@@ -26,7 +26,7 @@ from pkmlm.model.init import initialise
 from pkmlm.model.memory.query import QueryBatchNorm
 from pkmlm.model.memory.values import Values
 from pkmlm.model.transformer import Transformer, build_model
-from pkmlm.recipe.schema import Finetune, Hash, Memory, Model, Optim, Parallel, Recipe, Train, ValuesOptim
+from pkmlm.recipe.schema import Finetune, Hash, Memory, Model, NGram, Optim, Parallel, Recipe, Train, ValuesOptim
 from pkmlm.runs import checkpoint
 from pkmlm.train import validation  # noqa: F401 (loaded once, for all children)
 from pkmlm.train.parallel import all_gather_row_gradients
@@ -54,6 +54,7 @@ MODELS = {
     "peer pool": Model(
         **SMALL, memory=Memory(**{**KEYS, "kind": "peer", "layers": ("1", "2")}, query_norm="rms", share_values=True)
     ),
+    "ngram": Model(**SMALL, ngram=NGram(layers=(1, 2), heads=2, rows=31, row_dim=4)),
     "hash": Model(**{**SMALL, "layers": 1}, projections="hash", hash=Hash(bits=4), positions="rotary"),
 }
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-STEPS = {"layer": 8, "batch": 6, "pool": 6, "peer": 6, "peer pool": 4, "hash": 5}
+STEPS = {"layer": 8, "batch": 6, "pool": 6, "peer": 6, "peer pool": 4, "ngram": 5, "hash": 5}
 # Biases of keys, and in front of a batch norm, do nothing: their gradients are rounding, of which Adam makes whole
 # steps; the running mean follows.
 IDLE = ("attention.qkv.bias", "memory.query.map.2.bias", "memory.query.norm.running_mean")
@@ -14,6 +14,7 @@ CASES = [
     *[("pool", *case) for case in [(1, 1, 8), (2, 2, 2), (4, 1, 2), (4, 2, 1)]],
     *[("peer", *case) for case in [(1, 1, 8), (2, 2, 2), (4, 1, 2), (4, 2, 1)]],
     *[("peer pool", *case) for case in [(1, 1, 8), (4, 2, 1)]],
+    *[("ngram", *case) for case in [(1, 1, 8), (2, 2, 2), (4, 1, 2), (4, 2, 1)]],
     *[("hash", *case) for case in [(1, 1, 8), (2, 2, 2), (4, 1, 2)]],
 ]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pkmlm.model.transformer import build_model
-from pkmlm.recipe.schema import Hash, Memory, Model, Optim, Recipe, Train, ValuesOptim
+from pkmlm.recipe.schema import Hash, Memory, Model, NGram, Optim, Recipe, Train, ValuesOptim
 from pkmlm.train.step import TrainState, train_step
 
 CURVES = Path(__file__).parent / "curves.json"
@@ -35,6 +35,7 @@ MODELS = {
         ),
     ),
     "peer": Model(**SMALL, memory=Memory(kind="peer", **KEYS)),
+    "ngram": Model(**SMALL, ngram=NGram(layers=(1, 2), heads=2, rows=31, row_dim=4)),
     "hash": Model(
         **SMALL, projections="hash", hash=Hash(bits=4), positions="rotary", tie_embeddings=False, dropout=0.1
     ),

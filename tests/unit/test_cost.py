@@ -23,7 +23,7 @@ from pkmlm.kernels.row_gradient import exchange_bytes
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.constraints import check_recipe
 from pkmlm.recipe.load import load_recipe
-from pkmlm.recipe.schema import AttentionOptions, Hash, Memory, Model, Parallel, Recipe, Train
+from pkmlm.recipe.schema import AttentionOptions, Hash, Memory, Model, NGram, Parallel, Recipe, Train
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 GIGA, MEGA = 1e9, 1e6
@@ -356,6 +356,8 @@ def saved_bytes(recipe: Recipe, vocab_size: int) -> int:
         {"memory": Memory(kind="flat-key", layers=("1", "2"), num_keys=8, key_dim=64)},
         {"memory": replace(POOLED, num_keys=32)},
         {"memory": Memory(kind="peer", layers=("1", "2"), num_keys=32, key_dim=64)},
+        {"ngram": NGram(layers=(1, 2), rows=101)},
+        {"ngram": NGram(layers=(1, 2), rows=101, fusion="add", row_dim=128)},
         *({"attention": kind, "context": 256} for kind in ("linformer", "cosformer", "performer")),
     ],
     ids=[
@@ -366,6 +368,8 @@ def saved_bytes(recipe: Recipe, vocab_size: int) -> int:
         "flat-key",
         "memory-plus",
         "peer",
+        "ngram",
+        "ngram-lite",
         "linformer",
         "cosformer",
         "performer",

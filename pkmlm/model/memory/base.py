@@ -6,7 +6,7 @@ N: tokens; H: heads (for hash layers: tables); k: reads of a head (for hash laye
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from pkmlm.model.init import initialise
 from pkmlm.model.memory.values import Values
 
 Layer = TypeVar("Layer")
-Forward = Callable[[Layer, Tensor], Tensor]
+Inputs = ParamSpec("Inputs")
 
 
 class UsageTap(nn.Module):
@@ -23,8 +23,9 @@ class UsageTap(nn.Module):
 
     Attributes:
         layer: the block, counted from 1.
-        name: "memory"; of hash layers "qkv", "ffn1" and "ffn2", or "hash" where somebody else's network holds it.
-        kind: of the memory: "product-key", "flat-key" or "hash".
+        name: "memory"; "ngram"; of hash layers "qkv", "ffn1" and "ffn2", or "hash" where somebody else's network holds
+            it.
+        kind: of the memory: "product-key", "flat-key", "peer", "hash" or "ngram".
         slots: rows of the memory's table; of all tables together for hash layers.
         heads: memory heads, or tables.
         shared: whether all heads read the same slots. Otherwise each has a table of its own: head h the rows from
@@ -68,12 +69,14 @@ class SparseMemory(nn.Module, ABC):
         tap: sees the slots and weights of all reads.
         values: the table.
         reads: rows that one token reads, of each table.
+        outputs: sums that are taken of them, each of as many rows.
         sign: that of the factor by which the layer's output reaches the residual stream, 1 or -1.
     """
 
     tap: UsageTap
     values: Values
     reads: int
+    outputs: int = 1
     sign: float = 1.0
 
     def reset_parameters(self) -> None:
@@ -123,7 +126,9 @@ def usage_taps(model: nn.Module) -> list[UsageTap]:
     return [module for module in model.modules() if isinstance(module, UsageTap)]
 
 
-def uncompiled(forward: Forward[Layer]) -> Forward[Layer]:
+def uncompiled(
+    forward: Callable[Concatenate[Layer, Inputs], Tensor],
+) -> Callable[Concatenate[Layer, Inputs], Tensor]:
     """Decorate a layer's forward so that torch.compile leaves it as it is.
 
     Tracing it would fail in numba's dispatcher, and miss hooks that are registered on the tap later. `disable` imports
@@ -131,9 +136,9 @@ def uncompiled(forward: Forward[Layer]) -> Forward[Layer]:
     """
 
     @functools.wraps(forward)
-    def untraced(layer: Layer, x: Tensor) -> Tensor:
+    def untraced(layer: Layer, *inputs: Inputs.args, **options: Inputs.kwargs) -> Tensor:
         if torch.compiler.is_compiling():
-            return torch.compiler.disable(forward)(layer, x)
-        return forward(layer, x)
+            return torch.compiler.disable(forward)(layer, *inputs, **options)
+        return forward(layer, *inputs, **options)
 
     return untraced

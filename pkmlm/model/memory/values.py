@@ -1,4 +1,4 @@
-"""The rows that a memory reads: values of a key memory, or the tables of a hash layer; and the pool of those that
+"""The rows that a memory reads: values of a key memory, or the tables of others; and the pool of those that
 several memories share.
 
 Ranks may divide the columns of a table among them. A read then takes two collectives, each with its gradient: all
@@ -29,7 +29,7 @@ class Values(nn.Module):
     Args:
         rows, width: shape of the table.
         std: standard deviation of its initial entries, which are normal.
-        group: the parameter group that it trains in: "values" or "tables" (`pkmlm.train.optim`).
+        group: the parameter group that it trains in: "values", "tables" or "ngram" (`pkmlm.train.optim`).
 
     Attributes:
         weight_KD: the table (fp32), or this rank's columns of it; None: it is held in few bits.

@@ -1,0 +1,54 @@
+"""Canonical ids: tokens that are the same word to a reader, such as "The", " the" and "thé", share one.
+
+N-gram memories look rows up by them (Cheng et al. 2026, arXiv 2601.07372, sec. 2.2).
+
+V: rows of the embedding.
+"""
+
+import hashlib
+import unicodedata
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pkmlm.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+
+def canonical_ids(tokenizer: Tokenizer, rows: int, merge: bool = True) -> np.ndarray:
+    """The canonical id of each token: int64, (V,), below V.
+
+    0 is that of the end-of-document token, before which nothing is seen, and stands for no token. The others count from
+    1 in the order of their first token. A token that is no text by itself, such as a control token or a part of a
+    character, has one of its own.
+
+    Args:
+        rows: of the embedding (V), the tokenizer's size or more.
+        merge: False gives every token an id of its own.
+    """
+    names: dict[str | int, int] = {tokenizer.eos: 0}
+    ids = []
+    for token in range(rows):
+        name: str | int = token
+        if merge and token < tokenizer.size and token != tokenizer.eos:
+            piece = tokenizer.piece(token)
+            if tokenizer.decode([token]) == piece:
+                name = canonical_text(piece) or token
+        ids.append(names.setdefault(name, len(names)))
+    return np.array(ids, np.int64)
+
+
+def canonical_text(text: str) -> str:
+    """A text in Unicode's form NFKC, without accents, in lower case, with single spaces between words and none around;
+    of nothing but white space, one space.
+    """
+    apart = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text))
+    bare = "".join(c for c in apart if unicodedata.category(c) != "Mn").lower()
+    return " ".join(bare.split()) or " " * bool(bare)
+
+
+def canonical_sha256(ids_V: "np.ndarray | torch.Tensor") -> str:
+    """The sha256 of a map of canonical ids, as little-endian int64."""
+    return hashlib.sha256(np.asarray(ids_V).astype("<i8").tobytes()).hexdigest()

@@ -1,0 +1,266 @@
+"""N-gram memories: tables whose rows are found by a hash of the last tokens (Cheng et al. 2026, "Engram", arXiv
+2601.07372); and the lite form that adds the rows alone to the stream (nanochat, modded-nanogpt).
+
+B: sequences; T: new positions; S: all positions so far; N: tokens (B * T); D: model width; G: largest order; H: tables
+(orders * heads); P: rows of a table; e: width of a row; V: vocabulary; i: taps of the convolution.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from pkmlm.device import at_least_fp32
+from pkmlm.kernels.matmul import Linear
+from pkmlm.model.attention import AttentionLayout, KVCache
+from pkmlm.model.init import Constant, Counting, InitSpec, Multipliers
+from pkmlm.model.memory.base import SparseMemory, UsageTap, uncompiled
+from pkmlm.model.memory.query import RMS_EPSILON
+from pkmlm.model.memory.values import Values
+from pkmlm.recipe.schema import NGram
+
+TAPS = 4  # positions that the convolution sees, `G` apart
+LITE_SCALE = 0.1
+GATE_FLOOR = 1e-6  # below it the root of a gate's score is constant, so that its slope stays finite
+
+
+class Past(NamedTuple):
+    """The tokens that each new token sees before it.
+
+    A document sees nothing before the end-of-document token with which it begins; a choice of a question, nothing of
+    other choices.
+
+    Attributes:
+        ids_BTG: canonical ids of the token itself, the one before it, and so on; 0: there is none.
+        places_BTj: where the token itself stands, counted from 1 among all positions so far, then the one before it,
+            and so on; 0: there is none.
+        cache: holds what the layers have made of the positions before; None: all positions are new.
+    """
+
+    ids_BTG: Tensor
+    places_BTj: Tensor
+    cache: KVCache | None
+
+
+class NGramIds(nn.Module):
+    """Finds, once a forward, what all n-gram memories of a model need to know of the tokens.
+
+    Args:
+        vocab_size: V.
+        spec: the recipe's section.
+
+    Attributes:
+        canonical_V: the canonical id of each token, see `pkmlm.data.canonical`; 0: the token begins a document. Each is
+            its own until `build_model` is given the tokenizer's, which a checkpoint holds.
+    """
+
+    canonical_V: Tensor
+
+    def __init__(self, vocab_size: int, spec: NGram):
+        super().__init__()
+        self.order = max(spec.orders)
+        self.back = (TAPS - 1) * self.order if spec.convolves else self.order - 1
+        self.register_buffer("canonical_V", torch.empty(vocab_size, dtype=torch.int64))
+
+    def init_spec(self) -> dict[str, InitSpec]:
+        return {"canonical_V": Counting()}
+
+    def forward(self, tokens_BT: Tensor, cache: KVCache | None, layout: AttentionLayout | None) -> Past:
+        """The arguments are those of `Transformer.hidden`."""
+        ids_BS = self.canonical_V[tokens_BT]
+        if cache is not None:
+            ids_BS = cache.append("ids", ids_BS)
+        total = ids_BS.shape[1]
+        places_S = torch.arange(1, total + 1, device=ids_BS.device)
+        if layout is None:
+            before_BS = (places_S - 1).expand_as(ids_BS)
+        else:  # the token that is attended to at the position before
+            at_BS = layout.positions_BT
+            parent_BSS = layout.mask_BTT & (at_BS[:, None, :] == at_BS[:, :, None] - 1)
+            before_BS = (parent_BSS * places_S).sum(-1)
+        before_BS = before_BS.masked_fill(ids_BS == 0, 0)
+        none_B1 = before_BS.new_zeros(len(before_BS), 1)
+        before_BZ, ids_BZ = (torch.cat([none_B1, x_BS], 1) for x_BS in (before_BS, ids_BS))  # from place 0 on
+        place_BT = places_S[total - tokens_BT.shape[1] :].expand_as(tokens_BT)
+        places = [place_BT]
+        for _ in range(self.back):
+            places.append(before_BZ.gather(1, places[-1]))
+        ids = [ids_BZ.gather(1, place) for place in places[: self.order]]
+        return Past(torch.stack(ids, -1), torch.stack(places, -1), cache)
+
+
+class NGramMemory(SparseMemory):
+    """Adds to the stream what its tables hold for the last 1 to G tokens.
+
+    The row of a table is (c[t] m[0] XOR c[t-1] m[1] ... ) mod P (sec. 2.2), c being canonical ids and m odd multipliers
+    of the table's own, as many as its order; where there is no token, c is 0. Products stay below 2^63: ids are below
+    2^31, multipliers below 2^32. (Engram shares multipliers between the tables of an order, and gives each another
+    prime. Equal tables let head h own the rows from h * P on, as in other memories.)
+
+    gate: the rows of all tables, one after the other, make a key k and a value v, linearly. y = u + SiLU(conv(RMS(u))),
+    u = sigmoid(sign(a) sqrt(|a|)) v, a = <RMS(x), RMS(k)> / sqrt(D) (sec. 2.3; the root is in the authors' code alone).
+    The convolution is causal, has for each channel 4 taps that stand G tokens apart, starts at zero, and, unlike the
+    authors', sees nothing of other documents.
+
+    add: y = s * sum of the rows, which are as wide as the model and start at zero; s starts at 0.1.
+
+    Args:
+        dim: width of the stream (D).
+        orders: the numbers of tokens that are hashed.
+        heads: tables of each order.
+        rows: of a table (P), a prime; or 1, which leaves a gate and a convolution without a memory.
+        row_dim: width of a row (e); with "add", `dim`.
+        fusion: "gate" or "add", see above.
+        conv: whether "gate" has the convolution.
+        layer: the block that it stands in, counted from 1, for the usage report.
+
+    Raises:
+        ValueError: an argument is out of its range or none of the choices, or `row_dim` does not fit `dim`.
+    """
+
+    multipliers_HG: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        orders: tuple[int, ...] = (2, 3),
+        heads: int = 8,
+        rows: int = 65537,
+        row_dim: int = 24,
+        fusion: Literal["gate", "add"] = "gate",
+        conv: bool = True,
+        layer: int = 1,
+    ):
+        super().__init__()
+        spec = NGram(orders=orders, heads=heads, rows=rows, row_dim=row_dim, fusion=fusion, conv=conv)
+        if fusion == "add" and row_dim != dim:
+            raise ValueError(f"row_dim: found {row_dim} (expected {dim}, the width of the stream)")
+        self.rows, self.tables = rows, spec.tables
+        self.reads = spec.tables
+        self.outputs = spec.tables if fusion == "gate" else 1
+        self.orders_H = tuple(order for order in orders for _ in range(heads))
+        self.register_buffer("multipliers_HG", torch.empty(spec.tables, max(orders), dtype=torch.int64))
+        self.tap = UsageTap(layer, "ngram", "ngram", spec.tables * rows, spec.tables, shared=False)
+        width = spec.tables * row_dim
+        std = width**-0.5 if fusion == "gate" else 0.0
+        self.values = Values(spec.tables * rows, row_dim, std=std, group="ngram")
+        self.scale = Scale() if fusion == "add" else None
+        self.gate = NGramGate(width, dim) if fusion == "gate" else None
+        self.conv = CausalConv(dim, max(orders), f"{layer}") if spec.convolves else None
+        self.reset_parameters()
+
+    def init_spec(self) -> dict[str, InitSpec]:
+        return {"multipliers_HG": Multipliers(self.orders_H)}
+
+    @property
+    def gated(self) -> bool:
+        return self.gate is not None
+
+    def rows_of(self, ids_BTG: Tensor) -> Tensor:
+        """The rows of `values` that tokens read (B, T, H), from the canonical ids of the tokens that they see."""
+        hash_BTH = ids_BTG[..., :1] * self.multipliers_HG[:, 0]
+        for back in range(1, self.multipliers_HG.shape[1]):
+            hash_BTH = hash_BTH ^ (ids_BTG[..., back : back + 1] * self.multipliers_HG[:, back])
+        return hash_BTH % self.rows + torch.arange(self.tables, device=ids_BTG.device) * self.rows
+
+    @uncompiled
+    def forward(self, x_BTD: Tensor, past: Past) -> Tensor:
+        """What is added to the stream (B, T, D); norms, gate and convolution are in fp32."""
+        rows_NH = self.rows_of(past.ids_BTG).flatten(0, 1)
+        ones_NH = torch.ones(rows_NH.shape, device=rows_NH.device)
+        rows_NH1, ones_NH1 = self.tap(rows_NH[..., None], ones_NH[..., None])
+        if self.scale is not None:
+            sum_ND: Tensor = self.values(rows_NH1[..., 0], ones_NH1[..., 0])
+            return self.scale(sum_ND).view_as(x_BTD)
+        assert self.gate is not None
+        rows_BTW = self.values(rows_NH1.flatten(0, 1), ones_NH1.flatten(0, 1)).view(*x_BTD.shape[:-1], -1)
+        u_BTD: Tensor = self.gate(x_BTD, rows_BTW)
+        return u_BTD if self.conv is None else self.conv(u_BTD, past)
+
+    def flops_per_token(self) -> int:
+        """The weighted sums of rows; of a gate, its score and its product; of the convolution, its taps."""
+        dim = 0 if self.gate is None else self.gate.maps.out_features // 2
+        return self.tables * self.values.width + (2 + TAPS * (self.conv is not None)) * dim
+
+    def saved_per_token(self) -> int:
+        """The rows' numbers (8 bytes) and weights; of a gate, its rows, keys, values and both sides of their products;
+        of the convolution, what its taps see and its sum."""
+        dim = 0 if self.gate is None else self.gate.maps.out_features // 2
+        width = self.tables * self.values.width if self.gate is not None else self.values.width
+        return 3 * self.tables + width + 6 * dim + (TAPS + 3) * dim * (self.conv is not None)
+
+
+class Scale(nn.Module):
+    """One learnt factor, 0.1 at the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor_1 = nn.Parameter(torch.empty(1))
+
+    def init_spec(self) -> dict[str, InitSpec]:
+        return {"factor_1": Constant(LITE_SCALE)}
+
+    def forward(self, x_ND: Tensor) -> Tensor:
+        return x_ND * self.factor_1
+
+
+class NGramGate(nn.Module):
+    """u = sigmoid(sign(a) sqrt(|a|)) v, a the cosine-like score of the stream and the key that the rows make.
+
+    Args:
+        width: of all rows of a token (W).
+        dim: of the stream (D).
+    """
+
+    def __init__(self, width: int, dim: int):
+        super().__init__()
+        self.maps = Linear(width, 2 * dim)
+        self.stream_norm, self.key_norm = (nn.RMSNorm(dim, RMS_EPSILON) for _ in range(2))
+
+    def forward(self, x_BTD: Tensor, rows_BTW: Tensor) -> Tensor:
+        """(B, T, D), in fp32 or wider."""
+        maps = self.maps(rows_BTW)
+        with torch.autocast(x_BTD.device.type, enabled=False):
+            k_BTD, v_BTD = at_least_fp32(maps).chunk(2, -1)
+            score_BT1 = (self.stream_norm(at_least_fp32(x_BTD)) * self.key_norm(k_BTD)).sum(-1, keepdim=True)
+            return gate_of(score_BT1 * x_BTD.shape[-1] ** -0.5) * v_BTD
+
+
+def gate_of(score: Tensor) -> Tensor:
+    """sigmoid(sign(a) sqrt(|a|)), the root being constant where |a| is below 1e-6; in the shape and dtype of a."""
+    return torch.sigmoid(torch.copysign(score.abs().clamp(min=GATE_FLOOR).sqrt(), score.detach()))
+
+
+class CausalConv(nn.Module):
+    """y = u + SiLU(sum over taps i of w[i] * RMS(u) at the token i * dilation before), of the document's own tokens.
+
+    Args:
+        dim: channels (D), each with 4 taps of its own.
+        dilation: tokens between taps.
+        name: under which a cache keeps RMS(u).
+    """
+
+    def __init__(self, dim: int, dilation: int, name: str):
+        super().__init__()
+        self.dilation, self.name = dilation, name
+        self.norm = nn.RMSNorm(dim, RMS_EPSILON)
+        self.weight_iD = nn.Parameter(torch.empty(TAPS, dim))
+
+    def init_spec(self) -> dict[str, InitSpec]:
+        return {"weight_iD": Constant(0.0)}
+
+    def forward(self, u_BTD: Tensor, past: Past) -> Tensor:
+        """(B, T, D), in the dtype of u."""
+        with torch.autocast(u_BTD.device.type, enabled=False):
+            n_BTD = self.norm(u_BTD)
+            n_BSD = n_BTD if past.cache is None else past.cache.append(self.name, n_BTD)
+            n_BZD = torch.cat([n_BSD.new_zeros(len(n_BSD), 1, n_BSD.shape[2]), n_BSD], 1)  # from place 0 on
+            first_B1 = torch.arange(len(n_BZD), device=n_BZD.device)[:, None] * n_BZD.shape[1]
+            total_BTD = n_BTD * self.weight_iD[0]
+            for tap in range(1, TAPS):
+                seen_BT = past.places_BTj[..., tap * self.dilation] + first_B1
+                seen_BTD = n_BZD.flatten(0, 1).index_select(0, seen_BT.flatten()).view_as(n_BTD)
+                total_BTD = total_BTD + seen_BTD * self.weight_iD[tap]
+            return u_BTD + silu(total_BTD)

@@ -1,0 +1,369 @@
+"""N-gram memories against plain Python over unbounded integers, and gradients in float64."""
+
+import random
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import silu
+
+from pkmlm.data import canonical
+from pkmlm.data.canonical import canonical_ids, canonical_sha256, canonical_text
+from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.errors import UserError
+from pkmlm.evaluate.likelihood import Window, attention_layout, build_prefix_tree
+from pkmlm.evaluate.load import load_run
+from pkmlm.model.attention import KVCache
+from pkmlm.model.init import initialise
+from pkmlm.model.memory.base import usage_taps
+from pkmlm.model.memory.ngram import NGramIds, NGramMemory, Past, gate_of
+from pkmlm.model.memory.values import table_ranks
+from pkmlm.model.transformer import Transformer, build_model
+from pkmlm.recipe.load import load_recipe
+from pkmlm.recipe.schema import Model, NGram, Optim, Recipe, Train
+from pkmlm.runs import checkpoint
+from pkmlm.runs.directory import RunDirectory
+from pkmlm.train.optim import optimizer_state, parameter_groups
+from tests.conftest import pkmlm
+
+D = 12
+
+
+def plain_rows(ids: list[int], multipliers: list[list[int]], rows: int) -> list[list[int]]:
+    """The rows that each token of a document reads, `ids` from its end-of-document token (0) on."""
+    found = []
+    for t in range(len(ids)):
+        row = []
+        for table, factors in enumerate(multipliers):
+            mixed = 0
+            for back, factor in enumerate(factors):
+                if t - back >= 0:
+                    mixed ^= ids[t - back] * factor
+            row.append(table * rows + mixed % rows)
+        found.append(row)
+    return found
+
+
+def past_of(ids_BT: torch.Tensor, spec: NGram, cache: KVCache | None = None) -> Past:
+    """What a memory sees of canonical ids."""
+    finder = NGramIds(int(ids_BT.max()) + 1, spec)
+    initialise(finder, 1)
+    return finder(ids_BT, cache, None)
+
+
+def test_rows_are_those_of_plain_python_over_unbounded_integers():
+    draw = random.Random(1)
+    layer = NGramMemory(D, orders=(2, 3, 4), heads=3, rows=65537, row_dim=2)
+    multipliers = [
+        [int(m) for m in row[:order]] for row, order in zip(layer.multipliers_HG, layer.orders_H, strict=True)
+    ]
+    assert all(m % 2 for row in multipliers for m in row)
+    assert len({m for row in multipliers for m in row}) == 27
+    checked = 0
+    for largest in (50, 2**17, 2**31 - 1):  # the last: the largest vocabulary that a recipe may name
+        while checked < 3400 * (1 + (largest > 50) + (largest > 2**17)):
+            ids = [0, *(draw.randint(1, largest) for _ in range(draw.randint(1, 60)))]
+            if largest == 2**31 - 1:
+                ids[-1] = largest
+            back = [[ids[t - i] if t >= i else 0 for i in range(4)] for t in range(len(ids))]
+            assert layer.rows_of(torch.tensor([back]))[0].tolist() == plain_rows(ids, multipliers, 65537)
+            checked += len(ids)
+    assert checked > 10_000
+
+
+def test_the_largest_multipliers_and_ids_do_not_overflow():
+    layer = NGramMemory(D, orders=(2,), heads=1, rows=65537, row_dim=2)
+    layer.multipliers_HG.fill_(2**32 - 1)
+    ids = [2**31 - 1, 2**31 - 2]
+    found = layer.rows_of(torch.tensor([[ids]]))
+    assert found.item() == ((ids[0] * (2**32 - 1)) ^ (ids[1] * (2**32 - 1))) % 65537
+
+
+def test_the_worked_example():
+    """Ids 3, 5, 2; multipliers 7, 11, 13; prime 17: 14 XOR 55 = 57, row 6; 57 XOR 39 = 30, row 13."""
+    layer = NGramMemory(D, orders=(2, 3), heads=1, rows=17, row_dim=2)
+    layer.multipliers_HG.copy_(torch.tensor([[7, 11, 0], [7, 11, 13]]))
+    past = past_of(torch.tensor([[3, 5, 2]]), NGram(orders=(2, 3)))
+    assert layer.rows_of(past.ids_BTG)[0, -1].tolist() == [6, 17 + 13]
+
+
+@pytest.mark.parametrize("conv", [True, False])
+def test_the_gate_is_its_formula(conv):
+    """Token by token, in float64, documents apart; and every gradient, against finite differences."""
+    ids = torch.tensor(
+        [[4, 0, 3, 1, 2, 2, 1, 4, 3, 0, 1, 2, 3, 3, 3, 1], [0, 1, 2, 3, 4, 4, 3, 2, 1, 1, 2, 2, 3, 0, 1, 2]]
+    )
+    spec = NGram(layers=(1,), orders=(2, 3), heads=2, rows=11, row_dim=3, conv=conv)
+    layer = NGramMemory(D, **spec.arguments).double()
+    random = torch.Generator().manual_seed(3)
+    for parameter in layer.parameters():
+        parameter.data.add_(0.3 * torch.randn(parameter.shape, generator=random, dtype=torch.float64))
+    x = torch.randn(*ids.shape, D, generator=random, dtype=torch.float64)
+    out = layer(x, past_of(ids, spec))
+    w = dict(layer.named_parameters())
+
+    def rms(vector, gain):
+        return vector / (vector.square().mean() + 1e-6).sqrt() * gain
+
+    multipliers = [[int(m) for m in row[:n]] for row, n in zip(layer.multipliers_HG, layer.orders_H, strict=True)]
+    for b, row in enumerate(ids.tolist()):
+        begin, normed = 0, []
+        for t, token in enumerate(row):
+            if token == 0:
+                begin = t
+            read = plain_rows(row[begin : t + 1], multipliers, 11)[-1]
+            e = torch.cat([w["values.weight_KD"][i] for i in read])
+            k, v = (w["gate.maps.weight"] @ e + w["gate.maps.bias"]).split(D)
+            a = rms(x[b, t], w["gate.stream_norm.weight"]) @ rms(k, w["gate.key_norm.weight"]) / D**0.5
+            u = torch.sigmoid(torch.sign(a) * a.abs().sqrt()) * v
+            if conv:
+                normed.append(rms(u, w["conv.norm.weight"]))
+                taps = [normed[t - 3 * i] * w["conv.weight_iD"][i] for i in range(4) if t - 3 * i >= begin]
+                u = u + silu(sum(taps))
+            torch.testing.assert_close(out[b, t], u)
+
+    names, values = zip(*w.items(), strict=True)
+
+    def of(x, *values):
+        return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x, past_of(ids, spec)))
+
+    inputs = (x[:, :6].clone().requires_grad_(), *values)
+    ids = ids[:, :6]
+    assert torch.autograd.gradcheck(of, inputs, fast_mode=True)
+
+
+def test_lite_adds_the_rows():
+    spec = NGram(layers=(1,), orders=(2,), heads=1, rows=7, row_dim=D, fusion="add")
+    layer, x, ids = NGramMemory(D, **spec.arguments), torch.randn(1, 6, D), torch.tensor([[0, 1, 2, 3, 0, 1]])
+    assert not layer(x, past_of(ids, spec)).any()
+    torch.nn.init.normal_(layer.values.weight_KD)
+    rows = layer.rows_of(past_of(ids, spec).ids_BTG)[0, :, 0]
+    assert rows[0] == rows[4]
+    assert rows[1] == rows[5]
+    torch.testing.assert_close(layer(x, past_of(ids, spec))[0], 0.1 * layer.values.weight_KD[rows])
+
+
+def test_the_gate_has_finite_slopes_around_zero():
+    score = torch.tensor(
+        [0.0, -0.0, 1e-12, -1e-12, 9e-7, 1.1e-6, -1.1e-6, 1e-3], dtype=torch.float64, requires_grad=True
+    )
+    gate_of(score).sum().backward()
+    alpha = gate_of(score.detach())
+    assert (score.grad[:5] == 0).all()
+    torch.testing.assert_close(score.grad[5:], alpha[5:] * (1 - alpha[5:]) / 2 / score.detach()[5:].abs().sqrt())
+    assert torch.autograd.gradcheck(gate_of, (torch.tensor([-2.0, -1e-3, 1e-3, 0.5]).double().requires_grad_(),))
+
+
+def test_a_layer_without_ids_fails():
+    layer = NGramMemory(D, rows=7)
+    with pytest.raises((TypeError, AttributeError)):
+        layer(torch.zeros(1, 2, D))
+    with pytest.raises((TypeError, AttributeError)):
+        layer(torch.zeros(1, 2, D), None)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        (["The", " the", "th\u00e9", "THE", "\uff34he"], "the"),
+        ([" ", "\n", "\u00a0", "  \t"], " "),
+        (["\ufb01t", "fit"], "fit"),
+        (["a  b", " A\nB "], "a b"),
+        (["\u0301"], ""),
+    ],
+)
+def test_canonical_text(tokens, text):
+    assert {canonical_text(token) for token in tokens} == {text}
+
+
+def test_canonical_ids_merge_what_reads_alike(tokens):
+    tokenizer = Tokenizer.load(tokens / "tokenizer.model")
+    ids = canonical_ids(tokenizer, tokenizer.size + 3)
+    of = {tokenizer.piece(token): int(ids[token]) for token in range(tokenizer.size)}
+    assert [token for token in range(len(ids)) if ids[token] == 0] == [tokenizer.eos]
+    assert of["the"] == of[" the"] if "the" in of else of[" he"] == of["he"]
+    assert of["A"] == of["a"]
+    assert of["<0x41>"] != of["<0x61>"]
+    assert len(set(ids[-3:])) == 3
+    assert sorted(set(ids.tolist())) == list(range(ids.max() + 1))
+    assert 0.6 < (ids.max() + 1) / tokenizer.size < 0.95
+    every = canonical_ids(tokenizer, tokenizer.size, merge=False)
+    assert sorted(every) == list(range(tokenizer.size))
+    assert every[tokenizer.eos] == 0
+    assert canonical_sha256(ids) != canonical_sha256(np.roll(ids, 1))
+
+
+# The whole model: what stands before a token, wherever it is read.
+
+NGRAMS = {
+    "gate": NGram(layers=(1, 2), orders=(1, 2, 3), heads=2, rows=101, row_dim=4),
+    "far": NGram(layers=(2,), orders=(4,), heads=3, rows=101, row_dim=4),
+    "lite": NGram(layers=(1, 2), orders=(2,), heads=1, rows=101, row_dim=16, fusion="add"),
+}
+
+
+def model_of(kind: str, positions: str = "rotary", context: int = 24) -> Transformer:
+    """A model in float64 whose n-gram memories and attention all tell; token 3 begins documents."""
+    model = Model(dim=16, layers=2, heads=2, context=context, positions=positions, ngram=NGRAMS[kind])
+    built = build_model(Recipe(model=model, train=Train(batch_tokens=context, micro_batch=1)), 30).double().eval()
+    random = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        built.ngram_ids.canonical_V.copy_(torch.arange(30) // 2 + 1)
+        built.ngram_ids.canonical_V[3] = 0
+        for name, parameter in built.named_parameters():
+            if "ngram" in name:
+                parameter.add_(0.5 * torch.randn(parameter.shape, generator=random).double())
+            elif "attention.qkv" in name:
+                parameter.mul_(5)
+    return built
+
+
+class Rows:
+    """The rows that each forward reads, by layer: (B, T, H)."""
+
+    def __init__(self, model: Transformer):
+        self.read = {}
+        for tap in usage_taps(model):
+            tap.register_forward_hook(lambda tap, inputs, _: self.read.setdefault(tap.layer, []).append(inputs[0]))
+
+    def take(self, batch: int) -> list[torch.Tensor]:
+        found = [torch.cat([part.view(batch, -1, part.shape[1]) for part in parts], 1) for parts in self.read.values()]
+        self.read.clear()
+        return found
+
+
+def documents(draw: random.Random, length: int) -> list[int]:
+    """A stream of documents, each after the token 3."""
+    ids = [3]
+    while len(ids) < length:
+        ids += [draw.choice([0, 1, 2, *range(4, 30)]) for _ in range(draw.randint(0, 9))] + [3]
+    return ids[:length]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", NGRAMS)
+def test_documents_of_a_stream_do_not_see_each_other(kind):
+    draw, model = random.Random(2), model_of(kind)
+    rows = Rows(model)
+    for _ in range(10):
+        ids = documents(draw, 24)
+        model(torch.tensor([ids]))
+        together = rows.take(1)
+        starts = [i for i, token in enumerate(ids) if token == 3]
+        for begin, end in zip(starts, [*starts[1:], 24], strict=True):
+            model(torch.tensor([ids[begin:end]]))
+            for whole, alone in zip(together, rows.take(1), strict=True):
+                assert torch.equal(whole[:, begin:end], alone)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", NGRAMS)
+def test_every_cut_into_cache_steps_reads_the_same(kind):
+    """Rows and logits, several texts at a time, of other lengths too: what is beyond a text's end changes nothing."""
+    draw, model = random.Random(3), model_of(kind)
+    rows = Rows(model)
+    for _ in range(10):
+        tokens = torch.tensor([documents(draw, 24) for _ in range(3)])
+        logits, plain = model(tokens), rows.take(3)
+        cache, place, parts = KVCache(model.context), 0, []
+        while place < 24:
+            step = min(24 - place, draw.choice([1, 1, 2, 5, 9]))
+            parts.append(model(tokens[:, place : place + step], cache))
+            place += step
+        torch.testing.assert_close(torch.cat(parts, 1), logits)
+        assert all(map(torch.equal, rows.take(3), plain))
+        cut = draw.randint(1, 23)
+        tokens[1, cut:] = 0
+        model(tokens)
+        for padded, whole in zip(rows.take(3), plain, strict=True):
+            assert torch.equal(padded[1, :cut], whole[1, :cut])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", NGRAMS)
+def test_a_prefix_tree_reads_what_each_of_its_texts_reads(kind):
+    draw, model = random.Random(4), model_of(kind, context=40)
+    rows = Rows(model)
+    for _ in range(10):
+        texts = [documents(draw, 12)]
+        for _ in range(draw.randint(1, 4)):
+            shared = draw.choice(texts)
+            texts.append(shared[: draw.randint(1, len(shared))] + documents(draw, draw.randint(2, 9))[1:])
+        windows = [Window(np.array(text), np.array([0])) for text in texts]
+        tree = build_prefix_tree(windows, range(len(windows)))
+        longest = len(tree.tokens) + 2
+        layout = attention_layout([tree], longest, torch.device("cpu"))
+        hidden = model.hidden(torch.tensor([[*tree.tokens, 0, 0]]), layout=layout)[0]
+        together = rows.take(1)
+        for index, path in zip(tree.windows, tree.paths, strict=True):
+            alone = model.hidden(torch.tensor([texts[index]]))[0]
+            torch.testing.assert_close(hidden[path], alone)
+            for whole, own in zip(together, rows.take(1), strict=True):
+                assert torch.equal(whole[0, path], own[0])
+
+
+def test_a_block_that_is_not_told_what_stands_before_fails():
+    model = model_of("gate")
+    with pytest.raises(ValueError, match="past"):
+        model.blocks[0](torch.zeros(1, 2, 16, dtype=torch.float64), None, None)
+
+
+@pytest.mark.parametrize("kind", NGRAMS)
+def test_tables_train_by_their_own_optimizer_as_autograd_would(kind):
+    """The group's rate is that of the recipe, and its row gradient the dense one."""
+    optim = Optim(lr=1e-2, schedule="constant", warmup_steps=0)
+    spec = Model(dim=16, layers=2, heads=2, context=24, ngram=NGRAMS[kind])
+    recipe = Recipe(model=spec, optim=optim, train=Train(batch_tokens=48, micro_batch=2))
+    plain, ours = build_model(recipe, 30), build_model(recipe, 30)
+    *_, group = parameter_groups(ours, recipe)
+    assert group.name == "ngram"
+    assert set(group.parameters) == {f"blocks.{layer - 1}.ngram.values.weight_KD" for layer in spec.ngram.layers}
+    tokens = torch.tensor([documents(random.Random(seed), 24) for seed in range(2)])
+    for model in (plain, ours):
+        model.loss(tokens, tokens.roll(-1, 1), 1 / 48).backward()
+    dense = [parameter for name, parameter in plain.named_parameters() if name in group.parameters]
+    for parameter, gradient in zip(dense, group.row_gradients, strict=True):
+        torch.testing.assert_close(gradient.dense(), parameter.grad)
+    group.step(1)
+    reference = torch.optim.Adam(dense, lr=5e-2, betas=optim.betas, eps=optim.eps)
+    reference.step()
+    for mine, theirs in zip(group.parameters.values(), dense, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_a_map_that_is_not_the_runs_is_refused(tmp_path, trained, monkeypatch):
+    """Weights with another map, and a resume where Unicode makes other ids of the same tokens."""
+    shutil.copytree(trained("ngram"), tmp_path / "run")
+    run = RunDirectory(tmp_path / "run")
+    assert run.facts()["canonical_sha256"] == canonical_sha256(load_run(run.path).model.ngram_ids.canonical_V)
+    recipe = run.recipe()
+    model = build_model(recipe, 600)
+    optimizer, tables = optimizer_state(parameter_groups(model, recipe)), table_ranks(model)
+    progress = checkpoint.load(run.checkpoint(30), model.state_dict(), optimizer, tables)
+    model.ngram_ids.canonical_V[7:9] = model.ngram_ids.canonical_V[7:9].flip(0)
+    progress.step = 31
+    checkpoint.save(run, progress, model.state_dict(), optimizer, tables)
+    with pytest.raises(UserError, match="canonical ids are not those that the run was trained with"):
+        load_run(run.path, "31")
+    more = ["train", run.recipe_file, "-o", trained("ngram"), "-s", "train.steps=40"]
+    monkeypatch.setattr(canonical, "canonical_text", lambda piece: piece)
+    assert "trained with other canonical ids" in pkmlm(*more, code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("layers=[3]", "found layer 3 .expected layers from 1 to 2"),
+        ("layers=[1, 1]", "each once"),
+        ("rows=65536", "which 2 divides .expected a prime, such as 65537"),
+        ("rows=0", "1 or more"),
+        ("orders=[]", "one order or more"),
+        ("orders=[2, 2]", "each once"),
+        ("fusion=add", "found 8, and fusion add adds rows .expected 32"),
+        ("rows=1073741827", "at most 2.31 rows in a layer"),
+    ],
+)
+def test_keys_that_do_not_fit_are_refused(tmp_path, write_recipe, change, message):
+    with pytest.raises(UserError, match=message):
+        load_recipe(write_recipe(tmp_path, "ngram"), [f"model.ngram.{change}"])
