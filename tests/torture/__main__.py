@@ -37,10 +37,12 @@ def numbered(function: Callable[[Ground, int], tuple[bool, str]], ground: Ground
     return [lambda number=number: function(ground, number) for number in numbers]  # type: ignore[misc]
 
 
-def failures(ground: Ground, what: str) -> Iterator[Part]:
-    """Every operation of a command, crashing or failing in each way."""
-    for how in crashes.FAILURES:
-        places = range(1, len(crashes.operations(ground, what)) + 1)
+def failures(ground: Ground, what: str, errors: int = 1) -> Iterator[Part]:
+    """Every operation of a command crashes once, and one of so many fails: with EIO and ENOSPC in turn, which take one
+    way through the code.
+    """
+    for how, first, every in (("crash", 1, 1), ("EIO", 1, 2 * errors), ("ENOSPC", 1 + errors, 2 * errors)):
+        places = range(first, len(crashes.operations(ground, what)) + 1, every)
         trials = [lambda at=at, h=how: crashes.fail_at(ground, what, h, at) for at in places]  # type: ignore[misc]
         yield Part(f"{what}: {how} before each file operation", trials)  # type: ignore[arg-type]
 
@@ -56,18 +58,18 @@ def parts(ground: Ground) -> Iterator[Part]:
         changed = mutator.Mutator(ground, name)
         tries = [lambda n=n, c=changed: c.try_change(n) for n in range(len(changed.changes))]  # type: ignore[misc]
         yield Part(f"{mutator.NAME}: {name}", tries)  # type: ignore[arg-type]
-    yield Part("mutated recipes", numbered(mutants.mutate_recipe, ground, range(500)))
+    yield Part("mutated recipes", numbered(mutants.mutate_recipe, ground, range(1_000)))
     yield Part("mutated safetensors files", numbered(mutants.mutate_tensors, ground, range(1_000)))
-    yield Part("corrupted checkpoints", numbered(damage.spoil_checkpoint, ground, range(1_000)))
-    yield Part("corrupted shards, indexes, tokenizers", numbered(damage.spoil_tokens, ground, range(1_000)))
-    yield Part("corrupted records of a run", numbered(records.spoil_records, ground, range(500)))
+    yield Part("corrupted checkpoints", numbered(damage.spoil_checkpoint, ground, range(500)))
+    yield Part("corrupted shards, indexes, tokenizers", numbered(damage.spoil_tokens, ground, range(500)))
+    yield Part("corrupted records of a run", numbered(records.spoil_records, ground, range(100)))
     yield Part("training on a full disk", numbered(disks.fill_training, ground, range(4096, TRAINING_DISK, 8192)))
     yield Part("tokenizing on a full disk", numbered(disks.fill_tokenizing, ground, range(4096, TOKENIZING_DISK, 4096)))
-    yield Part("SIGTERM while training", numbered(stops.stop_training, ground, range(100)))
-    yield Part("SIGTERM while training the demo's model", numbered(stops.stop_demo, ground, range(100)))
-    yield Part("SIGKILL while tokenizing", numbered(kills.kill_tokenizing, ground, range(200)))
-    yield Part("SIGKILL while training", numbered(kills.kill_training, ground, range(500)))
-    yield from failures(ground, "train")
+    yield Part("SIGTERM while training", numbered(stops.stop_training, ground, range(50)))
+    yield Part("SIGTERM while training the demo's model", numbered(stops.stop_demo, ground, range(10)))
+    yield Part("SIGKILL while tokenizing", numbered(kills.kill_tokenizing, ground, range(100)))
+    yield Part("SIGKILL while training", numbered(kills.kill_training, ground, range(100)))
+    yield from failures(ground, "train", errors=2)  # it saves and logs alike, many times
     yield Part("1 GiB out of a small file", [lambda n=n: sizes.bomb(ground, n) for n in BOMBS])  # type: ignore[misc]
     yield Part("a line of 1 GB within 2 GiB", [lambda: sizes.one_long_line(ground)])
 

@@ -151,6 +151,9 @@ def give(ground: Ground, kind: Kind, command: str) -> Given:
     result: Any = ended.stdout
     with suppress(ValueError):
         result = json.loads(ended.stdout)
+    if words[0] == "usage-report" and ended.code == 0:
+        for entry in result["runs"]:
+            entry.pop("source", None)  # digests of what was read, which are no result
     if words[0] == "export" and ended.code == 0:
         files = sorted(path for path in (work / "exported").iterdir() if path.name != "manifest.json")
         result = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
@@ -189,7 +192,7 @@ class Mutator:
         only: the commands that are tried; empty: all.
 
     Attributes:
-        changes: of all its files.
+        changes: of all its files; of those in checkpoints, which are compared by sha256 as a whole, every eighth.
         before: what each command gives on the folder that nobody changed.
         reads: the files that each command reads, as their time of access says.
     """
@@ -211,8 +214,8 @@ class Mutator:
         self.changes = [
             Change(str(path.relative_to(self.kind.sound)), what, data)
             for path in files
-            for what, data in changes_of(path)
-            if data != path.read_bytes()
+            for number, (what, data) in enumerate(changes_of(path))
+            if data != path.read_bytes() and (number % 8 == 0 or "checkpoints" not in path.parts)
         ]
 
     def run_unchanged(self, command: str) -> None:
