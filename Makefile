@@ -4,7 +4,7 @@
 # make test-oldest  the tests with the oldest libraries that setup.py allows (of torch, too, with TORCH=torch==2.11.0)
 # make torture kill, corrupt, fill disks, mutate: about an hour; goes on where it was stopped
 # make check   linter, formatter, type checker
-# make pkm-table-2, pkm-headline, memory-plus-steps, memoryformer-table-5, ...: a table or figure of a paper (recipes/*/grids)
+# make pkm-table-2, pkm-headline, memory-plus-steps, ngram-controls, memoryformer-table-5, ...: a table or figure of a paper (recipes/*/grids)
 #              SCALE=cpu|gpu|paper; CORPUS=FOLDER with train.txt, valid.txt and test.txt (or .gz, .zst), for the first one;
 #              TASK_DATA=FOLDER with the rows of zero-shot tasks; JOBS=N runs at a time, or DEVICES=0,1,... one a GPU
 # make worth-width-512, worth-width-256, worth-long: what a memory is worth (recipes/worth); hours. CORPUS=FOLDER with
@@ -87,6 +87,9 @@ memory-plus-%: recipes/memory-plus/grids/%.yaml $(TOKENS)/index.json
 	$(SWEEP)
 
 peer-%: recipes/peer/grids/%.yaml $(TOKENS)/index.json
+	$(SWEEP)
+
+ngram-%: recipes/ngram/grids/%.yaml $(TOKENS)/index.json
 	$(SWEEP)
 
 worth-%: recipes/worth/grids/%.yaml $(BOOKS)/index.json

@@ -75,6 +75,10 @@ def described(model: Model) -> str:
         kind = f"MemoryFormer: hash tables of {model.hash.bits} bits for q, k, v and the FFN"
     else:
         kind = "dense projections"
+    if model.ngram.layers:
+        ngram = model.ngram
+        where = f"layer{'s' * (len(ngram.layers) > 1)} {', '.join(map(str, ngram.layers))}"
+        kind += f"; n-gram memory of {ngram.tables} tables of {ngram.rows:,} rows in {where}"
     layers = list(memory_layers(model))
     if not layers:
         return kind

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 CONFIG = "config.json"
 ATTACHED = "attached.json"  # of a folder of what is attached to a model of `transformers`
 TOKENIZER_CODE = "tokenization_pkmlm.py"
-CODE = ("configuration_pkmlm.py", "modeling_pkmlm.py", "memory_pkmlm.py", TOKENIZER_CODE)
+CODE = ("configuration_pkmlm.py", "modeling_pkmlm.py", "memory_pkmlm.py", "ngram_pkmlm.py", TOKENIZER_CODE)
 MODEL_TYPE = "pkmlm"
 TABLE_BITS = (8, 4)
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

@@ -18,8 +18,8 @@ class PkmlmConfig(PretrainedConfig):
         residual: "sequential" or "parallel".
         ffn_dim: inner width of the FFN; None: 4 * dim.
         activation: "gelu" or "relu".
-        memory, hash: the mappings of these names; what they leave out has its default. memory["layers"] holds "5" for a
-            memory in place of the FFN of the fifth block, "5+" for one beside it.
+        memory, hash, ngram: the mappings of these names; what they leave out has its default. memory["layers"] holds
+            "5" for a memory in place of the FFN of the fifth block, "5+" for one beside it.
         table_bits: 8 or 4: the tables of memories and hash layers are codes of so many bits, with a scale a row; None:
             they are weights like others.
         trained: where the weights come from: run, step, tokens and the rest of the recipe. The model does not use it.
@@ -54,6 +54,7 @@ class PkmlmConfig(PretrainedConfig):
         dropout: float = 0.0,
         memory: dict[str, Any] | None = None,
         hash: dict[str, Any] | None = None,
+        ngram: dict[str, Any] | None = None,
         table_bits: int | None = None,
         trained: dict[str, Any] | None = None,
         use_cache: bool = True,
@@ -87,6 +88,17 @@ class PkmlmConfig(PretrainedConfig):
             "score": "paper",
             "activation": "none",
             **(hash or {}),
+        }
+        self.ngram = {
+            "layers": [],
+            "orders": [2, 3],
+            "heads": 8,
+            "rows": 65537,
+            "row_dim": 24,
+            "fusion": "gate",
+            "conv": True,
+            "canonical": True,
+            **(ngram or {}),
         }
         self.table_bits, self.trained = table_bits, trained or {}
         self.use_cache = use_cache

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from typing_extensions import TypedDict
 
+from pkmlm.data.canonical import canonical_sha256
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.device import DTYPES, is_finite
 from pkmlm.errors import UserError
@@ -32,7 +33,7 @@ from pkmlm.export.config import (
 )
 from pkmlm.kernels.reference import quantize
 from pkmlm.model.transformer import Transformer, build_model
-from pkmlm.recipe.constraints import refuse_ngram, require_softmax
+from pkmlm.recipe.constraints import require_softmax
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.checkpoint import check_tensors, write_tensors
 from pkmlm.runs.directory import TOKENIZERS, tokenizer_file
@@ -63,7 +64,7 @@ HINT = "it is damaged or was changed: export the run again"
 CHANGED = f"{HINT}, or delete {MANIFEST} to take it as it is"
 # Types of weights that are read, as their files say them.
 FLOATS = ("F64", "F32", "BF16", "F16")
-CODES = {torch.int8: ("I8",), torch.uint8: ("U8",)}
+CODES = {torch.int8: ("I8",), torch.uint8: ("U8",), torch.int64: ("I64",)}
 
 
 def check_free(path: Path, force: bool) -> None:
@@ -116,12 +117,14 @@ def write_export(
     """
     check_free(path, force)
     require_softmax(recipe.model, origin.run, "be exported")
-    refuse_ngram(recipe.model, origin.run, "be exported")
     rows = model.embedding.num_embeddings
     with writing_folder(path, replace=force) as folder:
         write_weights(folder / WHOLE, model, dtype, table_bits)
         size = (folder / WHOLE).stat().st_size
-        write_json(folder / CONFIG, config_of(recipe, rows, tokenizer, origin, dtype, table_bits))
+        config = config_of(recipe, rows, tokenizer, origin, dtype, table_bits)
+        if model.ngram_ids is not None:
+            config["canonical_sha256"] = canonical_sha256(model.ngram_ids.canonical_V.cpu())
+        write_json(folder / CONFIG, config)
         spare = list(range(tokenizer.size, rows))  # rows of the embedding that are no pieces
         generation = special_ids(tokenizer) | ({"suppress_tokens": spare} if spare else {})
         write_json(folder / "generation_config.json", generation)
@@ -160,7 +163,8 @@ def write_weights(file: Path, model: nn.Module, dtype: str, table_bits: int | No
             tensors[name.replace(TABLE, "codes_KC")] = torch.cat([part.codes_KC for part in parts])
             tensors[name.replace(TABLE, "scale_K")] = torch.cat([part.scale_K for part in parts])
         else:
-            tensors[name] = tensor.to(DTYPES["fp32" if KEPT.search(name) else dtype]).contiguous()
+            kept = "fp32" if KEPT.search(name) else dtype
+            tensors[name] = (tensor.to(DTYPES[kept]) if tensor.is_floating_point() else tensor).contiguous()
     for name, tensor in tensors.items():
         if not is_finite(tensor):
             raise UserError(f"{name} does not fit {dtype}", "use --dtype fp32 or bf16", exit_code=1)
@@ -206,6 +210,10 @@ def read_export(path: Path, device: torch.device) -> Export:
         with torch.no_grad():
             for name, tensor in exported_tensors(model).items():
                 tensor.copy_(weights[name][...])
+    if model.ngram_ids is not None:
+        expected = read_json(path / CONFIG, "the model's configuration").get("canonical_sha256")
+        if canonical_sha256(model.ngram_ids.canonical_V.cpu()) != expected:
+            raise UserError(f"{path}: its canonical ids are not those that {CONFIG} names", HINT, exit_code=1)
     return Export(recipe, origin, model.eval(), tokenizer)
 
 

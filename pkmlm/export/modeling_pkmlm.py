@@ -14,6 +14,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from .configuration_pkmlm import PkmlmConfig
 from .memory_pkmlm import HashLayer, KeyMemory, KeyNorm, MemoryBlock, Pool, QueryBatchNorm
+from .ngram_pkmlm import NGramIds, NGramMemory
 
 ROTARY_BASE = 10_000.0
 # What this release of transformers calls the cache: `cache` since 5.24.
@@ -104,7 +105,7 @@ class FFN(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then an FFN (or its hash tables), a memory, or both side by side."""
+    """Attention, then an FFN (or its hash tables), a memory, or both side by side; an n-gram memory before."""
 
     def __init__(self, config: PkmlmConfig, index: int, pool: Pool | None):
         super().__init__()
@@ -118,9 +119,13 @@ class Block(nn.Module):
             self.parts["ffn"] = MemoryBlock(config) if config.projections == "hash" else FFN(config)
         if here:
             self.parts["memory"] = KeyMemory(config, pool)
+        layers = config.ngram["layers"]
+        self.ngram = NGramMemory(config, 1 + layers.index(index + 1)) if index + 1 in layers else None
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BTD: Tensor, *how: Any) -> Tensor:
+    def forward(self, x_BTD: Tensor, ngrams: Any, *how: Any) -> Tensor:
+        if self.ngram is not None:
+            x_BTD = x_BTD + self.dropout(self.ngram(x_BTD, ngrams))
         z_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), *how))
         h_BTD = self.norm(x_BTD if self.parallel else z_BTD)
         for part in self.parts.values():
@@ -158,6 +163,13 @@ class PkmlmPreTrainedModel(PreTrainedModel):
                 nn.init.uniform_(parameter, -(parameter.shape[-1] ** -0.5), parameter.shape[-1] ** -0.5)
             else:
                 nn.init.normal_(parameter, std=0.02)
+        if isinstance(module, NGramMemory):
+            module.multipliers_HG.random_(2**31).mul_(2).add_(1)
+            heads = self.config.ngram["heads"]
+            for place, order in enumerate(self.config.ngram["orders"]):
+                module.multipliers_HG[place * heads : (place + 1) * heads, order:] = 0
+        if isinstance(module, NGramIds):
+            module.canonical_V.copy_(torch.arange(len(module.canonical_V)))
         if isinstance(module, QueryBatchNorm):
             nn.init.zeros_(module.running_mean)
             nn.init.ones_(module.running_var)
@@ -177,6 +189,7 @@ class PkmlmModel(PkmlmPreTrainedModel):
         shared = config.memory["share_values"] and len(config.memory["layers"]) > 1
         self.pool = Pool(config) if shared else None
         self.blocks = nn.ModuleList([Block(config, index, self.pool) for index in range(config.layers)])
+        self.ngram_ids = NGramIds(config) if config.ngram["layers"] else None
         self.norm = nn.LayerNorm(config.dim)
         self.post_init()
 
@@ -222,10 +235,11 @@ class PkmlmModel(PkmlmPreTrainedModel):
         x_BTD = self.dropout(x_BTD)
         rotary = self.config.positions == "rotary"
         cos_sin = rotation(position_ids, self.rotary_width) if rotary else None
+        ngrams = None if self.ngram_ids is None else self.ngram_ids(input_ids, attention_mask, cache)
         states = []
         for block in self.blocks:
             states.append(x_BTD)
-            x_BTD = block(x_BTD, cos_sin, cache, past, attention_mask)
+            x_BTD = block(x_BTD, ngrams, cos_sin, cache, past, attention_mask)
         x_BTD = self.norm(x_BTD)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         return BaseModelOutputWithPast(

@@ -141,16 +141,6 @@ def check_sizes(check: Check, model: Model) -> None:
             check.fail(key, f"asks for {size:.1e} parameters", expected, "model.dim", "model.layers")
 
 
-def refuse_ngram(model: Model, place: str, task: str) -> None:
-    """Refuse a model with n-gram memories where they cannot do what was asked for: `task`, such as "be exported".
-
-    Raises:
-        UserError: it has one; `place` says whose.
-    """
-    if model.ngram.layers:
-        raise UserError(f"{place}: n-gram memories cannot {task} (expected model.ngram.layers: [])")
-
-
 def check_attention(check: Check, recipe: Recipe) -> None:
     """Heads divide the width, positions fit the heads, and the kind of attention can do what is asked for."""
     model = recipe.model

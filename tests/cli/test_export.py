@@ -23,7 +23,8 @@ from tests.conftest import ROOT, pkmlm
 KINDS = ("dense", "product-key", "hash")
 FILES = {
     *("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.model", "model.safetensors"),
-    *("configuration_pkmlm.py", "modeling_pkmlm.py", "memory_pkmlm.py", "tokenization_pkmlm.py"),
+    *("configuration_pkmlm.py", "modeling_pkmlm.py", "memory_pkmlm.py", "ngram_pkmlm.py"),
+    "tokenization_pkmlm.py",
     *("manifest.json", "README.md"),
 }
 # What a user of `transformers` does, where pkmlm cannot be imported.
