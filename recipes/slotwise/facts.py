@@ -313,8 +313,9 @@ def draw(folder: Path, results: dict[str, Any], look: Look) -> list[Path]:
             axes.plot(*place(seed[-1:]), color=colour, marker="x", linestyle="")
         others = [mean(curves)[-1] for rate, curves in each["curves"].items() if rate != f"{each['rate']:g}"]
         axes.plot(*place(others), color=colour, marker="o", markerfacecolor="none", linestyle="")
-    unseen = 100 * results["methods"]["full"]["curve"][-1]["unseen_accuracy"]
-    axes.axhline(unseen, color="#8c8c8c", linestyle=":", label="names not seen (all parameters)")
+    first = next(iter(results["methods"].values()))
+    unseen = 100 * first["curve"][-1]["unseen_accuracy"]
+    axes.axhline(unseen, color="#8c8c8c", linestyle=":", label=f"names not seen ({first['label']})")
     axes.set_xscale("symlog", linthresh=1)
     axes.set_xlim(left=min(-0.2, axes.dataLim.x0))
     axes.xaxis.set_major_formatter("{x:g}")
