@@ -19,14 +19,9 @@ def warnings(recipe: Recipe, path: str | Path, overrides: Iterable[str] = ()) ->
 
 def warmup_warnings(recipe: Recipe) -> list[str]:
     """Warm-ups that are longer than training, so that the learning rate never reaches its peak."""
-    optim, steps = recipe.optim, recipe.train.steps
-    warmups: dict[str, int | None] = {"optim.warmup_steps": optim.warmup_steps}
-    if recipe.model.memory.kind != "none" and optim.values.schedule != "relative":
-        warmups["optim.values.warmup_steps"] = optim.values.warmup_steps
-    if recipe.model.projections == "hash":
-        warmups["optim.tables.warmup_steps"] = optim.tables.warmup_steps
-    if recipe.model.ngram.layers:
-        warmups["optim.ngram.warmup_steps"] = optim.ngram.warmup_steps
+    values, steps, unused = flatten(recipe), recipe.train.steps, unused_keys(recipe)
+    keys = (f"optim.{group}warmup_steps" for group in ("", "values.", "tables.", "ngram."))
+    warmups = {key: values[key] for key in keys if key not in unused}
     training = "1 step" if steps == 1 else f"{steps:,} steps"
     return [
         f"{key}: {warmup:,} for {training} of training: the learning rate ends at {steps / warmup:.0%} of its peak"

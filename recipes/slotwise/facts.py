@@ -247,9 +247,14 @@ def recipe_of(method: Method, rate: float, trial: Trial, run: LoadedRun, options
     """The recipe of the run, to fine-tune it."""
     keys = [f"train.steps={options.steps}", f"train.batch_tokens={options.sequences * run.recipe.model.context}"]
     keys += [f"train.micro_batch={options.sequences}", f"train.seed={trial.seed}", f"finetune.top={options.top}"]
-    keys += ["optim.schedule=constant", "optim.warmup_steps=0", "optim.values.schedule=constant", "eval.recalibrate=0"]
+    keys += ["optim.schedule=constant", "optim.warmup_steps=0", "optim.values.schedule=constant", "optim.decay_steps=0"]
     keys += ["optim.values.warmup_steps=0", "optim.weight_decay=0", "optim.values.weight_decay=0", "train.only=all"]
-    keys += ["parallel={memory: 1, shard: false}", "model.dropout=0", *(key.format(rate=rate) for key in method.keys)]
+    keys += [
+        "eval.recalibrate=0",
+        "parallel={memory: 1, shard: false}",
+        "model.dropout=0",
+        *(key.format(rate=rate) for key in method.keys),
+    ]
     return load_recipe(RunDirectory(options.run).recipe_file, keys)
 
 
@@ -313,8 +318,9 @@ def draw(folder: Path, results: dict[str, Any], look: Look) -> list[Path]:
             axes.plot(*place(seed[-1:]), color=colour, marker="x", linestyle="")
         others = [mean(curves)[-1] for rate, curves in each["curves"].items() if rate != f"{each['rate']:g}"]
         axes.plot(*place(others), color=colour, marker="o", markerfacecolor="none", linestyle="")
-    unseen = 100 * results["methods"]["full"]["curve"][-1]["unseen_accuracy"]
-    axes.axhline(unseen, color="#8c8c8c", linestyle=":", label="names not seen (all parameters)")
+    first = next(iter(results["methods"].values()))
+    unseen = 100 * first["curve"][-1]["unseen_accuracy"]
+    axes.axhline(unseen, color="#8c8c8c", linestyle=":", label=f"names not seen ({first['label']})")
     axes.set_xscale("symlog", linthresh=1)
     axes.set_xlim(left=min(-0.2, axes.dataLim.x0))
     axes.xaxis.set_major_formatter("{x:g}")

@@ -255,7 +255,7 @@ def test_memories_cost_what_their_products_do(kind: str, changes: dict[str, obje
     memory = Memory(**{"kind": kind, "layers": ("1",), "num_keys": 8, "heads": 2, "topk": 4, "key_dim": 6, **changes})
     recipe = Recipe(model=Model(dim=16, layers=1, heads=2, context=10, memory=memory))
     layer = build_model(recipe, 30).blocks[0].parts["memory"]
-    with torch.no_grad(), FlopCounterMode(display=False) as counted:
+    with FlopCounterMode(display=False) as counted:
         layer(torch.randn(1, 10, 16))
     attention, rows = 4 * 16 * 16, 2 * 4 * ((memory.value_dim or 16) + (16 if kind == "peer" else 0))
     block = cost_of(recipe, 30).blocks[0]

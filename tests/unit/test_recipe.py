@@ -459,6 +459,14 @@ def test_keys_that_have_an_effect_are_not_warned_of(tmp_path: Path) -> None:
     assert unused(tmp_path, MEMORY, "optim.values.schedule=relative", "optim.values.times=[5, 1]") == []
     (told,) = unused(tmp_path, MEMORY, "optim.values.times=[5, 1]", "optim.values.final_lr=0.5")
     assert told == "optim.values.times, optim.values.final_lr: without effect, as optim.values.schedule is constant"
+    (told,) = unused(tmp_path, MEMORY, "train.only=values", "optim.lr=1e-2", "optim.values.lr=1e-2")
+    assert told == "optim.lr: without effect, as train.only is values"
+    relative = ("optim.values.schedule=relative", "train.only=values", "optim.lr=1e-2")
+    assert unused(tmp_path, MEMORY, *relative) == []
+    (told,) = unused(tmp_path, MEMORY, "optim.values.optimizer=row-sgd", "optim.values.eps=1e-6")
+    assert told == "optim.values.eps: without effect, as optim.values.optimizer is row-sgd"
+    (told,) = unused(tmp_path, MEMORY, "finetune.slots=count", "finetune.top=8", "finetune.background=file")
+    assert told == "finetune.background: without effect, as finetune.slots is count"
     (told,) = unused(tmp_path, MEMORY, "model.memory.expert=relu")
     assert told == "model.memory.expert: without effect, as model.memory.kind is product-key"
     assert unused(tmp_path, MEMORY, "model.memory.kind=peer", "model.memory.expert=relu") == []
