@@ -153,7 +153,9 @@ def draw_probes(folder: Path, record: Mapping[str, Any], look: Look) -> list[Pat
 
 
 @drawing
-def draw_curves(folder: Path, runs: Mapping[str, Sequence[Curves]], over: str, look: Look) -> list[Path]:
+def draw_curves(
+    folder: Path, runs: Mapping[str, Sequence[Curves]], over: str, look: Look, log: bool = False
+) -> list[Path]:
     """Draw learning curves into a folder and return the files: none where no loss has been logged.
 
     Args:
@@ -161,8 +163,9 @@ def draw_curves(folder: Path, runs: Mapping[str, Sequence[Curves]], over: str, l
         runs: of each name, one run, or several that differ in their seed.
         over: what they are drawn over, of `AXES`.
         look: of the files.
+        log: whether the axis of that is logarithmic.
     """
-    figure = learning_curves(runs, over, look)
+    figure = learning_curves(runs, over, look, log)
     name = "learning-curves" if over == "steps" else f"learning-curves-over-{over}"
     return look.save(folder, name, figure) if figure else []
 
@@ -313,7 +316,7 @@ def usage_over_training(run: str, metrics: Metrics, look: Look) -> Figure | None
     return figure
 
 
-def learning_curves(runs: Mapping[str, Sequence[Curves]], over: str, look: Look) -> Figure | None:
+def learning_curves(runs: Mapping[str, Sequence[Curves]], over: str, look: Look, log: bool = False) -> Figure | None:
     """Training loss, smoothed, and validation loss; None where none has been logged. Runs that differ in their seed
     have one colour.
     """
@@ -335,6 +338,8 @@ def learning_curves(runs: Mapping[str, Sequence[Curves]], over: str, look: Look)
     losses = np.concatenate(late)
     margin = 0.05 * (losses.max() - losses.min()) or 0.1
     axes.set(xlabel=AXES[over], ylabel="loss (nats a token)", ylim=(losses.min() - margin, losses.max() + margin))
+    if log:
+        axes.set_xscale("log")
     short_numbers(axes)
     kinds = (
         Line2D([], [], color=GREY, linewidth=0.6, label="training"),

@@ -215,9 +215,9 @@ def equal_table(groups: Sequence[Group], equal: Equal) -> Table:
         f"equal_{over}_valid_token_ppl": number("Valid ppl", "{:,.2f}"),
     }
     rows = [[group.name, *_cells(group, shown)] for group in groups]
-    notes = ["between: steps from the validation before to that after, of which this is interpolated; 0: it is one"]
+    notes = ["between: interpolated between validations so many steps apart"]
     if any(0 < (run[f"equal_{over}_step"] or 0) < (run["step"] or 0) for group in groups for run in group.runs):
-        notes.append("a schedule that ends there may do better than one that goes on")
+        notes.append("a run that went on is in the middle of its schedule")
     title = f"At equal {over}: {AMOUNTS[over].format(equal.amount)}, all that {printable(equal.shortest)} took"
     return noted(title, [Column("Run"), *shown.values()], rows, *notes)
 

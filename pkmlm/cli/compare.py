@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 @click.option("--plots", type=PATH, metavar="DIR", help="Also draw the learning curves into this folder.")
 @plot_options
 @over_option
+@click.option("--plot-log", is_flag=True, help="Draw curves over a logarithmic axis, for long runs.")
 @force_option
 def command(
     run_paths: tuple[str, ...],
@@ -30,6 +31,7 @@ def command(
     plot_format: tuple[str, ...],
     plot_width: float | None,
     over: tuple["Over", ...],
+    plot_log: bool,
     force: bool,
 ) -> None:
     """RUNs side by side: size, training, perplexity, tasks, memory use, speed.
@@ -76,9 +78,9 @@ def command(
         from pkmlm.analysis.plots import Look, draw_curves
 
         look = Look(plot_format, plot_width)
-        drawn = [
-            path for each in over or ("steps",) for path in draw_curves(folder, comparison.curves(each), each, look)
-        ]
+        drawn = []
+        for each in over or ("steps",):
+            drawn += draw_curves(folder, comparison.curves(each), each, look, plot_log)
         for path in drawn:
             click.echo(f"drew {printable(str(path))}", err=True)
         if not drawn:

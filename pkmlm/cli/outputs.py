@@ -42,7 +42,7 @@ def free_folder(path: str | None, force: bool) -> Path | None:
     """
     if path is None:
         context = click.get_current_context()
-        for name in ("plot_format", "plot_width"):
+        for name in ("plot_format", "plot_width", "plot_log"):
             if given(context, name):
                 option = "--" + name.replace("_", "-")
                 raise UserError(f"{option} is of pictures, and none are drawn", "name their folder with --plots DIR")

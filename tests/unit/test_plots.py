@@ -163,6 +163,10 @@ def test_learning_curves_over_what_a_step_takes() -> None:
     assert figure is not None
     drawn = [line.get_xdata().tolist() for line in figure.axes[0].lines]
     assert drawn == [[0.5, 1.5], [1.0], [2.0, 6.0], [4.0]]
+    logarithmic = plots.learning_curves({"a": [(1e4, events)]}, "tokens", LOOK, log=True)
+    assert logarithmic is not None
+    assert (figure.axes[0].get_xscale(), logarithmic.axes[0].get_xscale()) == ("linear", "log")
+    logarithmic.draw_without_rendering()
 
 
 def test_pictures_for_a_paper(tmp_path: Path) -> None:
