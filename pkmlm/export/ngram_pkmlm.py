@@ -118,10 +118,11 @@ class NGramMemory(nn.Module):
             hash_BTH = hash_BTH ^ (past.ids_BTG[..., back : back + 1] * self.multipliers_HG[:, back])
         rows_BTH = hash_BTH % self.rows + torch.arange(self.tables, device=x_BTD.device) * self.rows
         with torch.autocast(x_BTD.device.type, enabled=False):
-            if self.scale is not None or self.gate is None:
+            if self.scale is not None:
                 rows_NH = rows_BTH.flatten(0, 1)
                 sum_ND = self.values(rows_NH, torch.ones(rows_NH.shape, device=x_BTD.device))
                 return (sum_ND.float() * self.scale.factor_1.float()).view_as(x_BTD).to(x_BTD.dtype)
+            assert self.gate is not None
             rows_BTW = self.values.rows(rows_BTH).flatten(-2)
             u_BTD = self.gate(x_BTD, rows_BTW)
             return (u_BTD if self.conv is None else self.conv(u_BTD, past)).to(x_BTD.dtype)
