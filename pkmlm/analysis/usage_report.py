@@ -17,7 +17,7 @@ from pkmlm.data.corpus import read_index
 from pkmlm.data.sources import expand_glob, find_source
 from pkmlm.errors import UserError, printable
 from pkmlm.evaluate.documents import TextChoice, chosen_documents
-from pkmlm.export.config import CONFIG, is_export, read_config
+from pkmlm.export.config import ATTACHED, CONFIG, is_export, read_config
 from pkmlm.runs.directory import RunDirectory, tokenizer_file
 from pkmlm.runs.files import MANIFEST, entry_of, json_text, sha256_of
 from pkmlm.runs.results import USAGE, read_usage, split_name, text_name, usage_stem, write_arrays, write_usage
@@ -57,9 +57,11 @@ def run_or_export(path: str) -> RunDirectory:
 
 
 def has_memory(run: RunDirectory) -> bool:
-    """Whether the model of a run or an export has a memory or hash tables."""
+    """Whether the model of a run or an export has a memory or hash tables. What is attached to a model is one."""
+    if (run.path / ATTACHED).is_file():
+        return True
     model = (read_config(run.path / CONFIG)[0] if is_export(run.path) else run.recipe()).model
-    return model.memory.kind != "none" or model.projections == "hash"
+    return model.memory.kind != "none" or model.projections == "hash" or bool(model.ngram.layers)
 
 
 def usage_reports(

@@ -178,6 +178,12 @@ def test_models_without_a_memory_are_refused_before_any_work(run_of: Callable[[s
             assert not (tmp_path / "new").exists()
 
 
+def test_an_ngram_memory_alone_is_a_memory(tmp_path: Path, write_recipe: Callable[[Path, str], Path]) -> None:
+    changes = ("-s", "model.ngram.layers=[1]", "-s", "model.ngram.rows=97", "-s", "train.steps=1")
+    pkmlm("train", write_recipe(tmp_path, "dense"), "-o", tmp_path / "run", "-q", *changes)
+    assert [memory["name"] for memory in report(tmp_path / "run")[0]["memories"]] == ["ngram"]
+
+
 def test_plots_and_force(run_of: Callable[[str], Path], tmp_path: Path) -> None:
     run, folder = run_of("product-key"), tmp_path / "pictures"
     folder.mkdir()
