@@ -313,6 +313,18 @@ def most_read_table(record: Entry) -> Table:
     return Table(f"Slots with most mass: {_slots_title(record)}", columns, rows)
 
 
+def collision_table(record: Entry) -> Table:
+    """Distinct n-grams of a text, and how many are alone in their row of one table, or of any of their order's."""
+    keys = ("order", "distinct", "rows", "alone", "alone_expected", "alone_in_any", "alone_in_any_expected")
+    names = ("Alone", "expected", "In any table", "expected")
+    columns = [number("Tokens"), *numbers(COUNT, "Distinct", "Rows"), *numbers("{:.1%}", *names)]
+    return Table(
+        "N-grams: the share that is alone in its row",
+        columns,
+        [[each[key] for key in keys] for each in record["collisions"]],
+    )
+
+
 def slot_tables(record: Entry, later_blocks: int) -> list[Table]:
     """One slot: how it is read, its words, its contexts.
 
@@ -334,6 +346,10 @@ def slot_tables(record: Entry, later_blocks: int) -> list[Table]:
         ]
         columns = [Column("Raises"), number("logit", "{:+.2f}"), Column("Lowers"), number("logit", "{:+.2f}")]
         tables.append(Table(f"What its value says{note}", columns, words))
+    if "ngrams" in record:
+        found = [[each["count"], " ".join(map(quoted, each["tokens"]))] for each in record["ngrams"]]
+        title = "N-grams of the text that fall into this row, by the first token of each canonical id"
+        tables.append(Table(title, [number("Seen"), Column("Tokens")], found))
     contexts = [
         [context["weight"], context["document"], context["place"], "{before}[{token}]{after}".format(**context)]
         for context in slot["contexts"]
