@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.distributed import World
 from pkmlm.model.memory.ngram import NGramIds, NGramMemory, Past
 from pkmlm.model.transformer import Transformer
 
@@ -26,6 +27,7 @@ class NGrams:
 
     def __init__(self) -> None:
         self.mask_N: Tensor | None = None
+        self._order = 0  # the largest; 0: the model has no n-gram memory
         self._parts: list[Tensor] = []
 
     @contextmanager
@@ -34,6 +36,8 @@ class NGrams:
         if model.ngram_ids is None:
             yield
             return
+
+        self._order = model.ngram_ids.order
 
         def take(module: NGramIds, inputs: Any, past: Past) -> None:
             ids_NG = past.ids_BTG.flatten(0, 1)
@@ -44,6 +48,13 @@ class NGrams:
             yield
         finally:
             hook.remove()
+
+    def gather(self, world: World) -> None:
+        """Have the distinct n-grams of all ranks, without their counts; all ranks call this."""
+        if self._order and world.size > 1:
+            own = torch.cat(self._parts).unique(dim=0).tolist() if self._parts else []
+            parts = world.gather_objects(own)
+            self._parts = [torch.tensor(part, dtype=torch.int64).view(-1, self._order) for part in parts]
 
     def distinct(self, order: int) -> tuple[Tensor, NDArray[np.int64]]:
         """The distinct n-grams of an order, newest id first (U, G), zeros beyond it, and how often each was seen."""
@@ -92,6 +103,12 @@ def collisions(memory: NGramMemory, ngrams: NGrams) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def all_collisions(model: Transformer, ngrams: NGrams) -> list[dict[str, Any]]:
+    """The `collisions` of each n-gram memory of a model, with its layer."""
+    found = [module for module in model.modules() if isinstance(module, NGramMemory)]
+    return [{"layer": memory.tap.layer, **each} for memory in found for each in collisions(memory, ngrams)]
 
 
 def ngram_text(ids: list[int], canonical_V: Tensor, tokenizer: Tokenizer) -> list[str]:

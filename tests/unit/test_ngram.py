@@ -401,6 +401,11 @@ def test_the_ngrams_of_a_row_are_those_that_read_it(trained):
     assert said["slots"][0]["reads"] == sum(found.values())
     (two, three) = said["collisions"]
     assert (two["order"], three["order"], three["distinct"]) == (2, 3, len(seen))
+    for _ in range(2):  # measured, and kept
+        usage = json.loads(pkmlm("usage-report", run, "--format", "json").stdout)
+        assert [each for each in usage["runs"][0]["ngrams"] if each["layer"] == 1] == [
+            {"layer": 1, **each} for each in said["collisions"]
+        ]
 
 
 def test_the_share_that_is_alone_is_that_of_rows_drawn_at_random():
