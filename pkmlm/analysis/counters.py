@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from pkmlm.analysis.ngrams import NGrams
 from pkmlm.analysis.usage import MemoryUsage, with_pool
 from pkmlm.distributed import World
 from pkmlm.errors import UserError
@@ -210,6 +211,7 @@ def measure_usage(
     documents: Documents,
     advance: Callable[[int], bool] | None = None,
     world: World | None = None,
+    ngrams: NGrams | None = None,
 ) -> list[MemoryUsage]:
     """What a run's memories read at the scored positions of documents, each position once.
 
@@ -218,6 +220,7 @@ def measure_usage(
         documents: the text, for one pass.
         advance: see `score`.
         world: the processes that share the pass; the counts are those of all.
+        ngrams: takes those that the model sees at these positions.
 
     Returns:
         As `UsageCounters.memories`.
@@ -225,6 +228,13 @@ def measure_usage(
     Raises:
         UserError: see `score` and `UsageCounters.memories`.
     """
-    with UsageCounters(run.model) as counters:
-        score(run.model, documents, run.tokenizer.eos, watch=counters.only, advance=advance, world=world)
+    ngrams = ngrams or NGrams()
+    with UsageCounters(run.model) as counters, ngrams.listening(run.model):
+
+        def watch(mask_N: Tensor) -> None:
+            counters.only(mask_N)
+            ngrams.mask_N = mask_N
+
+        score(run.model, documents, run.tokenizer.eos, watch=watch, advance=advance, world=world)
+    ngrams.gather(world or World())
     return counters.memories(world)

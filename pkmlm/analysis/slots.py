@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pkmlm.analysis.counters import ReadListener, UsageCounters
+from pkmlm.analysis.ngrams import NGrams, collisions, in_row, ngram_text
 from pkmlm.analysis.slot_contexts import (
     JUDGED,
     Context,
@@ -34,6 +35,7 @@ from pkmlm.evaluate.documents import Documents, TextChoice, chosen_documents
 from pkmlm.evaluate.load import LoadedRun
 from pkmlm.evaluate.perplexity import score
 from pkmlm.model.memory.base import SparseMemory, UsageTap, memories
+from pkmlm.model.memory.ngram import NGramMemory
 from pkmlm.model.transformer import Transformer
 
 WORDS = 8  # tokens shown that a value raises most, or lowers most
@@ -135,7 +137,7 @@ class LogitLens:
     @torch.no_grad()
     def logits(self, slots_S: Tensor) -> Tensor:
         """What each slot's value adds to each token's logit, relative to the mean token, float32 (S, V)."""
-        v_SD = self.memory.sign * self.memory.answer(self.memory.values.rows(slots_S))
+        v_SD = self.memory.sign * self.memory.answer(slots_S)
         v_SD = v_SD - v_SD.mean(dim=1, keepdim=True)
         v_SD = v_SD / v_SD.square().mean(dim=1, keepdim=True).sqrt().clamp(min=1e-12)
         logits_SV = self.model.head(v_SD * self.model.norm.weight)[:, : self.tokenizer.size]
@@ -161,11 +163,14 @@ class LogitLens:
 
 
 class SlotIndex(NamedTuple):
-    """What a pass over a text finds of a memory's slots: how often each is read, and where with most weight."""
+    """What a pass over a text finds of a memory's slots: how often each is read, and where with most weight; and the
+    n-grams that the model saw.
+    """
 
     memory: SparseMemory
     usage: MemoryUsage
     top: TopPositions
+    ngrams: NGrams
 
 
 def index_slots(
@@ -192,15 +197,21 @@ def index_slots(
     """
     indexed = memories(run.model) if memory is None else [memory]
     taps = [each.tap for each in indexed]
-    with UsageCounters(run.model, taps) as counters, TopContexts(run.model, contexts, taps) as tops:
+    ngrams = NGrams()
+    with (
+        UsageCounters(run.model, taps) as counters,
+        TopContexts(run.model, contexts, taps) as tops,
+        ngrams.listening(run.model),
+    ):
 
         def watch(mask_N: Tensor) -> None:
             counters.only(mask_N)
             tops.only(mask_N)
+            ngrams.mask_N = mask_N
 
         score(run.model, documents, run.tokenizer.eos, watch=watch, advance=advance)
     usage = counters.memories()[: len(indexed)]  # without the pool
-    return [SlotIndex(*found) for found in zip(indexed, usage, tops.positions(), strict=True)]
+    return [SlotIndex(*found, ngrams) for found in zip(indexed, usage, tops.positions(), strict=True)]
 
 
 class SlotDetails(NamedTuple):
@@ -400,11 +411,23 @@ def report_slots(
     chosen = most_read(index.usage, top) if number is None else [number]
     (slots,) = slot_details(run, [index], [chosen], chosen_documents(choice, run))
     record = _head(run, memory) | {"split": documents.name, "tokens": index.usage.tokens}
+    if isinstance(memory, NGramMemory):
+        record["collisions"] = collisions(memory, index.ngrams)
     if number is None:
         record["patterns"] = count_patterns(slots)
     else:
+        if isinstance(memory, NGramMemory):
+            record["ngrams"] = ngrams_in_row(run, memory, index.ngrams, number, top)
         slots = [each._replace(contexts=each.contexts[:top]) for each in slots]
     return record | {"slots": [each.as_json() for each in slots]}, documents.warnings
+
+
+def ngrams_in_row(run: LoadedRun, memory: NGramMemory, ngrams: NGrams, slot: int, top: int) -> list[dict[str, Any]]:
+    """The n-grams seen that fall into a row, most seen first, at most `top`."""
+    assert run.model.ngram_ids is not None
+    canonical_V = run.model.ngram_ids.canonical_V.cpu()
+    found = in_row(memory, ngrams, slot)[:top]
+    return [{"tokens": ngram_text(ids, canonical_V, run.tokenizer), "count": count} for ids, count in found]
 
 
 @torch.no_grad()

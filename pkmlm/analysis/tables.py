@@ -35,7 +35,10 @@ def usage_tables(entries: Sequence[Entry]) -> list[Table]:
     weights: list[list[Any]] = []
     pools: list[list[Any]] = []
     of_heads: list[list[Any]] = []
+    ngrams: list[list[Any]] = []
     for entry in entries:
+        for each in entry.get("ngrams") or ():
+            ngrams.append([entry["run"]] * several + [str(each["layer"])] + [each[key] for key in ALONE])
         tokens = entry["memories"][0]["tokens"] if entry["memories"] else None
         texts.append([entry["run"], entry["step"], entry["split"], tokens, len(entry["memories"])])
         for memory in entry["memories"]:
@@ -71,6 +74,7 @@ def usage_tables(entries: Sequence[Entry]) -> list[Table]:
         "Tables that layers share: mass that two of them give to the same slots": (shared, pools),
         "Slots: share used, KL from uniform (nats), how many hold 50, 90 and 99 %": (even, evenness),
         "Each head or table by itself, by mass (KL in nats)": ([*where, *ends], of_heads),
+        COLLISIONS: ([*where, *_of_ngrams()], ngrams),
     }
     return [Table(title, columns, rows) for title, (columns, rows) in tables.items() if rows]
 
@@ -313,6 +317,20 @@ def most_read_table(record: Entry) -> Table:
     return Table(f"Slots with most mass: {_slots_title(record)}", columns, rows)
 
 
+COLLISIONS = "N-grams: the share that is alone in its row of one table, of any table"
+ALONE = ("order", "distinct", "rows", "alone", "alone_expected", "alone_in_any", "alone_in_any_expected")
+
+
+def collision_table(record: Entry) -> Table:
+    """Distinct n-grams of a text, and how many are alone in their row of one table, or of any of their order's."""
+    return Table(COLLISIONS, _of_ngrams(), [[each[key] for key in ALONE] for each in record["collisions"]])
+
+
+def _of_ngrams() -> list[Column]:
+    shares = ("Alone", "expected", "In any", "expected")
+    return [number("Tokens"), *numbers(COUNT, "Distinct", "Rows"), *numbers("{:.1%}", *shares)]
+
+
 def slot_tables(record: Entry, later_blocks: int) -> list[Table]:
     """One slot: how it is read, its words, its contexts.
 
@@ -334,6 +352,10 @@ def slot_tables(record: Entry, later_blocks: int) -> list[Table]:
         ]
         columns = [Column("Raises"), number("logit", "{:+.2f}"), Column("Lowers"), number("logit", "{:+.2f}")]
         tables.append(Table(f"What its value says{note}", columns, words))
+    if "ngrams" in record:
+        found = [[each["count"], " ".join(map(quoted, each["tokens"]))] for each in record["ngrams"]]
+        title = "N-grams of the text that fall into this row, by the first token of each canonical id"
+        tables.append(Table(title, [number("Seen"), Column("Tokens")], found))
     contexts = [
         [context["weight"], context["document"], context["place"], "{before}[{token}]{after}".format(**context)]
         for context in slot["contexts"]

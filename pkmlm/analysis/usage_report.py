@@ -164,6 +164,7 @@ def _measure(
 ) -> RunUsage:
     """Pass over the text and count."""
     from pkmlm.analysis.counters import measure_usage
+    from pkmlm.analysis.ngrams import NGrams, all_collisions
     from pkmlm.analysis.slots import PageSlots, index_slots, page_slots
     from pkmlm.evaluate.load import load_on_all_ranks
 
@@ -171,12 +172,14 @@ def _measure(
     documents = chosen_documents(choice, loaded)
     quiet = quiet or (world is not None and world.rank > 0)
     slots: list[PageSlots] = []
+    ngrams = NGrams()
     with token_progress(f"reading {printable(loaded.name)}", documents.tokens, quiet) as advance:
         if details:
             indexes = index_slots(loaded, documents, advance)
             memories = with_pool([index.usage for index in indexes])
+            ngrams = indexes[0].ngrams if indexes else ngrams
         else:
-            memories = measure_usage(loaded, documents, advance, world)
+            memories = measure_usage(loaded, documents, advance, world, ngrams)
     if details and memories:
         slots = page_slots(loaded, indexes, chosen_documents(choice, loaded))
         slots += [PageSlots([], None, [])] * (len(memories) - len(indexes))  # a pool's are those of its layers
@@ -187,6 +190,8 @@ def _measure(
         "memories": [memory.as_json() for memory in memories],
         "warnings": list(documents.warnings),
     }
+    if loaded.model.ngram_ids is not None:
+        entry["ngrams"] = all_collisions(loaded.model, ngrams)
     return RunUsage(run, entry, memories, slots)
 
 

@@ -20,7 +20,7 @@ ENOUGH = 10  # slots whose contexts can be dealt at random among them: those of 
 @click.argument("run_path", type=PATH, metavar="RUN")
 @prompt_argument
 @click.option("--layer", metavar="L", help="Which memory: 3, or 3:ffn1 where a layer has several. Default: the last.")
-@click.option("--slot", metavar="N", help="One slot: its number, I:J by sub-keys, TABLE:BUCKET of hash tables.")
+@click.option("--slot", metavar="N", help="One slot: its number, I:J by sub-keys, TABLE:BUCKET of tables.")
 @text_options
 @click.option(
     "--top",
@@ -56,6 +56,9 @@ def command(
     share: their token, the next or the previous one, or the place in the model's window. "Shuffled" is how many slots
     have one by chance: with all contexts that are shown dealt at random among them.
 
+    Of an n-gram memory, also how many distinct n-grams are alone in their row, beside what is expected of rows drawn at
+    random; with --slot, the n-grams of the text that fall into the row.
+
     \b
     Examples:
       pkmlm slots runs/demo
@@ -66,7 +69,7 @@ def command(
       pkmlm slots runs/demo --text my.txt --top 200 --json
     """
     from pkmlm.analysis.slots import find_memory, report_prompt, report_slots
-    from pkmlm.analysis.tables import most_read_table, prompt_table, slot_tables
+    from pkmlm.analysis.tables import collision_table, most_read_table, prompt_table, slot_tables
     from pkmlm.evaluate.load import load_run
 
     if prompt is not None and (slot is not None or choice.explicit):
@@ -83,6 +86,8 @@ def command(
         record, warnings = report_slots(run, memory, choice, slot, shown, quiet)
         later_blocks = len(run.model.blocks) - memory.tap.layer
         tables = [most_read_table(record)] if slot is None else slot_tables(record, later_blocks)
+        if "collisions" in record:
+            tables.append(collision_table(record))
     if as_json:
         click.echo(json.dumps(record, indent=2, allow_nan=False))
     else:

@@ -266,11 +266,26 @@ class UsageReport(TypedDict):
     memories: list[MemoryReport]
 
 
+class NGramReport(TypedDict):
+    """What a usage report says of the n-grams of an order that the memory of a layer has read."""
+
+    layer: int
+    order: int
+    distinct: int
+    rows: int
+    tables: int
+    alone: Number
+    alone_expected: Number
+    alone_in_any: Number
+    alone_in_any_expected: Number
+
+
 class KeptUsageReport(UsageReport, Sourced):
     """One that is whole enough to be shown again."""
 
     step: int
     split: str
+    ngrams: NotRequired[list[NGramReport]]
     warnings: NotRequired[list[str] | None]
 
 

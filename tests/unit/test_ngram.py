@@ -1,22 +1,28 @@
 """N-gram memories against plain Python over unbounded integers, and gradients in float64."""
 
+import json
+import math
 import random
 import shutil
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 from torch.nn.functional import silu
 
+from pkmlm.analysis.ngrams import NGrams, collisions
 from pkmlm.data import canonical
 from pkmlm.data.canonical import canonical_ids, canonical_sha256, canonical_text
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
+from pkmlm.evaluate.documents import TextChoice, chosen_documents
 from pkmlm.evaluate.likelihood import Window, attention_layout, build_prefix_tree
 from pkmlm.evaluate.load import load_run
+from pkmlm.evaluate.perplexity import windows
 from pkmlm.model.attention import KVCache
 from pkmlm.model.init import initialise
-from pkmlm.model.memory.base import usage_taps
+from pkmlm.model.memory.base import memories, usage_taps
 from pkmlm.model.memory.ngram import NGramIds, NGramMemory, Past, gate_of
 from pkmlm.model.memory.values import table_ranks
 from pkmlm.model.transformer import Transformer, build_model
@@ -367,3 +373,64 @@ def test_a_map_that_is_not_the_runs_is_refused(tmp_path, trained, monkeypatch):
 def test_keys_that_do_not_fit_are_refused(tmp_path, write_recipe, change, message):
     with pytest.raises(UserError, match=message):
         load_recipe(write_recipe(tmp_path, "ngram"), [f"model.ngram.{change}"])
+
+
+# What a memory holds.
+
+
+def test_the_ngrams_of_a_row_are_those_that_read_it(trained):
+    """As `pkmlm slots` counts them, against a plain count over the documents' windows."""
+    run = trained("ngram")
+    loaded = load_run(run)
+    memory = memories(loaded.model)[0]
+    said = json.loads(pkmlm("slots", run, "--layer", 1, "--slot", "4:40", "--top", 10_000, "--json").stdout)
+    seen = Counter()
+    canonical_V = loaded.model.ngram_ids.canonical_V.tolist()
+    context = loaded.model.context
+    for document in chosen_documents(TextChoice(), loaded).ids:
+        for window in windows(document, loaded.tokenizer.eos, context, context):
+            ids = [canonical_V[token] for token in window.tokens]
+            for t in range(len(ids) - len(window.targets), len(ids)):
+                seen[tuple(ids[i] if i >= 0 else 0 for i in range(t - 2, t + 1))] += 1
+    first = {each: canonical_V.index(each) for each in set(canonical_V)}
+    factors = [int(m) for m in memory.multipliers_HG[3]]
+    rows = {ids: (ids[2] * factors[0] ^ ids[1] * factors[1] ^ ids[0] * factors[2]) % 251 for ids in seen}
+    expected = {ids: count for ids, count in seen.items() if rows[ids] == 40}
+    found = {tuple(each["tokens"]): each["count"] for each in said["ngrams"]}
+    assert found == {tuple(loaded.tokenizer.piece(first[each]) for each in ids): n for ids, n in expected.items()}
+    assert said["slots"][0]["reads"] == sum(found.values())
+    (two, three) = said["collisions"]
+    assert (two["order"], three["order"], three["distinct"]) == (2, 3, len(seen))
+    for _ in range(2):  # measured, and kept
+        usage = json.loads(pkmlm("usage-report", run, "--format", "json").stdout)
+        assert [each for each in usage["runs"][0]["ngrams"] if each["layer"] == 1] == [
+            {"layer": 1, **each} for each in said["collisions"]
+        ]
+
+
+def test_the_share_that_is_alone_is_that_of_rows_drawn_at_random():
+    layer, ngrams = NGramMemory(D, orders=(3,), heads=4, rows=8191, row_dim=2), NGrams()
+    ids = torch.randint(1, 3000, (6000, 3), generator=torch.Generator().manual_seed(1))
+    ngrams._parts.append(ids)
+    (found,) = collisions(layer, ngrams)
+    assert found["distinct"] == 6000
+    assert found["alone_expected"] == pytest.approx(math.exp(-6000 / 8191), rel=1e-3)
+    assert found["alone"] == pytest.approx(found["alone_expected"], abs=0.01)
+    assert found["alone_in_any"] == pytest.approx(found["alone_in_any_expected"], abs=0.01)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["far", "lite"])
+def test_what_a_row_answers_is_what_it_adds_without_gate_and_conv(kind):
+    """Rows of one token, read alone, in a layer with an open gate and no convolution."""
+    layer = model_of(kind).blocks[1].ngram
+    slots = torch.tensor([0, layer.tap.slots - 1])
+    rows = layer.values.weight_KD[slots]
+    if kind == "lite":
+        expected = layer.scale.factor_1 * rows
+    else:
+        padded = torch.zeros(2, 3, 4, dtype=torch.float64)
+        padded[0, 0], padded[1, 2] = rows
+        maps = layer.gate.maps
+        expected = (maps(padded.flatten(1)) - maps.bias)[:, 16:]
+    torch.testing.assert_close(layer.answer(slots), expected, check_dtype=False, rtol=1e-5, atol=1e-5)

@@ -80,7 +80,7 @@ def reads_of(run: LoadedRun, tokens: np.ndarray) -> tuple[torch.Tensor, torch.Te
 
 
 def test_index_equals_one_forward_a_window(run: LoadedRun) -> None:
-    ((_, usage, top),) = index_slots(run, documents(run), contexts=4)
+    ((_, usage, top, _),) = index_slots(run, documents(run), contexts=4)
     reads, places, position = defaultdict(list), [], 0
     for ids in documents(run).ids:
         for window in windows(ids, run.tokenizer.eos, run.model.context, run.model.context):

@@ -97,11 +97,11 @@ class SparseMemory(nn.Module, ABC):
         """Whether the input, by a gate, decides how much of each entry of the values' sum gets through."""
         return False
 
-    def answer(self, rows_SV: Tensor) -> Tensor:
-        """What rows of `values` add to the layer's output where they are read with weight 1 and no gate, but for what
-        any row adds: (S, D).
+    def answer(self, slots_S: Tensor) -> Tensor:
+        """What rows of `values`, given by number, add to the layer's output where they are read with weight 1 and no
+        gate, but for what any row adds: (S, D).
         """
-        return rows_SV
+        return self.values.rows(slots_S)
 
     @abstractmethod
     def flops_per_token(self) -> int:

@@ -159,8 +159,9 @@ class KeyMemory(SparseMemory):
         out_NV: Tensor = self.values(slots_Nr, weights_Nr)
         return out_NV
 
-    def answer(self, rows_SV: Tensor) -> Tensor:
+    def answer(self, slots_S: Tensor) -> Tensor:
         """W2 of the rows."""
+        rows_SV = super().answer(slots_S)
         return rows_SV if self.output is None else linear(rows_SV, self.output.weight)
 
     def flops_per_token(self) -> int:

@@ -158,6 +158,16 @@ class NGramMemory(SparseMemory):
     def gated(self) -> bool:
         return self.gate is not None
 
+    def answer(self, slots_S: Tensor) -> Tensor:
+        """What each row makes of the value, without the convolution; of added rows, these times their factor."""
+        rows_Se = super().answer(slots_S)
+        if self.scale is not None:
+            scaled_SD: Tensor = self.scale(rows_Se)
+            return scaled_SD
+        assert self.gate is not None
+        value_DHe = self.gate.maps.weight.chunk(2)[1].unflatten(1, (self.tables, -1))
+        return torch.einsum("se,sde->sd", rows_Se, value_DHe.transpose(0, 1)[slots_S // self.rows].to(rows_Se.dtype))
+
     def rows_of(self, ids_BTG: Tensor) -> Tensor:
         """The rows of `values` that tokens read (B, T, H), from the canonical ids of the tokens that they see."""
         hash_BTH = ids_BTG[..., :1] * self.multipliers_HG[:, 0]

@@ -1,0 +1,117 @@
+"""Which n-grams of a text fall into which row of an n-gram memory: its collisions.
+
+N: tokens; G: largest order; U: distinct n-grams; P: rows of a table.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.distributed import World
+from pkmlm.model.memory.ngram import NGramIds, NGramMemory, Past
+from pkmlm.model.transformer import Transformer
+
+
+class NGrams:
+    """The n-grams that a model sees while `listening`, at the positions that `only` leaves, as canonical ids.
+
+    Attributes:
+        mask_N: bool, the positions of the next forward that count; None: all.
+    """
+
+    def __init__(self) -> None:
+        self.mask_N: Tensor | None = None
+        self._order = 0  # the largest; 0: the model has no n-gram memory
+        self._parts: list[Tensor] = []
+
+    @contextmanager
+    def listening(self, model: Transformer) -> Iterator[None]:
+        """Take what `model` sees; nothing, where it has no n-gram memory."""
+        if model.ngram_ids is None:
+            yield
+            return
+
+        self._order = model.ngram_ids.order
+
+        def take(module: NGramIds, inputs: Any, past: Past) -> None:
+            ids_NG = past.ids_BTG.flatten(0, 1)
+            self._parts.append((ids_NG if self.mask_N is None else ids_NG[self.mask_N]).cpu())
+
+        hook = model.ngram_ids.register_forward_hook(take)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def gather(self, world: World) -> None:
+        """Have the distinct n-grams of all ranks, without their counts; all ranks call this."""
+        if self._order and world.size > 1:
+            own = torch.cat(self._parts).unique(dim=0).tolist() if self._parts else []
+            parts = world.gather_objects(own)
+            self._parts = [torch.tensor(part, dtype=torch.int64).view(-1, self._order) for part in parts]
+
+    def distinct(self, order: int) -> tuple[Tensor, NDArray[np.int64]]:
+        """The distinct n-grams of an order, newest id first (U, G), zeros beyond it, and how often each was seen."""
+        ids_NG = torch.cat(self._parts).clone()
+        ids_NG[:, order:] = 0
+        ids_UG, counts_U = ids_NG.unique(dim=0, return_counts=True)
+        return ids_UG, counts_U.numpy()
+
+
+def in_row(memory: NGramMemory, ngrams: NGrams, slot: int) -> list[tuple[list[int], int]]:
+    """The n-grams that were seen and fall into a row: canonical ids, oldest first, and counts; most seen first."""
+    table = slot // memory.rows
+    order = memory.orders_H[table]
+    ids_UG, counts_U = ngrams.distinct(order)
+    here_U = memory.rows_of(ids_UG.to(memory.multipliers_HG.device))[:, table].cpu() == slot
+    found = zip(ids_UG[here_U, :order].flip(1).tolist(), counts_U[here_U.numpy()].tolist(), strict=True)
+    return sorted(found, key=lambda pair: -pair[1])
+
+
+def collisions(memory: NGramMemory, ngrams: NGrams) -> list[dict[str, Any]]:
+    """Of each order: the distinct n-grams seen, the rows of a table, and which share of them is alone in its row, as a
+    mean over the order's tables; and in any of these: measured, and expected, (1 - 1 / P)^(U - 1) for one table, were
+    rows drawn at random.
+    """
+    found = []
+    for order in sorted(set(memory.orders_H)):
+        ids_UG, _ = ngrams.distinct(order)
+        rows_UH = memory.rows_of(ids_UG.to(memory.multipliers_HG.device)).cpu()
+        tables = [table for table, own in enumerate(memory.orders_H) if own == order]
+        alone = []
+        for table in tables:
+            row_U = rows_UH[:, table] - table * memory.rows
+            alone.append(torch.bincount(row_U, minlength=memory.rows)[row_U] == 1)
+        alone_HU = torch.stack(alone)
+        expected = (1 - 1 / memory.rows) ** (len(ids_UG) - 1)
+        found.append(
+            {
+                "order": order,
+                "distinct": len(ids_UG),
+                "rows": memory.rows,
+                "tables": len(tables),
+                "alone": float(alone_HU.double().mean()),
+                "alone_expected": expected,
+                "alone_in_any": float(alone_HU.any(0).double().mean()),
+                "alone_in_any_expected": 1 - (1 - expected) ** len(tables),
+            }
+        )
+    return found
+
+
+def all_collisions(model: Transformer, ngrams: NGrams) -> list[dict[str, Any]]:
+    """The `collisions` of each n-gram memory of a model, with its layer."""
+    found = [module for module in model.modules() if isinstance(module, NGramMemory)]
+    return [{"layer": memory.tap.layer, **each} for memory in found for each in collisions(memory, ngrams)]
+
+
+def ngram_text(ids: list[int], canonical_V: Tensor, tokenizer: Tokenizer) -> list[str]:
+    """Canonical ids as the first token of each; 0, before which nothing is seen, as the end-of-document token."""
+    first = [int((canonical_V == each).nonzero()[0, 0]) for each in ids]
+    return [tokenizer.piece(token) for token in first]
