@@ -18,6 +18,7 @@ TOPICS = (  # in the order in which a new user needs them
     "processes",
     "export",
     "python",
+    "attach",
     "models",
     "speed",
     "safety",

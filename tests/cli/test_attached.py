@@ -1,6 +1,9 @@
 """The commands on a memory that is attached to a model of transformers."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,7 +11,7 @@ import torch
 import pkmlm as package
 from pkmlm.export.modeling_pkmlm import PkmlmForCausalLM
 from tests.byte_level import learn_byte_level
-from tests.conftest import pkmlm
+from tests.conftest import ROOT, pkmlm
 from tests.task_rows import write_rows
 
 MEMORY = {"kind": "product-key", "num_keys": 16, "heads": 2, "topk": 4, "key_dim": 16}
@@ -101,3 +104,33 @@ def test_a_wrong_base_is_refused(base, attached, trained, tmp_path, novels):
     said = pkmlm("eval", attached / "new", "--base", tmp_path / "other", *text, code=2).stderr
     assert "another network" in said
     assert "Traceback" not in said
+
+
+@pytest.mark.slow
+def test_the_script_that_teaches_a_memory(base, tokens, tmp_path):
+    script, out = ROOT / "recipes" / "attach" / "teach.py", tmp_path / "taught"
+    memory = json.dumps({**MEMORY, "kind": "peer"})
+    words = ["-o", out, "--base", base, "--data", tokens, "--tokens", 3000, "--batch-tokens", 256, "--layers", 2]
+    done = subprocess.run(
+        [sys.executable, script, *map(str, words), "--memory", memory, "--seeds", "1", "2"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads((out / "results.json").read_text())
+    start, *rows = found["rows"]
+    plain = perplexity(base, "--data", tokens)["perplexity"]["token_ppl"]
+    assert start["perplexity"] == pytest.approx(plain, rel=1e-5)
+    assert {(row["what"], row["equal"], row["seed"]) for row in rows} == {
+        (*how, seed)
+        for how in (("memory", "tokens"), ("dense control", "tokens"), ("dense control", "seconds"))
+        for seed in (1, 2)
+    }
+    taught = next(row for row in rows if (row["what"], row["seed"]) == ("memory", 2))
+    assert taught["tokens"] == 3072
+    assert taught["perplexity"] < start["perplexity"]
+    saved = perplexity(out / "memory-2", "--base", base, "--data", tokens)
+    assert saved["perplexity"]["token_ppl"] == pytest.approx(taught["perplexity"], rel=1e-5)
+    assert "dense control" in done.stdout

@@ -99,6 +99,18 @@ def test_every_command_of_the_readme_and_the_manual(folder):
     assert 0 < share <= 1
 
 
+@pytest.mark.slow
+def test_the_page_on_attaching_does_what_it_says(tmp_path):
+    first, second = blocks(PAGES["attach"], "python")
+    said = run_python(f"{first}another_copy = GPT2LMHeadModel(model.config)\n{second}", tmp_path).splitlines()
+    assert [re.sub(r"[\d.]+%", "%", line) for line in said[:2]] == [
+        f"layer {layer}: % of the slots were read" for layer in (2, 3)
+    ]
+    control, memory = map(int, said[2].split())
+    assert abs(control / memory - 1) < 0.01
+    assert (tmp_path / "attached" / "manifest.json").exists()
+
+
 def test_make_targets_exist():
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
     targets += [f"{path.parts[-3]}-{path.stem}" for path in (ROOT / "recipes").glob("*/grids/*.yaml")]
