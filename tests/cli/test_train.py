@@ -21,6 +21,7 @@ from pkmlm.model.transformer import build_model
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.directory import RunDirectory
+from pkmlm.runs.results import read_metrics
 from pkmlm.signals import StopRequest
 from pkmlm.train.dry_run import dry_run
 from pkmlm.train.job import open_job
@@ -125,6 +126,19 @@ def test_a_kill_just_before_a_finished_run_goes_on_leaves_it_unfinished(tmp_path
         pkmlm(*longer, "train.steps=3", code=130)
     pkmlm(*longer, "train.steps=3")
     assert [step for step, event, _ in losses(run) if event == "train"] == [1, 2, 3]
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_has_one_log(tmp_path, write_recipe):
+    recipe, run = write_recipe(tmp_path, "dense"), tmp_path / "run"
+    command = ("train", recipe, "-o", run, "-s", "train.steps=3", "-s", "optim.values.lr=0.5")  # without effect
+    pkmlm(*command)
+    events = [(line["event"], line["step"]) for line in read_metrics(run / "metrics.jsonl")]
+    assert events[0] == ("warn", 0)
+    shutil.rmtree(run / "checkpoints")
+    for name in ("latest", "best", "done"):
+        (run / name).unlink(missing_ok=True)
+    pkmlm(*command)
+    assert [(line["event"], line["step"]) for line in read_metrics(run / "metrics.jsonl")] == events
 
 
 def test_resume_rules(tmp_path, write_recipe, trained):
