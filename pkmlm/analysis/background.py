@@ -128,12 +128,15 @@ def count_background(
     from pkmlm.distributed import World
     from pkmlm.evaluate.load import load_on_all_ranks
     from pkmlm.evaluate.perplexity import BATCH, score_windows, windows
+    from pkmlm.model.memory.values import tables_of
 
     world = world or World()
     loaded = load_on_all_ranks(run.path, step, world)
     if choice.text is None and choice.split is None:
         choice = choice._replace(split="train")
     documents, model = chosen_documents(choice, loaded), loaded.model
+    if not tables_of(model):
+        raise UserError(f"the model of {run.path} has no memory to count")
     size = batch_tokens or loaded.recipe.train.batch_tokens
     most, counted, done = min(batches, -(-documents.tokens // size)), 0, 0
     prefix, context = loaded.tokenizer.eos, model.context
@@ -153,8 +156,6 @@ def count_background(
                     score_windows(model, batch[start : start + BATCH], counters.only)
                 counters.end_batch()
             counted += 1
-    if not counters.reads:
-        raise UserError(f"the model of {run.path} has no memory to count")
     return Background(
         run=loaded.name,
         step=loaded.step,

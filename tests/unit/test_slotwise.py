@@ -234,6 +234,14 @@ def test_a_background_counts_the_batches_that_read_a_slot(kind, trained, tmp_pat
         assert read_by.tolist() == expected.tolist(), path
 
 
+def test_what_has_no_background_is_refused(trained, tmp_path):
+    file = tmp_path / "b.npz"
+    assert "no memory" in pkmlm("usage-report", trained("dense"), "--background", file, code=2).stderr
+    both = ["usage-report", trained("product-key"), "--background", file, "--plots", tmp_path / "plots"]
+    assert "--background takes one run" in pkmlm(*both, code=2).stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_file_that_is_no_background_is_refused(trained, background_of, tmp_path):
     run = trained("product-key")
     with np.load(background_of("product-key")) as stored:
