@@ -55,6 +55,7 @@ setup(
             "mypy>=1.15,<3",
             "types-PyYAML>=6,<7",
             "transformers>=5.1,<6",
+            "accelerate>=1.1,<2",
         ],
     },
     entry_points={
