@@ -103,6 +103,10 @@ def unlike_new(model: Transformer, seed: int = 0) -> Transformer:
         if tensor.is_floating_point():
             noise = torch.rand(tensor.shape, generator=random_)
             tensor.mul_(0.5 + noise).add_(0.1 * (noise - 0.3) if tensor.ndim == 1 else 0)
+            if "ngram" in name and tensor.ndim == 2:  # rows and convolutions start at 0, or too small to tell
+                tensor.add_(0.5 * (noise - 0.5))
+        if name.endswith("canonical_V"):
+            tensor.div_(2, rounding_mode="floor").add_(1)[2] = 0
         if name in ("embedding.weight", "untied_head.weight"):
             tensor.mul_(5)  # logits of a trained model's size
         if name.endswith("running_var"):
@@ -213,7 +217,7 @@ def test_a_cache_read_in_pieces_gives_the_same(pair):
 def test_beams_are_the_same_with_a_cache(pair):
     """A beam takes over what the cache keeps of another."""
     _, theirs, _ = pair
-    how = {"max_new_tokens": 8, "num_beams": 4, "do_sample": False}
+    how = {"max_new_tokens": 10, "num_beams": 4, "do_sample": False, "length_penalty": 0.0}
     whole = theirs.generate(IDS_BT, use_cache=False, **how)
     assert torch.equal(theirs.generate(IDS_BT, **how), whole)
 
