@@ -60,8 +60,8 @@ def has_memory(run: RunDirectory) -> bool:
     """Whether the model of a run or an export has a memory or hash tables. What is attached to a model is one."""
     if (run.path / ATTACHED).is_file():
         return True
-    model = (read_config(run.path / CONFIG)[0] if is_export(run.path) else run.recipe()).model
-    return model.memory.kind != "none" or model.projections == "hash" or bool(model.ngram.layers)
+    recipe = read_config(run.path / CONFIG)[0] if is_export(run.path) else run.recipe()
+    return recipe.model.reads_tables
 
 
 def usage_reports(

@@ -17,7 +17,7 @@ from pkmlm.errors import UserError
 from pkmlm.model.attention import KVCache
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.constraints import check_recipe
-from pkmlm.recipe.schema import Hash, Memory, Model, Recipe
+from pkmlm.recipe.schema import Hash, Memory, Model, NGram, Recipe
 from pkmlm.seeds import generator
 
 
@@ -63,7 +63,8 @@ def variants(recipe: Recipe, vocab_size: int, num_keys: Sequence[int], kinds: It
         UserError: a model is not possible (a memory, where the recipe has none).
     """
     model = recipe.model
-    dense = replace(model, projections="dense", memory=Memory(), hash=Hash(), vocab_size=vocab_size)
+    others = {"memory": Memory(), "hash": Hash(), "ngram": NGram()}
+    dense = replace(model, projections="dense", vocab_size=vocab_size, **others)
     found: list[tuple[str, str, Model]] = []
     for kind in kinds:
         if kind == "dense":

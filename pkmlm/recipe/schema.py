@@ -196,6 +196,11 @@ class Model:
         return round(self.rotary_fraction * (self.dim // self.heads))
 
     @property
+    def reads_tables(self) -> bool:
+        """Whether any layer reads rows of a table: a memory, hash tables, or an n-gram memory."""
+        return self.memory.kind != "none" or self.projections == "hash" or bool(self.ngram.layers)
+
+    @property
     def maps_values(self) -> bool:
         """Whether a map stands between the values of a memory and the residual stream."""
         return self.memory.gate != "none" or self.memory.value_dim not in (None, self.dim)

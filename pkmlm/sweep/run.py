@@ -330,8 +330,7 @@ class Runner:
         tokens = ["--data", str(folder)] if have_moved else []
         if "eval" in self.sources and facts["test_step"] is None:
             yield ["eval", path, "-q", *tokens]
-        remembers = model.projections == "hash" or model.memory.kind != "none"
-        if "usage" in self.sources and remembers and not facts["usage"]:
+        if "usage" in self.sources and model.reads_tables and not facts["usage"]:
             yield ["usage-report", path, "-q", *tokens]
         if "tasks" in self.sources and not set(self.tasks) <= facts["tasks"].keys():
             data = [] if self.task_data is None else ["--task-data", self.task_data]

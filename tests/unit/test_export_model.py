@@ -214,12 +214,17 @@ def test_a_cache_read_in_pieces_gives_the_same(pair):
     assert (torch.cat(pieces, 1) - whole_BTV).abs().max() < 1e-5
 
 
-def test_beams_are_the_same_with_a_cache(pair):
-    """A beam takes over what the cache keeps of another."""
+@torch.no_grad()
+def test_a_cache_that_is_reordered_and_cropped_goes_on_with_the_texts_that_it_then_holds(pair):
+    """As beams are, which take over what the cache keeps of another."""
     _, theirs, _ = pair
-    how = {"max_new_tokens": 10, "num_beams": 4, "do_sample": False, "length_penalty": 0.0}
-    whole = theirs.generate(IDS_BT, use_cache=False, **how)
-    assert torch.equal(theirs.generate(IDS_BT, **how), whole)
+    cache = theirs(IDS_BT[:, :10], use_cache=True).past_key_values
+    order = torch.tensor([2, 2, 0])
+    cache.reorder_cache(order)
+    cache.crop(-1)
+    whole_BT = torch.cat([IDS_BT[order, :9], IDS_BT[:, 9:]], 1)
+    found_BTV = theirs(IDS_BT[:, 9:], past_key_values=cache, use_cache=True).logits
+    assert (found_BTV - theirs(whole_BT).logits[:, 9:]).abs().max() < 1e-5
 
 
 def test_greedy_texts_are_ours_alone_and_in_a_batch(pair):

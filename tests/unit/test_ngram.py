@@ -32,6 +32,7 @@ from pkmlm.runs import checkpoint
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.train.optim import optimizer_state, parameter_groups
 from tests.conftest import pkmlm
+from tests.golden.test_curves import MODELS
 
 D = 12
 
@@ -434,3 +435,10 @@ def test_what_a_row_answers_is_what_it_adds_without_gate_and_conv(kind):
         maps = layer.gate.maps
         expected = (maps(padded.flatten(1)) - maps.bias)[:, 16:]
     torch.testing.assert_close(layer.answer(slots), expected, check_dtype=False, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_recipe_knows_whether_its_model_reads_tables(name):
+    """So that usage is reported and measured in grids, whatever the kind of memory."""
+    model = build_model(Recipe(model=MODELS[name], train=Train(batch_tokens=16, micro_batch=1)), 40, "meta")
+    assert MODELS[name].reads_tables == bool(memories(model))
