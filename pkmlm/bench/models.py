@@ -63,8 +63,8 @@ def variants(recipe: Recipe, vocab_size: int, num_keys: Sequence[int], kinds: It
         UserError: a model is not possible (a memory, where the recipe has none).
     """
     model = recipe.model
-    others = {"memory": Memory(), "hash": Hash(), "ngram": NGram()}
-    dense = replace(model, projections="dense", vocab_size=vocab_size, **others)
+    bare = replace(model, memory=Memory(), hash=Hash(), ngram=NGram())
+    dense = replace(bare, projections="dense", vocab_size=vocab_size)
     found: list[tuple[str, str, Model]] = []
     for kind in kinds:
         if kind == "dense":

@@ -47,7 +47,7 @@ def test_a_text_of_fewer_batches_than_processes(ranks, run, tmp_path):
     assert first.stdout == pkmlm("eval", run, "--text", tmp_path / "short.txt").stdout
 
 
-@pytest.mark.parametrize("kind", ["product-key", "hash"])
+@pytest.mark.parametrize("kind", ["product-key", "hash", "ngram"])
 def test_usage(ranks, trained, tmp_path, kind):
     run = shutil.copytree(trained(kind), tmp_path / kind)
 
