@@ -440,8 +440,9 @@ def bytes_sent(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> dict
     `parallel.shard`, in each forward and backward, (W - 1) / W of the parameters of blocks twice, of the others once,
     and of all gradients once.
     reads: slots and weights to the M - 1 others that hold columns, outputs back, and both gradients the other way:
-    t (12 r (M - 1) + 2 D (M - 1) / M numbers), D being the table's width. With `train.recompute`, the former two a
-    second time, but for the last outputs of a block.
+    t (12 r (M - 1) + 2 D (M - 1) / M numbers), D being the table's width; of n-gram tables 8 r, their weights having no
+    gradient, and D once for each read of a gate. With `train.recompute`, the former two a second time, but for the last
+    outputs of a block.
     gradients: of tables, among the G ranks of the same columns: (G - 1) M t (8 r + D / M numbers) where the reads
     themselves travel, or 2 (G - 1) / G of the rows' sums in fp32 (and a flag each), whichever is less; and of the rows'
     counts, where slots are chosen.
@@ -456,10 +457,12 @@ def bytes_sent(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> dict
     for block in cost.blocks:
         for table in block.tables:
             # Recomputation stops at the last activation that a backward needs: before the block's last output.
-            last = table is block.tables[-1] and not (table.name == "memory" and model.maps_values)
+            ngram = table.name == "ngram"  # read before attention, with weights of 1, which have no gradient
+            last = table is block.tables[-1] and not ngram and not (table.name == "memory" and model.maps_values)
             passes = 2 if train.recompute and not last else 1
             outputs = (1 + passes) * table.outputs * table.width * number // table_ranks
-            reads += tokens * (table_ranks - 1) * ((20 if train.recompute else 12) * table.reads + outputs)
+            numbers = (20 if train.recompute else 12) - 4 * ngram
+            reads += tokens * (table_ranks - 1) * (numbers * table.reads + outputs)
     for table in learnt_tables(recipe, cost.tables):
         read_by, columns = table.layers * table_ranks * tokens * table.outputs, table.width // table_ranks
         reads_of_one = table.reads // table.outputs

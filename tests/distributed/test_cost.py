@@ -6,8 +6,10 @@ CASES = [
     *[("layer", *case, {}) for case in [(4, 1, 2), (4, 2, 1), (4, 4, 2), (2, 2, 4)]],
     *[("batch", *case, {}) for case in [(4, 1, 1), (4, 2, 2), (2, 2, 2)]],
     *[(kind, *case, {}) for kind in ("pool", "peer", "peer pool") for case in [(4, 1, 2), (4, 2, 2), (4, 4, 1)]],
-    *[("hash", *case, {}) for case in [(4, 1, 2), (4, 4, 1), (2, 1, 4)]],
-    *[(kind, 4, 2, 2, {"recompute": True}) for kind in ("layer", "batch", "pool", "peer", "hash")],  # two forwards
+    *[(kind, *case, {}) for kind in ("hash", "ngram") for case in [(4, 1, 2), (4, 4, 1), (2, 1, 4)]],
+    *[
+        (kind, 4, 2, 2, {"recompute": True}) for kind in ("layer", "batch", "pool", "peer", "hash", "ngram")
+    ],  # two forwards
     *[(kind, 4, 1, 2, {"only": "values"}) for kind in ("batch", "pool", "peer")],
 ]
 

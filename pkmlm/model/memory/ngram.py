@@ -183,9 +183,9 @@ class NGramMemory(SparseMemory):
         rows_NH1, ones_NH1 = self.tap(rows_NH[..., None], ones_NH[..., None])
         if self.scale is not None:
             sum_ND: Tensor = self.values(rows_NH1[..., 0], ones_NH1[..., 0])
-            return self.scale(sum_ND).view_as(x_BTD)
+            return self.scale(sum_ND).reshape(x_BTD.shape)
         assert self.gate is not None
-        rows_BTW = self.values(rows_NH1.flatten(0, 1), ones_NH1.flatten(0, 1)).view(*x_BTD.shape[:-1], -1)
+        rows_BTW = self.values(rows_NH1.flatten(0, 1), ones_NH1.flatten(0, 1)).reshape(*x_BTD.shape[:-1], -1)
         u_BTD: Tensor = self.gate(x_BTD, rows_BTW)
         return u_BTD if self.conv is None else self.conv(u_BTD, past)
 
