@@ -117,8 +117,8 @@ def begin(run: RunDirectory, job: Job, settings: DeviceSettings, ranks: int) -> 
     remove_file(run.path / "done")  # before the recipe changes, by which `is_complete` knows whether all is done
     run.create(recipe)
     run.clean()
-    # Before the log opens the file, which this replaces. A validation that the checkpoint does not know is repeated; where
-    # there is no checkpoint, everything is.
+    # Before the log opens the file, which this replaces. A validation that the checkpoint does not know is repeated;
+    # where there is no checkpoint, everything is.
     run.cut_metrics(step or -1, validated=latest.validations is None or latest.validations.step == step)
     run.write_tokenizer(job.tokenizer.file, job.tokenizer.model_bytes)
     if step:
