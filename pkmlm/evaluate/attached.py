@@ -44,7 +44,7 @@ class Hosted(Transformer):
 
     def __init__(self, host: Any):
         nn.Module.__init__(self)
-        self.host = host
+        self.host, self.ngram_ids = host, None
         config = text_config(host)
         self.context = min(getattr(config, "max_position_embeddings", CONTEXT), CONTEXT)
         blocks = find_blocks(host)
