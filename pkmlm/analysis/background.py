@@ -135,8 +135,9 @@ def count_background(
     if choice.text is None and choice.split is None:
         choice = choice._replace(split="train")
     documents, model = chosen_documents(choice, loaded), loaded.model
-    if not tables_of(model):
-        raise UserError(f"the model of {run.path} has no memory to count")
+    if not any(table.group == "values" for table in tables_of(model).values()):
+        message = f"the model of {run.path} has no memory to count"
+        raise UserError(message, "slot-wise fine-tuning moves the values of product keys, flat keys and PEER")
     size = batch_tokens or loaded.recipe.train.batch_tokens
     most, counted, done = min(batches, -(-documents.tokens // size)), 0, 0
     prefix, context = loaded.tokenizer.eos, model.context

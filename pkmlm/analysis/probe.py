@@ -482,8 +482,8 @@ def probe_run(
         low and high are null for a text of one unit, token_ppl (the perplexity) where it is more than a float holds.
 
     Raises:
-        UserError: the model has no memory; the text or the train split cannot be had; a twin has another tokenizer;
-            scores are not finite (exit code 1).
+        UserError: the model has no memory; the text or the train split cannot be had; a twin has another
+            tokenizer or a memory; scores are not finite (exit code 1).
     """
     found = memories(run.model)
     if not found:
@@ -492,11 +492,15 @@ def probe_run(
         if twin.tokenizer.sha256 != run.tokenizer.sha256:
             message = f"--dense {twin.path}: its tokenizer is another than that of {run.path}"
             raise UserError(message, "nats a token are compared over the same tokens")
+        if memories(twin.model):
+            raise UserError(f"--dense {twin.path}: it has a memory (expected a model without one)")
     corpus, warnings = train_split(run, choice)
     documents = chosen_documents(choice, run)
     for twin in twins:
         if run.data.get("train") != twin.data.get("train", run.data.get("train")) and run.data:
             warnings.append(f"{twin.name} was trained on other tokens than {run.name}")
+        if twin.tokens != run.tokens:
+            warnings.append(f"{twin.name} has trained on {twin.tokens:,} tokens, {run.name} on {run.tokens:,}")
 
     text, groups = Text(documents, run.tokenizer.eos), groups_of(found)
     over, starts_U = text.units()

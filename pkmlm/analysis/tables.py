@@ -446,8 +446,12 @@ def probe_notes(record: Entry) -> str:
         notes += ["", f"{what} worth {zero['nats']:.3f} nats a token to this model."]
         notes.append(f"The token's mean answer keeps {token['share']:.1%} of that, the bigram's {bigram['share']:.1%}.")
     for twin in record["dense"]:
-        side = "better" if twin["nats"] > 0 else "worse"
-        notes.append(f"The model is {abs(twin['nats']):.3f} nats {side} than {printable(twin['run'])}.")
+        name = f"{printable(twin['run'])} at step {twin['step']}"
+        if twin["low"] is not None and twin["low"] <= 0 <= twin["high"]:
+            notes.append(f"The model is neither better nor worse than {name}, beyond the interval.")
+        else:
+            side = "better" if twin["nats"] > 0 else "worse"
+            notes.append(f"The model is {abs(twin['nats']):.3f} nats {side} than {name}.")
     return "".join(f"{note}\n" for note in notes)
 
 

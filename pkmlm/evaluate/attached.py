@@ -110,9 +110,8 @@ def open_attached(path: Path, base: Path | None, device: torch.device) -> Opened
     if base is None:
         base = Path(facts["base"]["name"])
         if not facts["base"]["name"] or not base.is_dir():
-            message = (
-                f"{path} is attached to {facts['base']['architecture']} {facts['base']['name']}, which is not here"
-            )
+            name = " ".join(filter(None, (facts["base"]["architecture"], facts["base"]["name"])))
+            message = f"{path} is attached to {name}, of which there is no folder here"
             raise UserError(message, "name the folder of that model: --base DIR")
     host = load_host(base, facts["base"]["dtype"])
     check_base(path, facts, host)

@@ -110,7 +110,7 @@ def check_base(path: Path, facts: Facts, model: nn.Module) -> None:
     """Refuse another network than the one that a folder belongs to (UserError)."""
     found, expected = base_of(model), facts["base"]
     if found["sha256"] != expected["sha256"]:
-        what = "{architecture} {name} in {dtype}, weights {sha256:.12}".format
+        what = "{architecture} {name!r} in {dtype}, weights {sha256:.12}".format
         raise UserError(
             f"{path} belongs to another network: {what(**expected)} (found {what(**found)})",
             "load the network that it was trained with, in the same dtype, before its weights are changed",

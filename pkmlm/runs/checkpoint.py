@@ -343,6 +343,18 @@ def load_tensors(path: Path, tensors: dict[str, Tensor], tables: Tables, *, stri
     return differences
 
 
+def open_safetensors(path: Path) -> Any:
+    """`safe_open` of a file.
+
+    Raises:
+        SafetensorError, OSError: it is damaged, or cannot be opened.
+    """
+    try:
+        return safe_open(path, framework="pt")
+    except RuntimeError as error:  # torch maps the file: it is gone since safetensors looked
+        raise OSError(str(error).splitlines()[0]) from None
+
+
 @contextmanager
 def open_tensors(
     path: Path, tensors: dict[str, Tensor], tables: Tables, *, strict: bool
@@ -353,7 +365,7 @@ def open_tensors(
             paths = parts_of(path)
             for place in (path, *paths):
                 open_file(place).close()  # safe_open would wait for a pipe's writer
-            whole, *parts = (stack.enter_context(safe_open(name, framework="pt")) for name in (path, *paths))
+            whole, *parts = (stack.enter_context(open_safetensors(place)) for place in (path, *paths))
             names = {name for file in (whole, *parts) for name in file.keys()}  # noqa: SIM118
             differences = Differences(tensors.keys() - names, names - tensors.keys())
             if not strict:

@@ -1,10 +1,13 @@
 """`pkmlm probe` on small trained runs."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 
+from pkmlm.runs.directory import RunDirectory
 from tests.conftest import pkmlm
 
 PROBES = ["zero", "redrawn_values", "random_slots", "token_mean", "bigram_mean", "same_token"]
@@ -16,7 +19,7 @@ def probe(*arguments: object) -> dict:
 
 
 def test_the_shape_of_the_report_and_a_dense_twin(trained) -> None:
-    found = probe(trained("product-key"), "--dense", trained("dense"), "--dense", trained("flat-key"))
+    found = probe(trained("product-key"), "--dense", trained("dense"))
     assert list(found) == [
         "run", "step", "split", "tokens", "documents", "fit_tokens", "interval", "real", "dense", "memories",
     ]  # fmt: skip
@@ -31,15 +34,26 @@ def test_the_shape_of_the_report_and_a_dense_twin(trained) -> None:
     assert found["interval"]["over"] == "pieces of 1,000 tokens"
     assert found["interval"]["units"] == -(-found["tokens"] // 1000)
     evaluated = [
-        json.loads(pkmlm("eval", trained(kind), "--json").stdout)["perplexity"]
-        for kind in ("product-key", "dense", "flat-key")
+        json.loads(pkmlm("eval", trained(kind), "--json").stdout)["perplexity"] for kind in ("product-key", "dense")
     ]
-    real, *twins = (each["nll"] / each["tokens"] for each in evaluated)
+    real, twin = (each["nll"] / each["tokens"] for each in evaluated)
     assert found["real"]["nats"] == pytest.approx(real, rel=1e-9)
     assert found["real"]["token_ppl"] == pytest.approx(evaluated[0]["token_ppl"])
-    assert [twin["run"] for twin in found["dense"]] == ["dense", "flat-key"]
-    assert [twin["nats"] for twin in found["dense"]] == pytest.approx([twin - real for twin in twins], abs=1e-9)
+    assert [(each["run"], each["step"]) for each in found["dense"]] == [("dense", 30)]
+    assert found["dense"][0]["nats"] == pytest.approx(twin - real, abs=1e-9)
     assert found["dense"][0]["token_ppl"] == pytest.approx(evaluated[1]["token_ppl"])
+
+
+def test_a_dense_twin_has_no_memory_and_as_many_tokens(trained, tmp_path: Path) -> None:
+    told = pkmlm("probe", trained("product-key"), "--dense", trained("flat-key"), code=2).stderr
+    assert "flat-key: it has a memory" in told
+    shorter = tmp_path / "shorter"
+    shutil.copytree(trained("dense"), shorter)
+    for step in RunDirectory(shorter).steps()[1:]:
+        shutil.rmtree(RunDirectory(shorter).checkpoint(step))
+    (shorter / "latest").write_text(f"step-{RunDirectory(shorter).steps()[0]:08d}\n")
+    told = pkmlm("probe", trained("product-key"), "--dense", shorter, "--fit-tokens", 3000).stderr
+    assert re.search(r"warning: shorter has trained on [\d,]+ tokens, product-key on", told)
 
 
 def test_a_text_of_several_documents_and_what_people_read(trained, tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_a_kept_report_is_read_by_all_and_a_page_is_written_by_one(ranks, run, t
         (["eval", "--step", "7"], "has no checkpoint at step 7"),
         (["eval", "--text", "-"], "several processes cannot read one standard input"),
         (["usage-report", "--step", "7"], "has no checkpoint at step 7"),
-        (["usage-report", "--text", "nosuch.txt"], "--text nosuch.txt is not a file"),
+        (["usage-report", "--text", "nosuch.txt"], "cannot read nosuch.txt"),
     ],
 )
 def test_a_mistake_is_told_once(ranks, run, arguments, message):
