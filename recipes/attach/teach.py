@@ -1,28 +1,30 @@
 """A memory taught to a finished model, beside its control: a dense layer of as many operations at the same places.
 
-Without --base, a small dense model is first trained on the demo's novels and exported; nothing is downloaded. Then, for
-each seed, a memory is attached to it, and trained while the model itself is frozen. The control is trained on the same
-tokens, and on as many as it can read in the seconds that the memory took. Both start from the same logits.
+Without --base, a small dense model is first trained on the demo's novels and exported; nothing is downloaded. Memory
+and control are then attached to it, and trained while the model itself is frozen. Both start from the same logits, and
+each trains at the best of its rates: the one with the lowest perplexity of the validation split, in the first seed. For
+each seed the control is trained on the memory's tokens, and again on as many as it reads in the memory's seconds.
 
     python recipes/attach/teach.py -o taught
     python recipes/attach/teach.py -o taught --base exported --data tokens --tokens 1000000 --seeds 1 2 3
 
-It writes -o/results.json, and prints a table. The learning rate is constant after a short warm-up, so that the control
-is one run that is measured twice.
+It writes -o/results.json and -o/table.md, and prints the table. Rates fall to zero over each run. Seconds are those of
+steps that are timed in turn before training begins.
 """
 
 import argparse
 import json
 import subprocess
 import sys
-import time
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch.nn.functional import cross_entropy
 
 import pkmlm
-from pkmlm.console import Column, Table
+from pkmlm.bench.rounds import interleaved
+from pkmlm.console import Column, Table, number
 from pkmlm.data.batches import Batches
 from pkmlm.data.corpus import Corpus
 from pkmlm.data.tokenizer import Tokenizer
@@ -30,7 +32,7 @@ from pkmlm.evaluate.attached import Hosted, load_host
 from pkmlm.evaluate.documents import documents_of_split, open_split
 from pkmlm.evaluate.perplexity import score
 from pkmlm.runs.directory import tokenizer_file
-from pkmlm.runs.files import make_folder, write_json
+from pkmlm.runs.files import make_folder, write_json, write_text
 
 RECIPES = Path(__file__).resolve().parents[1]
 MEMORY = {"kind": "product-key", "num_keys": 128, "heads": 4, "topk": 8, "key_dim": 64}
@@ -55,50 +57,61 @@ def make_base(folder, steps):
     return exported, tokens
 
 
-class Teacher:
-    """Trains what is attached to a model on a corpus, and measures it."""
+class Student:
+    """A copy of the model, with a memory or its control, which learns.
 
-    def __init__(self, arguments, base, data, seed):
-        self.arguments, self.data, self.seed = arguments, data, seed
+    Args:
+        kind: "memory" or "dense control".
+    """
+
+    def __init__(self, arguments, base, data, seed, kind):
+        self.arguments, self.data, self.seed, self.kind = arguments, data, seed, kind
         self.model = load_host(base, "float32")
         self.hosted = Hosted(self.model)
+        self.attached = pkmlm.attach(self.model, arguments.memory, arguments.layers, seed=seed)
+        if kind == "dense control":
+            memory = self.attached
+            memory.detach()
+            self.attached = pkmlm.attach_dense(self.model, like=memory, seed=seed)
         self.tokenizer = Tokenizer.load(tokenizer_file(base))
         self.sequences = max(1, arguments.batch_tokens // self.hosted.context)
         self.batches = Batches(Corpus(str(data), "train"), self.hosted.context, self.sequences, seed=seed)
 
-    def measured(self):
-        """Perplexity of the split: as `pkmlm eval`."""
+    def optimizer(self, lr):
+        return self.attached.optimizer(lr, self.arguments.values_factor * lr)
+
+    def step(self, index, optimizer):
+        """One step of training."""
+        self.model.train()
+        ids_BT, targets_BT = self.batches.micro_batch(index, 0, self.sequences)
+        logits_NV = self.model(input_ids=ids_BT, use_cache=False).logits.flatten(0, 1)
+        loss = cross_entropy(logits_NV.float(), targets_BT.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(list(self.attached.parameters()), 1.0)
+        optimizer.step()
+
+    def perplexity(self, split):
+        """As `pkmlm eval`."""
         self.model.eval()
-        documents = documents_of_split(open_split(str(self.data), self.arguments.split, self.tokenizer), self.tokenizer)
+        documents = documents_of_split(open_split(str(self.data), split, self.tokenizer), self.tokenizer)
         return score(self.hosted, documents, self.tokenizer.eos).token_ppl
 
-    def taught(self, attachment, kind, seconds=None):
-        """Train for the tokens that are asked for and, if given, for some seconds; a row of results for each."""
-        arguments, tokens_of_step = self.arguments, self.sequences * self.hosted.context
-        optimizer = attachment.optimizer(arguments.lr, arguments.values_lr)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / arguments.warmup))
-        wanted = {"tokens": lambda step, spent: step * tokens_of_step >= arguments.tokens}
-        if seconds is not None:
-            wanted["seconds"] = lambda step, spent: spent >= seconds
-        step, spent, rows = 0, 0.0, []
-        while wanted:
-            began = time.perf_counter()
-            self.model.train()
-            ids_BT, targets_BT = self.batches.micro_batch(step + 1, 0, self.sequences)
-            logits_NV = self.model(input_ids=ids_BT, use_cache=False).logits.flatten(0, 1)
-            loss = cross_entropy(logits_NV.float(), targets_BT.flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(list(attachment.parameters()), 1.0)
-            optimizer.step()
+    def learn(self, lr, tokens):
+        """Train on about so many tokens; what came out."""
+        steps = -(-tokens // (self.sequences * self.hosted.context))
+        optimizer, warmup = self.optimizer(lr), min(self.arguments.warmup, steps)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min((step + 1) / warmup, (steps - step) / (steps - warmup + 1))
+        )
+        for index in range(1, steps + 1):
+            self.step(index, optimizer)
             schedule.step()
-            step, spent = step + 1, spent + time.perf_counter() - began
-            for equal in [equal for equal, reached in wanted.items() if reached(step, spent)]:
-                del wanted[equal]
-                found = {"what": kind, "equal": equal, "seed": self.seed, "tokens": step * tokens_of_step}
-                rows.append({**found, "seconds": spent, "perplexity": self.measured()})
-                print(json.dumps(rows[-1]), file=sys.stderr)
-        return rows
+        found = {"what": self.kind, "seed": self.seed, "lr": lr, "tokens": steps * self.sequences * self.hosted.context}
+        found |= {f"{split}_perplexity": self.perplexity(split) for split in ("valid", "test")}
+        found["gates"] = [place.gate.item() for place in self.attached.module.places.values()]
+        print(json.dumps(found), file=sys.stderr, flush=True)
+        return found
 
 
 def main():
@@ -108,50 +121,68 @@ def main():
     parser.add_argument("--base", type=Path, help="a model of transformers in a folder; default: one is trained")
     parser.add_argument("--data", type=Path, help="tokens of its tokenizer, of `pkmlm tokenize`")
     parser.add_argument("--base-steps", type=int, help="train the base for so many steps; default: the demo's 400")
-    parser.add_argument("--tokens", type=int, default=1_000_000, help="that what is attached is trained on")
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="that the memory is trained on")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="of initial weights and of batches")
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 3], help="blocks, counted from 1")
     parser.add_argument("--memory", type=json.loads, default=MEMORY, help="a recipe's model.memory, as JSON")
-    parser.add_argument("--lr", type=float, default=2e-3, help="learning rate of all but values")
-    parser.add_argument("--values-lr", type=float, default=1e-2, help="learning rate of the values")
+    parser.add_argument(
+        "--lrs", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2], help="learning rates to choose from"
+    )
+    parser.add_argument("--values-factor", type=float, default=4, help="the values' rate is so many times the others'")
     parser.add_argument("--warmup", type=int, default=20, help="steps")
     parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens of a step")
-    parser.add_argument("--split", default="test", help="that is measured")
     arguments = parser.parse_args()
     if (arguments.base is None) != (arguments.data is None):
         parser.error("--base and --data go together")
     make_folder(arguments.out)
     base, data = (arguments.base, arguments.data) if arguments.base else make_base(arguments.out, arguments.base_steps)
+    student = partial(Student, arguments, base, data)
 
-    rows = [{"what": "base", "perplexity": Teacher(arguments, base, data, 0).measured()}]
-    for seed in arguments.seeds:
-        torch.manual_seed(seed)
-        teacher = Teacher(arguments, base, data, seed)
-        memory = pkmlm.attach(teacher.model, arguments.memory, arguments.layers, seed=seed)
-        rows += teacher.taught(memory, "memory")
-        memory.save(arguments.out / f"memory-{seed}", replace=True)
-        torch.manual_seed(seed)
-        teacher = Teacher(arguments, base, data, seed)
-        control = pkmlm.attach_dense(teacher.model, like=memory, seed=seed)
-        rows += teacher.taught(control, "dense control", rows[-1]["seconds"])
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
-    sizes = {
-        "memory": sum(each.numel() for each in memory.module.parameters()),
-        "dense control": sum(each.numel() for each in control.module.parameters()),
+    students = {kind: student(0, kind) for kind in ("memory", "dense control")}
+    operations = {kind: each.attached.flops_per_token() for kind, each in students.items()}
+    sizes = {kind: sum(part.numel() for part in each.attached.module.parameters()) for kind, each in students.items()}
+    steps = {kind: partial(each.step, 1, each.optimizer(1e-6)) for kind, each in students.items()}
+    timings = interleaved(steps, 9, torch.device("cpu"), lambda line: None)
+    seconds = {kind: timing.median for kind, timing in timings.items()}
+    tokens = {
+        "tokens": arguments.tokens,
+        "seconds": round(arguments.tokens * seconds["memory"] / seconds["dense control"]),
     }
-    operations = {"memory": memory.flops_per_token(), "dense control": control.flops_per_token()}
-    record = {"settings": settings, "parameters": sizes, "operations_per_token": operations, "rows": rows}
-    write_json(arguments.out / "results.json", record)
+    plain = students["memory"]
+    plain.attached.detach()
+    base_perplexity = plain.perplexity("test")
 
-    columns = [Column("what"), Column("at equal"), *(Column(name, "right") for name in ("tokens", "seconds"))]
-    columns += [Column("perplexity, by seed", "right"), Column("operations", "right", "{:,}")]
-    table = [["base", "", "", "", f"{rows[0]['perplexity']:.2f}", ""]]
-    for kind, equal in dict.fromkeys((row["what"], row["equal"]) for row in rows[1:]):
-        own = [row for row in rows[1:] if (row["what"], row["equal"]) == (kind, equal)]
-        tokens, seconds = (", ".join(f"{row[key]:,.0f}" for row in own) for key in ("tokens", "seconds"))
-        perplexities = ", ".join(f"{row['perplexity']:.2f}" for row in own)
-        table.append([kind, equal, tokens, seconds, perplexities, operations[kind]])
-    print(Table(f"{arguments.split} split", columns, table).render(), end="")
+    def taught(seed, kind, lr, equal="tokens"):
+        one = student(seed, kind)
+        found = {**one.learn(lr, tokens[equal]), "equal": equal}
+        if kind == "memory":
+            one.attached.save(arguments.out / f"memory-{seed}-{lr:g}", replace=True)
+        return found
+
+    first, *others = arguments.seeds
+    tried = [taught(first, kind, lr) for kind in operations for lr in arguments.lrs]
+    best = {}
+    for row in sorted(tried, key=lambda row: row["valid_perplexity"]):
+        best.setdefault(row["what"], row["lr"])
+    rows = [*tried, *(taught(seed, kind, best[kind]) for seed in others for kind in operations)]
+    rows += [taught(seed, "dense control", best["dense control"], "seconds") for seed in arguments.seeds]
+
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
+    record = {"settings": settings, "parameters": sizes, "operations_per_token": operations, "seconds_of_step": seconds}
+    write_json(arguments.out / "results.json", {**record, "base": base_perplexity, "rates": best, "rows": rows})
+
+    columns = [Column("Attached"), Column("At equal"), number("Rate", "{:g}"), number("Tokens", "{:,}")]
+    columns += [number("Parameters", "{:,}"), number("Operations a token", "{:,}"), number("ms a step", "{:.1f}")]
+    columns += [number("Perplexity", "{:.2f}"), Column("by seed", "right")]
+    table = [["nothing", "", None, None, None, None, None, base_perplexity, ""]]
+    for kind, equal in (("memory", "tokens"), ("dense control", "tokens"), ("dense control", "seconds")):
+        own = [row for row in rows if (row["what"], row["equal"], row["lr"]) == (kind, equal, best[kind])]
+        found = [row["test_perplexity"] for row in own]
+        measured = [own[0]["tokens"], sizes[kind], operations[kind], 1000 * seconds[kind], sum(found) / len(found)]
+        table.append([kind, equal, best[kind], *measured, ", ".join(f"{each:.2f}" for each in found)])
+    drawn = Table("What the model gains", columns, table, "perplexity of the test split; mean over seeds")
+    write_text(arguments.out / "table.md", drawn.render("md"))
+    print(drawn.render(), end="")
 
 
 if __name__ == "__main__":

@@ -111,6 +111,7 @@ def test_the_script_that_teaches_a_memory(base, tokens, tmp_path):
     script, out = ROOT / "recipes" / "attach" / "teach.py", tmp_path / "taught"
     memory = json.dumps({**MEMORY, "kind": "peer"})
     words = ["-o", out, "--base", base, "--data", tokens, "--tokens", 3000, "--batch-tokens", 256, "--layers", 2]
+    words += ["--lrs", 1e-3, 1e-2]
     done = subprocess.run(
         [sys.executable, script, *map(str, words), "--memory", memory, "--seeds", "1", "2"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -120,17 +121,21 @@ def test_the_script_that_teaches_a_memory(base, tokens, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     found = json.loads((out / "results.json").read_text())
-    start, *rows = found["rows"]
     plain = perplexity(base, "--data", tokens)["perplexity"]["token_ppl"]
-    assert start["perplexity"] == pytest.approx(plain, rel=1e-5)
-    assert {(row["what"], row["equal"], row["seed"]) for row in rows} == {
-        (*how, seed)
-        for how in (("memory", "tokens"), ("dense control", "tokens"), ("dense control", "seconds"))
-        for seed in (1, 2)
+    assert found["base"] == pytest.approx(plain, rel=1e-5)
+    rows = {(row["what"], row["equal"], row["lr"], row["seed"]): row for row in found["rows"]}
+    best = found["rates"]
+    assert rows.keys() == {
+        *((kind, "tokens", lr, 1) for kind in best for lr in (1e-3, 1e-2)),
+        *((kind, "tokens", lr, 2) for kind, lr in best.items()),
+        *(("dense control", "seconds", best["dense control"], seed) for seed in (1, 2)),
     }
-    taught = next(row for row in rows if (row["what"], row["seed"]) == ("memory", 2))
+    for kind, lr in best.items():
+        valid = {rate: rows[kind, "tokens", rate, 1]["valid_perplexity"] for rate in (1e-3, 1e-2)}
+        assert valid[lr] == min(valid.values())
+    taught = rows["memory", "tokens", best["memory"], 2]
     assert taught["tokens"] == 3072
-    assert taught["perplexity"] < start["perplexity"]
-    saved = perplexity(out / "memory-2", "--base", base, "--data", tokens)
-    assert saved["perplexity"]["token_ppl"] == pytest.approx(taught["perplexity"], rel=1e-5)
+    assert taught["test_perplexity"] < plain
+    saved = perplexity(out / f"memory-2-{best['memory']:g}", "--base", base, "--data", tokens)
+    assert saved["perplexity"]["token_ppl"] == pytest.approx(taught["test_perplexity"], rel=1e-5)
     assert "dense control" in done.stdout
