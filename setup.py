@@ -25,7 +25,7 @@ setup(
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.11,<3",
-        "numba>=0.61,<1",
+        "numba>=0.62,<1",
         "numpy>=1.26,<3",
         "click>=8.4.2,<9",
         "sentencepiece>=0.2.3,<0.3",

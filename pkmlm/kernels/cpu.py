@@ -27,8 +27,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
+from llvmlite import binding, ir
+from numba import njit, types
 from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.cgutils import get_or_insert_function
+from numba.extending import intrinsic
 from torch import Tensor
 
 from pkmlm.kernels.reference import Quantized, Segments, candidate_pairs
@@ -37,6 +40,7 @@ RADIX = 15  # the most bits that a pass of `_sort` sorts by: its counters stay i
 LOWEST, HIGHEST = np.int32(-(1 << 31)), np.int32((1 << 31) - 1)
 INFINITY = np.int32(0x7F800000)  # its bits; those of NaN are above
 VECTOR = 16  # loops over scratch are padded to whole vectors
+COMPRESSES = bool(binding.get_host_cpu_features().get("avx512f"))  # whether one instruction packs part of a vector
 
 
 # Sums may be reordered and multiply-adds fused, so that loops become vector instructions; the order is the same on
@@ -526,13 +530,54 @@ def _bound(x_n: Any, n: int, k: int, lane_l: Any, above_m: Any) -> Any:
     return bound
 
 
+def _packing(typingctx: Any, x_n: Any, start: Any, bound: Any, found_m: Any, column_m: Any, found: Any) -> Any:
+    """Append those of x[start : start + VECTOR] that reach the bound to found_m[:found], and their columns to column_m;
+    return how many they are. Writes whole vectors.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        start, bound, found = arguments[1], arguments[2], arguments[5]
+        number, vector = ir.IntType(32), ir.VectorType(ir.IntType(32), VECTOR)
+
+        def vector_at(which: int, place: Any) -> Any:
+            array = context.make_array(signature.args[which])(context, builder, arguments[which])
+            return builder.bitcast(builder.gep(array.data, [place]), vector.as_pointer())
+
+        def filled(value: Any) -> Any:
+            first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(number, 0))
+            return builder.shuffle_vector(first, first, ir.Constant(vector, [0] * VECTOR))
+
+        x = builder.load(vector_at(0, start), align=4)
+        columns = builder.add(filled(builder.trunc(start, number)), ir.Constant(vector, list(range(VECTOR))))
+        mask = builder.icmp_signed(">=", x, filled(bound))
+        pack = get_or_insert_function(
+            builder.module,
+            ir.FunctionType(vector, [vector, mask.type, vector]),
+            f"llvm.experimental.vector.compress.v{VECTOR}i32",
+        )
+        for which, whole in ((3, x), (4, columns)):
+            packed = builder.call(pack, [whole, mask, ir.Constant(vector, ir.Undefined)])
+            builder.store(packed, vector_at(which, found), align=4)
+        return builder.zext(builder.ctpop(builder.bitcast(mask, ir.IntType(VECTOR))), ir.IntType(64))
+
+    return types.int64(x_n, types.int64, types.int32, found_m, column_m, types.int64), generate
+
+
+_pack: Any = intrinsic(_packing)
+
+
 @compiled
 def _best(n: int, k: int, scratch: Any, column_k: Any) -> None:
     """The columns of the k highest of the n integers in scratch, highest first, equal ones by column."""
     x_n, lane_l, found_m, column_m, above_m, equal_k = scratch
     bound = _bound(x_n, n, k, lane_l, above_m)
-    found = equal = 0
-    for column in range(n):
+    found, vectors = 0, n // VECTOR * VECTOR if COMPRESSES else 0
+    for start in range(0, vectors, VECTOR):
+        found += _pack(x_n, start, bound, found_m, column_m, found)
+    if found > 2 * len(lane_l):  # many are equal to the bound, and count for nothing after the first k
+        found = vectors = 0
+    equal = 0
+    for column in range(vectors, n):
         # Branch-free: always write; advance only if it is above the bound or among the first k equal to it.
         x = x_n[column]
         found_m[found], column_m[found] = x, column
