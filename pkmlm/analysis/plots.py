@@ -127,8 +127,8 @@ def draw_usage(folder: Path, run: str, memories: Sequence[MemoryUsage], metrics:
         if memory.overlap_HH is not None:
             figures[f"overlap-{where}"] = head_overlap(run, memory, memory.overlap_HH, look)
     tables = [memory for memory in read if not memory.shared]
-    for layer, block in groupby(tables, key=lambda memory: memory.layer):
-        figures[f"buckets-layer-{layer}"] = buckets(run, layer, list(block), look)
+    for (layer, kind), block in groupby(tables, key=lambda memory: (memory.layer, memory.kind)):
+        figures[f"{row_name(kind)}s-layer-{layer}"] = table_reads(run, layer, list(block), look)
     training = usage_over_training(run, metrics, look)
     if training is not None:
         figures["usage-over-training"] = training
@@ -263,11 +263,14 @@ def head_overlap(run: str, memory: MemoryUsage, overlap_HH: NDArray[np.float64],
     return figure
 
 
-def buckets(run: str, layer: int, memories: Sequence[MemoryUsage], look: Look) -> Figure:
-    """How often each bucket is retrieved: first and last table of each hash layer (MemoryFormer figure 4). The scale is
-    one of logarithms, and the same in all panels: what is read once shows, and so does what is read most.
+def table_reads(run: str, layer: int, memories: Sequence[MemoryUsage], look: Look) -> Figure:
+    """How often each row is read: first and last table of each hash layer (MemoryFormer figure 4), or of an n-gram
+    memory. The scale is one of logarithms, and the same in all panels: what is read once shows, and so does what is
+    read most.
     """
-    figure = look.figure(f"Hash buckets of layer {layer}: {label(run)}", height=0.1 + 0.28 * len(memories))
+    kind = memories[0].kind
+    what = {"hash": "Hash buckets", "ngram": "Rows of n-gram tables"}[kind]
+    figure = look.figure(f"{what}, layer {layer}: {label(run)}", height=0.1 + 0.28 * len(memories))
     both = any(memory.heads > 1 for memory in memories)
     grid = figure.subplots(len(memories), 2 if both else 1, squeeze=False, sharey=True)
     least = min(100 / float(memory.counts_HK.sum(axis=1).max()) for memory in memories)  # one read (%)
@@ -284,7 +287,7 @@ def buckets(run: str, layer: int, memories: Sequence[MemoryUsage], look: Look) -
         for axes in row[len(tables) :]:
             axes.set_visible(False)
     for axes in grid[-1]:
-        axes.set_xlabel("bucket")
+        axes.set_xlabel(row_name(kind))
     figure.supylabel("reads (%)", fontsize=8)
     legend(figure)
     return figure
@@ -347,6 +350,11 @@ def learning_curves(runs: Mapping[str, Sequence[Curves]], over: str, look: Look,
     )
     legend(figure, more=kinds)
     return figure
+
+
+def row_name(kind: str) -> str:
+    """What the rows of the tables of a kind of memory are called."""
+    return "bucket" if kind == "hash" else "row"
 
 
 def sorted_mass(memory: MemoryUsage) -> Line:

@@ -18,7 +18,7 @@ RANDOM = np.random.default_rng(0)
 def memory(kind: str = "product-key", n: int = 6, heads: int = 2, layer: int = 3) -> MemoryUsage:
     tokens, slots = 50, n * n
     counts = RANDOM.integers(0, 9, (heads, slots))
-    common = None if kind == "hash" else np.full((heads, heads), 7)
+    common = None if kind in ("hash", "ngram") else np.full((heads, heads), 7)
     squares = counts.sum(axis=1) / 3
     name = "qkv" if kind == "hash" else "memory"
     return MemoryUsage(layer, name, kind, tokens, counts, counts * RANDOM.random((heads, slots)), squares, common)
@@ -47,6 +47,7 @@ def png_size(path: Path) -> tuple[int, int]:
         ("product-key", 2, {"slot-mass", "map-layer-3-memory", "overlap-layer-3-memory", "usage-over-training"}),
         ("flat-key", 1, {"slot-mass", "usage-over-training"}),  # one head has no overlap
         ("hash", 2, {"slot-mass", "buckets-layer-3", "usage-over-training"}),
+        ("ngram", 2, {"slot-mass", "rows-layer-3", "usage-over-training"}),
     ],
 )
 def test_the_pictures_of_a_kind(tmp_path: Path, kind: str, heads: int, expected: set[str]) -> None:
@@ -112,14 +113,14 @@ def test_overlap_writes_every_pair() -> None:
 
 def test_buckets_of_the_first_and_last_table() -> None:
     one = memory("hash", heads=5)
-    figure = plots.buckets("r", 3, [one], LOOK)
+    figure = plots.table_reads("r", 3, [one], LOOK)
     assert len({axes.get_ylim() for axes in figure.axes}) == 1
     for axes, table in zip(figure.axes, (0, 4), strict=True):
         drawn = axes.patches[0].get_data().values
         assert np.allclose(drawn, 100 * one.counts_HK[table] / one.counts_HK[table].sum())
         assert axes.lines[0].get_ydata()[0] == pytest.approx(100 / 36), "the uniform line"
         assert f"table {table + 1} of 5" in axes.get_title()
-    assert len(plots.buckets("r", 3, [memory("hash", heads=1)], LOOK).axes) == 1
+    assert len(plots.table_reads("r", 3, [memory("hash", heads=1)], LOOK).axes) == 1
 
 
 def test_usage_over_training_is_that_of_the_valid_events() -> None:
@@ -182,7 +183,7 @@ def test_pictures_for_a_paper(tmp_path: Path) -> None:
             plots.learning_curves(curves, "steps", look),
             plots.slot_mass("run", [eight, hashes], look),
             plots.key_map("run", eight, look),
-            plots.buckets("run", 3, [hashes], look),
+            plots.table_reads("run", 3, [hashes], look),
             plots.usage_over_training("run", [valid(10), valid(20)], look),
             plots.head_overlap("run", eight, eight.overlap_HH, look),
         ]
