@@ -294,9 +294,9 @@ def table_reads(run: str, layer: int, memories: Sequence[MemoryUsage], look: Loo
 
 
 def usage_over_training(run: str, metrics: Metrics, look: Look) -> Figure | None:
-    """Usage and KL of every memory at each validation; None where none was measured."""
+    """Usage and KL of every memory at each validation; None where there are not two."""
     lines = training_lines(metrics)
-    if not lines:
+    if max(map(len, lines.values()), default=0) < 2:
         return None
     figure = look.figure(f"Memory use over training, on the validation text: {label(run)}", height=0.8)
     upper, lower = figure.subplots(2, 1, sharex=True)
@@ -324,28 +324,31 @@ def learning_curves(runs: Mapping[str, Sequence[Curves]], over: str, look: Look,
     have one colour.
     """
     figure, axes = look.plot("Loss of training (smoothed) and of validation", height=0.65)
-    late = []  # only losses after a curve's first twentieth set the scale
+    scaled, cut = [], []  # losses that set the scale, and those that may lie above it
     shown: dict[str, Line2D] = {}
     for number, (name, seeds) in enumerate(runs.items()):
         style = line_style(number)
         for per_step, metrics in seeds:
             train, valid = smoothed(points(metrics, "train", per_step)), points(metrics, "valid", per_step)
-            late += [curve[len(curve) // 20 :, 1] for curve in (train, valid) if len(curve)]
+            early = 0 if log else len(train) // 20  # steep, and on a linear axis a line straight up
+            scaled += [valid[:, 1], train[early:, 1]]
+            cut.append(train[:early, 1])
             drawn = [axes.plot(*train.T, **(style | {"linewidth": 0.6, "alpha": 0.7}))] if len(train) else []
             drawn += [axes.plot(*valid.T, **style, marker="o")] if len(valid) else []
             if drawn and name not in shown:
                 shown[name] = drawn[-1][0]
                 shown[name].set_label(label(name))
-    if not late:
+    losses = np.concatenate([np.zeros(0), *scaled])
+    if not losses.size:
         return None
-    losses = np.concatenate(late)
     margin = 0.05 * (losses.max() - losses.min()) or 0.1
     axes.set(xlabel=AXES[over], ylabel="loss (nats a token)", ylim=(losses.min() - margin, losses.max() + margin))
+    above = any((early > losses.max() + margin).any() for early in cut)
     if log:
         axes.set_xscale("log")
     short_numbers(axes)
     kinds = (
-        Line2D([], [], color=GREY, linewidth=0.6, label="training"),
+        Line2D([], [], color=GREY, linewidth=0.6, label="training" + " (begins higher)" * above),
         Line2D([], [], color=GREY, marker="o", label="validation"),
     )
     legend(figure, more=kinds)

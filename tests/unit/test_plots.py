@@ -130,6 +130,7 @@ def test_usage_over_training_is_that_of_the_valid_events() -> None:
     assert usage.get_xdata().tolist() == [10, 20]
     assert usage.get_ydata().tolist() == [25, 75]
     assert kl.get_ydata().tolist() == [2, 1]
+    assert plots.usage_over_training("r", [valid(10)], LOOK) is None, "one is not over training"
 
 
 def test_many_memories_are_thinned_by_layers() -> None:
@@ -139,7 +140,7 @@ def test_many_memories_are_thinned_by_layers() -> None:
     mass = plots.slot_mass("r", [memory("hash", layer=layer) for layer in layers], LOOK)
     assert sum(str(line.get_label()).startswith("layer ") for line in mass.axes[0].lines) == 6
     entries = [valid(10)["usage"][0] | {"layer": layer, "name": f"of {number}"} for number, layer in enumerate(layers)]  # type: ignore[index]
-    training = plots.usage_over_training("r", [valid(10) | {"usage": entries}], LOOK)
+    training = plots.usage_over_training("r", [valid(step) | {"usage": entries} for step in (10, 20)], LOOK)
     assert training is not None
     assert [each.legends[0].get_title().get_text() for each in (mass, training)] == ["2 of 24 layers"] * 2
 
@@ -156,6 +157,19 @@ def test_learning_curves() -> None:
     assert twin.get_color() == thin.get_color() != other.get_color(), "seeds share a colour"
     shown = [text.get_text() for text in figure.legends[0].get_texts()]
     assert shown == ["a", " _b", "training", "validation"]
+
+
+def test_all_validations_lie_within_learning_curves() -> None:
+    events = [train(step, 3 + 9 / step) for step in range(1, 401)] + [valid(step) for step in range(1, 41)]
+    for log, hidden in ((False, True), (True, False)):
+        figure = plots.learning_curves({"a": [(1, events)]}, "steps", LOOK, log)
+        assert figure is not None
+        least, most = figure.axes[0].get_ylim()
+        training, validation = (line.get_ydata() for line in figure.axes[0].lines)
+        assert least < validation.min() < validation.max() < most
+        assert bool(training.max() > most) is hidden
+        texts = [text.get_text() for text in figure.legends[0].get_texts()]
+        assert (texts[1] != "training") is hidden, "what is cut is said to be"
 
 
 def test_learning_curves_over_what_a_step_takes() -> None:
