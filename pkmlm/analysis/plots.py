@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, LogFormatter, LogLocator, ScalarFormatter
 from numpy.typing import NDArray
 
 from pkmlm.analysis.usage import MemoryUsage, memory_label, reads_of_a_slot
@@ -38,6 +38,14 @@ UNREAD = "#d9d9d9"
 MOST_LINES = 8  # of one picture; of more memories, those of some layers are drawn
 MOST_PIXELS = 512  # of a map's side
 MOST_POINTS = 1000  # of one line
+OVER_TOKENS = {  # the panels of `over_tokens`, and what stands along y
+    "loss": "perplexity",
+    "lead": "lead in perplexity (%)",
+    "usage": "slots used (%)",
+    "kl": "KL (nats)",
+    "effective": "effective reads",
+    "dead": "dead slots (%)",
+}
 AXES = {
     "steps": "step",
     "tokens": "tokens",
@@ -168,6 +176,19 @@ def draw_curves(
     figure = learning_curves(runs, over, look, log)
     name = "learning-curves" if over == "steps" else f"learning-curves-over-{over}"
     return look.save(folder, name, figure) if figure else []
+
+
+@drawing
+def draw_over_tokens(
+    folder: Path,
+    runs: Mapping[str, Sequence[Curves]],
+    branches: Mapping[str, Sequence[str]],
+    dense: str | None,
+    look: Look,
+) -> list[Path]:
+    """Draw `over_tokens` into a folder and return the files: none where no run has two validations."""
+    figure = over_tokens(runs, branches, dense, look)
+    return look.save(folder, "perplexity-and-use-over-tokens", figure) if figure else []
 
 
 def probe_bars(record: Mapping[str, Any], memory: Mapping[str, Any], look: Look) -> Figure:
@@ -353,6 +374,98 @@ def learning_curves(runs: Mapping[str, Sequence[Curves]], over: str, look: Look,
     )
     legend(figure, more=kinds)
     return figure
+
+
+def over_tokens(
+    runs: Mapping[str, Sequence[Curves]], branches: Mapping[str, Sequence[str]], dense: str | None, look: Look
+) -> Figure | None:
+    """Perplexity, the lead over a dense run, and how memories are used, at each validation; None where no run has two.
+    What has no data has no panel.
+
+    Args:
+        runs: of each name one run, or several that differ in their seed, over tokens.
+        branches: the names that have curves, and of each those that branched off it: of these, the last point is drawn.
+        dense: that the others are compared with: curves with its curves, a branch with its branch of the same length.
+        look: of the figure.
+    """
+    lines = {name: [token_lines(*seed) for seed in seeds] for name, seeds in runs.items()}
+    if all(len(seed["loss"]) < 2 for name in branches for seed in lines[name]):
+        return None
+    drawn: list[tuple[str, Mapping[str, Any], Mapping[str, NDArray[np.float64]]]] = []
+    for number, (name, ends) in enumerate(branches.items()):
+        style = line_style(number)
+        for seed in lines[name]:
+            curves = [twin["loss"] for twin in lines.get(dense or "", [])]
+            one = {"marker": "o"} if len(seed["loss"]) == 1 else {}
+            drawn.append((name, style | one, seed | {"lead": lead(seed["loss"], curves)}))
+        for branch in [branch for end in ends for branch in lines[end]]:
+            twins = [twin["loss"] for end in branches.get(dense or "", []) for twin in lines[end]]
+            alike = [twin for twin in twins if len(branch["loss"]) and twin[-1:, 0] == branch["loss"][-1, 0]]
+            found = branch | {"lead": lead(branch["loss"], alike)}
+            mark = {"color": style["color"], "linestyle": "none", "marker": "D", "markersize": 4}
+            drawn.append(("", mark, {panel: points[-1:] for panel, points in found.items()}))
+    panels = [panel for panel in OVER_TOKENS if any(len(found[panel]) for _, _, found in drawn)]
+    columns = min(len(panels), 2 if (look.width or WIDTH) >= WIDTH * 0.8 else 1)
+    rows = -(-len(panels) // columns)
+    figure = look.figure("Over tokens, of memories the mean over layers", height=rows * (0.33 if columns > 1 else 0.45))
+    for place, panel in enumerate(panels, start=1):
+        axes = figure.add_subplot(rows, columns, place, sharex=figure.axes[0] if place > 1 else None)
+        for name, style, found in drawn:
+            if panel == "lead" and name == dense:
+                axes.axhline(0, **style)
+            elif len(found[panel]):
+                x, y = found[panel].T
+                shown = label(name) if name and not any(line.get_label() == label(name) for line in axes.lines) else ""
+                axes.plot(x, np.exp(y) if panel == "loss" else y, **style, label=shown or None)
+        axes.grid(True)
+        axes.set(xscale="log", ylabel=OVER_TOKENS[panel], xlabel="tokens" if place > len(panels) - columns else "")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.xaxis.set_minor_formatter("")
+        if panel in ("usage", "kl", "dead"):
+            axes.set_ylim(0, {"usage": 105, "dead": max(1, axes.get_ylim()[1])}.get(panel))
+        if panel == "loss":
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(ScalarFormatter())
+            axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.7)))
+    figure.align_ylabels()
+    decayed = Line2D([], [], color=GREY, linestyle="none", marker="D", label="a branch's end")
+    legend(figure, more=[decayed] if any(branches.values()) else [])
+    return figure
+
+
+def token_lines(per_step: float, metrics: Metrics) -> dict[str, NDArray[np.float64]]:
+    """What is drawn of a run over tokens: the points (n, 2) of each panel of `OVER_TOKENS` but the lead. Of several
+    memories it is the mean, without their pool.
+    """
+    measured: dict[str, list[tuple[float, float]]] = {panel: [] for panel in ("usage", "kl", "effective", "dead")}
+    for event in metrics:
+        found: dict[str, list[Any]] = {}
+        if event["event"] == "valid":
+            of_layers = [memory for memory in event.get("usage") or () if memory["layer"]]
+            found = {key: [memory.get(key) for memory in of_layers] for key in ("usage", "kl", "effective")}
+        elif event["event"] == "drift":
+            found = {"dead": [1 - memory["read"] / memory["slots"] for memory in event["memories"]]}
+        for panel, values in found.items():
+            if values and None not in values:
+                percent = 100 if panel in ("usage", "dead") else 1
+                measured[panel].append((event["step"] * per_step, percent * float(np.mean(values))))
+    losses = points(metrics, "valid", per_step)
+    lines = {panel: np.array(pairs).reshape(-1, 2) for panel, pairs in measured.items()}
+    return {"loss": losses[np.isfinite(losses[:, 1])], **lines}
+
+
+def lead(loss: NDArray[np.float64], dense: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+    """By how much the perplexity of a curve of losses (n, 2) is below that of some dense ones (%), where all have been
+    validated; between their validations, their losses lie on a line.
+    """
+    dense = [curve for curve in dense if len(curve)]
+    if not dense:
+        return loss[:0]
+    start, end = max(curve[0, 0] for curve in dense), min(curve[-1, 0] for curve in dense)
+    x, own = loss[(loss[:, 0] >= start) & (loss[:, 0] <= end)].T
+    others = np.mean([np.interp(x, *curve.T) for curve in dense], axis=0)
+    return np.column_stack([x, 100 * (1 - np.exp(own - others))])
 
 
 def row_name(kind: str) -> str:

@@ -184,6 +184,44 @@ def test_learning_curves_over_what_a_step_takes() -> None:
     logarithmic.draw_without_rendering()
 
 
+def test_over_tokens() -> None:
+    """Dense and memory, each with a branch of the same length: the lead is over what has been trained alike."""
+
+    def run(losses: list[float], first: int = 1) -> list[dict[str, object]]:
+        events = [valid(step, usage=step / 10) | {"loss": loss} for step, loss in enumerate(losses, first)]
+        slots = [{"layer": 3, "slots": 8, "read": 6}, {"layer": 4, "slots": 8, "read": 8}]
+        return [*events, {"event": "drift", "step": 2, "memories": slots}]
+
+    curves = {
+        "dense": [(100, run([6.0, 5.0, 4.0]))],
+        "memory": [(100, run([5.0, 4.5, 3.0, 2.0]))],
+        "memory-2": [(100, run([5.0, 4.5, 2.0]))],
+        "dense-2": [(100, run([6.0, 5.0, 3.5]))],
+    }
+    branches = {"dense": ["dense-2"], "memory": ["memory-2"]}
+    figure = plots.over_tokens(curves, branches, "dense", LOOK)
+    assert figure is not None
+    perplexity, lead, usage, _, dead = figure.axes  # effective reads were not logged
+    assert [line.get_xdata().tolist() for line in perplexity.lines] == [
+        [100, 200, 300],
+        [300],
+        [100, 200, 300, 400],
+        [300],
+    ]
+    assert perplexity.lines[3].get_ydata() == pytest.approx([np.exp(2.0)])
+    assert perplexity.lines[3].get_color() == perplexity.lines[2].get_color() != perplexity.lines[0].get_color()
+    _, dense_end, curve, end = lead.lines
+    assert dense_end.get_ydata().tolist() == [0]
+    assert curve.get_xdata().tolist() == [100, 200, 300], "where the dense run was, too"
+    assert curve.get_ydata() == pytest.approx([100 * (1 - np.exp(-less)) for less in (1.0, 0.5, 1.0)])
+    assert end.get_ydata() == pytest.approx([100 * (1 - np.exp(-1.5))])
+    assert usage.lines[2].get_ydata() == pytest.approx([10, 20, 30, 40])
+    assert dead.lines[2].get_ydata() == pytest.approx([100 * 2 / 16])
+    assert {axes.get_xscale() for axes in figure.axes} == {"log"}
+    alone = plots.over_tokens({"one": [(1, [valid(1)])]}, {"one": []}, None, LOOK)
+    assert alone is None, "one validation is not over tokens"
+
+
 def test_pictures_for_a_paper(tmp_path: Path) -> None:
     """As wide as asked, in each format, without a title; whatever is in them lies within."""
     look, eight, hashes = plots.Look(("png", "pdf", "svg"), 3.0), memory(heads=8), memory("hash", heads=3)
