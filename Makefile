@@ -115,7 +115,8 @@ worth-long: $(BOOKS)/index.json
 	  case $$model in dense*) ;; *) $(PKMLM) usage-report $$branch;; esac; \
 	  touch $$branch/eval/done; \
 	done; done
-	$(PKMLM) compare $(foreach model,$(LONG_MODELS),$(LONG_STEPS:%=$(LONG)/$(model)-%)) --over tokens --plots $(LONG)/plots --force
+	$(PKMLM) compare $(foreach model,$(LONG_MODELS),$(LONG)/$(model) $(LONG_STEPS:%=$(LONG)/$(model)-%)) \
+	  --over tokens --plots $(LONG)/plots --plot-log --force
 
 $(BOOKS)/index.json: | .venv/installed
 	@test -n "$(wildcard $(CORPUS)/train*.txt*)" -a -n "$(call split,valid)" -a -n "$(call split,test)" || { \

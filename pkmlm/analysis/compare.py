@@ -75,13 +75,34 @@ class Comparison(NamedTuple):
         return equal
 
     def curves(self, over: str) -> dict[str, list[tuple[float, list[Facts]]]]:
-        """What a step of each run of a group takes, which `at_equal` has added, and its events."""
-        return {
-            group.name: [
-                (run.get(f"{over}_per_step", 1.0), self.runs[run["run"]].sound_metrics()) for run in group.runs
-            ]
-            for group in self.groups
-        }
+        """What a step of each run of a group takes, which `at_equal` has added (of tokens the recipe tells), and its
+        events.
+        """
+
+        def curve(facts: Facts) -> tuple[float, list[Facts]]:
+            run = self.runs[facts["run"]]
+            tokens = run.recipe().train.batch_tokens if over == "tokens" else 1.0
+            return facts.get(f"{over}_per_step", tokens), run.sound_metrics()
+
+        return {group.name: [curve(run) for run in group.runs] for group in self.groups}
+
+    def branches(self) -> dict[str, list[str]]:
+        """The groups without those that branched off another; and of each, those that did: of the same recipe, but for
+        the steps, and the decay with which they end. Where none is without a decay, the longest is the main one.
+        """
+        families: dict[str, list[tuple[int, int, str]]] = {}
+        for group in self.groups:
+            recipe = self.runs[group.runs[0]["run"]].recipe()
+            steps, decay = recipe.train.steps, recipe.optim.decay_steps
+            train, optim = replace(recipe.train, seed=0, steps=1), replace(recipe.optim, decay_steps=0)
+            settings = dump_recipe(replace(recipe, train=train, optim=optim))
+            families.setdefault(settings, []).append((decay, steps, group.name))
+        found: dict[str, list[str]] = {}
+        for family in families.values():
+            _, _, main = min(family, key=lambda one: (one[0] > 0, -one[1]))
+            found |= {name: [] for decay, _, name in family if decay == 0 or name == main}
+            found[main] += [name for _, _, name in family if name not in found]
+        return found
 
 
 def compare_runs(paths: Sequence[str]) -> Comparison:

@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, LogFormatter, LogLocator, ScalarFormatter
 from numpy.typing import NDArray
 
 from pkmlm.analysis.usage import MemoryUsage, memory_label, reads_of_a_slot
@@ -38,6 +38,14 @@ UNREAD = "#d9d9d9"
 MOST_LINES = 8  # of one picture; of more memories, those of some layers are drawn
 MOST_PIXELS = 512  # of a map's side
 MOST_POINTS = 1000  # of one line
+OVER_TOKENS = {  # the panels of `over_tokens`, and what stands along y
+    "loss": "perplexity",
+    "lead": "lead in perplexity (%)",
+    "usage": "slots used (%)",
+    "kl": "KL (nats)",
+    "effective": "effective reads",
+    "dead": "dead slots (%)",
+}
 AXES = {
     "steps": "step",
     "tokens": "tokens",
@@ -127,8 +135,8 @@ def draw_usage(folder: Path, run: str, memories: Sequence[MemoryUsage], metrics:
         if memory.overlap_HH is not None:
             figures[f"overlap-{where}"] = head_overlap(run, memory, memory.overlap_HH, look)
     tables = [memory for memory in read if not memory.shared]
-    for layer, block in groupby(tables, key=lambda memory: memory.layer):
-        figures[f"buckets-layer-{layer}"] = buckets(run, layer, list(block), look)
+    for (layer, kind), block in groupby(tables, key=lambda memory: (memory.layer, memory.kind)):
+        figures[f"{row_name(kind)}s-layer-{layer}"] = table_reads(run, layer, list(block), look)
     training = usage_over_training(run, metrics, look)
     if training is not None:
         figures["usage-over-training"] = training
@@ -168,6 +176,19 @@ def draw_curves(
     figure = learning_curves(runs, over, look, log)
     name = "learning-curves" if over == "steps" else f"learning-curves-over-{over}"
     return look.save(folder, name, figure) if figure else []
+
+
+@drawing
+def draw_over_tokens(
+    folder: Path,
+    runs: Mapping[str, Sequence[Curves]],
+    branches: Mapping[str, Sequence[str]],
+    dense: str | None,
+    look: Look,
+) -> list[Path]:
+    """Draw `over_tokens` into a folder and return the files: none where no run has two validations."""
+    figure = over_tokens(runs, branches, dense, look)
+    return look.save(folder, "perplexity-and-use-over-tokens", figure) if figure else []
 
 
 def probe_bars(record: Mapping[str, Any], memory: Mapping[str, Any], look: Look) -> Figure:
@@ -263,11 +284,14 @@ def head_overlap(run: str, memory: MemoryUsage, overlap_HH: NDArray[np.float64],
     return figure
 
 
-def buckets(run: str, layer: int, memories: Sequence[MemoryUsage], look: Look) -> Figure:
-    """How often each bucket is retrieved: first and last table of each hash layer (MemoryFormer figure 4). The scale is
-    one of logarithms, and the same in all panels: what is read once shows, and so does what is read most.
+def table_reads(run: str, layer: int, memories: Sequence[MemoryUsage], look: Look) -> Figure:
+    """How often each row is read: first and last table of each hash layer (MemoryFormer figure 4), or of an n-gram
+    memory. The scale is one of logarithms, and the same in all panels: what is read once shows, and so does what is
+    read most.
     """
-    figure = look.figure(f"Hash buckets of layer {layer}: {label(run)}", height=0.1 + 0.28 * len(memories))
+    kind = memories[0].kind
+    what = {"hash": "Hash buckets", "ngram": "Rows of n-gram tables"}[kind]
+    figure = look.figure(f"{what}, layer {layer}: {label(run)}", height=0.1 + 0.28 * len(memories))
     both = any(memory.heads > 1 for memory in memories)
     grid = figure.subplots(len(memories), 2 if both else 1, squeeze=False, sharey=True)
     least = min(100 / float(memory.counts_HK.sum(axis=1).max()) for memory in memories)  # one read (%)
@@ -284,16 +308,16 @@ def buckets(run: str, layer: int, memories: Sequence[MemoryUsage], look: Look) -
         for axes in row[len(tables) :]:
             axes.set_visible(False)
     for axes in grid[-1]:
-        axes.set_xlabel("bucket")
+        axes.set_xlabel(row_name(kind))
     figure.supylabel("reads (%)", fontsize=8)
     legend(figure)
     return figure
 
 
 def usage_over_training(run: str, metrics: Metrics, look: Look) -> Figure | None:
-    """Usage and KL of every memory at each validation; None where none was measured."""
+    """Usage and KL of every memory at each validation; None where there are not two."""
     lines = training_lines(metrics)
-    if not lines:
+    if max(map(len, lines.values()), default=0) < 2:
         return None
     figure = look.figure(f"Memory use over training, on the validation text: {label(run)}", height=0.8)
     upper, lower = figure.subplots(2, 1, sharex=True)
@@ -321,32 +345,132 @@ def learning_curves(runs: Mapping[str, Sequence[Curves]], over: str, look: Look,
     have one colour.
     """
     figure, axes = look.plot("Loss of training (smoothed) and of validation", height=0.65)
-    late = []  # only losses after a curve's first twentieth set the scale
+    scaled, cut = [], []  # losses that set the scale, and those that may lie above it
     shown: dict[str, Line2D] = {}
     for number, (name, seeds) in enumerate(runs.items()):
         style = line_style(number)
         for per_step, metrics in seeds:
             train, valid = smoothed(points(metrics, "train", per_step)), points(metrics, "valid", per_step)
-            late += [curve[len(curve) // 20 :, 1] for curve in (train, valid) if len(curve)]
+            early = 0 if log else len(train) // 20  # steep, and on a linear axis a line straight up
+            scaled += [valid[:, 1], train[early:, 1]]
+            cut.append(train[:early, 1])
             drawn = [axes.plot(*train.T, **(style | {"linewidth": 0.6, "alpha": 0.7}))] if len(train) else []
             drawn += [axes.plot(*valid.T, **style, marker="o")] if len(valid) else []
             if drawn and name not in shown:
                 shown[name] = drawn[-1][0]
                 shown[name].set_label(label(name))
-    if not late:
+    losses = np.concatenate([np.zeros(0), *scaled])
+    if not losses.size:
         return None
-    losses = np.concatenate(late)
     margin = 0.05 * (losses.max() - losses.min()) or 0.1
     axes.set(xlabel=AXES[over], ylabel="loss (nats a token)", ylim=(losses.min() - margin, losses.max() + margin))
+    above = any((early > losses.max() + margin).any() for early in cut)
     if log:
         axes.set_xscale("log")
     short_numbers(axes)
     kinds = (
-        Line2D([], [], color=GREY, linewidth=0.6, label="training"),
+        Line2D([], [], color=GREY, linewidth=0.6, label="training" + " (begins higher)" * above),
         Line2D([], [], color=GREY, marker="o", label="validation"),
     )
     legend(figure, more=kinds)
     return figure
+
+
+def over_tokens(
+    runs: Mapping[str, Sequence[Curves]], branches: Mapping[str, Sequence[str]], dense: str | None, look: Look
+) -> Figure | None:
+    """Perplexity, the lead over a dense run, and how memories are used, at each validation; None where no run has two.
+    What has no data has no panel.
+
+    Args:
+        runs: of each name one run, or several that differ in their seed, over tokens.
+        branches: the names that have curves, and of each those that branched off it: of these, the last point is drawn.
+        dense: that the others are compared with: curves with its curves, a branch with its branch of the same length.
+        look: of the figure.
+    """
+    lines = {name: [token_lines(*seed) for seed in seeds] for name, seeds in runs.items()}
+    if all(len(seed["loss"]) < 2 for name in branches for seed in lines[name]):
+        return None
+    drawn: list[tuple[str, Mapping[str, Any], Mapping[str, NDArray[np.float64]]]] = []
+    for number, (name, ends) in enumerate(branches.items()):
+        style = line_style(number)
+        for seed in lines[name]:
+            curves = [twin["loss"] for twin in lines.get(dense or "", [])]
+            one = {"marker": "o"} if len(seed["loss"]) == 1 else {}
+            drawn.append((name, style | one, seed | {"lead": lead(seed["loss"], curves)}))
+        for branch in [branch for end in ends for branch in lines[end]]:
+            twins = [twin["loss"] for end in branches.get(dense or "", []) for twin in lines[end]]
+            alike = [twin for twin in twins if len(branch["loss"]) and twin[-1:, 0] == branch["loss"][-1, 0]]
+            found = branch | {"lead": lead(branch["loss"], alike)}
+            mark = {"color": style["color"], "linestyle": "none", "marker": "D", "markersize": 4}
+            drawn.append(("", mark, {panel: points[-1:] for panel, points in found.items()}))
+    panels = [panel for panel in OVER_TOKENS if any(len(found[panel]) for _, _, found in drawn)]
+    columns = min(len(panels), 2 if (look.width or WIDTH) >= WIDTH * 0.8 else 1)
+    rows = -(-len(panels) // columns)
+    figure = look.figure("Over tokens, of memories the mean over layers", height=rows * (0.33 if columns > 1 else 0.45))
+    for place, panel in enumerate(panels, start=1):
+        axes = figure.add_subplot(rows, columns, place, sharex=figure.axes[0] if place > 1 else None)
+        for name, style, found in drawn:
+            if panel == "lead" and name == dense:
+                axes.axhline(0, **style)
+            elif len(found[panel]):
+                x, y = found[panel].T
+                shown = label(name) if name and not any(line.get_label() == label(name) for line in axes.lines) else ""
+                axes.plot(x, np.exp(y) if panel == "loss" else y, **style, label=shown or None)
+        axes.grid(True)
+        axes.set(xscale="log", ylabel=OVER_TOKENS[panel], xlabel="tokens" if place > len(panels) - columns else "")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.xaxis.set_minor_formatter("")
+        if panel in ("usage", "kl", "dead"):
+            axes.set_ylim(0, {"usage": 105, "dead": max(1, axes.get_ylim()[1])}.get(panel))
+        if panel == "loss":
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(ScalarFormatter())
+            axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.7)))
+    figure.align_ylabels()
+    decayed = Line2D([], [], color=GREY, linestyle="none", marker="D", label="a branch's end")
+    legend(figure, more=[decayed] if any(branches.values()) else [])
+    return figure
+
+
+def token_lines(per_step: float, metrics: Metrics) -> dict[str, NDArray[np.float64]]:
+    """What is drawn of a run over tokens: the points (n, 2) of each panel of `OVER_TOKENS` but the lead. Of several
+    memories it is the mean, without their pool.
+    """
+    measured: dict[str, list[tuple[float, float]]] = {panel: [] for panel in ("usage", "kl", "effective", "dead")}
+    for event in metrics:
+        found: dict[str, list[Any]] = {}
+        if event["event"] == "valid":
+            of_layers = [memory for memory in event.get("usage") or () if memory["layer"]]
+            found = {key: [memory.get(key) for memory in of_layers] for key in ("usage", "kl", "effective")}
+        elif event["event"] == "drift":
+            found = {"dead": [1 - memory["read"] / memory["slots"] for memory in event["memories"]]}
+        for panel, values in found.items():
+            if values and None not in values:
+                percent = 100 if panel in ("usage", "dead") else 1
+                measured[panel].append((event["step"] * per_step, percent * float(np.mean(values))))
+    losses = points(metrics, "valid", per_step)
+    lines = {panel: np.array(pairs).reshape(-1, 2) for panel, pairs in measured.items()}
+    return {"loss": losses[np.isfinite(losses[:, 1])], **lines}
+
+
+def lead(loss: NDArray[np.float64], dense: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+    """By how much the perplexity of a curve of losses (n, 2) is below that of some dense ones (%), where all have been
+    validated; between their validations, their losses lie on a line.
+    """
+    dense = [curve for curve in dense if len(curve)]
+    if not dense:
+        return loss[:0]
+    start, end = max(curve[0, 0] for curve in dense), min(curve[-1, 0] for curve in dense)
+    x, own = loss[(loss[:, 0] >= start) & (loss[:, 0] <= end)].T
+    others = np.mean([np.interp(x, *curve.T) for curve in dense], axis=0)
+    return np.column_stack([x, 100 * (1 - np.exp(own - others))])
+
+
+def row_name(kind: str) -> str:
+    """What the rows of the tables of a kind of memory are called."""
+    return "bucket" if kind == "hash" else "row"
 
 
 def sorted_mass(memory: MemoryUsage) -> Line:

@@ -468,7 +468,10 @@ def report_prompt(run: LoadedRun, memory: SparseMemory, prompt: str, top: int) -
 
 
 def _head(run: LoadedRun, memory: SparseMemory) -> dict[str, Any]:
-    """What every report of slots begins with; "gated": whether a gate, which no slot's words know of, may hide them."""
+    """What every report of slots begins with. "gated": whether a gate, which no slot's words know of, may hide them;
+    "weighted": whether reads have weights, by which some are the strongest.
+    """
     tap = memory.tap
     where = {"layer": tap.layer, "name": tap.name, "kind": tap.kind, "gated": memory.gated}
+    where["weighted"] = memory.weighted
     return {"run": run.name, "step": run.step, **where}

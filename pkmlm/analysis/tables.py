@@ -30,11 +30,11 @@ def usage_tables(entries: Sequence[Entry]) -> list[Table]:
     """What people read: the texts, the memories, how evenly their slots are used, and each head or table."""
     several = len(entries) > 1
     texts: list[list[Any]] = []
-    memories: list[list[Any]] = []
+    reads: dict[str, list[list[Any]]] = {"heads": [], "tables": []}
     evenness: list[list[Any]] = []
     weights: list[list[Any]] = []
     pools: list[list[Any]] = []
-    of_heads: list[list[Any]] = []
+    alone: dict[str, list[list[Any]]] = {"heads": [], "tables": []}
     ngrams: list[list[Any]] = []
     for entry in entries:
         for each in entry.get("ngrams") or ():
@@ -43,24 +43,28 @@ def usage_tables(entries: Sequence[Entry]) -> list[Table]:
         texts.append([entry["run"], entry["step"], entry["split"], tokens, len(entry["memories"])])
         for memory in entry["memories"]:
             start = [entry["run"]] * several + [_where(memory)]
-            heads = memory["heads"] if "heads" in memory else memory["tables"]
-            overlap = memory["head_overlap"], memory["head_overlap_uniform"]
-            memories.append([*start, memory["kind"], len(heads), memory["slots"], memory["reads"], *overlap])
-            if memory.get("effective") is not None and "tables" not in memory:  # a table has one read a token
+            parts = "heads" if "heads" in memory else "tables"
+            overlap = [memory["head_overlap"], memory["head_overlap_uniform"]] if parts == "heads" else []
+            many = len(memory[parts]), memory["slots"], memory["reads"]
+            reads[parts].append([*start, memory["kind"], *many, *overlap])
+            if memory.get("effective") is not None and parts == "heads":  # a table has one read a token
                 weights.append([*start, memory["effective"], memory["top_weight"]])
             if "layer_overlap" in memory:
                 pools.append([*start[:-1], ", ".join(map(str, memory["pool"])), memory["layer_overlap"]])
             by = {"mass": "mass", "uniform_mass": "random", "count": "count", "uniform": "random"}
             for group, weighing in by.items():
+                if memory["mass"] == memory["count"] and "mass" in group:
+                    continue  # every read weighs the same, as those of n-gram tables
                 evenness.append([*start, weighing, *(memory[group].get(key) for key in MEASURES[:-1])])
-            if len(heads) > 1 and memory["mass"]["usage"]:
+            if len(memory[parts]) > 1 and memory["mass"]["usage"]:
                 row = list(start)
                 for key, worst in (("usage", min), ("kl", max)):
-                    values = [head[key] for head in heads if head[key] is not None]
+                    values = [part[key] for part in memory[parts] if part[key] is not None]
                     row += [worst(values), fmean(values), memory["uniform_head"][key]]
-                of_heads.append(row)
+                alone[parts].append(row)
     where = [Column("Run")] * several + [Column("Layer")]
-    read = [*where, Column("Kind"), *numbers(COUNT, "Heads", "Slots", "Reads"), *numbers("{:.2%}", "Overlap", "random")]
+    by_heads = [*numbers(COUNT, "Heads", "Slots", "Reads"), *numbers("{:.2%}", "Overlap", "random")]
+    by_tables = numbers(COUNT, "Tables", "Slots", "Reads")
     shared = [*where[:-1], Column("Layers"), number("Overlap", SHARE)]
     worth = [*where, number("Effective", "{:.1f}"), number("Top weight", SHARE)]
     held = numbers(COUNT, "50%", "90%", "99%")
@@ -69,11 +73,16 @@ def usage_tables(entries: Sequence[Entry]) -> list[Table]:
     text = [Column("Run"), number("Step"), Column("Text"), *numbers(COUNT, "Tokens", "Memories")]
     tables = {
         "How memories are used": (text, texts),
-        "Reads by heads or tables; overlap: slots that two heads both read for a token": (read, memories),
+        "Reads by heads; overlap: slots that two heads both read for a token": (
+            [*where, Column("Kind"), *by_heads],
+            reads["heads"],
+        ),
+        "Reads of tables: a token reads one slot of each": ([*where, Column("Kind"), *by_tables], reads["tables"]),
         "Weights of a head: how many equal ones they are worth, share of the largest": (worth, weights),
         "Tables that layers share: mass that two of them give to the same slots": (shared, pools),
         "Slots: share used, KL from uniform (nats), how many hold 50, 90 and 99 %": (even, evenness),
-        "Each head or table by itself, by mass (KL in nats)": ([*where, *ends], of_heads),
+        "Each head by itself, by mass (KL in nats)": ([*where, *ends], alone["heads"]),
+        "Each table by itself, by mass (KL in nats)": ([*where, *ends], alone["tables"]),
         COLLISIONS: ([*where, *_of_ngrams()], ngrams),
     }
     return [Table(title, columns, rows) for title, (columns, rows) in tables.items() if rows]
@@ -328,7 +337,7 @@ def collision_table(record: Entry) -> Table:
 
 def _of_ngrams() -> list[Column]:
     shares = ("Alone", "expected", "In any", "expected")
-    return [number("Tokens"), *numbers(COUNT, "Distinct", "Rows"), *numbers("{:.1%}", *shares)]
+    return [number("Order"), *numbers(COUNT, "Distinct", "Rows"), *numbers("{:.1%}", *shares)]
 
 
 def slot_tables(record: Entry, later_blocks: int) -> list[Table]:
@@ -361,7 +370,7 @@ def slot_tables(record: Entry, later_blocks: int) -> list[Table]:
         for context in slot["contexts"]
     ]
     columns = [number("Weight", "{:.3f}"), number("Doc"), number("Place"), Column("Context")]
-    title = "Read with the largest weights at [ ]"
+    title = "Read with the largest weights at [ ]" if record["weighted"] else "Read with weight 1; the first at [ ]"
     if not contexts:
         title = "Not read in this text: its value may be old or untouched"
     return [*tables, Table(title, columns, contexts)]
@@ -375,7 +384,8 @@ def prompt_table(record: Entry) -> Table:
         for token in record["tokens"]
         for rank, slot in enumerate(token["slots"])
     ]
-    return Table(f"Strongest slots of each token: {_slots_title(record)}", columns, rows)
+    which = "Strongest slots of each token" if record["weighted"] else "Slots of the first tables, for each token"
+    return Table(f"{which}: {_slots_title(record)}", columns, rows)
 
 
 def pattern_text(pattern: Entry | None) -> str | None:

@@ -47,6 +47,24 @@ class RunUsage(NamedTuple):
     slots: "list[PageSlots]"
 
 
+class Reading(NamedTuple):
+    """How texts are read for reports.
+
+    Attributes:
+        choice: of the text.
+        quiet: no progress.
+        world: the processes that share each pass over the text; only rank 0's reports count. None: one process.
+        details: look into single slots, too, which rank 0 does alone: contexts of several processes are not merged.
+        base: see `load_run`.
+    """
+
+    choice: TextChoice
+    quiet: bool
+    world: "World | None"
+    details: bool
+    base: str | None
+
+
 def run_or_export(path: str) -> RunDirectory:
     """A run, or an exported folder as if it were one.
 
@@ -64,27 +82,14 @@ def has_memory(run: RunDirectory) -> bool:
     return recipe.model.reads_tables
 
 
-def usage_reports(
-    runs: Mapping[str, RunDirectory],
-    steps: Sequence[str],
-    choice: TextChoice,
-    quiet: bool,
-    world: "World | None",
-    *,
-    details: bool,
-    base: str | None = None,
-) -> list[RunUsage]:
+def usage_reports(runs: Mapping[str, RunDirectory], steps: Sequence[str], reading: Reading) -> list[RunUsage]:
     """A report of each run at each step: the one that is kept of the same checkpoint and text, or a new one, which is
     then kept.
 
     Args:
         runs: by the name that they have in the report.
         steps: "latest", "best" or a number.
-        choice: of the text.
-        quiet: no progress.
-        world: the processes that share each pass over the text; only rank 0's reports count. None: one process.
-        details: look into single slots, too, which rank 0 does alone: contexts of several processes are not merged.
-        base: see `load_run`.
+        reading: of the text, for all of them.
 
     Raises:
         UserError: there is no such checkpoint or text, or it is damaged; none of the models has a memory.
@@ -92,7 +97,8 @@ def usage_reports(
     if not any(has_memory(run) for run in runs.values()):
         what = f"{', '.join(runs)}: the model has no memory to report on"
         raise UserError(what, "give a run with a memory or hash tables")
-    if details and world and world.rank > 0:
+    world = reading.world
+    if reading.details and world and world.rank > 0:
         return []
     for run in runs.values():
         for step in steps:
@@ -101,26 +107,19 @@ def usage_reports(
     reports = []
     for name, run in runs.items():
         for step in steps:
-            report = _report(run, step, choice, quiet, None if details else world, details, base)
+            report = _report(run, step, reading._replace(world=None if reading.details else world))
             report.entry["run"] = f"{name}@{step}" if len(steps) > 1 else name
             reports.append(report)
     return reports
 
 
-def _report(
-    run: RunDirectory,
-    step: str,
-    choice: TextChoice,
-    quiet: bool,
-    world: "World | None",
-    details: bool,
-    base: str | None,
-) -> RunUsage:
+def _report(run: RunDirectory, step: str, reading: Reading) -> RunUsage:
+    choice, world = reading.choice, reading.world
     texts = [] if choice.text is None else sorted(map(Path, expand_glob(choice.text)))
     for text in texts:
         find_source(str(text), None)
     if is_export(run.path):  # nothing is written into it
-        return _measure(run, step, choice, quiet, world, details, base)
+        return _measure(run, step, reading)
     number, first = run.resolve(step), world is None or world.rank == 0  # the others keep nothing
     number = world.broadcast(number) if world else number
     # What the report depends on: hashes of recipe, checkpoint and text or tokens, and how the text is read.
@@ -140,10 +139,10 @@ def _report(
             if name != split:
                 warn(f"--data: the run has results of {split} on other tokens: these are kept as {name}")
     stem = usage_stem(run.path, name, number)
-    kept = load_usage(stem, source) if first and not details else None
+    kept = load_usage(stem, source) if first and not reading.details else None
     if world.broadcast(kept is not None) if world else kept is not None:
         return RunUsage(run, *(kept or ({}, [])), slots=[])
-    report = _measure(run, str(number), choice, quiet, world, details, base)
+    report = _measure(run, str(number), reading)
     if first:
         report.entry["source"] = source
         try:
@@ -153,21 +152,14 @@ def _report(
     return report
 
 
-def _measure(
-    run: RunDirectory,
-    step: str,
-    choice: TextChoice,
-    quiet: bool,
-    world: "World | None",
-    details: bool,
-    base: str | None,
-) -> RunUsage:
+def _measure(run: RunDirectory, step: str, reading: Reading) -> RunUsage:
     """Pass over the text and count."""
     from pkmlm.analysis.counters import measure_usage
     from pkmlm.analysis.ngrams import NGrams, all_collisions
     from pkmlm.analysis.slots import PageSlots, index_slots, page_slots
     from pkmlm.evaluate.load import load_on_all_ranks
 
+    choice, quiet, world, details, base = reading
     loaded = load_on_all_ranks(run.path, step, world, base)
     documents = chosen_documents(choice, loaded)
     quiet = quiet or (world is not None and world.rank > 0)

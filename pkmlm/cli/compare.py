@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("run_paths", type=PATH, metavar="RUN...", nargs=-1, required=True)
 @format_option
-@click.option("--plots", type=PATH, metavar="DIR", help="Also draw the learning curves into this folder.")
+@click.option(
+    "--plots", type=PATH, metavar="DIR", help="Also draw into this folder: learning curves, and memory use over tokens."
+)
 @plot_options
 @over_option
 @click.option("--plot-log", is_flag=True, help="Draw curves over a logarithmic axis, for long runs.")
@@ -56,6 +58,7 @@ def command(
 
     folder = free_folder(plots, force)
     comparison = compare_runs(run_paths)
+    warn_each(comparison.warnings)  # first: of numbers that mislead, before they are read, or steps are timed
     equals = [found for each in over if (found := comparison.at_equal(each, steps_of(each, comparison.runs)))]
     sizes = dense_equivalents(comparison.groups, over)
     if format == "json":
@@ -73,14 +76,19 @@ def command(
     else:
         tables = compare_tables(comparison.groups, equals, sizes)
         click.echo("\n".join(table.render(format) for table in tables), nl=False)
-    warn_each(comparison.warnings)
     if folder is not None:
-        from pkmlm.analysis.plots import Look, draw_curves
+        from pkmlm.analysis.plots import Look, draw_curves, draw_over_tokens
 
-        look = Look(plot_format, plot_width)
-        drawn = []
+        look, branches, drawn = Look(plot_format, plot_width), comparison.branches(), []
         for each in over or ("steps",):
-            drawn += draw_curves(folder, comparison.curves(each), each, look, plot_log)
+            curves = comparison.curves(each)
+            families = {
+                name: [seed for one in (name, *ends) for seed in curves[one]] for name, ends in branches.items()
+            }
+            drawn += draw_curves(folder, families, each, look, plot_log)
+        kinds = {group.name: group.runs[0]["kind"] for group in comparison.groups}
+        dense = next((name for name in branches if kinds[name] == "dense"), None)
+        drawn += draw_over_tokens(folder, comparison.curves("tokens"), branches, dense, look)
         for path in drawn:
             click.echo(f"drew {printable(str(path))}", err=True)
         if not drawn:

@@ -56,7 +56,8 @@ def command(
     share: their token, the next or the previous one, or the place in the model's window. "Shuffled" is how many slots
     have one by chance: with all contexts that are shown dealt at random among them.
 
-    Of an n-gram memory, also how many distinct n-grams are alone in their row, beside what is expected of rows drawn at
+    Reads of an n-gram memory all weigh 1: contexts and PROMPT's slots are then the first, not the strongest. Of such a
+    memory, also how many distinct n-grams are alone in their row, beside what is expected of rows drawn at
     random; with --slot, the n-grams of the text that fall into the row.
 
     \b

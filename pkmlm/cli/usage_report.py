@@ -111,7 +111,7 @@ def command(
     from pkmlm.analysis.background import count_background
     from pkmlm.analysis.compare import open_runs
     from pkmlm.analysis.tables import background_table, usage_rows, usage_tables
-    from pkmlm.analysis.usage_report import export_usage, run_or_export, usage_reports
+    from pkmlm.analysis.usage_report import Reading, export_usage, run_or_export, usage_reports
     from pkmlm.runs.directory import RunDirectory
 
     with launched() as world:
@@ -134,7 +134,7 @@ def command(
         if page is not None and page == arrays:
             raise UserError(f"--html and --export name one file, {page}", "name two")
         choice.refuse_standard_input("a text is read more than once")
-        reports = usage_reports(runs, steps, choice, quiet, world, details=page is not None, base=base)
+        reports = usage_reports(runs, steps, Reading(choice, quiet, world, details=page is not None, base=base))
     if world and world.rank > 0:
         return
     entries = [report.entry for report in reports]

@@ -372,6 +372,7 @@ def test_plots(run: Path, tmp_path: Path) -> None:
     done = pkmlm("compare", run, "--plots", tmp_path / "p")
     assert (tmp_path / "p" / "learning-curves.png").read_bytes()[:4] == b"\x89PNG"
     assert "learning-curves.png" in done.stderr
+    assert "perplexity-and-use-over-tokens.png" in done.stderr
     paper = ("--plot-format", "pdf,svg", "--plot-width", "3.3")
     pkmlm("compare", run, "--plots", tmp_path / "paper", *paper, "--over", "tokens")
     assert {path.suffix for path in (tmp_path / "paper").iterdir()} == {".pdf", ".svg"}
@@ -384,6 +385,17 @@ def test_plots(run: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "q").exists()
 
 
+def test_branches_belong_to_the_run_that_they_left(run: Path) -> None:
+    recipe = (run / "recipe.yaml").read_text()
+    for name, optim, steps in (("mine-200", "lr: 1e-3, decay_steps: 20", 220), ("other", "lr: 2e-3", 200)):
+        branch = Path(shutil.copytree(run, run.with_name(name)))
+        changed = recipe.replace("lr: 1e-3", optim) + f"train: {{steps: {steps}}}\n"
+        (branch / "recipe.yaml").write_text(changed)
+    paths = [str(run.with_name(name)) for name in ("mine-200", "mine", "other")]
+    assert compare_runs(paths).branches() == {"mine": ["mine-200"], "other": []}
+    assert compare_runs(paths[:1]).branches() == {"mine-200": []}, "alone it is a run as others"
+
+
 @pytest.mark.slow
 def test_runs_at_equal_seconds_of_steps_timed_in_turn(trained: Callable[[str], Path], tmp_path: Path) -> None:
     names = ("dense", "product-key", "hash")
@@ -393,7 +405,8 @@ def test_runs_at_equal_seconds_of_steps_timed_in_turn(trained: Callable[[str], P
     record = json.loads(done.stdout)
     dense, memory = record["runs"]
     assert {path.name for path in (tmp_path / "p").iterdir()} == {
-        f"learning-curves-over-{each}.png" for each in ("tokens", "operations", "seconds")
+        "perplexity-and-use-over-tokens.png",
+        *(f"learning-curves-over-{each}.png" for each in ("tokens", "operations", "seconds")),
     }
     assert record["equal"]["tokens"] == {"amount": 30 * 256, "shortest": "dense"}
     for found in (dense, memory):

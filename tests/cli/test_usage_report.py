@@ -182,6 +182,10 @@ def test_an_ngram_memory_alone_is_a_memory(tmp_path: Path, write_recipe: Callabl
     changes = ("-s", "model.ngram.layers=[1]", "-s", "model.ngram.rows=97", "-s", "train.steps=1")
     pkmlm("train", write_recipe(tmp_path, "dense"), "-o", tmp_path / "run", "-q", *changes)
     assert [memory["name"] for memory in report(tmp_path / "run")[0]["memories"]] == ["ngram"]
+    text = pkmlm("usage-report", tmp_path / "run").stdout
+    assert re.findall(r"^1 ngram +(mass|count|random) ", text, re.MULTILINE) == ["count", "random"], "all weigh 1"
+    assert "Tables" in text
+    assert "Heads" not in text
 
 
 def test_plots_and_force(run_of: Callable[[str], Path], tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ RANDOM = np.random.default_rng(0)
 def memory(kind: str = "product-key", n: int = 6, heads: int = 2, layer: int = 3) -> MemoryUsage:
     tokens, slots = 50, n * n
     counts = RANDOM.integers(0, 9, (heads, slots))
-    common = None if kind == "hash" else np.full((heads, heads), 7)
+    common = None if kind in ("hash", "ngram") else np.full((heads, heads), 7)
     squares = counts.sum(axis=1) / 3
     name = "qkv" if kind == "hash" else "memory"
     return MemoryUsage(layer, name, kind, tokens, counts, counts * RANDOM.random((heads, slots)), squares, common)
@@ -47,6 +47,7 @@ def png_size(path: Path) -> tuple[int, int]:
         ("product-key", 2, {"slot-mass", "map-layer-3-memory", "overlap-layer-3-memory", "usage-over-training"}),
         ("flat-key", 1, {"slot-mass", "usage-over-training"}),  # one head has no overlap
         ("hash", 2, {"slot-mass", "buckets-layer-3", "usage-over-training"}),
+        ("ngram", 2, {"slot-mass", "rows-layer-3", "usage-over-training"}),
     ],
 )
 def test_the_pictures_of_a_kind(tmp_path: Path, kind: str, heads: int, expected: set[str]) -> None:
@@ -112,14 +113,14 @@ def test_overlap_writes_every_pair() -> None:
 
 def test_buckets_of_the_first_and_last_table() -> None:
     one = memory("hash", heads=5)
-    figure = plots.buckets("r", 3, [one], LOOK)
+    figure = plots.table_reads("r", 3, [one], LOOK)
     assert len({axes.get_ylim() for axes in figure.axes}) == 1
     for axes, table in zip(figure.axes, (0, 4), strict=True):
         drawn = axes.patches[0].get_data().values
         assert np.allclose(drawn, 100 * one.counts_HK[table] / one.counts_HK[table].sum())
         assert axes.lines[0].get_ydata()[0] == pytest.approx(100 / 36), "the uniform line"
         assert f"table {table + 1} of 5" in axes.get_title()
-    assert len(plots.buckets("r", 3, [memory("hash", heads=1)], LOOK).axes) == 1
+    assert len(plots.table_reads("r", 3, [memory("hash", heads=1)], LOOK).axes) == 1
 
 
 def test_usage_over_training_is_that_of_the_valid_events() -> None:
@@ -129,6 +130,7 @@ def test_usage_over_training_is_that_of_the_valid_events() -> None:
     assert usage.get_xdata().tolist() == [10, 20]
     assert usage.get_ydata().tolist() == [25, 75]
     assert kl.get_ydata().tolist() == [2, 1]
+    assert plots.usage_over_training("r", [valid(10)], LOOK) is None, "one is not over training"
 
 
 def test_many_memories_are_thinned_by_layers() -> None:
@@ -138,7 +140,7 @@ def test_many_memories_are_thinned_by_layers() -> None:
     mass = plots.slot_mass("r", [memory("hash", layer=layer) for layer in layers], LOOK)
     assert sum(str(line.get_label()).startswith("layer ") for line in mass.axes[0].lines) == 6
     entries = [valid(10)["usage"][0] | {"layer": layer, "name": f"of {number}"} for number, layer in enumerate(layers)]  # type: ignore[index]
-    training = plots.usage_over_training("r", [valid(10) | {"usage": entries}], LOOK)
+    training = plots.usage_over_training("r", [valid(step) | {"usage": entries} for step in (10, 20)], LOOK)
     assert training is not None
     assert [each.legends[0].get_title().get_text() for each in (mass, training)] == ["2 of 24 layers"] * 2
 
@@ -157,6 +159,19 @@ def test_learning_curves() -> None:
     assert shown == ["a", " _b", "training", "validation"]
 
 
+def test_all_validations_lie_within_learning_curves() -> None:
+    events = [train(step, 3 + 9 / step) for step in range(1, 401)] + [valid(step) for step in range(1, 41)]
+    for log, hidden in ((False, True), (True, False)):
+        figure = plots.learning_curves({"a": [(1, events)]}, "steps", LOOK, log)
+        assert figure is not None
+        least, most = figure.axes[0].get_ylim()
+        training, validation = (line.get_ydata() for line in figure.axes[0].lines)
+        assert least < validation.min() < validation.max() < most
+        assert bool(training.max() > most) is hidden
+        texts = [text.get_text() for text in figure.legends[0].get_texts()]
+        assert (texts[1] != "training") is hidden, "what is cut is said to be"
+
+
 def test_learning_curves_over_what_a_step_takes() -> None:
     events = [train(1, 3.0), train(3, 2.0), valid(2)]
     figure = plots.learning_curves({"a": [(0.5, events)], "b": [(2.0, events)]}, "seconds", LOOK)
@@ -167,6 +182,44 @@ def test_learning_curves_over_what_a_step_takes() -> None:
     assert logarithmic is not None
     assert (figure.axes[0].get_xscale(), logarithmic.axes[0].get_xscale()) == ("linear", "log")
     logarithmic.draw_without_rendering()
+
+
+def test_over_tokens() -> None:
+    """Dense and memory, each with a branch of the same length: the lead is over what has been trained alike."""
+
+    def run(losses: list[float], first: int = 1) -> list[dict[str, object]]:
+        events = [valid(step, usage=step / 10) | {"loss": loss} for step, loss in enumerate(losses, first)]
+        slots = [{"layer": 3, "slots": 8, "read": 6}, {"layer": 4, "slots": 8, "read": 8}]
+        return [*events, {"event": "drift", "step": 2, "memories": slots}]
+
+    curves = {
+        "dense": [(100, run([6.0, 5.0, 4.0]))],
+        "memory": [(100, run([5.0, 4.5, 3.0, 2.0]))],
+        "memory-2": [(100, run([5.0, 4.5, 2.0]))],
+        "dense-2": [(100, run([6.0, 5.0, 3.5]))],
+    }
+    branches = {"dense": ["dense-2"], "memory": ["memory-2"]}
+    figure = plots.over_tokens(curves, branches, "dense", LOOK)
+    assert figure is not None
+    perplexity, lead, usage, _, dead = figure.axes  # effective reads were not logged
+    assert [line.get_xdata().tolist() for line in perplexity.lines] == [
+        [100, 200, 300],
+        [300],
+        [100, 200, 300, 400],
+        [300],
+    ]
+    assert perplexity.lines[3].get_ydata() == pytest.approx([np.exp(2.0)])
+    assert perplexity.lines[3].get_color() == perplexity.lines[2].get_color() != perplexity.lines[0].get_color()
+    _, dense_end, curve, end = lead.lines
+    assert dense_end.get_ydata().tolist() == [0]
+    assert curve.get_xdata().tolist() == [100, 200, 300], "where the dense run was, too"
+    assert curve.get_ydata() == pytest.approx([100 * (1 - np.exp(-less)) for less in (1.0, 0.5, 1.0)])
+    assert end.get_ydata() == pytest.approx([100 * (1 - np.exp(-1.5))])
+    assert usage.lines[2].get_ydata() == pytest.approx([10, 20, 30, 40])
+    assert dead.lines[2].get_ydata() == pytest.approx([100 * 2 / 16])
+    assert {axes.get_xscale() for axes in figure.axes} == {"log"}
+    alone = plots.over_tokens({"one": [(1, [valid(1)])]}, {"one": []}, None, LOOK)
+    assert alone is None, "one validation is not over tokens"
 
 
 def test_pictures_for_a_paper(tmp_path: Path) -> None:
@@ -182,7 +235,7 @@ def test_pictures_for_a_paper(tmp_path: Path) -> None:
             plots.learning_curves(curves, "steps", look),
             plots.slot_mass("run", [eight, hashes], look),
             plots.key_map("run", eight, look),
-            plots.buckets("run", 3, [hashes], look),
+            plots.table_reads("run", 3, [hashes], look),
             plots.usage_over_training("run", [valid(10), valid(20)], look),
             plots.head_overlap("run", eight, eight.overlap_HH, look),
         ]

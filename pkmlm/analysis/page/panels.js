@@ -18,7 +18,10 @@ function memoryName({ layer, name }) {
 }
 
 function summary(entry, facts) {
-  const rows = MEASURES.map(([key, name, shown]) => [name, ...Object.keys(NAMES).map((by) => [facts[by][key], shown])]);
+  // Every read may weigh the same, as those of n-gram tables do.
+  const alike = MEASURES.every(([key]) => facts.mass[key] === facts.count[key]);
+  const shown = Object.keys(NAMES).filter((by) => !(alike && by.includes("mass")));
+  const rows = MEASURES.map(([key, name, format]) => [name, ...shown.map((by) => [facts[by][key], format])]);
   const text =
     `${entry.run} at step ${count(entry.step)}, ${entry.split}: ${count(facts.tokens)} tokens, ` +
     `${count(facts.reads)} reads of ${count(facts.slots)} slots (${facts.kind}).` +
@@ -29,8 +32,9 @@ function summary(entry, facts) {
     (facts.layers && facts.layer_overlap != null
       ? ` Two of its layers give ${share(facts.layer_overlap)} of their mass to the same slots.`
       : "");
-  const caption = "By mass and by count, each with what the same reads give at random slots";
-  const headings = ["By", ...Object.values(NAMES)];
+  const by = alike ? "By count" : "By mass and by count, each";
+  const caption = `${by} with what the same reads give at random slots`;
+  const headings = ["By", ...shown.map((by) => NAMES[by])];
   return panel("summary", "Summary", make("p", {}, text), table(caption, headings, rows));
 }
 
@@ -134,7 +138,7 @@ function overlap(facts, colours) {
 
 function buckets(facts, counts) {
   if (!facts.tables) return null;
-  const each = facts.slots / facts.tables.length;
+  const each = facts.slots / facts.tables.length, row = facts.kind === "hash" ? "bucket" : "row";
   const choice = make("select", {}, ...facts.tables.map((t) => make("option", {}, String(t.table))));
   const place = make("div");
   const draw = () => {
@@ -144,10 +148,10 @@ function buckets(facts, counts) {
       { label: "reads (%)", values: own.map((n) => (100 * n) / total), colour: "blue", bars: true },
       { label: "uniform", values: own.map(() => 100 / each), colour: "red", dash: DASHED },
     ];
-    const options = { xLabel: "bucket", yLabel: "reads (%)" };
+    const options = { xLabel: row, yLabel: "reads (%)" };
     place.replaceChildren(
-      chart("Reads of each bucket", own.map((_, i) => i), lines, options),
-      behind(`Buckets of table ${choice.value}`, ["Bucket", "Reads"], own.map((n, i) => [String(i), [n, count]])),
+      chart(`Reads of each ${row}`, own.map((_, i) => i), lines, options),
+      behind(`Reads of table ${choice.value}`, [row, "Reads"], own.map((n, i) => [String(i), [n, count]])),
     );
   };
   choice.addEventListener("change", () => {
@@ -155,7 +159,7 @@ function buckets(facts, counts) {
     rescale();
   });
   draw();
-  return panel("buckets", "Bucket frequency", make("label", {}, "Table ", choice), place);
+  return panel("buckets", `Reads of each ${row}`, make("label", {}, "Table ", choice), place);
 }
 
 // On the validation text, at each validation.

@@ -6,7 +6,11 @@ const HOW =
   "once the map is chosen, dragging moves. ";
 const PAIRED = ["product-key", "peer"]; // kinds whose slots are pairs of sub-keys
 const HALVES = "Rows: sub-key of the first half; columns: of the second.";
-const SIDES = { hash: "Rows: tables; columns: buckets.", ...Object.fromEntries(PAIRED.map((kind) => [kind, HALVES])) };
+const SIDES = {
+  hash: "Rows: tables; columns: buckets.",
+  ngram: "Rows: tables; columns: their rows.",
+  ...Object.fromEntries(PAIRED.map((kind) => [kind, HALVES])),
+};
 
 function grid(facts) {
   const rows = facts.tables ? facts.tables.length : Math.sqrt(facts.slots);

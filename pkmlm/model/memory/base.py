@@ -70,6 +70,7 @@ class SparseMemory(nn.Module, ABC):
         values: the table.
         reads: rows that one token reads, of each table.
         outputs: sums that are taken of them, each of as many rows.
+        weighted: whether reads have weights of their own; otherwise each weighs 1.
         sign: that of the factor by which the layer's output reaches the residual stream, 1 or -1.
     """
 
@@ -77,6 +78,7 @@ class SparseMemory(nn.Module, ABC):
     values: Values
     reads: int
     outputs: int = 1
+    weighted: bool = True
     sign: float = 1.0
 
     def reset_parameters(self) -> None:

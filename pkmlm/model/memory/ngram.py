@@ -120,6 +120,7 @@ class NGramMemory(SparseMemory):
     """
 
     multipliers_HG: Tensor
+    weighted = False
 
     def __init__(
         self,
