@@ -14,11 +14,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pkmlm.analysis.counters import UsageCounters
 from pkmlm.analysis.usage import MemoryUsage
+from pkmlm.data.canonical import host_canonical_ids
+from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.distributed import current_world
 from pkmlm.errors import UserError
 from pkmlm.export.attached import check_base, read_facts, read_weights, write_attached
-from pkmlm.model.attached import DENSE, NAME, Mode, base_parameters, insert, layer_kind
+from pkmlm.model.attached import (
+    DENSE,
+    NAME,
+    NGRAM,
+    Mode,
+    base_parameters,
+    insert,
+    layer_kind,
+    text_config,
+    vocabulary_of,
+)
 from pkmlm.model.memory.values import Values, tables_of
+from pkmlm.runs.directory import tokenizer_file
 from pkmlm.train.parallel import all_gather_row_gradients
 from pkmlm.train.row_adam import adam_rows, update_rows
 
@@ -29,10 +42,11 @@ def attach(
     layers: Sequence[int] | None = None,
     mode: Mode = "add",
     *,
+    tokenizer: str | Path | None = None,
     freeze: bool = True,
     seed: int = 1,
 ) -> "Attachment":
-    """Put a memory into a causal model of transformers, at the FFNs of some of its blocks.
+    """Put a memory into a causal model of transformers, at some of its blocks.
 
     In mode "add", what the memory makes of the FFN's input is added to the FFN's output, times a learnt gate that
     starts at 0: the logits stay the same bit for bit until training moves it (beside an FFN: Kim and Jung 2020, arXiv
@@ -40,19 +54,25 @@ def attach(
     training. The memory computes in fp32 inside a model of any dtype, autocast or not; each token is looked up by
     itself, so that neither padding nor a cache changes what it reads.
 
+    An n-gram memory is added to the stream before the block, behind such a gate too (with `fusion: add` its rows start
+    at 0 instead). It reads the ids that the model is called with, and keeps those before in the model's cache.
+
     Args:
         model: has a config and one list of blocks (GPT-2, GPT-NeoX, Llama, Qwen and others); it is changed in place.
         memory: the keys of a recipe's `model.memory`, such as {"kind": "product-key", "num_keys": 128, "heads": 4,
-            "topk": 8, "key_dim": 64}; `query_norm` is "rms" unless given. Or a folder that `Attachment.save` wrote:
-            then it says all but `freeze`, and its weights are loaded.
+            "topk": 8, "key_dim": 64}; `query_norm` is "rms" unless given. Or those of `model.ngram`, such as
+            {"kind": "ngram", "orders": [2, 3], "heads": 4, "rows": 4093, "row_dim": 16}. Or a folder that
+            `Attachment.save` wrote: then it says all but `freeze`, and its weights are loaded.
         layers: the blocks, counted from 1.
         mode: "add" or "replace".
+        tokenizer: the file of the model's tokenizer, or its folder, from which an n-gram memory takes canonical ids
+            (unless it has "canonical": False); None: it lies in the folder that the model was loaded from.
         freeze: let nothing of the model train but what is attached.
         seed: of the initial weights.
 
     Raises:
-        UserError: the blocks or their FFNs are not found; a key, a size or a layer is not possible; the folder is
-            damaged or belongs to another model.
+        UserError: the blocks or their FFNs are not found; a key, a size or a layer is not possible; there is no
+            tokenizer, where one is needed; the folder is damaged or belongs to another model.
     """
     if isinstance(memory, str | Path):
         if layers is not None:
@@ -65,7 +85,31 @@ def attach(
         return attachment
     if layers is None:
         raise UserError("layers is None (expected the blocks that get a memory, counted from 1)")
-    return Attachment(model, *layer_kind(memory), layers, mode, freeze, seed)
+    kind, arguments = layer_kind(memory)
+    if kind != NGRAM:
+        if tokenizer is not None:
+            raise UserError(f"tokenizer is {tokenizer} (expected none: only n-gram memories need one)")
+        return Attachment(model, kind, arguments, layers, mode, freeze, seed)
+    own = find_tokenizer(model, tokenizer) if arguments.get("canonical", True) else None
+    canonical = host_canonical_ids(text_config(model), vocabulary_of(model), own)
+    attachment = Attachment(model, kind, arguments, layers, mode, freeze, seed)
+    assert attachment.module.ngram_ids is not None
+    attachment.module.ngram_ids.canonical_V.copy_(torch.from_numpy(canonical))
+    return attachment
+
+
+def find_tokenizer(model: nn.Module, given: str | Path | None) -> Tokenizer:
+    """The tokenizer in a file or folder; of None, in that of the model.
+
+    Raises:
+        UserError: there is none that is supported.
+    """
+    name = str(given or getattr(model.config, "_name_or_path", ""))
+    file = tokenizer_file(Path(name)) if Path(name).is_dir() else Path(name)
+    if given is None and not (name and file.is_file()):
+        message = f"canonical ids need the model's tokenizer, and the model's folder {name!r} has none"
+        raise UserError(message, 'name its folder: attach(..., tokenizer=DIR); or choose "canonical": False')
+    return Tokenizer.load(file)
 
 
 def attach_dense(

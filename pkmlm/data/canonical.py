@@ -7,11 +7,12 @@ V: rows of the embedding.
 
 import hashlib
 import unicodedata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +39,36 @@ def canonical_ids(tokenizer: Tokenizer, rows: int, merge: bool = True) -> np.nda
                 name = canonical_text(piece) or token
         ids.append(names.setdefault(name, len(names)))
     return np.array(ids, np.int64)
+
+
+def host_canonical_ids(config: Any, rows: int, tokenizer: Tokenizer | None) -> np.ndarray:
+    """The canonical ids of the tokens of a model of transformers: int64, (V,), below V. 0 is that of all that its
+    config calls the beginning or the end of a text, and of the tokenizer's end-of-document token.
+
+    Args:
+        config: of the model's text.
+        rows: of its embedding (V).
+        tokenizer: the model's, to merge tokens by their text; None: each but those has an id of its own.
+
+    Raises:
+        UserError: the tokenizer is another model's, or nothing says what begins a document.
+    """
+    named = [getattr(config, key, None) for key in ("eos_token_id", "bos_token_id")]
+    tokens = [token for each in named for token in (each if isinstance(each, list) else [each])]
+    begins = sorted({token for token in tokens if token is not None and 0 <= token < rows})
+    if tokenizer is not None:
+        if tokenizer.size > rows:
+            message = f"{tokenizer.name} has {tokenizer.size:,} tokens (expected at most {rows:,}, the model's)"
+            raise UserError(message, "name the folder of the model's own tokenizer")
+        ids = canonical_ids(tokenizer, rows)
+    elif begins:
+        ids = np.arange(rows)
+        ids[0] = begins[0]  # 0 is taken, and this one free
+    else:
+        message = "the model's config names no token of its vocabulary that begins or ends a document"
+        raise UserError(message, "set its eos_token_id")
+    ids[begins] = 0
+    return ids
 
 
 def canonical_text(text: str) -> str:

@@ -6,23 +6,26 @@ B: sequences; T: positions; D: model width; V: vocabulary.
 """
 
 import inspect
+from dataclasses import replace
 from math import copysign
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pkmlm.data.canonical import host_canonical_ids
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
 from pkmlm.export.attached import Facts, check_base, read_facts, read_weights
 from pkmlm.export.config import CONFIG, MODEL_TYPE
 from pkmlm.export.folder import verify
-from pkmlm.model.attached import DENSE, Place, find_blocks, insert, text_config
+from pkmlm.model.attached import DENSE, NAME, NGRAM, Place, find_blocks, insert, ngram_spec, text_config
 from pkmlm.model.attention import AttentionLayout, KVCache
 from pkmlm.model.memory.base import SparseMemory
 from pkmlm.model.transformer import Transformer
-from pkmlm.recipe.schema import Memory, Model, Recipe
+from pkmlm.recipe.schema import Memory, Model, NGram, Recipe
 from pkmlm.runs.directory import tokenizer_file
 from pkmlm.runs.files import MANIFEST, read_json
 
@@ -37,6 +40,7 @@ class Hosted(Transformer):
 
     Attributes:
         embedding, blocks, norm: the host's.
+        ngram_ids: of the n-gram memories that are attached to it.
 
     Raises:
         UserError: its logits are not its output embedding of the last hidden state.
@@ -44,15 +48,16 @@ class Hosted(Transformer):
 
     def __init__(self, host: Any):
         nn.Module.__init__(self)
-        self.host, self.ngram_ids = host, None
+        self.host = host
         config = text_config(host)
         self.context = min(getattr(config, "max_position_embeddings", CONTEXT), CONTEXT)
         blocks = find_blocks(host)
         parts = next(list(each.children()) for each in host.modules() if blocks in list(each.children()))
         after = parts[parts.index(blocks) + 1 :]
         norm = next((each for each in after if getattr(each, "weight", None) is not None), None)
+        ngram_ids = getattr(getattr(host, NAME, None), "ngram_ids", None)
         # Plain attributes: as modules of this one, too, they would be stored twice.
-        self.__dict__.update(embedding=host.get_input_embeddings(), blocks=blocks, norm=norm)
+        self.__dict__.update(embedding=host.get_input_embeddings(), blocks=blocks, norm=norm, ngram_ids=ngram_ids)
         named = inspect.signature(type(host).forward).parameters
         self.cache_name = "cache" if "cache" in named else "past_key_values"  # until transformers 5.23
         ids_1T = torch.arange(min(8, self.embedding.num_embeddings), device=host.device)[None]
@@ -124,9 +129,16 @@ def open_attached(path: Path, base: Path | None, device: torch.device) -> Opened
             place.layer.sign = copysign(1.0, place.gate.item())
     host.eval()
     model = Hosted(host)
-    config = text_config(host)
-    memory = Memory()
-    if facts["kind"] != DENSE:
+    config, tokenizer = text_config(host), Tokenizer.load(tokenizer_file(base))
+    memory, ngram = Memory(), NGram()
+    if facts["kind"] == NGRAM:
+        ngram = replace(ngram_spec(facts["arguments"]), layers=tuple(facts["layers"]))
+        merged = host_canonical_ids(config, model.embedding.num_embeddings, tokenizer)
+        assert attached.ngram_ids is not None
+        if ngram.canonical and not np.array_equal(attached.ngram_ids.canonical_V.cpu(), merged):
+            message = f"{path}: its canonical ids are not those of {tokenizer.name}"
+            raise UserError(message, "put the tokenizer that it was attached with in the model's folder")
+    elif facts["kind"] != DENSE:
         layers = tuple(f"{layer}{'+' * (facts['mode'] == 'add')}" for layer in facts["layers"])
         memory = Memory(kind=facts["kind"], layers=layers, **facts["arguments"])  # type: ignore[arg-type]
     shape = Model(
@@ -136,8 +148,9 @@ def open_attached(path: Path, base: Path | None, device: torch.device) -> Opened
         heads=config.num_attention_heads,
         context=model.context,
         memory=memory,
+        ngram=ngram,
     )
-    return Opened(facts, Recipe(name=path.resolve().name, model=shape), model, Tokenizer.load(tokenizer_file(base)))
+    return Opened(facts, Recipe(name=path.resolve().name, model=shape), model, tokenizer)
 
 
 def load_host(path: Path, dtype: str) -> Any:

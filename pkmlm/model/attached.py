@@ -15,17 +15,21 @@ from torch.nn.functional import silu
 
 from pkmlm.errors import UserError
 from pkmlm.kernels.matmul import Linear
+from pkmlm.model.host_ngrams import HostIds
 from pkmlm.model.init import Constant, InitSpec, initialise
 from pkmlm.model.memory.base import SparseMemory
+from pkmlm.model.memory.ngram import NGramMemory
 from pkmlm.model.memory.query import UnitLinear
 from pkmlm.model.memory.values import Pool
 from pkmlm.model.transformer import KEY_MEMORIES
-from pkmlm.recipe.schema import Memory
+from pkmlm.recipe.constraints import Check, check_ngram
+from pkmlm.recipe.schema import Memory, Model, NGram
 
 Mode = Literal["add", "replace"]
 NAME = "pkmlm"  # of what is attached, among the modules of its network
 FFNS = ("mlp", "feed_forward", "ffn", "parts.ffn")  # what a block may call its FFN; the last is ours, exported
-DENSE = "dense"
+DENSE, NGRAM = "dense", "ngram"
+KINDS = (*KEY_MEMORIES, NGRAM)
 
 
 class SwiGLU(nn.Module):
@@ -64,10 +68,10 @@ class Place(nn.Module):
     def init_spec(self) -> dict[str, InitSpec]:
         return {} if self.gate is None else {"gate": Constant(0.0)}
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        """(B, T, D) to (B, T, D), in the input's dtype."""
+    def forward(self, x_BTD: Tensor, *others: Any) -> Tensor:
+        """(B, T, D) to (B, T, D), in the input's dtype; the others go to the layer."""
         with torch.autocast(x_BTD.device.type, enabled=False):
-            out_BTD: Tensor = self.layer(x_BTD.float())
+            out_BTD: Tensor = self.layer(x_BTD.float(), *others)
             if self.gate is not None:
                 out_BTD = self.gate * out_BTD
         return out_BTD.to(x_BTD.dtype)
@@ -77,30 +81,76 @@ class Place(nn.Module):
         return out_BTD + self(inputs[0])
 
 
+class NGramPlace(Place):
+    """An n-gram memory before a block.
+
+    Args:
+        layer: the memory. That with fusion "add" needs no gate: its rows start at zero.
+        ids: finds the tokens before each token.
+    """
+
+    ids: HostIds
+
+    def __init__(self, layer: NGramMemory, ids: HostIds):
+        super().__init__(layer, layer.gated)
+        self.__dict__["ids"] = ids  # a plain attribute: as a module of this one, too, it would be stored twice
+
+    def before(
+        self, block: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Add this to the stream that a block reads: a forward pre-hook of the block.
+
+        Raises:
+            UserError: the block runs again, by itself.
+        """
+        past = self.ids.past
+        if past is None:
+            message = "a block runs apart from its model: its n-gram memory cannot know the tokens"
+            raise UserError(message, "leave gradient checkpointing off: model.gradient_checkpointing_disable()")
+        x_BTD, *others = args or (options.pop("hidden_states"),)
+        return (x_BTD + self(x_BTD, past), *others), options
+
+
 class Attached(nn.Module):
     """What is attached to a network, as one module of it, called `NAME`. Its parameters stay in fp32 when the network
     goes to another dtype.
 
     Args:
         dim: width of the network (D).
+        vocab_size: rows of its embedding.
         kind, arguments: of the layer at each place, as `layer_kind` gives them.
         layers: blocks, counted from 1.
-        mode: "add" beside the FFN, or "replace" it.
+        mode: "add" beside the FFN (an n-gram memory: before the block), or "replace" the FFN.
+
+    Attributes:
+        ngram_ids: what n-gram memories need to know of the tokens; None: there are none.
+
+    Raises:
+        UserError, ValueError: sizes do not fit one another.
     """
 
-    def __init__(self, dim: int, kind: str, arguments: Mapping[str, Any], layers: Sequence[int], mode: Mode):
+    def __init__(
+        self, dim: int, vocab_size: int, kind: str, arguments: Mapping[str, Any], layers: Sequence[int], mode: Mode
+    ):
         super().__init__()
         self.dim, self.kind, self.arguments, self.mode = dim, kind, dict(arguments), mode
         self.pool: Pool | None = None
-        made: dict[int, nn.Module]
-        if kind == DENSE:
-            made = {layer: SwiGLU(dim, **arguments) for layer in layers}
+        self.ngram_ids: HostIds | None = None
+        places: dict[int, Place]
+        if kind == NGRAM:
+            spec = ngram_spec(arguments)
+            check_ngram(Check({}), Model(dim=dim, ngram=spec))
+            ids = self.ngram_ids = HostIds(vocab_size, spec)
+            places = {layer: NGramPlace(NGramMemory(dim, **spec.arguments, layer=layer), ids) for layer in layers}
+        elif kind == DENSE:
+            places = {layer: Place(SwiGLU(dim, **arguments), mode == "add") for layer in layers}
         else:
             memory, of_kind = Memory(kind=kind, **arguments), KEY_MEMORIES[kind]  # type: ignore[arg-type]
             if memory.share_values and len(layers) > 1:
                 self.pool = Pool(of_kind.new_tables(dim, memory), tuple(layers))
             made = {layer: of_kind(dim, **memory.arguments, pool=self.pool, layer=layer) for layer in layers}
-        self.places = nn.ModuleDict({str(layer): Place(each, mode == "add") for layer, each in made.items()})
+            places = {layer: Place(each, mode == "add") for layer, each in made.items()}
+        self.places = nn.ModuleDict({str(layer): place for layer, place in places.items()})
 
     @property
     def layers(self) -> list[int]:
@@ -129,23 +179,30 @@ def layer_kind(memory: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     Raises:
         UserError: an unknown key, a value out of its range, or query_norm: batch.
     """
-    given = {"query_norm": "rms", **memory}
-    if given["query_norm"] == "batch":
+    given = dict(memory)
+    kind = given.pop("kind", None)
+    if kind not in KINDS:
+        raise UserError(f"memory: kind is {kind} (expected {', '.join(KINDS)})")
+    if given.get("query_norm") == "batch":
         hint = "use rms, or layer: batch statistics let padding change what a token reads"
         raise UserError("memory: query_norm is batch (expected rms, layer or none)", hint)
-    if given.get("kind") not in KEY_MEMORIES:
-        raise UserError(f"memory: kind is {given.get('kind')} (expected {', '.join(KEY_MEMORIES)})")
     if "layers" in given:
         raise UserError("memory: layers stands in it", "give the blocks as the argument `layers`")
+    checked: Memory | NGram
     try:
-        checked = Memory(**given)
+        checked = ngram_spec(given) if kind == NGRAM else Memory(kind=kind, **{"query_norm": "rms", **given})
     except ValidationError as problem:
         error = problem.errors(include_url=False)[0]
         raise UserError(f"memory: {'.'.join(map(str, error['loc']))}: {error['msg']}") from None
-    default = asdict(Memory())
-    return checked.kind, {
-        key: value for key, value in asdict(checked).items() if key != "kind" and value != default[key]
-    }
+    default = asdict(type(checked)())
+    chosen = {key: value for key, value in asdict(checked).items() if key != "kind" and value != default[key]}
+    return kind, {key: list(value) if isinstance(value, tuple) else value for key, value in chosen.items()}
+
+
+def ngram_spec(arguments: Mapping[str, Any]) -> NGram:
+    """The recipe's section of an n-gram memory, whose tuples may be lists (pydantic.ValidationError)."""
+    given: dict[str, Any] = {key: tuple(each) if isinstance(each, list) else each for key, each in arguments.items()}
+    return NGram(**given)
 
 
 def find_blocks(model: nn.Module) -> nn.ModuleList:
@@ -177,6 +234,11 @@ def text_config(model: nn.Module) -> Any:
     if not hasattr(config, "hidden_size"):
         raise UserError(f"{type(model).__name__} has no config with a hidden_size", "give a model of transformers")
     return config
+
+
+def vocabulary_of(model: Any) -> int:
+    """Rows of the embedding of a model of transformers."""
+    return int(model.get_input_embeddings().num_embeddings)
 
 
 def find_ffn(block: nn.Module, layer: int, dim: int) -> nn.Module:
@@ -211,7 +273,8 @@ def insert(
 
     Args:
         layers: blocks, counted from 1.
-        mode: "add" or "replace"; a replaced FFN stays in the network, without being called.
+        mode: "add" or "replace"; a replaced FFN stays in the network, without being called. An n-gram memory is added
+            to the stream before the block; its canonical ids are each token's own number until they are filled in.
         seed: the initial weights are drawn from it and from their names alone.
 
     Returns:
@@ -222,33 +285,38 @@ def insert(
     """
     if mode not in ("add", "replace"):
         raise UserError(f"mode is {mode} (expected add or replace)")
+    if kind == NGRAM and mode == "replace":
+        raise UserError("mode is replace (expected add: an n-gram memory stands before a block, in no FFN's place)")
     if hasattr(model, NAME):
         raise UserError(f"{type(model).__name__} has something attached", "detach() that first")
     blocks, dim = find_blocks(model), text_config(model).hidden_size
     chosen = sorted(set(layers))
     if not chosen or not all(1 <= layer <= len(blocks) for layer in chosen):
         raise UserError(f"layers is {list(layers)} (expected blocks from 1 to {len(blocks)})")
-    ffns = {layer: find_ffn(blocks[layer - 1], layer, dim) for layer in chosen}
+    at = {layer: blocks[layer - 1] if kind == NGRAM else find_ffn(blocks[layer - 1], layer, dim) for layer in chosen}
     try:
         with torch.device("meta"):
-            attached = Attached(dim, kind, arguments, chosen, mode)
+            attached = Attached(dim, vocabulary_of(model), kind, arguments, chosen, mode)
     except ValueError as error:
         raise UserError(f"memory: {error}") from None
-    attached.to_empty(device=next(ffns[chosen[0]].parameters()).device)
+    attached.to_empty(device=next(at[chosen[0]].parameters()).device)
     initialise(attached, seed)
     attached.train(model.training)
-    undo: list[Callable[[], None]] = []
-    for layer, ffn in ffns.items():
+    host: Any = model
+    undo = [] if attached.ngram_ids is None else attached.ngram_ids.watch(host.base_model)
+    for layer, part in at.items():
         place = attached.places[str(layer)]
         assert isinstance(place, Place)
-        place.to(next(ffn.parameters()).device)
-        if mode == "add":
-            undo.append(ffn.register_forward_hook(place.beside).remove)
+        place.to(next(part.parameters()).device)
+        if isinstance(place, NGramPlace):
+            undo.append(part.register_forward_pre_hook(place.before, with_kwargs=True).remove)
+        elif mode == "add":
+            undo.append(part.register_forward_hook(place.beside).remove)
         else:
-            trained = [parameter for parameter in ffn.parameters() if parameter.requires_grad]
-            ffn.requires_grad_(False)  # no gradient ever reaches it
-            ffn.forward = place.forward
-            undo.append(lambda ffn=ffn, trained=trained: put_back(ffn, trained))  # type: ignore[misc]
+            trained = [parameter for parameter in part.parameters() if parameter.requires_grad]
+            part.requires_grad_(False)  # no gradient ever reaches it
+            part.forward = place.forward
+            undo.append(lambda ffn=part, trained=trained: put_back(ffn, trained))  # type: ignore[misc]
     model.add_module(NAME, attached)
 
     def remove() -> None:

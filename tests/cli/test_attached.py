@@ -31,14 +31,30 @@ def attached(base, tmp_path_factory):
     model = PkmlmForCausalLM.from_pretrained(base)
     attachment = package.attach(model, MEMORY, layers=[1, 2])
     attachment.save(folder / "new")
+    teach(model, attachment)
+    attachment.save(folder / "taught")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ngrams(base, attached):
+    """Likewise of an n-gram memory, whose canonical ids are those of the tokenizer in the base's folder."""
+    model = PkmlmForCausalLM.from_pretrained(base)
+    memory = {"kind": "ngram", "orders": [1, 2], "heads": 2, "rows": 101, "row_dim": 8}
+    attachment = package.attach(model, memory, layers=[1, 2])
+    attachment.save(attached / "new-ngrams")
+    teach(model, attachment)
+    attachment.save(attached / "ngrams")
+    return attached / "ngrams"
+
+
+def teach(model, attachment):
     optimizer = attachment.optimizer(0.05)
     ids = torch.randint(10, 500, (4, 32), generator=torch.Generator().manual_seed(0))
     for _ in range(3):
         optimizer.zero_grad()
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
-    attachment.save(folder / "taught")
-    return folder
 
 
 def perplexity(*words):
@@ -76,9 +92,32 @@ def test_tasks_usage_slots_and_probe_take_it(base, attached, tokens, tmp_path):
     assert [each["layer"] for each in probed["memories"]][:2] == [1, 2]
 
 
-def test_generation_goes_on_with_a_cache(base, attached):
+@pytest.mark.slow
+def test_the_commands_take_an_n_gram_memory(base, attached, ngrams, tokens, tmp_path):
+    where = ["--base", base, "--data", tokens]
+    plain, new = (perplexity(path, "--data", tokens)["perplexity"]["nll"] for path in (base, attached / "new-ngrams"))
+    assert new == pytest.approx(plain, rel=1e-6)
+    report = json.loads(pkmlm("usage-report", ngrams, *where, "--format", "json").stdout)["runs"][0]
+    assert [(each["layer"], each["kind"]) for each in report["memories"]] == [(1, "ngram"), (2, "ngram")]
+    assert [(each["layer"], each["order"]) for each in report["ngrams"]] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    slots = json.loads(pkmlm("slots", ngrams, *where, "--layer", 1, "--json").stdout)
+    assert slots["tokens"] == report["memories"][0]["tokens"]
+    strongest = slots["slots"][0]
+    row = json.loads(pkmlm("slots", ngrams, *where, "--layer", 1, "--slot", strongest["name"], "--json").stdout)
+    assert sum(each["count"] for each in row["ngrams"]) == strongest["reads"]  # of the n-grams that fall into it
+    probed = json.loads(pkmlm("probe", ngrams, *where, "--json").stdout)
+    real = perplexity(ngrams, "--data", tokens)["perplexity"]
+    assert probed["real"]["nats"] == pytest.approx(real["nll"] / real["tokens"], rel=1e-6)
+    assert abs(real["nll"] / plain - 1) > 1e-5
+    tasks = ["--tasks", "piqa", "--task-data", write_rows(tmp_path / "rows")]
+    of_base, of_new = (perplexity(path, *tasks)["tasks"]["piqa"] for path in (base, attached / "new-ngrams"))
+    assert of_new == of_base
+
+
+@pytest.mark.parametrize("kind", ["new", "new-ngrams"])
+def test_generation_goes_on_with_a_cache(base, attached, ngrams, kind):
     words = ["It was", "--temperature", 0, "--tokens", 12, "-q"]
-    plain, new = (pkmlm("generate", *where, *words).stdout for where in ([base], [attached / "new"]))
+    plain, new = (pkmlm("generate", *where, *words).stdout for where in ([base], [attached / kind]))
     assert new == plain
 
 
@@ -94,6 +133,14 @@ def test_gpt2_of_transformers_with_its_own_tokenizer(tmp_path, novels):
     package.attach(model, MEMORY, layers=[1], mode="replace").save(tmp_path / "memory")
     found = perplexity(tmp_path / "memory", "--base", tmp_path / "gpt2", "--text", novels / "test.txt")
     assert found["perplexity"]["token_ppl"] == pytest.approx(400, rel=0.1)  # it knows nothing
+    again = GPT2LMHeadModel.from_pretrained(tmp_path / "gpt2", dtype="bfloat16")
+    package.attach(again, {"kind": "ngram", "heads": 2, "rows": 101, "row_dim": 8}, layers=[1]).save(
+        tmp_path / "ngrams"
+    )
+    words = [tmp_path / "ngrams", "--text", novels / "test.txt"]
+    assert perplexity(*words)["perplexity"]["token_ppl"] == pytest.approx(400, rel=0.1)
+    learn_byte_level((novels / "train.txt").read_text().upper()).save(str(tmp_path / "gpt2" / "tokenizer.json"))
+    assert "canonical ids" in pkmlm("eval", *words, code=2).stderr
 
 
 def test_a_wrong_base_is_refused(base, attached, trained, tmp_path, novels):

@@ -29,14 +29,16 @@ from transformers import (
 from transformers.utils import is_accelerate_available
 
 import pkmlm
+from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
 
 SIZES = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 ROTARY = {**SIZES, "intermediate_size": 64, "max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": 99}
+GPT2_SIZES = {"vocab_size": 100, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 ARCHITECTURES = {
     "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(vocab_size=100, n_embd=32, n_layer=2, n_head=2, n_positions=64, pad_token_id=0, **NO_DROPOUT)
+        GPT2Config(**GPT2_SIZES, pad_token_id=0, bos_token_id=99, eos_token_id=99, **NO_DROPOUT)
     ),
     "neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**ROTARY)),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**ROTARY, num_key_value_heads=1)),
@@ -44,11 +46,14 @@ ARCHITECTURES = {
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**ROTARY, num_key_value_heads=1, head_dim=16)),
 }
 KEYS = {"kind": "product-key", "num_keys": 16, "heads": 2, "topk": 4, "key_dim": 16}
+NGRAMS = {"kind": "ngram", "orders": [2, 3], "heads": 2, "rows": 101, "row_dim": 8, "canonical": False}
 MEMORIES = {
     "product-key": KEYS,
     "flat-key": {**KEYS, "kind": "flat-key", "query_norm": "layer"},
     "memory-plus": {**KEYS, "share_values": True, "gate": "silu", "key_norm": "rms", "value_dim": 24},
     "peer": {**KEYS, "kind": "peer"},
+    "ngram": NGRAMS,
+    "ngram-lite": {**NGRAMS, "fusion": "add", "row_dim": 32},
 }
 IDS = torch.randint(1, 99, (3, 20), generator=torch.Generator().manual_seed(0))
 
@@ -125,21 +130,27 @@ def test_a_memory_in_the_place_of_the_ffn(name):
     torch.testing.assert_close(logits(model), before)
 
 
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("memory", ["product-key", "ngram"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_generation_with_a_cache_is_that_without(name):
+def test_generation_with_a_cache_is_that_without(name, memory, beams):
     model = base(name)
-    grown(pkmlm.attach(model, KEYS, layers=[1, 2]))
-    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    cached, plain = (model.generate(IDS[:1, :8], use_cache=use, **options) for use in (True, False))
-    assert cached.shape == (1, 20)
+    grown(pkmlm.attach(model, MEMORIES[memory], layers=[1, 2]))
+    mask = torch.ones(2, 8, dtype=torch.int64)
+    mask[1, :5] = 0  # the second text is padded on the left
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, "num_beams": beams}
+    cached, plain = (
+        model.generate(IDS[:2, :8] * mask, attention_mask=mask, use_cache=use, **options) for use in (True, False)
+    )
+    assert cached.shape == (2, 20)
     assert torch.equal(cached, plain)
 
 
-@pytest.mark.parametrize("norm", ["rms", "layer", "none"])
+@pytest.mark.parametrize("memory", [*({**KEYS, "query_norm": norm} for norm in ("rms", "layer", "none")), NGRAMS])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_padding_on_the_left_does_not_leak(name, norm):
+def test_padding_on_the_left_does_not_leak(name, memory):
     model = base(name)
-    grown(pkmlm.attach(model, {**KEYS, "query_norm": norm}, layers=[1, 2]))
+    grown(pkmlm.attach(model, memory, layers=[1, 2]))
     lengths = [20, 13, 5]
     mask = torch.stack([torch.arange(20) >= 20 - length for length in lengths]).long()
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -257,8 +268,10 @@ def test_the_trainer_of_transformers_trains_it(tmp_path):
         torch.testing.assert_close(a, b, msg=name)
 
 
-@pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize("mode", ["add", "replace"])
+@pytest.mark.parametrize(
+    ("memory", "mode"),
+    [*((memory, "add") for memory in MEMORIES), *((memory, "replace") for memory in MEMORIES if "ngram" not in memory)],
+)
 def test_the_dense_control_has_as_many_operations_and_the_same_handle(memory, mode, tmp_path):
     like = pkmlm.attach(base(), MEMORIES[memory], layers=[1, 2], mode=mode)
     model = base()
@@ -335,7 +348,7 @@ def test_another_base_a_changed_folder_and_another_memory_are_refused(tmp_path):
     ("memory", "how", "says"),
     [
         ({**KEYS, "query_norm": "batch"}, {"layers": [1]}, "padding"),
-        ({**KEYS, "kind": "none"}, {"layers": [1]}, "product-key, flat-key, peer"),
+        ({**KEYS, "kind": "none"}, {"layers": [1]}, "product-key, flat-key, peer, ngram"),
         ({**KEYS, "num_kyes": 3}, {"layers": [1]}, "num_kyes"),
         ({**KEYS, "topk": 300}, {"layers": [1]}, "topk"),
         ({**KEYS, "topk": 0}, {"layers": [1]}, "topk"),
@@ -343,6 +356,12 @@ def test_another_base_a_changed_folder_and_another_memory_are_refused(tmp_path):
         (KEYS, {"layers": []}, "from 1 to 2"),
         (KEYS, {}, "layers is None"),
         (KEYS, {"layers": [1], "mode": "beside"}, "add or replace"),
+        (KEYS, {"layers": [1], "tokenizer": "."}, "only n-gram memories"),
+        (NGRAMS, {"layers": [1], "mode": "replace"}, "expected add"),
+        ({**NGRAMS, "rows": 100}, {"layers": [1]}, "a prime, such as 101"),
+        ({**NGRAMS, "fusion": "add"}, {"layers": [1]}, "row_dim"),
+        ({**NGRAMS, "topk": 3}, {"layers": [1]}, "topk"),
+        ({**NGRAMS, "canonical": True}, {"layers": [1]}, "tokenizer=DIR"),
     ],
 )
 def test_what_cannot_be_attached_says_why_and_leaves_the_model_alone(memory, how, says):
@@ -374,3 +393,108 @@ def test_a_model_that_is_not_understood_is_told_what_was_found():
     pkmlm.attach(model, KEYS, layers=[1])
     with pytest.raises(UserError, match="something attached"):
         pkmlm.attach(model, KEYS, layers=[2])
+
+
+def stream_of(model, attachment, ids):
+    """What the n-gram memory of layer 1 adds, of a model whose stream there knows of no other token."""
+    found = []
+    hook = attachment.module.places["1"].register_forward_hook(lambda place, inputs, out: found.append(out))
+    logits(model, input_ids=ids)
+    hook.remove()
+    return found[0]
+
+
+def test_n_grams_do_not_reach_over_the_token_that_begins_a_document():
+    model = base()
+    model.config.bos_token_id = 7
+    attachment = grown(pkmlm.attach(model, {**NGRAMS, "orders": [2, 4]}, layers=[1]))
+    for begin, closed in ((99, True), (7, True), (8, False), (0, False)):  # of which the config names two
+        one, other = IDS[:1].clone(), IDS[1:2].clone()
+        one[0, 10], other[0, 10] = begin, begin
+        one[0, 11:] = other[0, 11:]
+        a, b = (stream_of(model, attachment, ids)[0] for ids in (one, other))
+        assert torch.equal(a[10:], b[10:]) == closed
+        assert not torch.equal(a[9], b[9])
+    found = attachment.module.ngram_ids.canonical_V.tolist()
+    assert [token for token, each in enumerate(found) if each == 0] == [7, 99]
+    assert len(set(found)) == 99  # token 0 is a word like any other
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_n_grams_are_read_on_from_a_cache_and_never_guessed(name):
+    model = base(name)
+    unseen = model(input_ids=IDS[:, :8], use_cache=True)
+    attachment = grown(pkmlm.attach(model, NGRAMS, layers=[1, 2]))
+    whole = logits(model)
+    cache, parts, past = None, [], "cache" if "cache" in unseen else "past_key_values"  # until transformers 5.23
+    for ids in IDS.split([8, 1, 7, 4], 1):
+        with torch.no_grad():
+            found = model(input_ids=ids, use_cache=True, **{past: cache})
+        parts.append(found.logits)
+        cache = found[past]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=2e-5, rtol=1e-4)
+    with pytest.raises(UserError, match="holds 8 positions, of which the n-gram memory has seen 0"):
+        logits(model, input_ids=IDS[:, 8:], **{past: unseen[past]})
+    with pytest.raises(UserError, match="there are none"):
+        model(inputs_embeds=torch.zeros(1, 3, 32))
+    with pytest.raises(UserError, match="attention_mask is"):
+        logits(model, attention_mask=torch.ones(3, 1, 20, 20, dtype=torch.bool))
+    attachment.detach()
+    model(inputs_embeds=torch.zeros(1, 3, 32))
+
+
+def test_n_grams_and_gradient_checkpointing():
+    def gradients(checkpoints):
+        model = base()
+        attachment = grown(pkmlm.attach(model, NGRAMS, layers=[1, 2]))
+        if checkpoints:
+            model.gradient_checkpointing_enable()
+        model.train()
+        model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+        return model, [parameter.grad for parameter in attachment.parameters()]
+
+    (model, again), (_, plain) = gradients(True), gradients(False)
+    for one, other in zip(again, plain, strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(UserError, match="apart from its model"):  # as transformers before 5.24 let it run again
+        model.model.layers[0](torch.zeros(1, 2, 32))
+
+
+def test_an_n_gram_memory_computes_in_fp32_inside_a_half_precision_base():
+    model = base().bfloat16()
+    attachment = grown(pkmlm.attach(model, NGRAMS, layers=[1, 2]))
+    model.half().bfloat16()
+    assert {parameter.dtype for parameter in attachment.module.parameters()} == {torch.float32}
+    out = {}
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out[autocast] = stream_of(model, attachment, IDS)
+    assert out[True].dtype == torch.bfloat16
+    assert torch.equal(out[True], out[False])
+
+
+def test_canonical_ids_are_those_of_the_models_tokenizer(tmp_path, tokens):
+    own = Tokenizer.load(tokens / "tokenizer.model")
+    config = LlamaConfig(**{**ROTARY, "vocab_size": own.size + 3, "eos_token_id": own.eos}, num_key_value_heads=1)
+    memory = {**NGRAMS, "canonical": True}
+    model = LlamaForCausalLM(config)
+    attachment = pkmlm.attach(model, memory, layers=[1], tokenizer=tokens)
+    found = attachment.module.ngram_ids.canonical_V
+    one, other = (own.encode(text)[0] for text in ("The", "the"))
+    assert one != other
+    assert found[one] == found[other]
+    assert found[own.eos] == 0
+    grown(attachment).save(tmp_path / "memory")
+    attachment.detach()
+    again = pkmlm.attach(copy.deepcopy(model), tmp_path / "memory")  # without the tokenizer
+    assert torch.equal(again.module.ngram_ids.canonical_V, found)
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.model").write_bytes(own.model_bytes)
+    beside = pkmlm.attach(LlamaForCausalLM.from_pretrained(tmp_path / "model"), memory, layers=[1])
+    assert torch.equal(beside.module.ngram_ids.canonical_V, found)
+    with pytest.raises(UserError, match="at most 100, the model's"):
+        pkmlm.attach(base(), memory, layers=[1], tokenizer=tokens / "tokenizer.model")
+    nameless = base()
+    nameless.config.eos_token_id = nameless.config.bos_token_id = None
+    with pytest.raises(UserError, match="names no token"):
+        pkmlm.attach(nameless, NGRAMS, layers=[1])

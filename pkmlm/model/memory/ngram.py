@@ -5,15 +5,15 @@ B: sequences; T: new positions; S: all positions so far; N: tokens (B * T); D: m
 (orders * heads); P: rows of a table; e: width of a row; V: vocabulary; i: taps of the convolution.
 """
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import pad, silu
 
 from pkmlm.device import at_least_fp32
 from pkmlm.kernels.matmul import Linear
-from pkmlm.model.attention import AttentionLayout, KVCache
+from pkmlm.model.attention import AttentionLayout
 from pkmlm.model.init import Constant, Counting, InitSpec, Multipliers
 from pkmlm.model.memory.base import SparseMemory, UsageTap, uncompiled
 from pkmlm.model.memory.query import RMS_EPSILON
@@ -23,6 +23,13 @@ from pkmlm.recipe.schema import NGram
 TAPS = 4  # positions that the convolution sees, `G` apart
 LITE_SCALE = 0.1
 GATE_FLOOR = 1e-6  # below it the root of a gate's score is constant, so that its slope stays finite
+
+
+class History(Protocol):
+    """Keeps what depends on positions before."""
+
+    def append(self, name: str, x_BT: Tensor) -> Tensor:
+        """Keep new positions, (B, T, ...), under a name; returns all of its positions so far, (B, S, ...)."""
 
 
 class Past(NamedTuple):
@@ -40,7 +47,7 @@ class Past(NamedTuple):
 
     ids_BTG: Tensor
     places_BTj: Tensor
-    cache: KVCache | None
+    cache: History | None
 
 
 class NGramIds(nn.Module):
@@ -66,8 +73,19 @@ class NGramIds(nn.Module):
     def init_spec(self) -> dict[str, InitSpec]:
         return {"canonical_V": Counting()}
 
-    def forward(self, tokens_BT: Tensor, cache: KVCache | None, layout: AttentionLayout | None) -> Past:
-        """The arguments are those of `Transformer.hidden`."""
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        cache: History | None,
+        layout: AttentionLayout | None,
+        mask_BS: Tensor | None = None,
+    ) -> Past:
+        """What stands before each token.
+
+        Args:
+            tokens_BT, cache, layout: those of `Transformer.hidden`.
+            mask_BS: which positions so far are tokens, and no padding; None: all.
+        """
         ids_BS = self.canonical_V[tokens_BT]
         if cache is not None:
             ids_BS = cache.append("ids", ids_BS)
@@ -80,6 +98,8 @@ class NGramIds(nn.Module):
             parent_BSS = layout.mask_BTT & (at_BS[:, None, :] == at_BS[:, :, None] - 1)
             before_BS = (parent_BSS * places_S).sum(-1)
         before_BS = before_BS.masked_fill(ids_BS == 0, 0)
+        if mask_BS is not None:  # padding is nothing that a token could see
+            before_BS = before_BS * pad(mask_BS[:, :-1].bool(), (1, 0))
         none_B1 = before_BS.new_zeros(len(before_BS), 1)
         before_BZ, ids_BZ = (torch.cat([none_B1, x_BS], 1) for x_BS in (before_BS, ids_BS))  # from place 0 on
         place_BT = places_S[total - tokens_BT.shape[1] :].expand_as(tokens_BT)
