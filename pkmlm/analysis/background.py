@@ -137,7 +137,8 @@ def count_background(
     documents, model = chosen_documents(choice, loaded), loaded.model
     if not any(table.group == "values" for table in tables_of(model).values()):
         message = f"the model of {run.path} has no memory to count"
-        raise UserError(message, "slot-wise fine-tuning moves the values of product keys, flat keys and PEER")
+        hint = "give a run with product keys, flat keys or PEER, whose values slot-wise fine-tuning moves"
+        raise UserError(message, hint)
     size = batch_tokens or loaded.recipe.train.batch_tokens
     most, counted, done = min(batches, -(-documents.tokens // size)), 0, 0
     prefix, context = loaded.tokenizer.eos, model.context

@@ -1,11 +1,13 @@
 """`pkmlm help`: the manual, in the terminal."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
 import click
 
+ESCAPED = re.compile(r"\\([\\|`*<\[])")  # in a table of Markdown, see `console.Table`
 MANUAL = Path(__file__).parents[1] / "manual"
 TOPICS = (  # in the order in which a new user needs them
     "data",
@@ -37,7 +39,7 @@ def title(topic: str) -> str:
 def command(topic: str | None) -> None:
     """The manual: its topics, or the page of one.
 
-    A terminal shows a page formatted, in a pager; anything else gets its Markdown.
+    A terminal shows a page formatted, in a pager; anything else gets its text.
 
     \b
     Examples:
@@ -52,7 +54,7 @@ def command(topic: str | None) -> None:
         return
     text = (MANUAL / f"{topic}.md").read_text("utf-8")
     if not sys.stdout.isatty():
-        click.echo(text, nl=False)
+        click.echo(ESCAPED.sub(r"\1", text), nl=False)
         return
     from rich.console import Console
     from rich.markdown import Markdown

@@ -167,5 +167,6 @@ def learning_error(message: str, vocab_size: int | None) -> UserError:
     if "required_chars" in message:
         return UserError(f"{size} is too small (256 bytes and a few characters need {LEAST_VOCABULARY})")
     if "sentences_.empty()" in message or "all_chars_count" in message:
-        return UserError("the training text is too small to learn a tokenizer from")
+        hint = "give more text, or --tokenizer FILE with one that has been learnt before"
+        return UserError("the training text is too small to learn a tokenizer from", hint)
     return UserError(f"SentencePiece cannot learn a tokenizer: {message}")

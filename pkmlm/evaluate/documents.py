@@ -200,7 +200,9 @@ def documents_of_text(
             texts += read_documents(stream, separator, field)
     one = "standard input" if path == "-" else sources[0].plain_name
     if not texts:
-        raise UserError(f"{one if path == '-' else path} holds no text")
+        raise UserError(
+            f"{one if path == '-' else path} holds no text", "give another, or --split for one of the run's"
+        )
     name = one if len(sources) == 1 else f"{len(sources)} files of {path}"
     warnings: tuple[str, ...] = ()
     if usual is not None and plain and separator is None:

@@ -16,9 +16,9 @@ from pydantic import ValidationError
 
 from pkmlm.errors import UserError
 from pkmlm.recipe.constraints import check_recipe
-from pkmlm.recipe.nodes import Node, parse, parse_override, shorten, yaml_text
+from pkmlm.recipe.nodes import Node, parse, parse_override, shorten
 from pkmlm.recipe.schema import Recipe, leaves
-from pkmlm.recipe.shipped import find_recipe
+from pkmlm.recipe.shipped import find_recipe, recipe_text
 
 INTEGER = re.compile(r"[+-]?(0|[1-9][0-9]*(_[0-9]+)*)")
 NUMBER = re.compile(r"[+-]?((0|[1-9][0-9]*(_[0-9]+)*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,4})?")
@@ -76,7 +76,7 @@ def read_tree(path: Path, inheritors: tuple[str, ...] = (), named_at: str = "") 
     """
     prefix = f"{named_at}: base: " if named_at else ""
     try:
-        text = yaml_text(path)
+        text = recipe_text(path)
     except UserError as error:
         raise UserError(f"{prefix}{error.message}", error.hint, error.exit_code) from None
     whole = os.path.realpath(path)
@@ -208,7 +208,8 @@ def unknown_key(node: Node, dotted: str, siblings: list[str], section: str, root
 
 def wrong(node: Node, name: str, expected: str) -> UserError:
     """The error of a node that is not what its key expects."""
-    return UserError(f"{node.place}: {name}: found {node.shown()} (expected {expected})")
+    hint = "`pkmlm recipe keys` explains every key"
+    return UserError(f"{node.place}: {name}: found {node.shown()} (expected {expected})", hint)
 
 
 def listed(words: Sequence[str]) -> str:

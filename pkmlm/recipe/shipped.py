@@ -1,6 +1,11 @@
 """The recipes and grids that are installed with the package, by name."""
 
+import difflib
+import os
 from pathlib import Path
+
+from pkmlm.errors import UserError
+from pkmlm.recipe.nodes import yaml_text
 
 # Within an installed package; or beside it, in a checkout.
 RECIPES = next(
@@ -17,6 +22,28 @@ def find_recipe(name: str | Path) -> Path:
     path = Path(name)
     shipped = RECIPES / f"{name}.yaml"
     return shipped if not path.exists() and ".." not in path.parts and shipped.is_file() else path
+
+
+def recipe_text(path: Path) -> str:
+    """The text of a recipe or grid.
+
+    Raises:
+        UserError: see `yaml_text`; where there is no such file, with those of similar names.
+    """
+    try:
+        return yaml_text(path)
+    except UserError as error:
+        if os.path.lexists(path):
+            raise
+        message = error.message
+    files = path.parent.glob("*.yaml") if os.path.isdir(path.parent) else ()
+    beside = {file.stem: str(file) for file in files}
+    known = dict(zip(shipped_names(), shipped_names(), strict=True)) | beside
+    near = [known[name] for name in difflib.get_close_matches(path.stem, known)]
+    near += difflib.get_close_matches(str(path), known)
+    meant = f"did you mean {' or '.join(dict.fromkeys(near))}?"
+    hint = meant if near else "`pkmlm recipe list` lists those that come along"
+    raise UserError(message, hint)
 
 
 def shipped_names() -> list[str]:

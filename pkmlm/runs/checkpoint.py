@@ -39,7 +39,7 @@ from pkmlm.runs.files import (
     write_json,
     writing_folder,
 )
-from pkmlm.runs.results import CHECKPOINT_DAMAGED, CHECKPOINT_VERSION, STATE, read_checkpoint_manifest, read_state
+from pkmlm.runs.results import CHECKPOINT_VERSION, STATE, damaged_hint, read_checkpoint_manifest, read_state
 
 WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
 FILES = (WEIGHTS, OPTIMIZER, STATE)
@@ -245,7 +245,7 @@ def verify(path: Path, *, optimizer: bool = True) -> None:
         Damaged: (exit code 1) a file is missing, or is not what was written.
         UserError: (1) a file cannot be read, which proves nothing; (2) the checkpoint is of another version.
     """
-    files, hint = read_checkpoint_manifest(path), CHECKPOINT_DAMAGED
+    files, hint = read_checkpoint_manifest(path), damaged_hint(path)
     if files.keys() != set(file_names(max(1, (len(files) - len(FILES)) // 2))):
         raise Damaged(f"{path / MANIFEST} is damaged: its files are {str(list(files))[:60]}", hint, exit_code=1)
     names = [name for name in files if optimizer or not name.startswith(Path(OPTIMIZER).stem)]

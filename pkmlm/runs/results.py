@@ -55,7 +55,6 @@ EVAL, USAGE = "eval", "usage"  # folders of a run
 STATE = "state.json"
 STEPS = "steps.json"
 CHECKPOINT_VERSION = 1
-CHECKPOINT_DAMAGED = "the checkpoint is damaged: `pkmlm train` goes back to the one before it"
 NAME_BYTES = 100  # of the name of a text or of tasks
 DIGEST = "digest"  # in a file of results: of all else in it
 ARRAYS = "arrays"  # in a usage report: the sha256 of its .npz file
@@ -369,6 +368,13 @@ def drift_state_file(folder: Path, step: int | str) -> Path:
 # Reading and writing.
 
 
+def damaged_hint(folder: Path) -> str:
+    """What to do about a damaged checkpoint: whether there is one before it that may be whole."""
+    if any(other.name < folder.name for other in folder.parent.glob("step-*")):
+        return "the checkpoint is damaged: `pkmlm train` goes back to the one before it"
+    return "the checkpoint is damaged, and none is before it: copy the run's folder again, or train it anew"
+
+
 def read_checkpoint_manifest(folder: Path) -> dict[str, ManifestEntry]:
     """What a checkpoint's manifest says of its files.
 
@@ -377,11 +383,11 @@ def read_checkpoint_manifest(folder: Path) -> dict[str, ManifestEntry]:
         UserError: (1) it cannot be read; (2) the checkpoint is of another version.
     """
     manifest: CheckpointManifest = read_manifest(
-        folder, "checkpoint", CHECKPOINT_VERSION, CHECKPOINT_DAMAGED, schema=CheckpointManifest
+        folder, "checkpoint", CHECKPOINT_VERSION, damaged_hint(folder), schema=CheckpointManifest
     )
     if folder.name != f"step-{manifest['step']:08d}":
         what = f"{folder / MANIFEST} is that of step {str(manifest['step'])[:20]}"
-        raise Damaged(what, CHECKPOINT_DAMAGED, exit_code=1)
+        raise Damaged(what, damaged_hint(folder), exit_code=1)
     return manifest["files"]
 
 
@@ -394,10 +400,10 @@ def read_state(folder: Path) -> CheckpointState:
     """
     files = read_checkpoint_manifest(folder)
     if STATE not in files:
-        raise Damaged(f"{folder / MANIFEST} does not know {STATE}", CHECKPOINT_DAMAGED, exit_code=1)
-    check_files(folder, files, [STATE], CHECKPOINT_DAMAGED)
+        raise Damaged(f"{folder / MANIFEST} does not know {STATE}", damaged_hint(folder), exit_code=1)
+    check_files(folder, files, [STATE], damaged_hint(folder))
     path, what = folder / STATE, "the checkpoint's state"
-    state: CheckpointState = read_json(path, what, CHECKPOINT_DAMAGED, exit_code=1, schema=CheckpointState)
+    state: CheckpointState = read_json(path, what, damaged_hint(folder), exit_code=1, schema=CheckpointState)
     return state
 
 

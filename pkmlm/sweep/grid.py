@@ -18,8 +18,9 @@ from pydantic.dataclasses import dataclass
 from pkmlm.analysis.equal import Over
 from pkmlm.errors import UserError
 from pkmlm.recipe.load import bind, listed, merge, wrong
-from pkmlm.recipe.nodes import Node, parse, yaml_text
+from pkmlm.recipe.nodes import Node, parse
 from pkmlm.recipe.schema import quoted_text
+from pkmlm.recipe.shipped import recipe_text
 from pkmlm.sweep.measures import MEASURES
 
 STRICT = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True)
@@ -172,7 +173,7 @@ def read_grid(path: Path, scale: str | None = None) -> tuple[Grid, str | None]:
     Raises:
         UserError: the file is no grid; names the file and the line.
     """
-    tree = parse(yaml_text(path), str(path))
+    tree = parse(recipe_text(path), str(path))
     if not isinstance(tree.value, dict):
         raise UserError(f"{tree.place}: found {tree.shown()} (expected keys such as base: and axes:)")
     scales = tree.value.get("scales", Node({}, tree.place))

@@ -135,3 +135,6 @@ def test_recipes_that_come_along_are_found_by_name():
     Path("demo").write_text("name: mine")
     assert "name: mine" in pkmlm("recipe", "show", "demo").stdout
     assert "nowhere" in pkmlm("recipe", "show", "nowhere", code=2).stderr
+    Path("mine.yaml").write_text("name: mine")
+    for misspelt, meant in (("pkm/cp", "pkm/cpu"), ("demo.yml", "demo"), ("mime.yaml", "mine.yaml")):
+        assert re.search(rf"hint: did you mean .*\b{meant}\b", pkmlm("recipe", "show", misspelt, code=2).stderr)

@@ -121,6 +121,18 @@ def test_damage_is_named(run, name, damage):
         checkpoint.load(run.checkpoint(30), *state_of(run))
 
 
+def test_training_goes_back_only_where_there_is_an_earlier_checkpoint(run):
+    for step in run.steps():
+        (run.checkpoint(step) / "weights.safetensors").write_bytes(b"")
+    hints = []
+    for step in run.steps():
+        with pytest.raises(Damaged) as told:
+            verify(run.checkpoint(step))
+        hints.append("goes back" in told.value.hint)
+    assert hints == [False, *[True] * (len(hints) - 1)]
+    assert len(hints) > 1
+
+
 def test_a_checkpoint_of_another_version_is_not_taken_for_damaged(run):
     write_json(run.checkpoint(30) / "manifest.json", {"version": 7, "files": {}})
     with pytest.raises(UserError, match="version 7") as told:
