@@ -391,32 +391,34 @@ def over_tokens(
     lines = {name: [token_lines(*seed) for seed in seeds] for name, seeds in runs.items()}
     if all(len(seed["loss"]) < 2 for name in branches for seed in lines[name]):
         return None
-    drawn: list[tuple[str, Mapping[str, Any], Mapping[str, NDArray[np.float64]]]] = []
+    twins = [seed["loss"] for seed in lines.get(dense or "", ())]
+    shorter: dict[float, list[NDArray[np.float64]]] = {}  # branches of the dense run, by their length
+    for twin in (seed["loss"] for end in branches.get(dense or "", ()) for seed in lines[end]):
+        if len(twin):
+            shorter.setdefault(twin[-1, 0], []).append(twin)
+    drawn: list[tuple[dict[str, Any], dict[str, NDArray[np.float64]]]] = []
     for number, (name, ends) in enumerate(branches.items()):
         style = line_style(number)
-        for seed in lines[name]:
-            curves = [twin["loss"] for twin in lines.get(dense or "", [])]
-            one = {"marker": "o"} if len(seed["loss"]) == 1 else {}
-            drawn.append((name, style | one, seed | {"lead": lead(seed["loss"], curves)}))
-        for branch in [branch for end in ends for branch in lines[end]]:
-            twins = [twin["loss"] for end in branches.get(dense or "", []) for twin in lines[end]]
-            alike = [twin for twin in twins if len(branch["loss"]) and twin[-1:, 0] == branch["loss"][-1, 0]]
-            found = branch | {"lead": lead(branch["loss"], alike)}
-            mark = {"color": style["color"], "linestyle": "none", "marker": "D", "markersize": 4}
-            drawn.append(("", mark, {panel: points[-1:] for panel, points in found.items()}))
-    panels = [panel for panel in OVER_TOKENS if any(len(found[panel]) for _, _, found in drawn)]
+        for index, seed in enumerate(lines[name]):
+            shown = {"label": None if index else label(name), "marker": "o" if len(seed["loss"]) == 1 else None}
+            drawn.append((style | shown, seed | {"lead": lead(seed["loss"], [] if name == dense else twins)}))
+        mark = {"color": style["color"], "linestyle": "none", "marker": "D", "markersize": 4}
+        for seed in (seed for end in ends for seed in lines[end] if len(seed["loss"])):
+            alike = [] if name == dense else shorter.get(seed["loss"][-1, 0], [])
+            whole = seed | {"lead": lead(seed["loss"], alike)}
+            drawn.append((mark, {panel: line[-1:] for panel, line in whole.items()}))
+    panels = [panel for panel in OVER_TOKENS if any(len(found[panel]) for _, found in drawn)]
     columns = min(len(panels), 2 if (look.width or WIDTH) >= WIDTH * 0.8 else 1)
     rows = -(-len(panels) // columns)
     figure = look.figure("Over tokens, of memories the mean over layers", height=rows * (0.33 if columns > 1 else 0.45))
     for place, panel in enumerate(panels, start=1):
         axes = figure.add_subplot(rows, columns, place, sharex=figure.axes[0] if place > 1 else None)
-        for name, style, found in drawn:
-            if panel == "lead" and name == dense:
-                axes.axhline(0, **style)
-            elif len(found[panel]):
+        if panel == "lead":
+            axes.axhline(0, **line_style(list(branches).index(dense or "")))
+        for style, found in drawn:
+            if len(found[panel]):
                 x, y = found[panel].T
-                shown = label(name) if name and not any(line.get_label() == label(name) for line in axes.lines) else ""
-                axes.plot(x, np.exp(y) if panel == "loss" else y, **style, label=shown or None)
+                axes.plot(x, np.exp(y) if panel == "loss" else y, **style)
         axes.grid(True)
         axes.set(xscale="log", ylabel=OVER_TOKENS[panel], xlabel="tokens" if place > len(panels) - columns else "")
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))

@@ -210,14 +210,17 @@ def test_over_tokens() -> None:
     ]
     assert perplexity.lines[3].get_ydata() == pytest.approx([np.exp(2.0)])
     assert perplexity.lines[3].get_color() == perplexity.lines[2].get_color() != perplexity.lines[0].get_color()
-    _, dense_end, curve, end = lead.lines
-    assert dense_end.get_ydata().tolist() == [0]
+    zero, curve, end = lead.lines
+    assert zero.get_color() == perplexity.lines[0].get_color() != curve.get_color()
     assert curve.get_xdata().tolist() == [100, 200, 300], "where the dense run was, too"
     assert curve.get_ydata() == pytest.approx([100 * (1 - np.exp(-less)) for less in (1.0, 0.5, 1.0)])
     assert end.get_ydata() == pytest.approx([100 * (1 - np.exp(-1.5))])
     assert usage.lines[2].get_ydata() == pytest.approx([10, 20, 30, 40])
     assert dead.lines[2].get_ydata() == pytest.approx([100 * 2 / 16])
     assert {axes.get_xscale() for axes in figure.axes} == {"log"}
+    only = plots.over_tokens({"dense": curves["dense"]}, {"dense": []}, "dense", LOOK)
+    assert only is not None
+    assert "lead" not in " ".join(axes.get_ylabel() for axes in only.axes)
     alone = plots.over_tokens({"one": [(1, [valid(1)])]}, {"one": []}, None, LOOK)
     assert alone is None, "one validation is not over tokens"
 
