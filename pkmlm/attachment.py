@@ -5,6 +5,7 @@ What is attached, and where, is in `model.attached`; its folder in `export.attac
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -249,7 +250,6 @@ class Attachment:
         for parameter in self._frozen:
             parameter.requires_grad_(True)
 
-    @torch.no_grad()
     def usage(self, batches: Iterable[Tensor | Mapping[str, Any]]) -> list[MemoryUsage]:
         """What the memories read, an entry a layer and one of a shared table: `.as_json()` has usage, KL and others.
 
@@ -260,11 +260,10 @@ class Attachment:
         Raises:
             UserError: a memory reads with weights that are not finite.
         """
-        with UsageCounters(self.module) as counters:
+        with evaluating(self.model), UsageCounters(self.module) as counters:
             self._read(batches, counters)
         return counters.memories()
 
-    @torch.no_grad()
     def slots(
         self,
         batches: Iterable[Tensor | Mapping[str, Any]],
@@ -288,8 +287,11 @@ class Attachment:
                 state.
         """
         memory = find_memory(self.module, None if layer is None else str(layer))
-        with UsageCounters(self.module, [memory.tap]) as counters, TopContexts(self.module, taps=[memory.tap]) as tops:
-            rows = self._read(batches, counters, tops)
+        counters, tops = UsageCounters(self.module, [memory.tap]), TopContexts(self.module, taps=[memory.tap])
+        with evaluating(self.model):
+            with counters, tops:
+                rows = self._read(batches, counters, tops)
+            host = Hosted(self.model)
         usage, (positions,) = counters.memories()[0], tops.positions()
         ends = list(accumulate(map(len, rows)))
 
@@ -303,7 +305,7 @@ class Attachment:
             return Context(position, number, at, weight, *texts, *beside)
 
         chosen = most_read(usage, top)
-        lens = LogitLens(Hosted(self.model), Vocabulary(vocabulary_of(self.model), decode), memory)
+        lens = LogitLens(host, Vocabulary(vocabulary_of(self.model), decode), memory)
         details = []
         for slot, words in zip(chosen, lens.words(chosen), strict=True):
             at = positions.positions_Kc[slot].tolist(), positions.weights_Kc[slot].tolist()
@@ -312,21 +314,29 @@ class Attachment:
         return details
 
     def _read(self, batches: Iterable[Tensor | Mapping[str, Any]], *listeners: ReadListener) -> list[list[int]]:
-        """Run the model in evaluation mode; returns the ids of each row, without padding, which nobody hears of."""
-        training, rows = self.model.training, []
-        self.model.eval()
-        try:
-            for batch in batches:
-                inputs = batch if isinstance(batch, Mapping) else {"input_ids": batch}
-                mask = inputs.get("attention_mask")
-                mask = torch.ones_like(inputs["input_ids"]) if mask is None else mask
-                for listener in listeners:
-                    listener.only(mask.bool().flatten())
-                self.model(**inputs)
-                rows += [ids[seen].tolist() for ids, seen in zip(inputs["input_ids"], mask.bool(), strict=True)]
-        finally:
-            self.model.train(training)
+        """Run the model; returns the ids of each row, without padding, of which no listener hears."""
+        rows = []
+        for batch in batches:
+            inputs = batch if isinstance(batch, Mapping) else {"input_ids": batch}
+            mask = inputs.get("attention_mask")
+            mask = torch.ones_like(inputs["input_ids"]) if mask is None else mask
+            for listener in listeners:
+                listener.only(mask.bool().flatten())
+            self.model(**inputs)
+            rows += [ids[seen].tolist() for ids, seen in zip(inputs["input_ids"], mask.bool(), strict=True)]
         return rows
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """A model in evaluation mode, without gradients, while the `with` block runs."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
 
 
 class Vocabulary(NamedTuple):

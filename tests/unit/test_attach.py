@@ -345,6 +345,11 @@ def test_the_strongest_slots_and_the_tokens_that_read_them(memory):
     assert [each["slot"] for each in attachment.slots(batches, str, layer=1, top=3)] != found[:3]
     with pytest.raises(UserError, match="no memory there"):
         attachment.slots(batches, str, layer=3)
+    model = base("gpt2").train()
+    model.transformer.drop.p = 0.5  # of no effect on what is measured
+    attachment = grown(pkmlm.attach(model, MEMORIES[memory], layers=[1]))
+    assert attachment.slots([IDS], str) == attachment.slots([IDS], str)
+    assert model.training
 
 
 def test_only_what_is_attached_is_saved(tmp_path):
