@@ -3,21 +3,27 @@
 What is attached, and where, is in `model.attached`; its folder in `export.attached`. Here is what trains it.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pkmlm.analysis.counters import UsageCounters
+from pkmlm.analysis.counters import ReadListener, UsageCounters
+from pkmlm.analysis.slot_contexts import AFTER, BEFORE, Context, TopContexts
+from pkmlm.analysis.slots import LogitLens, SlotDetails, find_memory, most_read
 from pkmlm.analysis.usage import MemoryUsage
 from pkmlm.data.canonical import host_canonical_ids
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.distributed import current_world
 from pkmlm.errors import UserError
+from pkmlm.evaluate.attached import Hosted
 from pkmlm.export.attached import check_base, read_facts, read_weights, write_attached
 from pkmlm.model.attached import (
     DENSE,
@@ -244,7 +250,6 @@ class Attachment:
         for parameter in self._frozen:
             parameter.requires_grad_(True)
 
-    @torch.no_grad()
     def usage(self, batches: Iterable[Tensor | Mapping[str, Any]]) -> list[MemoryUsage]:
         """What the memories read, an entry a layer and one of a shared table: `.as_json()` has usage, KL and others.
 
@@ -255,19 +260,93 @@ class Attachment:
         Raises:
             UserError: a memory reads with weights that are not finite.
         """
-        training = self.model.training
-        self.model.eval()
-        try:
-            with UsageCounters(self.module) as counters:
-                for batch in batches:
-                    inputs = batch if isinstance(batch, Mapping) else {"input_ids": batch}
-                    mask = inputs.get("attention_mask")
-                    mask = torch.ones_like(inputs["input_ids"]) if mask is None else mask
-                    counters.only(mask.bool().flatten())
-                    self.model(**inputs)
-        finally:
-            self.model.train(training)
+        with evaluating(self.model), UsageCounters(self.module) as counters:
+            self._read(batches, counters)
         return counters.memories()
+
+    def slots(
+        self,
+        batches: Iterable[Tensor | Mapping[str, Any]],
+        decode: Callable[[list[int]], str],
+        *,
+        layer: int | None = None,
+        top: int = 20,
+    ) -> list[dict[str, Any]]:
+        """The slots of a memory that have most mass on a text, strongest first: what their values say, and the texts
+        around the tokens that give them most weight, as the `slots` of `pkmlm slots --json`. A row of a batch is a
+        document.
+
+        Args:
+            batches: as for `usage`.
+            decode: makes text of ids, as the `decode` of a tokenizer of transformers.
+            layer: of the memory; None: the last one that has one.
+            top: how many slots.
+
+        Raises:
+            UserError: there is no memory, or the model's logits are more than its output embedding of the last hidden
+                state.
+        """
+        memory = find_memory(self.module, None if layer is None else str(layer))
+        counters, tops = UsageCounters(self.module, [memory.tap]), TopContexts(self.module, taps=[memory.tap])
+        with evaluating(self.model):
+            with counters, tops:
+                rows = self._read(batches, counters, tops)
+            host = Hosted(self.model)
+        usage, (positions,) = counters.memories()[0], tops.positions()
+        ends = list(accumulate(map(len, rows)))
+
+        def context(position: int, weight: float) -> Context:
+            number = bisect_right(ends, position)
+            ids = rows[number]
+            at = position - ends[number] + len(ids)
+            before = ids[max(0, at - BEFORE) : at]
+            texts = [decode(each) for each in (before, ids[at : at + 1], ids[at + 1 : at + 1 + AFTER])]
+            beside = [decode(each) for each in (before[-1:], ids[at + 1 : at + 2])]
+            return Context(position, number, at, weight, *texts, *beside)
+
+        chosen = most_read(usage, top)
+        lens = LogitLens(host, Vocabulary(vocabulary_of(self.model), decode), memory)
+        details = []
+        for slot, words in zip(chosen, lens.words(chosen), strict=True):
+            at = positions.positions_Kc[slot].tolist(), positions.weights_Kc[slot].tolist()
+            contexts = [context(*each) for each in zip(*at, strict=True) if each[0] >= 0]
+            details.append(SlotDetails.of(memory.tap, usage, slot, *words, contexts).as_json())
+        return details
+
+    def _read(self, batches: Iterable[Tensor | Mapping[str, Any]], *listeners: ReadListener) -> list[list[int]]:
+        """Run the model; returns the ids of each row, without padding, of which no listener hears."""
+        rows = []
+        for batch in batches:
+            inputs = batch if isinstance(batch, Mapping) else {"input_ids": batch}
+            mask = inputs.get("attention_mask")
+            mask = torch.ones_like(inputs["input_ids"]) if mask is None else mask
+            for listener in listeners:
+                listener.only(mask.bool().flatten())
+            self.model(**inputs)
+            rows += [ids[seen].tolist() for ids, seen in zip(inputs["input_ids"], mask.bool(), strict=True)]
+        return rows
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """A model in evaluation mode, without gradients, while the `with` block runs."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
+class Vocabulary(NamedTuple):
+    """Ids, and what makes text of several."""
+
+    size: int
+    decode: Callable[[list[int]], str]
+
+    def piece(self, token: int) -> str:
+        return self.decode([token])
 
 
 class RowAdamW(torch.optim.AdamW):

@@ -9,12 +9,12 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from pkmlm.analysis.counters import ReadListener, UsageCounters
 from pkmlm.analysis.ngrams import NGrams, collisions, in_row, ngram_text
@@ -46,7 +46,7 @@ MOST_DESCRIBED = 10_000  # slots of one report: dealing their contexts at random
 MOST_KEPT = 1 << 28  # contexts of all slots of a memory together, 12 bytes each: 3 GB
 
 
-def find_memory(model: Transformer, layer: str | None) -> SparseMemory:
+def find_memory(model: nn.Module, layer: str | None) -> SparseMemory:
     """The memory that "3" (the last one of layer 3), "3:ffn1" or None (the model's last one) names.
 
     Raises:
@@ -112,6 +112,16 @@ class Word(NamedTuple):
     logit: float
 
 
+class Pieces(Protocol):
+    """What is asked of a tokenizer: the number of its ids, and the text of one."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def piece(self) -> Callable[[int], str]: ...
+
+
 class LogitLens:
     """What the values of a memory say through the model's output head.
 
@@ -122,17 +132,18 @@ class LogitLens:
     it; a gate, whose answer depends on the token that reads, is left out as well.
 
     Args:
-        run: whose model and tokenizer speak.
+        model: whose head speaks.
+        pieces: of its tokenizer.
         memory: of that model.
 
     Attributes:
         applies: whether the values are added to the residual stream; those of a hash layer's qkv and ffn1 are not.
     """
 
-    def __init__(self, run: LoadedRun, memory: SparseMemory):
-        self.model, self.tokenizer = run.model, run.tokenizer
+    def __init__(self, model: Transformer, pieces: Pieces, memory: SparseMemory):
+        self.model, self.pieces, self.memory = model, pieces, memory
         self.applies = memory.tap.residual
-        self.memory, self.device = memory, run.device
+        self.device = next(model.parameters()).device
 
     @torch.no_grad()
     def logits(self, slots_S: Tensor) -> Tensor:
@@ -140,7 +151,7 @@ class LogitLens:
         v_SD = self.memory.sign * self.memory.answer(slots_S)
         v_SD = v_SD - v_SD.mean(dim=1, keepdim=True)
         v_SD = v_SD / v_SD.square().mean(dim=1, keepdim=True).sqrt().clamp(min=1e-12)
-        logits_SV = self.model.head(v_SD * self.model.norm.weight)[:, : self.tokenizer.size]
+        logits_SV = self.model.head(v_SD * self.model.norm.weight)[:, : self.pieces.size]
         return logits_SV - logits_SV.mean(dim=1, keepdim=True)
 
     def top_tokens(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -157,7 +168,7 @@ class LogitLens:
             for sign in (1, -1):
                 top = (sign * logits_SV).topk(min(most, logits_SV.shape[1]))
                 rows = zip(top.indices.tolist(), (sign * top.values).tolist(), strict=True)
-                sides.append([[Word(self.tokenizer.piece(t), x) for t, x in zip(*row, strict=True)] for row in rows])
+                sides.append([[Word(self.pieces.piece(t), x) for t, x in zip(*row, strict=True)] for row in rows])
             found += list(zip(*sides, strict=True))
         return found
 
@@ -308,7 +319,7 @@ def slot_details(
 
     found = []
     for index, slots in zip(indexes, chosen, strict=True):
-        lens = LogitLens(run, index.memory)
+        lens = LogitLens(run.model, run.tokenizer, index.memory)
         words = lens.words(slots) if lens.applies else [(None, None)] * len(slots)
         details = []
         for slot, (raises, lowers) in zip(slots, words, strict=True):
@@ -367,7 +378,7 @@ def page_slots(run: LoadedRun, indexes: Sequence[SlotIndex], documents: Document
     details = slot_details(run, indexes, [most_read(index.usage, each) for index in indexes], documents)
     found = []
     for index, slots in zip(indexes, details, strict=True):
-        lens, first_K, tokens = LogitLens(run, index.memory), None, []
+        lens, first_K, tokens = LogitLens(run.model, run.tokenizer, index.memory), None, []
         if lens.applies:
             read = np.flatnonzero(index.usage.counts_S)
             first_K = np.full(index.usage.slots, -1)
@@ -455,7 +466,7 @@ def report_prompt(run: LoadedRun, memory: SparseMemory, prompt: str, top: int) -
         for start in range(0, len(stream), run.model.context):
             window = stream[start : start + run.model.context]
             run.model.hidden(torch.tensor([window], device=run.device))
-    lens = LogitLens(run, memory)
+    lens = LogitLens(run.model, run.tokenizer, memory)
     distinct = sorted({slot for _, pairs in reads for slot, _ in pairs})
     words = lens.words(distinct) if lens.applies else []
     raised = {slot: [word._asdict() for word in raises] for slot, (raises, _) in zip(distinct, words, strict=False)}

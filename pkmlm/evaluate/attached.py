@@ -21,7 +21,7 @@ from pkmlm.errors import UserError
 from pkmlm.export.attached import Facts, check_base, read_facts, read_weights
 from pkmlm.export.config import CONFIG, MODEL_TYPE
 from pkmlm.export.folder import verify
-from pkmlm.model.attached import DENSE, NAME, NGRAM, Place, find_blocks, insert, ngram_spec, text_config
+from pkmlm.model.attached import DENSE, NAME, NGRAM, find_blocks, insert, ngram_spec, text_config
 from pkmlm.model.attention import AttentionLayout, KVCache
 from pkmlm.model.memory.base import SparseMemory
 from pkmlm.model.transformer import Transformer
@@ -36,7 +36,7 @@ class Hosted(Transformer):
     """A causal model of transformers, its hidden states and its head apart.
 
     Args:
-        host: the model.
+        host: the model, perhaps with a memory attached.
 
     Attributes:
         embedding, blocks, norm: the host's.
@@ -55,7 +55,11 @@ class Hosted(Transformer):
         parts = next(list(each.children()) for each in host.modules() if blocks in list(each.children()))
         after = parts[parts.index(blocks) + 1 :]
         norm = next((each for each in after if getattr(each, "weight", None) is not None), None)
-        ngram_ids = getattr(getattr(host, NAME, None), "ngram_ids", None)
+        attached = getattr(host, NAME, None)
+        ngram_ids = getattr(attached, "ngram_ids", None)
+        for place in () if attached is None else attached.places.values():
+            if place.gate is not None and isinstance(place.layer, SparseMemory):
+                place.layer.sign = copysign(1.0, place.gate.item())
         # Plain attributes: as modules of this one, too, they would be stored twice.
         self.__dict__.update(embedding=host.get_input_embeddings(), blocks=blocks, norm=norm, ngram_ids=ngram_ids)
         named = inspect.signature(type(host).forward).parameters
@@ -123,10 +127,6 @@ def open_attached(path: Path, base: Path | None, device: torch.device) -> Opened
     host.to(device)
     attached, _ = insert(host, facts["kind"], facts["arguments"], facts["layers"], facts["mode"])
     read_weights(path, facts, attached)
-    for place in attached.places.values():
-        assert isinstance(place, Place)
-        if place.gate is not None and isinstance(place.layer, SparseMemory):
-            place.layer.sign = copysign(1.0, place.gate.item())
     host.eval()
     model = Hosted(host)
     config, tokenizer = text_config(host), Tokenizer.load(tokenizer_file(base))

@@ -85,6 +85,8 @@ class RunDirectory:
         if not run.recipe_file.is_file():
             if (run.path / "config.json").is_file():
                 raise UserError(f"{path} is an export (expected a run)", "give the run it was exported from")
+            if (run.path / "attached.json").is_file():
+                raise UserError(f"{path} is attached to a model (expected a run)", "`pkmlm help attach`: what takes it")
             what = "is not a run directory (no recipe.yaml in it)" if run.path.exists() else "does not exist"
             raise UserError(f"run {path} {what}", "give a folder that `pkmlm train -o` wrote")
         return run

@@ -147,6 +147,8 @@ def test_a_wrong_base_is_refused(base, attached, trained, tmp_path, novels):
     text = ["--text", novels / "test.txt"]
     assert "attached to" in pkmlm("eval", base, "--base", base, *text, code=2).stderr
     assert "no folder of a model" in pkmlm("eval", attached / "new", "--base", tmp_path, *text, code=2).stderr
+    counted = ["--background", tmp_path / "background.npz"]
+    assert "attached to a model" in pkmlm("usage-report", attached / "new", *counted, code=2).stderr
     pkmlm("export", trained("product-key"), "-o", tmp_path / "other")
     said = pkmlm("eval", attached / "new", "--base", tmp_path / "other", *text, code=2).stderr
     assert "another network" in said

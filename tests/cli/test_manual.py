@@ -101,12 +101,15 @@ def test_every_command_of_the_readme_and_the_manual(folder):
 
 @pytest.mark.slow
 def test_the_page_on_attaching_does_what_it_says(tmp_path):
-    first, second = blocks(PAGES["attach"], "python")
+    first, look, second = blocks(PAGES["attach"], "python")
+    first = first.replace("attached.save", f"{look}attached.save")
     said = run_python(f"{first}another_copy = GPT2LMHeadModel(model.config)\n{second}", tmp_path).splitlines()
     assert [re.sub(r"[\d.]+%", "%", line) for line in said[:2]] == [
         f"layer {layer}: % of the slots were read" for layer in (2, 3)
     ]
-    control, memory = map(int, said[2].split())
+    slots = [line.split() for line in said[2:5]]
+    assert all(int(reads) <= 4 * 4 * 128 and re.fullmatch(r"\d+:\d+", name) for name, reads, *_ in slots)
+    control, memory = map(int, said[5].split())
     assert abs(control / memory - 1) < 0.01
     assert (tmp_path / "attached" / "manifest.json").exists()
 

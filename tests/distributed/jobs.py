@@ -413,13 +413,14 @@ def attached_to_a_model() -> None:
     import pkmlm
 
     sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
-    memory = {"kind": "product-key", "num_keys": 8, "heads": 2, "topk": 4, "key_dim": 8}
+    keys = {"kind": "product-key", "num_keys": 8, "heads": 2, "topk": 4, "key_dim": 8, "share_values": True}
+    ngrams = {"kind": "ngram", "heads": 2, "rows": 11, "row_dim": 4, "canonical": False}
     ids = torch.randint(50, (2, 4, 16), generator=torch.Generator().manual_seed(3))  # micro-batches of four texts
 
-    def trained(world: World) -> dict[str, Tensor]:
+    def trained(world: World, memory: dict[str, Any]) -> dict[str, Tensor]:
         torch.manual_seed(0)
         model = GPT2LMHeadModel(GPT2Config(vocab_size=50, bos_token_id=0, eos_token_id=0, **sizes)).eval()
-        attachment = pkmlm.attach(model, {**memory, "share_values": True}, layers=[1, 2], seed=4)
+        attachment = pkmlm.attach(model, memory, layers=[1, 2], seed=4)
         optimizer = attachment.optimizer(0.01)
         called: nn.Module = model if world.size == 1 else nn.parallel.DistributedDataParallel(model)
         own = ids.chunk(world.size, 1)[world.rank]
@@ -432,10 +433,10 @@ def attached_to_a_model() -> None:
         moments = {name: optimizer.state[parameter]["exp_avg"] for name, parameter in named}
         return moments | {f"{name}|": p.detach().clone() for name, p in attachment.module.named_parameters()}
 
-    alone = trained(World())
+    alone = [trained(World(), memory) for memory in (keys, ngrams)]
     with init_distributed() as world:
-        together = trained(world)
-        for name, tensor in together.items():
-            torch.testing.assert_close(tensor, alone[name], msg=name, atol=1e-6, rtol=1e-4)
-            every = world.all_gather(tensor[None])
-            assert (every == every[0]).all(), name
+        for memory, expected in zip((keys, ngrams), alone, strict=True):
+            for name, tensor in trained(world, memory).items():
+                torch.testing.assert_close(tensor, expected[name], msg=name, atol=1e-6, rtol=1e-4)
+                every = world.all_gather(tensor[None])
+                assert (every == every[0]).all(), name

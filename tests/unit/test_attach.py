@@ -301,6 +301,57 @@ def test_usage_counts_what_is_no_padding():
     assert len(found) == 3  # and the table that both share
 
 
+@pytest.mark.parametrize("memory", ["product-key", "ngram"])
+def test_the_strongest_slots_and_the_tokens_that_read_them(memory):
+    attachment = grown(pkmlm.attach(base(), MEMORIES[memory], layers=[1, 2]))
+    with torch.no_grad():
+        attachment.module.places["2"].gate.fill_(-0.5)
+    mask = torch.ones_like(IDS)
+    mask[1, :15] = 0
+    batches = [{"input_ids": IDS, "attention_mask": mask}, IDS[2:, :7]]
+    found = attachment.slots(batches, lambda ids: " ".join(map(str, ids)), top=5)
+    usage = attachment.usage(batches)[1]
+    masses_K = usage.masses_HK.sum(0) if memory == "product-key" else usage.masses_HK.reshape(-1)
+    assert [each["mass"] for each in found] == sorted(masses_K, reverse=True)[:5]
+    # Beside: which ids read each slot, in the order in which they stand.
+    reads = []
+    tap, rows = attachment.module.places["2"].layer.tap, [IDS[0], IDS[1, 15:], IDS[2], IDS[2, :7]]
+    hook = tap.register_forward_hook(lambda tap, inputs, out: reads.append(out))
+    for batch, seen in zip(batches, (mask.bool(), None), strict=True):
+        attachment.model(**batch) if seen is not None else attachment.model(input_ids=batch)
+        reads[-1] = [each if seen is None else each[seen.flatten()] for each in reads[-1]]
+    hook.remove()
+    slots_NHk, weights_NHk = (torch.cat(each) for each in zip(*reads, strict=True))
+    ids_N = torch.cat(rows)
+    for each in found:
+        weight_N = (weights_NHk * (slots_NHk == each["slot"])).sum((1, 2))
+        contexts = each["contexts"]
+        assert len(contexts) == min(10, int((slots_NHk == each["slot"]).any(2).any(1).sum()))
+        at = [context["position"] for context in contexts]
+        assert len(set(at)) == len(at)
+        found_c, best_c = weight_N[at], weight_N.sort(descending=True).values[: len(at)]
+        torch.testing.assert_close(found_c, best_c)
+        for context in contexts:
+            row = rows[context["document"]].tolist()
+            assert context["token"] == str(int(ids_N[context["position"]])) == str(row[context["place"]])
+            assert context["previous"] == (str(row[context["place"] - 1]) if context["place"] else "")
+            assert context["after"] == " ".join(map(str, row[context["place"] + 1 :][:6]))
+    # What a value says: by hand, with the gate's sign.
+    layer, model = attachment.module.places["2"].layer, attachment.model
+    v_D = -layer.answer(torch.tensor([found[0]["slot"]]))[0].detach()
+    v_D = (v_D - v_D.mean()) / v_D.var(correction=0).sqrt() * model.model.norm.weight.detach()
+    logits_V = v_D @ model.lm_head.weight.detach().T
+    assert found[0]["raises"][0]["token"] == str(int(logits_V.argmax()))
+    assert [each["slot"] for each in attachment.slots(batches, str, layer=1, top=3)] != found[:3]
+    with pytest.raises(UserError, match="no memory there"):
+        attachment.slots(batches, str, layer=3)
+    model = base("gpt2").train()
+    model.transformer.drop.p = 0.5  # of no effect on what is measured
+    attachment = grown(pkmlm.attach(model, MEMORIES[memory], layers=[1]))
+    assert attachment.slots([IDS], str) == attachment.slots([IDS], str)
+    assert model.training
+
+
 def test_only_what_is_attached_is_saved(tmp_path):
     attachment = grown(pkmlm.attach(base(), KEYS, layers=[2]))
     attachment.save(tmp_path / "a")
