@@ -81,13 +81,16 @@ class HostIds(NGramIds):
         """Take ids, mask and cache from what a network is called with: its forward pre-hook.
 
         Raises:
-            UserError: there are no ids, the mask is none of (B, S), or the cache has positions that were not seen here.
+            UserError: there are no ids, the mask is none of (B, S), or the cache is static or has unseen positions.
         """
         named = {**dict(zip(inspect.signature(network.forward).parameters, args, strict=False)), **options}
         ids_BT, mask = named.get("input_ids"), named.get("attention_mask")
         if ids_BT is None:
             raise UserError("n-gram memories read tokens, and there are none", "give input_ids, not inputs_embeds")
         cache = next((named[name] for name in CACHES if named.get(name) is not None), None)
+        if getattr(cache, "is_compileable", False):  # with layers that grow, its masks would be others
+            message = f"the cache is a static {type(cache).__name__} (expected one that grows)"
+            raise UserError(message, "call generate without cache_implementation: n-gram memories add to the cache")
         history = HostHistory(cache)
         seen, known = 0 if cache is None else int(cache.get_seq_length()), history.length("ids")
         if seen != known:

@@ -490,6 +490,8 @@ def test_n_grams_are_read_on_from_a_cache_and_never_guessed(name):
         model(inputs_embeds=torch.zeros(1, 3, 32))
     with pytest.raises(UserError, match="attention_mask is"):
         logits(model, attention_mask=torch.ones(3, 1, 20, 20, dtype=torch.bool))
+    with pytest.raises(UserError, match="static"):
+        model.generate(IDS[:, :8], cache_implementation="static", max_new_tokens=2, disable_compile=True)
     attachment.detach()
     model(inputs_embeds=torch.zeros(1, 3, 32))
 
