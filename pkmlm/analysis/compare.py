@@ -195,7 +195,7 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
     (nats a token), valid_token_ppl, valid_bits_per_byte (of the best validation), test_step, test_token_ppl,
     test_word_ppl, test_bits_per_byte (of the newest evaluation of the test split), tasks_step, tasks ({name: {"acc",
     ...}}, see `task_scores`), average_acc (see `average_accuracy`), usage_step, usage (memories of the newest usage
-    report of the test split). The kind is dense, hash, the kind of memory, or hash + that.
+    report of the test split). The kind is dense, hash, the kind of memory, ngram, or several of them with + between.
     """
     recorded, metrics, recipe, latest = run.facts(), run.sound_metrics(), run.recipe(), run.latest_state()
     parameters = recorded.get("parameters") or {}
@@ -207,7 +207,7 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
     tasks_step, tasks = task_scores(run.path)
     usage_step, usage = test_usage(run.path)
     scores = test.get("perplexity") or {}
-    parts = (recipe.model.projections, recipe.model.memory.kind)
+    parts = (recipe.model.projections, recipe.model.memory.kind, "ngram" if recipe.model.ngram.layers else "none")
     return {
         "run": label,
         "kind": " + ".join(part for part in parts if part not in ("dense", "none")) or "dense",
