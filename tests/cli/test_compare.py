@@ -151,7 +151,7 @@ def test_results_of_an_earlier_step_say_so(run: Path) -> None:
 
 
 def test_a_model_with_an_ngram_memory_is_no_dense_one(tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text("model: {memory: {kind: peer}, ngram: {layers: [1]}}\n")
+    (tmp_path / "recipe.yaml").write_text("model: {memory: {kind: peer, layers: 2}, ngram: {layers: [1]}}\n")
     assert facts(tmp_path)[0]["kind"] == "peer + ngram"
     (tmp_path / "recipe.yaml").write_text("model: {ngram: {layers: [1]}}\n")
     assert facts(tmp_path)[0]["kind"] == "ngram"
