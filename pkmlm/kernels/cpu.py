@@ -6,7 +6,8 @@ Rows lie at random: eight are in flight at a time, which is twice as fast as one
 
 `top_k` and `product_top_k` are exact. A row is searched in three passes that a compiler turns into vector
 instructions: the maxima of strided lanes; the k-th largest of these, a bound that at least k scores reach; and the rank
-of each of the few scores that reach it, by counting those above it. Scores are compared as integers in the order of the
+of each of the few scores that reach it, by counting those above it. Where the processor has AVX-512, one instruction
+packs those of a vector that reach it. Scores are compared as integers in the order of the
 floats, with NaN above all.
 
 Rows in 8 or 4 bits are read as codes; those of 4 bits are unpacked, a token's at a time. Scales go into the weights.
