@@ -38,7 +38,7 @@ class _SummedLoss(torch.autograd.Function):
         read_VD = weight_VD.to(dtype)
         total = at_least_fp32(h_ND.new_zeros(()))
         h_grad = torch.empty_like(h_ND) if ctx.needs_input_grad[0] else None
-        weight_grad = torch.zeros_like(weight_VD) if ctx.needs_input_grad[1] else None
+        weight_grad = None
         size = tokens_of_chunk(h_ND.device.type, len(weight_VD))
         for start in range(0, len(h_ND), size):
             chunk = slice(start, start + size)
@@ -48,9 +48,10 @@ class _SummedLoss(torch.autograd.Function):
             slope_CV = slope_CV.to(dtype)
             if h_grad is not None:
                 h_grad[chunk] = matmul_nt(slope_CV, read_VD.t())
-            if weight_grad is not None:
-                weight_grad += matmul_tn(slope_CV, h_CD)
-        ctx.save_for_backward(h_grad, weight_grad)
+            if ctx.needs_input_grad[1]:  # summed as the products lie: a sum of two layouts takes several times as long
+                product_VD = matmul_tn(slope_CV, h_CD)
+                weight_grad = product_VD.to(weight_VD.dtype) if weight_grad is None else weight_grad.add_(product_VD)
+        ctx.save_for_backward(h_grad, None if weight_grad is None else weight_grad.contiguous())
         return total
 
     @staticmethod
