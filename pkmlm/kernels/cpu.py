@@ -31,7 +31,7 @@ import torch
 from llvmlite import binding, ir
 from numba import njit, types
 from numba.core.caching import FunctionCache, IndexDataCacheFile
-from numba.core.cgutils import get_or_insert_function
+from numba.core.cgutils import alloca_once_value, for_range, get_or_insert_function
 from numba.extending import intrinsic
 from torch import Tensor
 
@@ -182,7 +182,8 @@ def quantized_row_products(table: Quantized, x_ND: Tensor, slots_Nr: Tensor) -> 
 
 def sort_reads(slots_Nr: Tensor, weights_Nr: Tensor, rows: int, *, every_row: bool = False) -> Segments:
     """`reference.sort_reads`."""
-    order_M = np.arange(slots_Nr.numel(), dtype=np.int32 if slots_Nr.numel() < 1 << 31 else np.int64)
+    numbers = np.int32 if max(slots_Nr.numel(), rows) < 1 << 31 else np.int64
+    order_M = np.arange(slots_Nr.numel(), dtype=numbers)
     segments = Segments(*map(torch.from_numpy, _sort(_array(slots_Nr), _array(weights_Nr), rows, order_M)))
     return segments.every_row(rows) if every_row else segments
 
@@ -356,7 +357,7 @@ def _sort(slots_Nr: Any, weights_Nr: Any, rows: int, order_M: Any) -> Any:
     """A stable radix sort, lowest digits first, in passes of as many bits each.
 
     Args:
-        order_M: 0, 1, ...; int32 where the reads' numbers fit, of which more stay in the caches.
+        order_M: 0, 1, ...; int32 where these and the rows' numbers fit, of which more stay in the caches.
     """
     slots_M, weights_M, reads = slots_Nr.ravel(), weights_Nr.ravel(), slots_Nr.shape[1]
     size = len(slots_M)
@@ -367,6 +368,7 @@ def _sort(slots_Nr: Any, weights_Nr: Any, rows: int, order_M: Any) -> Any:
     width = (bits + passes - 1) // passes
     digits = 1 << width
     other_M = np.empty_like(order_M)
+    row_M, token_M, weight_M = np.empty_like(order_M), np.empty(size, np.int64), np.empty(size, weights_M.dtype)
     for shift in range(0, passes * width, width):
         place_d = np.zeros(digits + 1, np.int64)
         for m in range(size):
@@ -374,22 +376,23 @@ def _sort(slots_Nr: Any, weights_Nr: Any, rows: int, order_M: Any) -> Any:
         for digit in range(digits):
             place_d[digit + 1] += place_d[digit]
         for read in order_M:
-            low = (slots_M[read] >> shift) & (digits - 1)
-            other_M[place_d[low]] = read
+            row = slots_M[read]
+            low = (row >> shift) & (digits - 1)
+            place = place_d[low]
             place_d[low] += 1
+            if shift < (passes - 1) * width:
+                other_M[place] = read
+            else:  # at once what is wanted of the reads, which are looked up in the order of the pass before
+                # Below 2^53 this is read // reads; a division of integers takes several times as long.
+                row_M[place], token_M[place], weight_M[place] = row, np.int64(read / reads), weights_M[read]
         order_M, other_M = other_M, order_M
     touched = 0
     most = min(size, rows)
     rows_U, start_S = np.empty(most, np.int64), np.empty(most + 1, np.int64)
-    token_M, weight_M = np.empty(size, np.int64), np.empty(size, weights_M.dtype)
     for m in range(size):
-        read = order_M[m]
-        row = slots_M[read]
-        if touched == 0 or row != rows_U[touched - 1]:
-            rows_U[touched], start_S[touched] = row, m
+        if touched == 0 or row_M[m] != rows_U[touched - 1]:
+            rows_U[touched], start_S[touched] = row_M[m], m
             touched += 1
-        # Below 2^53 this is read // reads; a division of integers takes several times as long.
-        token_M[m], weight_M[m] = np.int64(read / reads), weights_M[read]
     start_S[touched] = size
     return rows_U[:touched].copy(), start_S[: touched + 1].copy(), token_M, weight_M
 
@@ -492,21 +495,70 @@ def _ordered(bits: Any) -> Any:
 @compiled
 def _scratch(n: int, k: int) -> Any:
     """Room for `_best` on rows of up to n scores."""
-    lanes = max(64, (2 * k + VECTOR - 1) // VECTOR * VECTOR)
+    lanes = max(32, (2 * k + VECTOR - 1) // VECTOR * VECTOR)
     room = max(n, lanes) + VECTOR
-    found_m, column_m, above_m = np.empty(room, np.int32), np.empty(room, np.int32), np.empty(room, np.int32)
-    return np.empty(room, np.int32), np.empty(lanes, np.int32), found_m, column_m, above_m, np.empty(k, np.int32)
+    x_n, lane_l, found_m, column_m = (
+        np.empty(room, np.int32),
+        np.empty(lanes, np.int32),
+        np.empty(room, np.int32),
+        np.empty(room, np.int32),
+    )
+    above_m, equal_m, sorted_m = np.empty(room, np.int32), np.empty(room, np.int32), np.empty(room, np.int32)
+    return x_n, lane_l, found_m, column_m, above_m, equal_m, sorted_m
+
+
+def _vector_at(context: Any, builder: Any, kind: Any, array: Any, place: Any, width: int) -> Any:
+    """Where `width` integers of an array begin."""
+    numbers = context.make_array(kind)(context, builder, array).data
+    return builder.bitcast(builder.gep(numbers, [place]), ir.VectorType(ir.IntType(32), width).as_pointer())
+
+
+def _filled(builder: Any, number: Any, width: int) -> Any:
+    """A vector of one number."""
+    vector = ir.Constant(ir.VectorType(number.type, width), ir.Undefined)
+    first = builder.insert_element(vector, number, ir.Constant(ir.IntType(32), 0))
+    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(ir.IntType(32), width), [0] * width))
+
+
+def _counting(width: int) -> Any:
+    """A function of x_m, start, size and above_m, which writes to above_m[start : start + width] how many of x[:size]
+    are greater than each of x[start : start + width]. The counts stay in registers; a compiler would not see to that.
+    """
+
+    def count(typingctx: Any, x_m: Any, start: Any, size: Any, above_m: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            _, start, size, _ = arguments
+            own_x, own_above = (
+                _vector_at(context, builder, signature.args[which], arguments[which], start, width) for which in (0, 3)
+            )
+            numbers = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+            x = builder.load(own_x, align=4)
+            above = alloca_once_value(builder, ir.Constant(x.type, [0] * width))
+            with for_range(builder, size) as loop:
+                other = builder.load(builder.gep(numbers, [loop.index]))
+                greater = builder.icmp_signed(">", _filled(builder, other, width), x)
+                builder.store(builder.add(builder.load(above), builder.zext(greater, x.type)), above)
+            builder.store(builder.load(above), own_above, align=4)
+            return context.get_dummy_value()
+
+        return types.void(x_m, types.int64, types.int64, above_m), generate
+
+    return intrinsic(count)
+
+
+_count_above_one, _count_above_four = _counting(VECTOR), _counting(4 * VECTOR)
 
 
 @compiled
 def _count_above(x_m: Any, size: int, above_m: Any) -> None:
-    """above[i] = how many of x[:size] are greater than x[i]."""
-    for i in range(size):
-        above_m[i] = 0
-    for j in range(size):
-        x = x_m[j]
-        for i in range(size):
-            above_m[i] = np.int32(above_m[i] + np.int32(x > x_m[i]))
+    """above[i] = how many of x[:size] are greater than x[i]; the size is a multiple of `VECTOR`."""
+    start = 0
+    while start + 4 * VECTOR <= size:
+        _count_above_four(x_m, start, size, above_m)
+        start += 4 * VECTOR
+    while start < size:
+        _count_above_one(x_m, start, size, above_m)
+        start += VECTOR
 
 
 @compiled
@@ -538,27 +590,23 @@ def _packing(typingctx: Any, x_n: Any, start: Any, bound: Any, found_m: Any, col
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         start, bound, found = arguments[1], arguments[2], arguments[5]
-        number, vector = ir.IntType(32), ir.VectorType(ir.IntType(32), VECTOR)
+        number = ir.IntType(32)
 
-        def vector_at(which: int, place: Any) -> Any:
-            array = context.make_array(signature.args[which])(context, builder, arguments[which])
-            return builder.bitcast(builder.gep(array.data, [place]), vector.as_pointer())
+        def place(which: int, first: Any) -> Any:
+            return _vector_at(context, builder, signature.args[which], arguments[which], first, VECTOR)
 
-        def filled(value: Any) -> Any:
-            first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(number, 0))
-            return builder.shuffle_vector(first, first, ir.Constant(vector, [0] * VECTOR))
-
-        x = builder.load(vector_at(0, start), align=4)
-        columns = builder.add(filled(builder.trunc(start, number)), ir.Constant(vector, list(range(VECTOR))))
-        mask = builder.icmp_signed(">=", x, filled(bound))
+        x = builder.load(place(0, start), align=4)
+        steps = ir.Constant(x.type, list(range(VECTOR)))
+        columns = builder.add(_filled(builder, builder.trunc(start, number), VECTOR), steps)
+        mask = builder.icmp_signed(">=", x, _filled(builder, bound, VECTOR))
         pack = get_or_insert_function(
             builder.module,
-            ir.FunctionType(vector, [vector, mask.type, vector]),
+            ir.FunctionType(x.type, [x.type, mask.type, x.type]),
             f"llvm.experimental.vector.compress.v{VECTOR}i32",
         )
         for which, whole in ((3, x), (4, columns)):
-            packed = builder.call(pack, [whole, mask, ir.Constant(vector, ir.Undefined)])
-            builder.store(packed, vector_at(which, found), align=4)
+            packed = builder.call(pack, [whole, mask, ir.Constant(x.type, ir.Undefined)])
+            builder.store(packed, place(which, found), align=4)
         return builder.zext(builder.ctpop(builder.bitcast(mask, ir.IntType(VECTOR))), ir.IntType(64))
 
     return types.int64(x_n, types.int64, types.int32, found_m, column_m, types.int64), generate
@@ -570,7 +618,7 @@ _pack: Any = intrinsic(_packing)
 @compiled
 def _best(n: int, k: int, scratch: Any, column_k: Any) -> None:
     """The columns of the k highest of the n integers in scratch, highest first, equal ones by column."""
-    x_n, lane_l, found_m, column_m, above_m, equal_k = scratch
+    x_n, lane_l, found_m, column_m, above_m, equal_m, sorted_m = scratch
     bound = _bound(x_n, n, k, lane_l, above_m)
     found, vectors = 0, n // VECTOR * VECTOR if COMPRESSES else 0
     for start in range(0, vectors, VECTOR):
@@ -587,14 +635,13 @@ def _best(n: int, k: int, scratch: Any, column_k: Any) -> None:
     padded = (found + VECTOR - 1) // VECTOR * VECTOR
     found_m[found:padded] = LOWEST
     _count_above(found_m, padded, above_m)
-    equal_k[:] = 0
-    for m in range(found):
+    equal_m[:found] = 0
+    for m in range(found):  # without a branch: of random ranks, a processor guesses many wrong
         rank = above_m[m]
-        if rank < k:
-            place = rank + equal_k[rank]
-            equal_k[rank] += 1
-            if place < k:
-                column_k[place] = column_m[m]
+        sorted_m[rank + equal_m[rank]] = column_m[m]
+        equal_m[rank] += 1
+    for place in range(k):
+        column_k[place] = sorted_m[place]
 
 
 @compiled
@@ -615,6 +662,7 @@ def _product_rows(
     most = min(n, k)
     half, whole = _scratch(n, most), _scratch(pairs, k)
     best1_k, best2_k, chosen_k = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(k, np.int64)
+    score1_k, score2_k = np.empty(most, np.float32), np.empty(most, np.float32)
     sum_c = np.empty(pairs, np.float32)
     sum_bits_c = sum_c.view(np.int32)
     for row in range(first, stop):
@@ -625,8 +673,10 @@ def _product_rows(
             half[0][column] = _ordered(bits2_Rn[row, column])
         _best(n, most, half, best2_k)
         score1_n, score2_n = bits1_Rn[row].view(np.float32), bits2_Rn[row].view(np.float32)
+        for place in range(most):
+            score1_k[place], score2_k[place] = score1_n[best1_k[place]], score2_n[best2_k[place]]
         for c in range(pairs):
-            sum_c[c] = score1_n[best1_k[pairs_2c[0, c]]] + score2_n[best2_k[pairs_2c[1, c]]]
+            sum_c[c] = score1_k[pairs_2c[0, c]] + score2_k[pairs_2c[1, c]]
         for c in range(pairs):
             whole[0][c] = _ordered(sum_bits_c[c])
         _best(pairs, k, whole, chosen_k)
