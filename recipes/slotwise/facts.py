@@ -106,7 +106,7 @@ class Method:
 
 VALUES = ("train.only=values", "optim.values.lr={rate}")
 METHODS = {
-    "full": Method("all parameters", ("optim.lr={rate}", "optim.values.lr={rate}"), (3e-4, 1e-3, 3e-3)),
+    "full": Method("all parameters", ("optim.lr={rate}", "optim.values.lr={rate}"), (1e-4, 3e-4, 1e-3)),
     "values": Method("all values", VALUES, (3e-2, 1e-1, 3e-1)),
     "tfidf": Method("slots by tf-idf", (*VALUES, "finetune={{slots: tfidf, background: counted}}"), (1e-1, 3e-1, 1.0)),
     "kl": Method("slots by KL", (*VALUES, "finetune={{slots: kl, background: counted}}"), (1e-1, 3e-1, 1.0)),
