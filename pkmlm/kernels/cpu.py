@@ -472,6 +472,19 @@ def product_key_search(q_NHd: Tensor, subkeys_H2nf: Tensor, k: int) -> tuple[Ten
     return scores_NHk, slots_NHk
 
 
+def score_gradients(
+    q_NH2f: Tensor, subkeys_H2nf: Tensor, chosen_NH2k: Tensor, grad_NHk: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`reference.score_gradients`. The sub-keys of a half stay in a core's cache, so that one thread adds up their
+    gradients read by read: to sort the reads first would take longer than the sums do."""
+    tokens, heads, _, k = chosen_NH2k.shape
+    q_grad, keys_grad = q_NH2f.new_empty(q_NH2f.shape), torch.zeros_like(subkeys_H2nf)
+    bounds = even_bounds(2 * heads, tokens * k * q_NH2f.shape[3])
+    given = (q_NH2f, subkeys_H2nf, chosen_NH2k, grad_NHk)
+    over_threads(_score_gradients, bounds, *map(_array, given), q_grad.numpy(), keys_grad.numpy())
+    return q_grad, keys_grad
+
+
 @cache
 def _pairs(n: int, k: int) -> Any:
     """`candidate_pairs` as an array: to make it takes as long as to search ten rows."""
@@ -709,6 +722,29 @@ def _dot_rows(keys_nf: Any, q_f: Any, score_n: Any) -> None:
         for d in range(len(q_f)):
             score += q_f[d] * key_f[d]
         score_n[row] = score
+
+
+@compiled
+def _score_gradients(
+    first: int,
+    stop: int,
+    q_NH2f: Any,
+    subkeys_H2nf: Any,
+    chosen_NH2k: Any,
+    grad_NHk: Any,
+    q_grad_NH2f: Any,
+    keys_grad_H2nf: Any,
+) -> None:
+    for part in range(first, stop):
+        head, half = part // 2, part % 2
+        keys_nf, sum_nf = subkeys_H2nf[head, half], keys_grad_H2nf[head, half]
+        for t in range(len(q_NH2f)):
+            q_f, chosen_k, grad_k = q_NH2f[t, head, half], chosen_NH2k[t, head, half], grad_NHk[t, head]
+            _add_rows(q_grad_NH2f[t, head, half], keys_nf, chosen_k, grad_k, 0, len(chosen_k))
+            for place in range(len(chosen_k)):
+                sum_f, grad = sum_nf[chosen_k[place]], grad_k[place]
+                for d in range(len(q_f)):
+                    sum_f[d] += grad * q_f[d]
 
 
 def bucket_reads(z_NTb: Tensor, temperature: float, *, scaled: bool) -> tuple[Tensor, Tensor]:

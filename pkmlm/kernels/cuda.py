@@ -445,6 +445,20 @@ def product_top_k(scores1_Rn: Tensor, scores2_Rn: Tensor, k: int) -> tuple[Tenso
     return i_Rk, j_Rk
 
 
+def score_gradients(
+    q_NH2f: Tensor, subkeys_H2nf: Tensor, chosen_NH2k: Tensor, grad_NHk: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`reference.score_gradients`, as weighted row sums: of sub-keys by query, and of queries by sub-key."""
+    heads, _, n, f = subkeys_H2nf.shape
+    first_row_H2 = torch.arange(2 * heads, device=chosen_NH2k.device).view(heads, 2) * n
+    rows_Sk = (chosen_NH2k + first_row_H2[..., None]).flatten(0, 2)
+    grad_Sk = grad_NHk[:, :, None].expand_as(chosen_NH2k).flatten(0, 2)
+    segments = sort_reads(rows_Sk, grad_Sk, 2 * heads * n, every_row=True)
+    keys_grad = segment_sum(q_NH2f.reshape(-1, f), segments)
+    q_grad = weighted_row_sum(subkeys_H2nf.reshape(-1, f), rows_Sk, grad_Sk)
+    return q_grad.view_as(q_NH2f), keys_grad.view_as(subkeys_H2nf)
+
+
 def _power(k: int) -> int:
     """The next power of two, but 2 for 1, which `tl.topk` took first in Triton 3.9."""
     return max(2, next_power_of_2(k))

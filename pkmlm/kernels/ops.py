@@ -30,8 +30,8 @@ FEW = 32
 
 
 class _ProductKeys(torch.autograd.Function):
-    """Selection without autograd; the gradients of the scores are weighted row sums, of sub-keys by query and of
-    queries by sub-key: k/n of the work of the dense products that gave the scores."""
+    """Selection without autograd; the gradients are of the selected scores: k/n of the work of the dense products that
+    gave all scores."""
 
     @staticmethod
     def forward(ctx: Any, q_NHd: Tensor, subkeys_H2nf: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -49,12 +49,9 @@ class _ProductKeys(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_NHk: Tensor, _: None) -> tuple[Tensor, Tensor, None]:
         q_NH2f, subkeys_H2nf, chosen_NH2k = ctx.saved_tensors
-        heads, _, n, f = subkeys_H2nf.shape
-        first_row_H2 = torch.arange(2 * heads, device=chosen_NH2k.device).view(heads, 2) * n
-        rows_Sk = (chosen_NH2k + first_row_H2[..., None]).flatten(0, 2)
-        grad_Sk = grad_NHk[:, :, None].expand_as(chosen_NH2k).flatten(0, 2)
-        q_grad, keys_grad = _score_gradients(q_NH2f.reshape(-1, f), subkeys_H2nf.reshape(-1, f), rows_Sk, grad_Sk)
-        return q_grad.view(-1, heads, 2 * f), keys_grad.view_as(subkeys_H2nf), None
+        kernels = backend.of(q_NH2f)
+        q_grad, keys_grad = kernels.score_gradients(q_NH2f, subkeys_H2nf, chosen_NH2k, grad_NHk)
+        return q_grad.flatten(2), keys_grad, None
 
 
 def _search(q_NG2f: Tensor, subkeys_G2nf: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -77,14 +74,6 @@ def _by_head(q_CGf: Tensor, keys_Gnf: Tensor) -> Tensor:
     if len(keys_Gnf) == 1:
         return matmul_nt(q_CGf[:, 0], keys_Gnf[0])
     return torch.bmm(q_CGf.transpose(0, 1), keys_Gnf.transpose(1, 2)).flatten(0, 1)
-
-
-def _score_gradients(q_Rf: Tensor, keys_Kf: Tensor, rows_Rk: Tensor, grad_Rk: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of the scores <q[r], keys[rows[r, j]]> to q and keys."""
-    kernels = backend.of(q_Rf)
-    segments = kernels.sort_reads(rows_Rk, grad_Rk, len(keys_Kf), every_row=True)
-    keys_grad = kernels.segment_sum(q_Rf, segments)
-    return kernels.weighted_row_sum(keys_Kf, rows_Rk, grad_Rk), keys_grad
 
 
 def product_key_select(q_NHd: Tensor, subkeys_H2nf: Tensor, k: int) -> tuple[Tensor, Tensor]:

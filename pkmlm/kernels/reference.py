@@ -53,6 +53,18 @@ def product_key_search(q_NHd: Tensor, subkeys_H2nf: Tensor, k: int) -> tuple[Ten
     return scores_Rk.view(-1, heads, k), (i_Rk * n + j_Rk).view(-1, heads, k)
 
 
+def score_gradients(
+    q_NH2f: Tensor, subkeys_H2nf: Tensor, chosen_NH2k: Tensor, grad_NHk: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients to q and to the sub-keys of the scores <q[t, h, 0], subkeys[h, 0, i]> + <q[t, h, 1], subkeys[h, 1, j]>,
+    with the i and j of `chosen`."""
+    heads, _, n, _ = subkeys_H2nf.shape
+    slope_NH2n = grad_NHk.new_zeros(len(q_NH2f), heads, 2, n)
+    slope_NH2n.scatter_add_(3, chosen_NH2k, grad_NHk[:, :, None].expand_as(chosen_NH2k))
+    keys_grad = torch.einsum("thsn,thsf->hsnf", slope_NH2n, q_NH2f)
+    return torch.einsum("thsn,hsnf->thsf", slope_NH2n, subkeys_H2nf), keys_grad
+
+
 class Segments(NamedTuple):
     """The reads of a table, sorted by row (stably: reads of one row stay in the order of their tokens).
 

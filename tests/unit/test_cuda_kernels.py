@@ -117,6 +117,18 @@ def test_searches(kernels, device, n, k, dtype):
     torch.testing.assert_close(best, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_gradients_of_scores(kernels, device, dtype):
+    torch.manual_seed(1)
+    q, subkeys, grad = torch.randn(6, 3, 2, 5), torch.randn(3, 2, 4, 5), torch.randn(6, 3, 7)
+    q, subkeys, grad = (x.to(device, dtype) for x in (q, subkeys, grad))
+    chosen = torch.randint(4, (6, 3, 2, 7), device=device)
+    wide = reference.score_gradients(q.double(), subkeys.double(), chosen, grad.double())
+    for found, expected in zip(kernels.score_gradients(q, subkeys, chosen, grad), wide, strict=True):
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), expected, **TOLERANCE[dtype])
+
+
 def test_few_small_bags_are_summed_in_torch(kernels, device, monkeypatch):
     monkeypatch.setattr(kernels, "SMALL_BYTES", 1 << 20)
     monkeypatch.setattr(kernels, "_launch", None)

@@ -95,6 +95,24 @@ def test_product_keys_equal_brute_force_over_all_keys(monkeypatch, heads, n, k, 
         assert torch.equal(slots[:, h], index)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "heads", "n", "k", "half"), [(1, 1, 1, 1, 1), (9, 3, 5, 12, 7), (300, 4, 74, 32, 32)]
+)
+def test_gradients_of_scores_equal_their_definition(tokens, heads, n, k, half):
+    torch.manual_seed(n)
+    q, subkeys, grad = (
+        torch.randn(tokens, heads, 2, half),
+        torch.randn(heads, 2, n, half),
+        torch.randn(tokens, heads, k),
+    )
+    chosen = torch.randint(n, (tokens, heads, 2, k))  # a sub-key is in several pairs of a query
+    grad[0] = 0
+    wide = reference.score_gradients(q.double(), subkeys.double(), chosen, grad.double())
+    strided = grad.transpose(0, 1).contiguous().transpose(0, 1)
+    for found, expected in zip(cpu.score_gradients(q, subkeys, chosen, strided), wide, strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("together", [1, 2])
 def test_gradients_of_product_keys_reach_queries_and_the_right_half(monkeypatch, together):
     monkeypatch.setattr(ops, "HEADS", {"cpu": together})
@@ -270,6 +288,7 @@ def test_row_adam_kernel_equals_its_reference(shape, every_row):
 def test_kernels_give_the_same_bits_every_time_and_for_any_number_of_threads():
     values, slots, weights, x = random_reads(4096, 512, 64, 96, seed=4)
     scores1, scores2 = torch.randn(2, 2000, 100)
+    search = torch.randn(500, 4, 2, 16), torch.randn(4, 2, 50, 16), torch.randint(50, (500, 4, 2, 32))
 
     def everything() -> list[torch.Tensor]:
         segments = cpu.sort_reads(slots, weights, len(values))
@@ -283,7 +302,8 @@ def test_kernels_give_the_same_bits_every_time_and_for_any_number_of_threads():
         assert gradient.sums is not None
         sums = [cpu.weighted_row_sum(values, slots, weights), cpu.segment_sum(x, segments), gradient.dense()]
         products = [cpu.squared_norm(x, segments), cpu.row_products(values, x, slots)]
-        return [*tables, *sums, *products, *cpu.product_top_k(scores1, scores2, 32)]
+        gradients = cpu.score_gradients(*search, search[0].flatten(2))
+        return [*tables, *sums, *products, *gradients, *cpu.product_top_k(scores1, scores2, 32)]
 
     threads = torch.get_num_threads()
     first = everything()
