@@ -455,13 +455,14 @@ def top_k(scores_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return scores_Rn.gather(-1, column_Rk), column_Rk
 
 
-def product_top_k(scores1_Rn: Tensor, scores2_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def product_top_k(scores1_Rn: Tensor, scores2_Rn: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.product_top_k`."""
     rows, n = scores1_Rn.shape
+    scores_Rk = scores1_Rn.new_empty(rows, k)
     i_Rk, j_Rk = (torch.empty(rows, k, dtype=torch.int64) for _ in range(2))
-    halves = (_bits(scores1_Rn), _bits(scores2_Rn))
-    over_threads(_product_rows, even_bounds(rows, 2 * n), *halves, _pairs(n, k), k, i_Rk.numpy(), j_Rk.numpy())
-    return i_Rk, j_Rk
+    halves, found = (_bits(scores1_Rn), _bits(scores2_Rn)), (scores_Rk.numpy(), i_Rk.numpy(), j_Rk.numpy())
+    over_threads(_product_rows, even_bounds(rows, 2 * n), *halves, _pairs(n, k), k, *found)
+    return scores_Rk, i_Rk, j_Rk
 
 
 def product_key_search(q_NHd: Tensor, subkeys_H2nf: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -646,9 +647,11 @@ def _best(n: int, k: int, scratch: Any, column_k: Any) -> None:
         found += np.int64((x > bound) | ((x == bound) & (equal < k)))
         equal += np.int64(x == bound)
     padded = (found + VECTOR - 1) // VECTOR * VECTOR
-    found_m[found:padded] = LOWEST
+    for m in range(found, padded):
+        found_m[m] = LOWEST
     _count_above(found_m, padded, above_m)
-    equal_m[:found] = 0
+    for m in range(found):
+        equal_m[m] = 0
     for m in range(found):  # without a branch: of random ranks, a processor guesses many wrong
         rank = above_m[m]
         sorted_m[rank + equal_m[rank]] = column_m[m]
@@ -669,7 +672,7 @@ def _top_k_rows(first: int, stop: int, bits_Rn: Any, k: int, column_Rk: Any) -> 
 
 @compiled
 def _product_rows(
-    first: int, stop: int, bits1_Rn: Any, bits2_Rn: Any, pairs_2c: Any, k: int, i_Rk: Any, j_Rk: Any
+    first: int, stop: int, bits1_Rn: Any, bits2_Rn: Any, pairs_2c: Any, k: int, sum_Rk: Any, i_Rk: Any, j_Rk: Any
 ) -> None:
     n, pairs = bits1_Rn.shape[1], pairs_2c.shape[1]
     most = min(n, k)
@@ -694,25 +697,26 @@ def _product_rows(
             whole[0][c] = _ordered(sum_bits_c[c])
         _best(pairs, k, whole, chosen_k)
         for place in range(k):
-            i_Rk[row, place] = best1_k[pairs_2c[0, chosen_k[place]]]
-            j_Rk[row, place] = best2_k[pairs_2c[1, chosen_k[place]]]
+            c = chosen_k[place]
+            sum_Rk[row, place] = sum_c[c]
+            i_Rk[row, place], j_Rk[row, place] = best1_k[pairs_2c[0, c]], best2_k[pairs_2c[1, c]]
 
 
 @compiled
 def _search_few(q_NHd: Any, subkeys_H2nf: Any, pairs_2c: Any, k: int, scores_NHk: Any, slots_NHk: Any) -> None:
     heads, _, n, f = subkeys_H2nf.shape
     score1_1n, score2_1n = np.empty((1, n), np.float32), np.empty((1, n), np.float32)
-    i_1k, j_1k = np.empty((1, k), np.int64), np.empty((1, k), np.int64)
+    sum_1k, i_1k, j_1k = np.empty((1, k), np.float32), np.empty((1, k), np.int64), np.empty((1, k), np.int64)
     for t in range(len(q_NHd)):
         for head in range(heads):
-            q_d, score_k, slot_k = q_NHd[t, head], scores_NHk[t, head], slots_NHk[t, head]
+            q_d = q_NHd[t, head]
             _dot_rows(subkeys_H2nf[head, 0], q_d[:f], score1_1n[0])
             _dot_rows(subkeys_H2nf[head, 1], q_d[f:], score2_1n[0])
-            _product_rows(0, 1, score1_1n.view(np.int32), score2_1n.view(np.int32), pairs_2c, k, i_1k, j_1k)
+            halves = score1_1n.view(np.int32), score2_1n.view(np.int32)
+            _product_rows(0, 1, *halves, pairs_2c, k, sum_1k, i_1k, j_1k)
             for place in range(k):
-                i, j = i_1k[0, place], j_1k[0, place]
-                score_k[place] = score1_1n[0, i] + score2_1n[0, j]
-                slot_k[place] = i * n + j
+                scores_NHk[t, head, place] = sum_1k[0, place]
+                slots_NHk[t, head, place] = i_1k[0, place] * n + j_1k[0, place]
 
 
 @compiled

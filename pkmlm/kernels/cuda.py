@@ -434,7 +434,7 @@ def top_k(scores_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return scores_Rn.gather(-1, columns_Rk), columns_Rk
 
 
-def product_top_k(scores1_Rn: Tensor, scores2_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def product_top_k(scores1_Rn: Tensor, scores2_Rn: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.product_top_k`, for floats of up to 32 bits."""
     rows, n = scores1_Rn.shape
     i_Rk, j_Rk = (torch.empty(rows, k, dtype=torch.int64, device=scores1_Rn.device) for _ in range(2))
@@ -442,7 +442,7 @@ def product_top_k(scores1_Rn: Tensor, scores2_Rn: Tensor, k: int) -> tuple[Tenso
     c, most = pairs_2c.shape[1], min(n, k)
     arguments = scores1_Rn.contiguous(), scores2_Rn.contiguous(), pairs_2c, i_Rk, j_Rk
     _launch_search(_product_rows, *arguments, n=n, k=k, c=c, W=_wide(n, most), H=_power(most), P=_wide(c, k))
-    return i_Rk, j_Rk
+    return scores1_Rn.gather(1, i_Rk) + scores2_Rn.gather(1, j_Rk), i_Rk, j_Rk
 
 
 def score_gradients(

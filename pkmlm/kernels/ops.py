@@ -62,8 +62,7 @@ def _search(q_NG2f: Tensor, subkeys_G2nf: Tensor, k: int) -> tuple[Tensor, Tenso
     chunk_size = max(1, SCORES[q_NG2f.device.type] // (2 * group * n))
     for q_CG2f in row_chunks(q_NG2f, subkeys_G2nf[0, 0], chunk_size):
         score1_Rn, score2_Rn = (_by_head(q_CG2f[:, :, half], subkeys_G2nf[:, half]) for half in (0, 1))
-        i_Rk, j_Rk = backend.of(score1_Rn).product_top_k(score1_Rn, score2_Rn, k)
-        scores_Rk = score1_Rn.gather(1, i_Rk) + score2_Rn.gather(1, j_Rk)
+        scores_Rk, i_Rk, j_Rk = backend.of(score1_Rn).product_top_k(score1_Rn, score2_Rn, k)
         scores.append(scores_Rk.view(group, -1, k).transpose(0, 1))
         chosen.append(torch.stack([i_Rk, j_Rk], 1).view(group, -1, 2, k).transpose(0, 1))
     return cat(scores), cat(chosen)

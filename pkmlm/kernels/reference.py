@@ -30,26 +30,26 @@ def candidate_pairs(n: int, k: int) -> tuple[list[int], list[int]]:
     return [a for a, _ in pairs], [b for _, b in pairs]
 
 
-def product_top_k(scores1_Rn: Tensor, scores2_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def product_top_k(scores1_Rn: Tensor, scores2_Rn: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Exact top-k over the n^2 sums scores1[i] + scores2[j], in fp32 or wider (Lample et al. 2019, eq. 4).
 
-    Returns (i_Rk, j_Rk), int64, in the order: sum, then rank of i in half 1, then rank of j in half 2, where ranks
-    within a half are by score, then by index. The slot of a pair is i * n + j.
+    Returns the sums (R, k) in the scores' dtype, and i_Rk and j_Rk, int64, in the order: sum, then rank of i in half 1,
+    then rank of j in half 2, where ranks within a half are by score, then by index. The slot of a pair is i * n + j.
     """
     n, wide = scores1_Rn.shape[-1], torch.promote_types(scores1_Rn.dtype, torch.float32)
     best1_Rk, i_Rk = top_k(scores1_Rn.to(wide), min(n, k))
     best2_Rk, j_Rk = top_k(scores2_Rn.to(wide), min(n, k))
     a_c, b_c = torch.tensor(candidate_pairs(n, k), device=scores1_Rn.device)
     _, chosen_Rk = top_k(best1_Rk[:, a_c] + best2_Rk[:, b_c], k)
-    return i_Rk.gather(1, a_c[chosen_Rk]), j_Rk.gather(1, b_c[chosen_Rk])
+    i_Rk, j_Rk = i_Rk.gather(1, a_c[chosen_Rk]), j_Rk.gather(1, b_c[chosen_Rk])
+    return scores1_Rn.gather(1, i_Rk) + scores2_Rn.gather(1, j_Rk), i_Rk, j_Rk
 
 
 def product_key_search(q_NHd: Tensor, subkeys_H2nf: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k best product keys of each query, by `product_top_k`: scores (N, H, k) and slots i * n + j, int64."""
     heads, _, n, f = subkeys_H2nf.shape
     scores_2Rn = torch.einsum("nhjf,hjkf->jnhk", q_NHd.view(-1, heads, 2, f), subkeys_H2nf).flatten(1, 2)
-    i_Rk, j_Rk = product_top_k(scores_2Rn[0], scores_2Rn[1], k)
-    scores_Rk = scores_2Rn[0].gather(1, i_Rk) + scores_2Rn[1].gather(1, j_Rk)
+    scores_Rk, i_Rk, j_Rk = product_top_k(scores_2Rn[0], scores_2Rn[1], k)
     return scores_Rk.view(-1, heads, k), (i_Rk * n + j_Rk).view(-1, heads, k)
 
 

@@ -33,7 +33,8 @@ def scores(rows: int, n: int, ties: bool, dtype: torch.dtype, seed: int) -> torc
 def test_product_top_k_is_the_top_k_of_all_pairs_in_the_stated_order(n, k, ties, seed):
     k = min(k, n * n)
     s1, s2 = scores(5, n, ties, torch.float64, seed), scores(5, n, ties, torch.float64, seed + 1)
-    i, j = reference.product_top_k(s1, s2, k)
+    sums, i, j = reference.product_top_k(s1, s2, k)
+    assert torch.equal(sums, s1.gather(1, i) + s2.gather(1, j))
     for row in range(5):
         rank1 = {x: r for r, x in enumerate(sorted(range(n), key=lambda x: (-s1[row, x], x)))}
         rank2 = {x: r for r, x in enumerate(sorted(range(n), key=lambda x: (-s2[row, x], x)))}
