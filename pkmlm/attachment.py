@@ -84,6 +84,9 @@ def attach(
         if layers is not None:
             raise UserError(f"layers is {list(layers)} (expected none: {memory} says which)")
         facts = read_facts(folder := Path(memory))
+        if mode not in ("add", facts["mode"]) or tokenizer is not None:
+            said = f"mode is {mode}" if tokenizer is None else f"tokenizer is {tokenizer}"
+            raise UserError(f"{said} (expected none: {memory} says how it is attached)")
         check_base(folder, facts, model)
         attachment = Attachment(model, facts["kind"], facts["arguments"], facts["layers"], facts["mode"], freeze, seed)
         read_weights(folder, facts, attachment.module)
@@ -139,13 +142,16 @@ def attach_dense(
     Raises:
         UserError: as `attach`.
     """
+    if not isinstance(like, Attachment):
+        raise UserError(f"like is a {type(like).__name__} (expected what `attach` returned)")
     layers = like.module.layers if layers is None else layers
     inner = round(like.flops_per_token() / len(layers) / (3 * like.module.dim))
     return Attachment(model, DENSE, {"inner": max(1, inner)}, layers, like.module.mode, freeze, seed)
 
 
 class Attachment:
-    """What is attached to a model: it trains, is saved and is taken away again by itself.
+    """What is attached to a model: it trains, is saved and is taken away again by itself. Once it was taken away, what
+    needs the model raises a UserError.
 
     Attributes:
         model: the model.
@@ -196,9 +202,14 @@ class Attachment:
             weight_decay: decoupled, of matrices (never of tables, keys, norms or biases).
 
         Raises:
-            ValueError: the tables have an optimizer already.
+            UserError: there is one already.
         """
+        self._check()
         tables = tables_of(self.module)
+        if any(table.gradient is not None for table in tables.values()):
+            raise UserError(
+                "what is attached has an optimizer already", "use that one; its param_groups hold the rates"
+            )
         names = {f"{NAME}.{name}" for name in tables}
         rest = [
             parameter
@@ -213,13 +224,15 @@ class Attachment:
             lr_of_values = 4 * lr if values_lr is None else values_lr
             chosen = [table.weight_KD for table in tables.values()]
             groups.append({"params": chosen, "lr": lr_of_values, "betas": values_betas})
-        optimizer = RowAdamW(groups, list(tables.values()), lr, betas, self._count)
+        optimizer = RowAdamW(groups, list(tables.values()), lr, betas, self)
         ignored = [*getattr(self.model, "_ddp_params_and_buffers_to_ignore", ()), *names]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, ignored)
         return optimizer
 
-    def _count(self) -> None:
-        self.step += 1
+    def _check(self) -> None:
+        """Refuse to go on with what was taken away: the model runs without it, and may hold another by now."""
+        if getattr(self.model, NAME, None) is not self.module:
+            raise UserError("this was detached from its model", "attach it again: pkmlm.attach(model, FOLDER)")
 
     def save(self, folder: str | Path, *, replace: bool = False) -> None:
         """Write what is attached, without the model, whose name and digest stand in the folder. (A model that has
@@ -231,6 +244,7 @@ class Attachment:
         Raises:
             UserError: the folder is not free, or (exit code 1) the disk refused.
         """
+        self._check()
         write_attached(Path(folder), self.module, self.model, self.step, replace=replace)
 
     def load(self, folder: str | Path) -> None:
@@ -239,6 +253,7 @@ class Attachment:
         Raises:
             UserError: the kind, the places or the model is another; (exit code 1) the folder is damaged.
         """
+        self._check()
         facts = read_facts(Path(folder))
         check_base(Path(folder), facts, self.model)
         read_weights(Path(folder), facts, self.module)
@@ -246,6 +261,7 @@ class Attachment:
 
     def detach(self) -> None:
         """Take away what is attached: the model computes as before, and trains what it trained before."""
+        self._check()
         self._remove()
         for parameter in self._frozen:
             parameter.requires_grad_(True)
@@ -255,11 +271,13 @@ class Attachment:
 
         Args:
             batches: what the model is called with: ids (int64, (B, T)), or its arguments by name. Where these have an
-                "attention_mask" (B, T), padding is not counted.
+                "attention_mask" (B, T), padding is not counted. A model with learnt positions needs "position_ids",
+                too, where rows are padded on the left.
 
         Raises:
-            UserError: a memory reads with weights that are not finite.
+            UserError: a batch is none; a memory reads with weights that are not finite.
         """
+        self._check()
         with evaluating(self.model), UsageCounters(self.module) as counters:
             self._read(batches, counters)
         return counters.memories()
@@ -283,9 +301,10 @@ class Attachment:
             top: how many slots.
 
         Raises:
-            UserError: there is no memory, or the model's logits are more than its output embedding of the last hidden
-                state.
+            UserError: a batch is none; there is no memory, or the model's logits are more than its output embedding of
+                the last hidden state.
         """
+        self._check()
         memory = find_memory(self.module, None if layer is None else str(layer))
         counters, tops = UsageCounters(self.module, [memory.tap]), TopContexts(self.module, taps=[memory.tap])
         with evaluating(self.model):
@@ -315,16 +334,33 @@ class Attachment:
 
     def _read(self, batches: Iterable[Tensor | Mapping[str, Any]], *listeners: ReadListener) -> list[list[int]]:
         """Run the model; returns the ids of each row, without padding, of which no listener hears."""
-        rows = []
-        for batch in batches:
+        rows, size = [], vocabulary_of(self.model)
+        for number, batch in enumerate(batches):
             inputs = batch if isinstance(batch, Mapping) else {"input_ids": batch}
-            mask = inputs.get("attention_mask")
-            mask = torch.ones_like(inputs["input_ids"]) if mask is None else mask
+            ids_BT, mask_BT = checked(inputs, f"batch {number}", size)
             for listener in listeners:
-                listener.only(mask.bool().flatten())
+                listener.only(mask_BT.flatten())
             self.model(**inputs)
-            rows += [ids[seen].tolist() for ids, seen in zip(inputs["input_ids"], mask.bool(), strict=True)]
+            rows += [ids[seen].tolist() for ids, seen in zip(ids_BT, mask_BT, strict=True)]
         return rows
+
+
+def checked(inputs: Mapping[str, Any], name: str, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """The ids (B, T) that a model is to be called with, and which of them are no padding (bool)."""
+    ids_BT, hint = inputs.get("input_ids"), "give a list of batches: [tokens]"
+    if not isinstance(ids_BT, Tensor):
+        raise UserError(f"{name} has a {type(ids_BT).__name__} as input_ids (expected a tensor, (B, T))", hint)
+    if ids_BT.ndim != 2:
+        raise UserError(f"{name} has ids of shape {tuple(ids_BT.shape)} (expected (B, T))", hint)
+    least, most = (int(ids_BT.min()), int(ids_BT.max())) if ids_BT.numel() else (0, 0)
+    if least < 0 or most >= vocab_size:
+        raise UserError(f"{name} has ids from {least} to {most} (expected 0 to {vocab_size - 1}, the model's)")
+    mask_BT = inputs.get("attention_mask")
+    mask_BT = torch.ones_like(ids_BT) if mask_BT is None else mask_BT
+    if mask_BT.shape != ids_BT.shape:
+        shapes = tuple(mask_BT.shape), tuple(ids_BT.shape)
+        raise UserError("{} has a mask of shape {} (expected {}, that of its ids)".format(name, *shapes))
+    return ids_BT, mask_BT.bool()
 
 
 @contextmanager
@@ -360,7 +396,7 @@ class RowAdamW(torch.optim.AdamW):
         groups: torch's parameter groups; the tables have one of their own.
         tables: from now on their backward passes leave the gradients in their `gradient`, not in `.grad`.
         lr, betas: of the groups that do not say.
-        done: called after each step.
+        attachment: whose steps are counted, and saved with the optimizer.
 
     Raises:
         ValueError: a table has such an optimizer already.
@@ -375,11 +411,11 @@ class RowAdamW(torch.optim.AdamW):
         tables: list[Values],
         lr: float,
         betas: tuple[float, float],
-        done: Callable[[], None],
+        attachment: Attachment,
     ):
         for table in tables:
             table.keep_reads()
-        self.tables, self.done = tables, done
+        self.tables, self.attachment = tables, attachment
         super().__init__(groups, lr=lr, betas=betas, weight_decay=0.0)
 
     @torch.no_grad()
@@ -387,8 +423,9 @@ class RowAdamW(torch.optim.AdamW):
         """Update all that has had a backward pass since the last step.
 
         Raises:
-            UserError: the gradients carry the scale of a GradScaler.
+            UserError: the gradients carry the scale of a GradScaler; what the optimizer moves was detached.
         """
+        self.attachment._check()
         if hasattr(self, "grad_scale"):
             raise UserError("the loss is scaled (fp16)", "train in bf16 or fp32: the add-on is in fp32 anyway")
         loss = super().step(closure)  # it passes over tables, whose .grad is None
@@ -398,8 +435,17 @@ class RowAdamW(torch.optim.AdamW):
                 all_gather_row_gradients(table.gradient, world)
                 table.gradient.scale /= world.size
                 update_rows(table, partial(adam_rows, self, self.param_groups[-1]))
-        self.done()
+        self.attachment.step += 1
         return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Torch's, and the steps taken."""
+        return {**super().state_dict(), "attached_steps": self.attachment.step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Torch's, and the steps taken; of another optimizer's state these are not known, and stay as they are."""
+        super().load_state_dict(state_dict)
+        self.attachment.step = state_dict.get("attached_steps", self.attachment.step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients."""

@@ -57,7 +57,7 @@ def find_memory(model: nn.Module, layer: str | None) -> SparseMemory:
         raise UserError("the model has no memory to look into", "give a run of a model with a memory or hash tables")
     found = [memory for name, memory in named if layer in (None, str(memory.tap.layer), name)]
     if not found:
-        raise UserError(f"--layer {layer}: no memory there (expected {', '.join(name for name, _ in named)})")
+        raise UserError(f"no memory at layer {layer} (expected {', '.join(name for name, _ in named)})")
     return found[-1]
 
 

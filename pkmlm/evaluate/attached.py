@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from pkmlm.data.canonical import host_canonical_ids
@@ -26,7 +27,7 @@ from pkmlm.model.attention import AttentionLayout, KVCache
 from pkmlm.model.memory.base import SparseMemory
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.schema import Memory, Model, NGram, Recipe
-from pkmlm.runs.directory import tokenizer_file
+from pkmlm.runs.directory import TOKENIZERS, tokenizer_file
 from pkmlm.runs.files import MANIFEST, read_json
 
 CONTEXT = 2048  # the most tokens that a model reads here at once: of what a config promises, all would not fit
@@ -129,7 +130,11 @@ def open_attached(path: Path, base: Path | None, device: torch.device) -> Opened
     read_weights(path, facts, attached)
     host.eval()
     model = Hosted(host)
-    config, tokenizer = text_config(host), Tokenizer.load(tokenizer_file(base))
+    file = tokenizer_file(base)
+    if not file.is_file():
+        expected = f"expected {' or '.join(TOKENIZERS)}"
+        raise UserError(f"--base {base} has no tokenizer ({expected})", "save it there: tokenizer.save_pretrained(DIR)")
+    config, tokenizer = text_config(host), Tokenizer.load(file)
     memory, ngram = Memory(), NGram()
     if facts["kind"] == NGRAM:
         ngram = replace(ngram_spec(facts["arguments"]), layers=tuple(facts["layers"]))
@@ -178,6 +183,6 @@ def load_host(path: Path, dtype: str) -> Any:
             verify(path)
     try:
         return kind.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"--base {path}: transformers cannot load it: {reason}") from None

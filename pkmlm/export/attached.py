@@ -73,8 +73,11 @@ def write_attached(path: Path, attached: Attached, model: nn.Module, step: int, 
     Raises:
         UserError: `path` is not free, or (exit code 1) the disk refused.
     """
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{path} is a file (expected a folder, or none yet)")
     if path.exists() and any(path.iterdir()) and not (replace and (path / ATTACHED).is_file()):
-        raise UserError(f"{path} is not empty", "choose another folder, or replace=True to write over what it holds")
+        also = ", or replace=True to write over what it holds" if (path / ATTACHED).is_file() else ""
+        raise UserError(f"{path} is not empty", f"choose another folder{also}")
     facts: Facts = {
         "kind": attached.kind,
         "arguments": attached.arguments,
@@ -98,6 +101,8 @@ def read_facts(path: Path) -> Facts:
     Raises:
         UserError: (exit code 1) it is no such folder, damaged or changed.
     """
+    if not (path / ATTACHED).is_file():
+        raise UserError(f"{path} is no folder of an attached memory (no {ATTACHED} in it)")
     files = read_manifest(path, "attached memory", VERSION, HINT)["files"]
     if files.keys() != {ATTACHED, WEIGHTS}:
         raise UserError(f"{path / MANIFEST} is not that of an attached memory", HINT, exit_code=1)

@@ -3,9 +3,10 @@
 B: sequences; T: positions; D: model width.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any, Literal
 
 import torch
@@ -179,6 +180,8 @@ def layer_kind(memory: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     Raises:
         UserError: an unknown key, a value out of its range, or query_norm: batch.
     """
+    if not isinstance(memory, Mapping):
+        raise UserError(f"memory is {memory!r} (expected the keys of a recipe's model.memory, or a folder)")
     given = dict(memory)
     kind = given.pop("kind", None)
     if kind not in KINDS:
@@ -193,7 +196,13 @@ def layer_kind(memory: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         checked = ngram_spec(given) if kind == NGRAM else Memory(kind=kind, **{"query_norm": "rms", **given})
     except ValidationError as problem:
         error = problem.errors(include_url=False)[0]
-        raise UserError(f"memory: {'.'.join(map(str, error['loc']))}: {error['msg']}") from None
+        key = ".".join(map(str, error["loc"]))
+        if error["type"] == "unexpected_keyword_argument":
+            keys = [field.name for field in fields(NGram if kind == NGRAM else Memory) if field.name != "layers"]
+            near = difflib.get_close_matches(key.lower(), keys, n=1)
+            meant = f" (did you mean {near[0]}?)" if near else ""
+            raise UserError(f"memory: unknown key {key}{meant}", f"its keys: {', '.join(keys)}") from None
+        raise UserError(f"memory: {key} is {error['input']!r} ({error['msg']})") from None
     default = asdict(type(checked)())
     chosen = {key: value for key, value in asdict(checked).items() if key != "kind" and value != default[key]}
     return kind, {key: list(value) if isinstance(value, tuple) else value for key, value in chosen.items()}
@@ -290,9 +299,10 @@ def insert(
     if hasattr(model, NAME):
         raise UserError(f"{type(model).__name__} has something attached", "detach() that first")
     blocks, dim = find_blocks(model), text_config(model).hidden_size
-    chosen = sorted(set(layers))
-    if not chosen or not all(1 <= layer <= len(blocks) for layer in chosen):
-        raise UserError(f"layers is {list(layers)} (expected blocks from 1 to {len(blocks)})")
+    given = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else []
+    if not given or not all(type(layer) is int and 1 <= layer <= len(blocks) for layer in given):
+        raise UserError(f"layers is {layers!r} (expected a list of blocks, numbered from 1 to {len(blocks)})")
+    chosen = sorted(set(given))
     at = {layer: blocks[layer - 1] if kind == NGRAM else find_ffn(blocks[layer - 1], layer, dim) for layer in chosen}
     try:
         with torch.device("meta"):

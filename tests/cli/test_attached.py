@@ -141,12 +141,26 @@ def test_gpt2_of_transformers_with_its_own_tokenizer(tmp_path, novels):
     assert perplexity(*words)["perplexity"]["token_ppl"] == pytest.approx(400, rel=0.1)
     learn_byte_level((novels / "train.txt").read_text().upper()).save(str(tmp_path / "gpt2" / "tokenizer.json"))
     assert "canonical ids" in pkmlm("eval", *words, code=2).stderr
+    (tmp_path / "gpt2" / "tokenizer.json").unlink()
+    assert "has no tokenizer" in pkmlm("eval", *words, code=2).stderr
+    weights = tmp_path / "gpt2" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert "transformers cannot load it" in pkmlm("eval", *words, code=2).stderr
 
 
 def test_a_wrong_base_is_refused(base, attached, trained, tmp_path, novels):
     text = ["--text", novels / "test.txt"]
     assert "attached to" in pkmlm("eval", base, "--base", base, *text, code=2).stderr
     assert "no folder of a model" in pkmlm("eval", attached / "new", "--base", tmp_path, *text, code=2).stderr
+    package.attach_dense(
+        PkmlmForCausalLM.from_pretrained(base),
+        like=package.attach(PkmlmForCausalLM.from_pretrained(base), MEMORY, layers=[1]),
+    ).save(tmp_path / "control")
+    for command in ("usage-report", "slots", "probe"):
+        said = pkmlm(
+            command, tmp_path / "control", "--base", base, *(text if command != "probe" else []), code=2
+        ).stderr
+        assert "no memory" in said
     counted = ["--background", tmp_path / "background.npz"]
     assert "attached to a model" in pkmlm("usage-report", attached / "new", *counted, code=2).stderr
     pkmlm("export", trained("product-key"), "-o", tmp_path / "other")

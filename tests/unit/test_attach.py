@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from transformers.utils import is_accelerate_available
 import pkmlm
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
+from pkmlm.model.attached import base_parameters
 
 SIZES = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 ROTARY = {**SIZES, "intermediate_size": 64, "max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": 99}
@@ -233,6 +235,51 @@ def test_the_optimizer_is_adamw_and_row_adam_and_resumes_to_the_bit():
         each.step()
     for a, b in zip(first.parameters(), third.parameters(), strict=True):
         assert torch.equal(a, b)
+    assert first.step == third.step == 4
+    resumed.load_state_dict({key: part for key, part in state.items() if key != "attached_steps"})
+    assert third.step == 4
+    with pytest.raises(UserError, match="an optimizer already"):
+        third.optimizer(lr=0.1)
+
+
+def test_what_was_detached_does_nothing_any_more(tmp_path):
+    model = base()
+    first = grown(pkmlm.attach(model, KEYS, layers=[1]))
+    optimizer = first.optimizer(0.01)
+    first.save(tmp_path / "first")
+    first.detach()
+    second = pkmlm.attach(model, tmp_path / "first")
+    before = logits(model)
+    for use in (
+        *(first.detach, optimizer.step, lambda: first.load(tmp_path / "first"), lambda: first.save(tmp_path / "other")),
+        *(lambda: first.optimizer(0.1), lambda: first.usage([IDS]), lambda: first.slots([IDS], str)),
+    ):
+        with pytest.raises(UserError, match="detached"):
+            use()
+    assert torch.equal(logits(model), before)
+    assert not any(parameter.requires_grad for _, parameter in base_parameters(model))
+    assert first.step == 0
+    assert not (tmp_path / "other").exists()
+    second.detach()
+    assert torch.equal(logits(model), logits(base()))
+
+
+@pytest.mark.parametrize(
+    ("batch", "says"),
+    [
+        (IDS[0], "of shape (20,) (expected (B, T))"),
+        ({"labels": IDS}, "a NoneType as input_ids"),
+        ("text", "a str as input_ids"),
+        (IDS + 1000, "expected 0 to 99"),
+        ({"input_ids": IDS, "attention_mask": IDS[:, 1:]}, "a mask of shape (3, 19)"),
+    ],
+)
+def test_a_batch_that_is_none_is_told_what_was_found(batch, says):
+    attachment = pkmlm.attach(base(), KEYS, layers=[1])
+    for use in (lambda: attachment.usage([batch]), lambda: attachment.slots([batch], str)):
+        with pytest.raises(UserError) as error:
+            use()
+        assert says in error.value.message
 
 
 def test_a_gradient_scaler_is_refused():
@@ -343,7 +390,7 @@ def test_the_strongest_slots_and_the_tokens_that_read_them(memory):
     logits_V = v_D @ model.lm_head.weight.detach().T
     assert found[0]["raises"][0]["token"] == str(int(logits_V.argmax()))
     assert [each["slot"] for each in attachment.slots(batches, str, layer=1, top=3)] != found[:3]
-    with pytest.raises(UserError, match="no memory there"):
+    with pytest.raises(UserError, match="no memory at layer"):
         attachment.slots(batches, str, layer=3)
     model = base("gpt2").train()
     model.transformer.drop.p = 0.5  # of no effect on what is measured
@@ -391,6 +438,16 @@ def test_another_base_a_changed_folder_and_another_memory_are_refused(tmp_path):
         (tmp_path / name / name).write_bytes(content)
         with pytest.raises(UserError, match="sha256"):
             pkmlm.attach(base(), tmp_path / name)
+    for wrong in ({"mode": "replace"}, {"tokenizer": "."}):
+        with pytest.raises(UserError, match="expected none"):
+            pkmlm.attach(base(), tmp_path / "a", **wrong)
+    for path in (tmp_path, tmp_path / "none", tmp_path / "a" / "attached.json"):
+        with pytest.raises(UserError, match="no folder of an attached memory"):
+            pkmlm.attach(base(), path)
+        with pytest.raises(UserError, match=r"is not empty|is a file") if path.exists() else nullcontext():
+            attachment.save(path, replace=True)
+    with pytest.raises(UserError, match="expected what"):
+        pkmlm.attach_dense(base(), like=tmp_path / "a")
     described = json.loads((tmp_path / "a" / "attached.json").read_text())
     assert described["base"]["architecture"] == "LlamaForCausalLM"
 
@@ -400,11 +457,15 @@ def test_another_base_a_changed_folder_and_another_memory_are_refused(tmp_path):
     [
         ({**KEYS, "query_norm": "batch"}, {"layers": [1]}, "padding"),
         ({**KEYS, "kind": "none"}, {"layers": [1]}, "product-key, flat-key, peer, ngram"),
-        ({**KEYS, "num_kyes": 3}, {"layers": [1]}, "num_kyes"),
+        ({**KEYS, "num_kyes": 3}, {"layers": [1]}, "num_kyes (did you mean num_keys?)"),
+        (5, {"layers": [1]}, "memory is 5"),
         ({**KEYS, "topk": 300}, {"layers": [1]}, "topk"),
         ({**KEYS, "topk": 0}, {"layers": [1]}, "topk"),
         (KEYS, {"layers": [3]}, "from 1 to 2"),
         (KEYS, {"layers": []}, "from 1 to 2"),
+        (KEYS, {"layers": 2}, "layers is 2 (expected a list"),
+        (KEYS, {"layers": ["2+"]}, "from 1 to 2"),
+        (KEYS, {"layers": [True]}, "from 1 to 2"),
         (KEYS, {}, "layers is None"),
         (KEYS, {"layers": [1], "mode": "beside"}, "add or replace"),
         (KEYS, {"layers": [1], "tokenizer": "."}, "only n-gram memories"),
