@@ -9,6 +9,7 @@ C: tokens searched at a time; G: heads, likewise; T: hash tables; b: bits of a c
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -24,8 +25,8 @@ from pkmlm.kernels.row_gradient import RowGradient
 # 128 queries, and 16 MB would take eight times the launches.
 HEADS = {"cpu": 1, "cuda": 1 << 30}
 SCORES = {"cpu": 1 << 22, "cuda": 1 << 25}
-# So few queries, or tokens, as decoding has them, a CPU searches or puts into buckets in one call: several take longer
-# than what they compute. (Larger batches get the bits that training gets.)
+# So few queries, or tokens, as decoding has them, a CPU searches or puts into buckets in one call and thread: several
+# take longer than what they compute. (Larger batches get the bits that training gets.)
 FEW = 32
 
 
@@ -96,6 +97,17 @@ def product_key_select(q_NHd: Tensor, subkeys_H2nf: Tensor, k: int) -> tuple[Ten
     else:
         scores_NHk, slots_NHk = _ProductKeys.apply(q_NHd, subkeys_H2nf, k)
     return scores_NHk, slots_NHk
+
+
+def softmax(scores_NHk: Tensor) -> Tensor:
+    """The weights of a query's slots (eq. 2), of scores that stand highest first."""
+    few = scores_NHk.shape[0] * scores_NHk.shape[1] <= FEW
+    if few and scores_NHk.device.type == "cpu" and not torch.is_grad_enabled():  # torch's exp would wake all threads
+        scores = scores_NHk.numpy()
+        with np.errstate(invalid="ignore"):  # infinite scores give NaN, as elsewhere
+            weights = np.exp(scores - scores[..., :1])
+            return torch.from_numpy(weights / weights.sum(-1, keepdims=True))
+    return scores_NHk.softmax(-1)
 
 
 def flat_key_select(q_NHd: Tensor, keys_HKd: Tensor, k: int) -> tuple[Tensor, Tensor]:

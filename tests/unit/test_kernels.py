@@ -156,6 +156,16 @@ def test_a_search_of_few_queries_in_one_call_equals_the_others(tokens, heads, n,
         torch.testing.assert_close(scores1.gather(2, i) + scores2.gather(2, j), found)
 
 
+@settings(deadline=None, max_examples=20)
+@given(tokens=st.integers(1, 9), heads=st.integers(1, 8), k=st.integers(1, 40), seed=st.integers(0, 9999))
+def test_a_softmax_of_few_scores_equals_torchs(tokens, heads, k, seed):
+    sorted_ = 9 * scores(tokens * heads, k, False, torch.float32, seed).view(tokens, heads, k).sort(-1, True).values
+    sorted_[0, 0, 0] = (float("inf"), float("nan"), 99.0)[seed % 3]
+    with torch.no_grad():
+        found = ops.softmax(sorted_)
+    assert torch.allclose(found, sorted_.softmax(-1), rtol=1e-5, atol=1e-9, equal_nan=True)
+
+
 def test_flat_keys_equal_brute_force_and_their_gradients(monkeypatch):
     monkeypatch.setattr(ops, "SCORES", {"cpu": 20})  # several pieces
     torch.manual_seed(1)

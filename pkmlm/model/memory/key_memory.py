@@ -25,7 +25,7 @@ from pkmlm.recipe.schema import Gate, KeyNorm, Memory, QueryMap, QueryNorm, Scor
 
 Kind = Literal["product-key", "flat-key", "peer"]
 WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "softmax": lambda scores_NHk: scores_NHk.softmax(-1),
+    "softmax": ops.softmax,
     "relu": relu,
     "none": lambda scores_NHk: scores_NHk,
 }
