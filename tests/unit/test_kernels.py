@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import pkmlm
 from pkmlm.errors import UserError
 from pkmlm.kernels import backend, cpu, ops, reference
-from pkmlm.kernels.cpu import over_threads
+from pkmlm.kernels.jit import over_threads
 from pkmlm.kernels.row_gradient import RowGradient
 
 
@@ -413,7 +413,7 @@ def test_what_a_thread_raises_is_raised():
 def compiled_file(folder, body):
     """What calls a compiled function of one line, each time as a new process would, with its cache in the folder."""
     source = folder / "line.py"
-    source.write_text(f"from pkmlm.kernels.cpu import compiled\n@compiled\ndef line(x):\n    return {body}\n")
+    source.write_text(f"from pkmlm.kernels.jit import compiled\n@compiled\ndef line(x):\n    return {body}\n")
     return lambda x: runpy.run_path(str(source))["line"](x)
 
 
