@@ -169,6 +169,12 @@ def test_a_gated_memory_starts_at_its_size(value_dim):
     assert start(value_dim=value_dim, key_norm="rms") == pytest.approx(0.356, rel=0.1)
 
 
+@pytest.mark.parametrize("scores", ["relu", "none"])
+def test_a_memory_without_a_softmax_starts_at_a_like_size(scores):
+    assert start(scores=scores, key_norm="rms") == pytest.approx(0.39, rel=0.1)
+    assert start(scores=scores) == pytest.approx(0.78, rel=0.1)
+
+
 def test_gains_of_the_key_norm_start_where_scores_are_small():
     memory = memory_of(replace(MEMORY, key_norm="rms"))
     initialise(memory, 1)

@@ -35,8 +35,9 @@ class KeyMemory(SparseMemory):
     """m(x) = sum over heads and their k best slots of w * v, w the softmax of their scores, unless
     `scores` says otherwise (Lample et al. 2019, eq. 1 to 3).
 
-    All heads share the values, which start at N(0, 1/V) (not in the paper; the authors' released choice). What is added
-    to the stream is m, W2 m where a value has another width than the model, or, with a gate, W2 (m * silu(W1 x))
+    All heads share the values, which start at N(0, 1/V) (not in the paper; the authors' released choice). Without the
+    softmax k weights are not shares of 1, but some 1 each: then values start at N(0, 1/(k^2 V)) (our choice). What is
+    added to the stream is m, W2 m where a value has another width than the model, or, with a gate, W2 (m * silu(W1 x))
     (Berges et al. 2024); W1 and W2 start at N(0, 1/D), their biases at 0.
     """
 
@@ -122,7 +123,8 @@ class KeyMemory(SparseMemory):
     def new_tables(cls, dim: int, memory: Memory) -> dict[str, Values]:
         """The tables of a memory, or of several, by the attributes that hold them, without initial weights."""
         width = memory.value_dim or dim
-        return {"values": Values(memory.slots, width, std=width**-0.5, group="values")}
+        share = 1 if memory.scores == "softmax" else 1 / memory.topk
+        return {"values": Values(memory.slots, width, std=share * width**-0.5, group="values")}
 
     @abstractmethod
     def make_keys(self, memory: Memory) -> None:
