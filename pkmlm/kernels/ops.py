@@ -100,10 +100,10 @@ def product_key_select(q_NHd: Tensor, subkeys_H2nf: Tensor, k: int) -> tuple[Ten
 
 
 def softmax(scores_NHk: Tensor) -> Tensor:
-    """The weights of a query's slots (eq. 2), of scores that stand highest first."""
+    """The weights of each query's k slots (eq. 2), in the dtype of the scores, which stand highest first."""
     few = scores_NHk.shape[0] * scores_NHk.shape[1] <= FEW
     if few and scores_NHk.device.type == "cpu" and not torch.is_grad_enabled():  # torch's exp would wake all threads
-        scores = scores_NHk.numpy()
+        scores = scores_NHk.detach().numpy()
         with np.errstate(invalid="ignore"):  # infinite scores give NaN, as elsewhere
             weights = np.exp(scores - scores[..., :1])
             return torch.from_numpy(weights / weights.sum(-1, keepdims=True))
