@@ -140,7 +140,7 @@ def run_sweep(
         warn_each([*altered, *differences({name: RunDirectory(folder.runs / name) for name in names})])
         drawn = draw(results, folder.path, look)
         comparison = results.comparison(folder.runs)
-        for over in results.grid.over if not code else ():
+        for over in results.grid.over if comparison.runs and not code else ():
             try:
                 amounts = step_amounts(over, comparison.runs, show)
             except UserError as error:

@@ -141,6 +141,9 @@ def test_a_sweep_trains_measures_and_tells(grid, tmp_path):
     assert (folder / "results.json").read_text() == written, "an empty table takes no other's place"
     grid.write_text(TUNED.replace(", 1e-9, 1000", ""))
     assert "3e-3" in pkmlm(*sweep, "--table").stdout
+    grid.write_text(TUNED.replace("1000", "500"))
+    told = pkmlm(*sweep, "--table", "--over", "seconds").stdout
+    assert "3e-3" in told, "while a rate is awaited there is nothing to time"
 
 
 @pytest.mark.slow
