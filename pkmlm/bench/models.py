@@ -14,6 +14,7 @@ from pkmlm.cost_tables import vocab_size_of
 from pkmlm.data.batches import Batch, Batches
 from pkmlm.device import default_device, free_bytes
 from pkmlm.errors import UserError
+from pkmlm.evaluate.generate import next_logits
 from pkmlm.model.attention import KVCache
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.constraints import check_recipe
@@ -146,7 +147,7 @@ def decode(model: Transformer, filled: KVCache, last_B1: Tensor, tokens: int) ->
     """The `tokens` most likely continuations (B, tokens) one after the other; what `filled` holds stays as it is."""
     cache, found = replace(filled), []
     for _ in range(tokens):
-        last_B1 = model.head(model.hidden(last_B1, cache)[:, -1]).argmax(-1, keepdim=True)
+        last_B1 = next_logits(model, last_B1, cache).argmax(-1, keepdim=True)
         found.append(last_B1)
     return torch.cat(found, 1)
 

@@ -1,9 +1,10 @@
 """Continuing a text, one token at a time, with a cache of keys and values.
 
-V: vocabulary.
+B: sequences; T: new positions; V: vocabulary.
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,8 @@ from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
 from pkmlm.model.attention import KVCache
 from pkmlm.model.transformer import Transformer
+
+NARROW = 256  # on a CPU, a token of such a model is computed before a second thread has woken (`pkmlm help speed`)
 
 
 @dataclass(frozen=True)
@@ -56,11 +59,37 @@ def generate(
     for _ in range(max_tokens):
         if cache.length + len(pending) > model.context:
             cache, pending = KVCache(model.context), ids[-max(1, model.context // 2) :]
-        h_1TD = model.hidden(torch.tensor([pending], device=device), cache)
-        token = sample_token(model.head(h_1TD[0, -1])[:vocab_size].float(), sampling, random)
+        logits_1V = next_logits(model, torch.tensor([pending], device=device), cache)
+        token = sample_token(logits_1V[0, :vocab_size].float(), sampling, random)
         ids.append(token)
         pending = [token]
         yield token
+
+
+def next_logits(model: Transformer, tokens_BT: Tensor, cache: KVCache) -> Tensor:
+    """Logits (B, V) of what follows new tokens, in the dtype of the model's head.
+
+    Args:
+        tokens_BT: int64, below V.
+        cache: keys and values of the tokens before; the new ones are added to it.
+
+    Raises:
+        ValueError: the cache does not hold as many.
+    """
+    few = tokens_BT.numel() == 1 and model.embedding.embedding_dim <= NARROW
+    with threads(1 if few else torch.get_num_threads()):
+        return model.head(model.hidden(tokens_BT, cache)[:, -1])
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Compute with so many threads on a CPU."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def sample_token(logits_V: Tensor, sampling: Sampling, random: torch.Generator) -> int:
