@@ -24,7 +24,7 @@ from pkmlm.model.memory.query import UnitLinear
 from pkmlm.model.memory.values import Pool
 from pkmlm.model.transformer import KEY_MEMORIES
 from pkmlm.recipe.constraints import Check, check_ngram
-from pkmlm.recipe.schema import Memory, Model, NGram
+from pkmlm.recipe.schema import Memory, Model, NGram, expectation
 
 Mode = Literal["add", "replace"]
 NAME = "pkmlm"  # of what is attached, among the modules of its network
@@ -202,7 +202,7 @@ def layer_kind(memory: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
             near = difflib.get_close_matches(key.lower(), keys, n=1)
             meant = f" (did you mean {near[0]}?)" if near else ""
             raise UserError(f"memory: unknown key {key}{meant}", f"its keys: {', '.join(keys)}") from None
-        raise UserError(f"memory: {key} is {error['input']!r} ({error['msg']})") from None
+        raise UserError(f"memory: {key} is {error['input']!r} (expected {expectation(error)})") from None
     default = asdict(type(checked)())
     chosen = {key: value for key, value in asdict(checked).items() if key != "kind" and value != default[key]}
     return kind, {key: list(value) if isinstance(value, tuple) else value for key, value in chosen.items()}

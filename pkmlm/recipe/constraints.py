@@ -177,7 +177,7 @@ def require_softmax(model: Model, place: str, task: str) -> None:
 
 
 def check_training(check: Check, recipe: Recipe) -> None:
-    """An optimizer step is a whole number of sequences, in whole micro-batches; inverse-sqrt needs a warm-up."""
+    """An optimizer step is a whole number of sequences, in whole micro-batches; learning rates are not always 0."""
     context, tokens, micro_batch = recipe.model.context, recipe.train.batch_tokens, recipe.train.micro_batch
     if tokens % context:
         check.fail(
@@ -216,6 +216,9 @@ def check_training(check: Check, recipe: Recipe) -> None:
         if schedule == "inverse-sqrt" and warmup_steps < 1:
             message = "found 0 with the inverse-sqrt schedule"
             check.fail(f"{prefix}.warmup_steps", message, "1 or more", f"{prefix}.schedule")
+    if optim.values.schedule == "relative" and not any(optim.values.times):
+        message = "found [0, 0], with which values never learn"
+        check.fail("optim.values.times", message, "one above 0", "optim.values.schedule")
 
 
 def check_hash(check: Check, model: Model) -> None:

@@ -6,36 +6,23 @@ Every error names the file, line and column (or the override) and the dotted key
 import difflib
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import is_dataclass, replace
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from pydantic import ValidationError
 
 from pkmlm.errors import UserError
 from pkmlm.recipe.constraints import check_recipe
 from pkmlm.recipe.nodes import Node, parse, parse_override, shorten
-from pkmlm.recipe.schema import Recipe, leaves
+from pkmlm.recipe.schema import Recipe, expectation, leaves
 from pkmlm.recipe.shipped import find_recipe, recipe_text
 
 INTEGER = re.compile(r"[+-]?(0|[1-9][0-9]*(_[0-9]+)*)")
 NUMBER = re.compile(r"[+-]?((0|[1-9][0-9]*(_[0-9]+)*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,4})?")
 MAX_DIGITS = 40
-# What a value should have been, by the type of pydantic's error.
-EXPECTED = {
-    "int_type": "a whole number",
-    "float_type": "a number",
-    "finite_number": "a number within 64-bit floating point",
-    "bool_type": "true or false",
-    "string_type": "text",
-    "dict_type": "a mapping",
-    "greater_than": "more than {gt:g}",
-    "greater_than_equal": "{ge:g} or more",
-    "less_than": "less than {lt:g}",
-    "less_than_equal": "at most {le}",
-}
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -180,11 +167,7 @@ def bind_section(node: Node, kind: Any, name: str, places: dict[str, str], root:
                 at, dotted = at.value[item], f"{dotted}.{item}"
             elif isinstance(at.value, list):
                 at = at.value[int(item)]
-        if first["type"] == "literal_error":
-            choices = next(get_args(t) for t in (hints[key], *get_args(hints[key])) if get_origin(t) is Literal)
-            raise wrong(at, dotted, listed(choices)) from None
-        expected = EXPECTED.get(first["type"])
-        raise wrong(at, dotted, expected.format(**first.get("ctx", {})) if expected else first["msg"]) from None
+        raise wrong(at, dotted, expectation(first)) from None
 
 
 def unknown_key(node: Node, dotted: str, siblings: list[str], section: str, root: Any) -> UserError:
@@ -210,8 +193,3 @@ def wrong(node: Node, name: str, expected: str) -> UserError:
     """The error of a node that is not what its key expects."""
     hint = "`pkmlm recipe keys` explains every key"
     return UserError(f"{node.place}: {name}: found {node.shown()} (expected {expected})", hint)
-
-
-def listed(words: Sequence[str]) -> str:
-    """`a, b or c`."""
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

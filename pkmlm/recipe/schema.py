@@ -12,14 +12,31 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pydantic import ConfigDict, Field, TypeAdapter, WithJsonSchema
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, WithJsonSchema
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import ErrorDetails
 
+Section = TypeVar("Section")
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+# What a value should be, by the type of pydantic's error.
+EXPECTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a number within 64-bit floating point",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "dict_type": "a mapping",
+    "greater_than": "more than {gt:g}",
+    "greater_than_equal": "{ge:g} or more",
+    "less_than": "less than {lt:g}",
+    "less_than_equal": "at most {le}",
+    "literal_error": "{expected}",
+}
 
 MAX_INT = 2**31 - 1
 PLAIN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9_./+-]*|[0-9]+\+|auto:[0-9]+\+?", re.ASCII)
@@ -60,6 +77,26 @@ def key(default: Any, text: str, **limits: Any) -> Any:
     return Field(default, description=text, **limits)
 
 
+def expectation(error: ErrorDetails) -> str:
+    """What a value should be, from pydantic's error about it: after "expected"."""
+    text = EXPECTED.get(error["type"])
+    return error["msg"] if text is None else text.format(**error.get("ctx", {})).replace("'", "")
+
+
+def section(kind: type[Section], /, **values: Any) -> Section:
+    """A section of Python's values, which no file names.
+
+    Raises:
+        ValueError: a value has another type, is beyond its range or none of the choices.
+    """
+    try:
+        return kind(**values)
+    except ValidationError as problem:
+        error = problem.errors(include_url=False)[0]
+        name = ".".join(map(str, error["loc"]))
+        raise ValueError(f"{name}: found {error['input']!r} (expected {expectation(error)})") from None
+
+
 @dataclass(frozen=True, config=STRICT)
 class Data:
     dir: str | None = key(None, "folder written by `pkmlm tokenize -o`, in the working directory or beside the recipe")
@@ -82,7 +119,7 @@ class Memory:
         "linear", "the query network: one linear map, or two with a ReLU between, of which the heads share the first"
     )
     query_norm: QueryNorm = key("batch", "normalisation of the queries; batch is the paper's (PKM table 2)")
-    key_norm: KeyNorm = key("none", "rms: normalise each sub-key and each half of a query, with a learnt gain each")
+    key_norm: KeyNorm = key("none", "rms: normalise each sub-key and each half of a query; all sub-keys have one learnt gain, all queries another")
     scores: Scores = key(
         "softmax", "what makes weights of the best slots' scores; relu and none weigh each slot by itself"
     )

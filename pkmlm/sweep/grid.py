@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 
 from pkmlm.analysis.equal import Over
 from pkmlm.errors import UserError
-from pkmlm.recipe.load import bind, listed, merge, wrong
+from pkmlm.recipe.load import bind, merge, wrong
 from pkmlm.recipe.nodes import Node, parse
 from pkmlm.recipe.schema import quoted_text
 from pkmlm.recipe.shipped import recipe_text
@@ -185,7 +185,7 @@ def read_grid(path: Path, scale: str | None = None) -> tuple[Grid, str | None]:
     if scale is None:
         scale = next(iter(scales.value), None)
     elif scale not in scales.value:
-        have = f"has {listed(list(scales.value))}" if scales.value else "has none"
+        have = f"has {', '.join(scales.value)}" if scales.value else "has none"
         raise UserError(f"{path}: no scale {scale} ({have})")
     tree = Node({key: node for key, node in tree.value.items() if key != "scales"}, tree.place)
     if scale is not None:

@@ -2,6 +2,7 @@
 
 import inspect
 import pydoc
+import re
 
 import pytest
 import torch
@@ -98,8 +99,21 @@ def test_arguments_have_the_recipes_names_and_defaults_and_help_explains_each(ki
 )
 def test_memories_refuse_what_they_cannot_build(name, value):
     """A layer in somebody's own network has no recipe that was checked."""
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=rf"\A{name}: found {value!r} \(expected .*\)\Z"):
         memory_of(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), [("expert", "silu"), ("expert", ["gelu"]), ("gate", "gelu"), ("scores", 1)])
+def test_peer_refuses_what_it_cannot_build(name, value):
+    with pytest.raises(ValueError, match=f"{name}: found {re.escape(repr(value))}"):
+        PEER(12, num_keys=4, heads=2, topk=2, key_dim=4, **{name: value})
+
+
+@pytest.mark.parametrize("kind", [ProductKeyMemory, FlatKeyMemory, PEER])
+@pytest.mark.parametrize("dim", [0, -3])
+def test_memories_have_a_width(kind, dim):
+    with pytest.raises(ValueError, match=f"dim: found {dim}"):
+        kind(dim, num_keys=4, heads=2, topk=2, key_dim=4)
 
 
 @pytest.mark.parametrize(("name", "value"), [("bits", 5), ("bits", 17), ("temperature", 0.0), ("score", "scale")])

@@ -148,6 +148,7 @@ def test_numbers_are_read_by_the_type_of_their_key(recipe_file: Path) -> None:
         ("model: {memory: {value_dim: 0}}", "model.memory.value_dim: found 0"),
         ("optim: {schedule: relative}", "optim.schedule: found relative"),
         ("optim: {values: {times: [4]}}", "optim.values.times"),
+        ("optim: {values: {schedule: relative, times: [0, 0]}}", "optim.values.times: found [0, 0]"),
         ("base: nowhere.yaml", ":1:1: base: cannot read "),
         ("base: bad.yaml", ":1:1: base: "),
         ("base: " + "a" * 6000, ":1:1: base: cannot read "),

@@ -13,7 +13,7 @@ from pkmlm.device import at_least_fp32, without_autocast
 from pkmlm.kernels import ops
 from pkmlm.model.memory.base import SparseMemory, UsageTap, uncompiled
 from pkmlm.model.memory.values import Values
-from pkmlm.recipe.schema import Hash, HashScore
+from pkmlm.recipe.schema import Hash, HashScore, section
 
 LIKE_LINEAR_STD = 0.02
 
@@ -72,8 +72,8 @@ class HashLayer(SparseMemory):
         name: str = "hash",
     ):
         super().__init__()
-        spec = Hash(bits=bits, temperature=temperature, score=score)  # checks types, ranges and choices
-        if dim % bits:
+        spec = section(Hash, bits=bits, temperature=temperature, score=score)
+        if dim < 1 or dim % bits:
             raise ValueError(f"dim: found {dim} (expected a multiple of bits, {bits})")
         self.tables, self.bits = dim // bits, bits
         self.reads = self.tables

@@ -21,7 +21,7 @@ from pkmlm.model.init import Constant, InitSpec, Normal, Uniform
 from pkmlm.model.memory.base import SparseMemory, UsageTap, uncompiled
 from pkmlm.model.memory.query import RMS_EPSILON, Query, UnitLinear
 from pkmlm.model.memory.values import Pool, Values
-from pkmlm.recipe.schema import Gate, KeyNorm, Memory, QueryMap, QueryNorm, Scores
+from pkmlm.recipe.schema import Gate, KeyNorm, Memory, QueryMap, QueryNorm, Scores, section
 
 Kind = Literal["product-key", "flat-key", "peer"]
 WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -87,7 +87,10 @@ class KeyMemory(SparseMemory):
             ValueError: an argument is out of its range or none of the choices, or sizes do not fit one another.
         """
         super().__init__()
-        memory = Memory(  # checks types, ranges and choices
+        if dim < 1:
+            raise ValueError(f"dim: found {dim} (expected 1 or more)")
+        memory = section(
+            Memory,
             kind=self.kind,
             num_keys=num_keys,
             heads=heads,

@@ -18,7 +18,7 @@ from pkmlm.model.init import Constant, Counting, InitSpec, Multipliers
 from pkmlm.model.memory.base import SparseMemory, UsageTap, uncompiled
 from pkmlm.model.memory.query import RMS_EPSILON
 from pkmlm.model.memory.values import Values
-from pkmlm.recipe.schema import NGram
+from pkmlm.recipe.schema import NGram, section
 
 TAPS = 4  # positions that the convolution sees, `G` apart
 LITE_SCALE = 0.1
@@ -155,7 +155,7 @@ class NGramMemory(SparseMemory):
         layer: int = 1,
     ):
         super().__init__()
-        spec = NGram(orders=orders, heads=heads, rows=rows, row_dim=row_dim, fusion=fusion, conv=conv)
+        spec = section(NGram, orders=orders, heads=heads, rows=rows, row_dim=row_dim, fusion=fusion, conv=conv)
         if fusion == "add" and row_dim != dim:
             raise ValueError(f"row_dim: found {row_dim} (expected {dim}, the width of the stream)")
         self.rows, self.tables = rows, spec.tables

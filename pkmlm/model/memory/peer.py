@@ -11,7 +11,7 @@ from torch.nn.functional import gelu, relu
 
 from pkmlm.model.memory.key_memory import ProductKeyMemory
 from pkmlm.model.memory.values import Values
-from pkmlm.recipe.schema import Expert, Memory
+from pkmlm.recipe.schema import Expert, Memory, section
 
 EXPERTS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": gelu, "relu": relu}
 
@@ -43,10 +43,9 @@ class PEER(ProductKeyMemory):
         Raises:
             ValueError: as `ProductKeyMemory`.
         """
+        chosen = section(Memory, kind=self.kind, expert=expert).expert
         super().__init__(dim, **arguments)
-        if expert not in EXPERTS:
-            raise ValueError(f"expert: found {expert} (expected {' or '.join(EXPERTS)})")
-        self.activation = EXPERTS[expert]
+        self.activation = EXPERTS[chosen]
 
     @classmethod
     def new_tables(cls, dim: int, memory: Memory) -> dict[str, Values]:
