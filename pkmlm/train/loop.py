@@ -115,12 +115,15 @@ class Training:
         progress.seconds += seconds
         tokens_per_second = self.recipe.train.batch_tokens / seconds
         counts_bytes = self.world.size > 1 and not self.recipe.parallel.shard  # FSDP2 does not say what it sends
+        first, *others = state.param_groups
+        rates = {f"lr_{group.name}": group.schedule.lr_at(progress.step) for group in others}
         norms = {("grad_norm" if name == "dense" else f"grad_norm_{name}"): norm for name, norm in result.norms.items()}
         self.log.event(
             "train",
             progress.step,
             loss=finite_or_none(result.loss),
-            lr=state.param_groups[0].schedule.lr_at(progress.step),
+            lr=first.schedule.lr_at(progress.step),
+            **rates,
             tokens=progress.tokens,
             tokens_per_second=round(tokens_per_second, 1),
             **{name: finite_or_none(norm) for name, norm in norms.items()},

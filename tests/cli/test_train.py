@@ -55,6 +55,8 @@ def test_a_run_directory_holds_what_the_design_says(trained, kind):
     train = [line for line in lines if line["event"] == "train"]
     assert [line["step"] for line in train] == list(range(1, 31))
     assert {"loss", "lr", "grad_norm", "tokens", "tokens_per_second"} <= train[0].keys()
+    group = {"dense": None, "hash": "tables"}.get(kind, "values")
+    assert {key for key in train[0] if key.startswith("lr_")} == ({f"lr_{group}"} if group else set())
     assert 29 * 256 < train[-1]["tokens"] <= 30 * 256  # the corpus's last piece is short
     assert train[-1]["loss"] < train[0]["loss"] - 0.5
     assert [line["step"] for line in lines if line["event"] == "valid"] == [15, 30]
