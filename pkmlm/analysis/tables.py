@@ -40,7 +40,8 @@ def usage_tables(entries: Sequence[Entry]) -> list[Table]:
         for each in entry.get("ngrams") or ():
             ngrams.append([entry["run"]] * several + [str(each["layer"])] + [each[key] for key in ALONE])
         tokens = entry["memories"][0]["tokens"] if entry["memories"] else None
-        texts.append([entry["run"], entry["step"], entry["split"], tokens, len(entry["memories"])])
+        memories = sum("layer_overlap" not in memory for memory in entry["memories"])  # the table of several is none
+        texts.append([entry["run"], entry["step"], entry["split"], tokens, memories])
         for memory in entry["memories"]:
             start = [entry["run"]] * several + [_where(memory)]
             parts = "heads" if "heads" in memory else "tables"
@@ -353,7 +354,8 @@ def slot_tables(record: Entry, later_blocks: int) -> list[Table]:
     tables = [Table(f"Slot {slot['name']}: {_slots_title(record)}", columns, [row])]
     if slot["raises"] is not None and slot["lowers"] is not None:
         later = f"{later_blocks} later layer{'s' if later_blocks > 1 else ''}" if later_blocks else ""
-        left_out = " and ".join(filter(None, (later, "the gate" if record["gated"] else "")))
+        gate, activation = "gate" if record["gated"] else "", "activation" if record["kind"] == "peer" else ""
+        left_out = ", ".join(filter(None, (later, gate, activation)))
         note = f" (approximate: {left_out} left out)" if left_out else ""
         words = [
             [quoted(up["token"]), up["logit"], quoted(down["token"]), down["logit"]]

@@ -52,9 +52,11 @@ def command(
 
     What a value says is read off by the output head, without what later layers make of it: a rough approximation,
     the rougher the earlier the layer. The map of a memory with a gate is applied, the gate itself is not: how much of
-    a value it lets through depends on the token. A pattern is what at least half of a slot's ten strongest contexts
-    share: their token, the next or the previous one, or the place in the model's window. "Shuffled" is how many slots
-    have one by chance: with all contexts that are shown dealt at random among them.
+    a value it lets through depends on the token. Nor is the activation of PEER's experts, which multiplies their
+    values and may turn their sign: weights and masses are those that the router gives. A pattern is what at least half
+    of a slot's ten strongest contexts share: their token, the next or the previous one, or the place in the model's
+    window. "Shuffled" is how many slots have one by chance: with all contexts that are shown dealt at random among
+    them.
 
     Reads of an n-gram memory all weigh 1: contexts and PROMPT's slots are then the first, not the strongest. Of such a
     memory, also how many distinct n-grams are alone in their row, beside what is expected of rows drawn at

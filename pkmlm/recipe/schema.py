@@ -119,7 +119,9 @@ class Memory:
         "linear", "the query network: one linear map, or two with a ReLU between, of which the heads share the first"
     )
     query_norm: QueryNorm = key("batch", "normalisation of the queries; batch is the paper's (PKM table 2)")
-    key_norm: KeyNorm = key("none", "rms: normalise each sub-key and each half of a query; all sub-keys have one learnt gain, all queries another")
+    key_norm: KeyNorm = key(
+        "none", "rms: normalise each sub-key and each half of a query; sub-keys share a learnt gain, queries another"
+    )
     scores: Scores = key(
         "softmax", "what makes weights of the best slots' scores; relu and none weigh each slot by itself"
     )

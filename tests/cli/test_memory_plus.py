@@ -96,6 +96,7 @@ def test_slots_speak_through_the_map_and_the_gate_is_told(trained) -> None:
     assert all(len(line) <= 80 for line in text.splitlines())
     plain = json.loads(pkmlm("slots", trained("peer"), "--top", 3, "--json").stdout)
     assert plain["gated"] is False
+    assert "activation left out" in pkmlm("slots", trained("peer"), "--slot", plain["slots"][0]["slot"]).stdout
     assert plain["slots"][0]["subkeys"][0] < 16
 
 
