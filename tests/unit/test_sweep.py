@@ -96,7 +96,7 @@ def test_the_example_of_the_manual_has_every_key(tmp_path):
 def test_every_cell_is_its_recipe(folder):
     assert grid_of(folder, scale="small").points() == list(P[:3])
     assert read_grid(folder / "grid.yaml")[1] == "small", "the first scale is the one that is taken"
-    with pytest.raises(UserError, match=r"huge .*small or large"):
+    with pytest.raises(UserError, match=r"huge .*small, large"):
         grid_of(folder, scale="huge")
     assert grid_of(folder).points() == list(P)
     cells = Cells(grid_of(folder), folder / "base.yaml", ["train.steps=7"])
