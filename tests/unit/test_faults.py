@@ -357,7 +357,7 @@ def test_too_large_a_run_is_warned_of(ground):
 
 def test_bombs_are_refused_or_bounded(ground):
     for name in ("zst", "window.zst"):
-        survived, said = sizes.bomb(ground, name, size=16 << 20, memory=256 << 20)
+        survived, said = sizes.bomb(ground, name, size=32 << 20, memory=384 << 20)
         assert survived, said
     survived, said = sizes.one_long_line(ground, size=1_000_000, memory=512 << 20)
     assert survived, said
