@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pkmlm.kernels.ops import HEADS, SCORES
+from pkmlm.kernels.matmul import SCORES
 from pkmlm.kernels.row_gradient import exchange_bytes
 from pkmlm.model.attention import Attention
 from pkmlm.model.efficient_attention import CHUNK
@@ -356,7 +356,7 @@ def training_bytes(recipe: Recipe, dense: int, blocks: list[BlockCost], vocab_si
         "moments": 8 * moving + sum(moment_bytes(recipe, table) for table in learnt),
         "activations": tokens * (3 * model.dim + in_blocks) * (2 if in_half_precision(recipe) else 4),
         "logits": 8 * vocab_size * (min(tokens, tokens_of_chunk("cpu", vocab_size)) + model.dim),
-        "search": 4 * min(SCORES["cpu"], tokens * HEADS["cpu"] * scores),
+        "search": 4 * min(SCORES["cpu"], tokens * scores),
     }
 
 

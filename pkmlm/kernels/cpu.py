@@ -21,6 +21,7 @@ from torch import Tensor
 from pkmlm.kernels.cpu_search import product_key_search, product_top_k, top_k  # noqa: F401 (`backend` looks here)
 from pkmlm.kernels.jit import array_of, compiled, even_bounds, over_threads
 from pkmlm.kernels.reference import Quantized, Segments
+from pkmlm.kernels.vectors import bag_and_outer
 
 RADIX = 15  # the most bits that a pass of `_sort` sorts by: its counters stay in the second cache
 
@@ -323,15 +324,13 @@ def _segment_row_adam(
             value_D[d] = keep * value_D[d] - rate * mean / (np.sqrt(correction2 * square) + eps)
 
 
-def score_gradients(
-    q_NH2f: Tensor, subkeys_H2nf: Tensor, chosen_NH2k: Tensor, grad_NHk: Tensor
-) -> tuple[Tensor, Tensor]:
+def score_gradients(q_NHd: Tensor, subkeys_H2nf: Tensor, slots_NHk: Tensor, grad_NHk: Tensor) -> tuple[Tensor, Tensor]:
     """`reference.score_gradients`. The sub-keys of a half stay in a core's cache, so that one thread adds up their
     gradients read by read: to sort the reads first would take longer than the sums do."""
-    tokens, heads, _, k = chosen_NH2k.shape
-    q_grad, keys_grad = q_NH2f.new_empty(q_NH2f.shape), torch.zeros_like(subkeys_H2nf)
-    bounds = even_bounds(2 * heads, tokens * k * q_NH2f.shape[3])
-    given = (q_NH2f, subkeys_H2nf, chosen_NH2k, grad_NHk)
+    tokens, heads, k = slots_NHk.shape
+    q_grad, keys_grad = torch.empty_like(q_NHd), torch.zeros_like(subkeys_H2nf)
+    bounds = even_bounds(2 * heads, tokens * k * subkeys_H2nf.shape[3])
+    given = (q_NHd, subkeys_H2nf, slots_NHk, grad_NHk)
     over_threads(_score_gradients, bounds, *map(array_of, given), q_grad.numpy(), keys_grad.numpy())
     return q_grad, keys_grad
 
@@ -340,23 +339,27 @@ def score_gradients(
 def _score_gradients(
     first: int,
     stop: int,
-    q_NH2f: Any,
+    q_NHd: Any,
     subkeys_H2nf: Any,
-    chosen_NH2k: Any,
+    slots_NHk: Any,
     grad_NHk: Any,
-    q_grad_NH2f: Any,
+    q_grad_NHd: Any,
     keys_grad_H2nf: Any,
 ) -> None:
+    n, f = subkeys_H2nf.shape[2:]
+    chosen_k = np.empty(slots_NHk.shape[2], np.int64)
     for part in range(first, stop):
         head, half = part // 2, part % 2
         keys_nf, sum_nf = subkeys_H2nf[head, half], keys_grad_H2nf[head, half]
-        for t in range(len(q_NH2f)):
-            q_f, chosen_k, grad_k = q_NH2f[t, head, half], chosen_NH2k[t, head, half], grad_NHk[t, head]
-            _add_rows(q_grad_NH2f[t, head, half], keys_nf, chosen_k, grad_k, 0, len(chosen_k))
+        for t in range(len(q_NHd)):
+            slots_k, grad_k = slots_NHk[t, head], grad_NHk[t, head]
+            q_f, q_grad_f = q_NHd[t, head, half * f : (half + 1) * f], q_grad_NHd[t, head, half * f : (half + 1) * f]
             for place in range(len(chosen_k)):
-                sum_f, grad = sum_nf[chosen_k[place]], grad_k[place]
-                for d in range(len(q_f)):
-                    sum_f[d] += grad * q_f[d]
+                i = np.int64(
+                    slots_k[place] / n
+                )  # exact below 2^53, and several times as fast as a division of integers
+                chosen_k[place] = i if half == 0 else slots_k[place] - i * n
+            bag_and_outer(grad_k, chosen_k, keys_nf, sum_nf, q_f, q_grad_f)
 
 
 def bucket_reads(z_NTb: Tensor, temperature: float, *, scaled: bool) -> tuple[Tensor, Tensor]:

@@ -45,6 +45,7 @@ from triton import next_power_of_2
 from triton.language import constexpr
 
 from pkmlm.kernels import reference
+from pkmlm.kernels.matmul import SCORES, cat
 from pkmlm.kernels.reference import Quantized, Segments, candidate_pairs
 
 READS = constexpr(8)  # 128 bytes in flight a thread: with 8 programs on an SM several times latency x bandwidth
@@ -388,8 +389,9 @@ def _product_rows(
     scores1: tl.tensor,
     scores2: tl.tensor,
     pairs: tl.tensor,
-    i: tl.tensor,
-    j: tl.tensor,
+    sums: tl.tensor,
+    slots: tl.tensor,
+    tokens: int,
     n: constexpr,
     k: constexpr,
     c: constexpr,
@@ -410,10 +412,14 @@ def _product_rows(
         best_K = _with(best_K, _packed(sums_P, c - 1 - pair_P, pair_P < c), K)
     place_K = tl.arange(0, K)
     pair_K = tl.where(place_K < k, c - 1 - (best_K & PLACE), 0)
-    i_K = tl.gather(best1_H, tl.load(pairs + pair_K), 0)
-    j_K = tl.gather(best2_H, tl.load(pairs + c + pair_K), 0)
-    tl.store(i + row * k + place_K, n - 1 - (i_K & PLACE), mask=place_K < k)
-    tl.store(j + row * k + place_K, n - 1 - (j_K & PLACE), mask=place_K < k)
+    a_K, b_K = tl.load(pairs + pair_K), tl.load(pairs + c + pair_K)
+    i_K = n - 1 - (tl.gather(best1_H, a_K, 0) & PLACE)
+    j_K = n - 1 - (tl.gather(best2_H, b_K, 0) & PLACE)
+    # Rows stand by head, then token; what is found, by token, then head.
+    first = (row % tokens * (tl.num_programs(0) // tokens) + row // tokens) * k
+    sums_K = tl.gather(score1_H, a_K, 0) + tl.gather(score2_H, b_K, 0)
+    tl.store(sums + first + place_K, sums_K, mask=place_K < k)
+    tl.store(slots + first + place_K, i_K * n + j_K, mask=place_K < k)
 
 
 def top_k(scores_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -434,29 +440,48 @@ def top_k(scores_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return scores_Rn.gather(-1, columns_Rk), columns_Rk
 
 
-def product_top_k(scores1_Rn: Tensor, scores2_Rn: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+def product_top_k(scores1_Rn: Tensor, scores2_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """`reference.product_top_k`, for floats of up to 32 bits."""
-    rows, n = scores1_Rn.shape
-    i_Rk, j_Rk = (torch.empty(rows, k, dtype=torch.int64, device=scores1_Rn.device) for _ in range(2))
-    pairs_2c = _pairs(n, k, scores1_Rn.device)
+    sums_R1k, slots_R1k = _product_top_k(scores1_Rn[None], scores2_Rn[None], k)
+    return sums_R1k[:, 0], slots_R1k[:, 0]
+
+
+def _product_top_k(scores1_HCn: Tensor, scores2_HCn: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Sums and slots (C, H, k)."""
+    heads, tokens, n = scores1_HCn.shape
+    sums_CHk = scores1_HCn.new_empty(tokens, heads, k)
+    slots_CHk = torch.empty(tokens, heads, k, dtype=torch.int64, device=sums_CHk.device)
+    pairs_2c = _pairs(n, k, sums_CHk.device)
     c, most = pairs_2c.shape[1], min(n, k)
-    arguments = scores1_Rn.contiguous(), scores2_Rn.contiguous(), pairs_2c, i_Rk, j_Rk
+    scores1_Rn, scores2_Rn = (scores_HCn.reshape(-1, n) for scores_HCn in (scores1_HCn, scores2_HCn))
+    arguments = scores1_Rn, scores2_Rn, pairs_2c, sums_CHk, slots_CHk, tokens
     _launch_search(_product_rows, *arguments, n=n, k=k, c=c, W=_wide(n, most), H=_power(most), P=_wide(c, k))
-    return scores1_Rn.gather(1, i_Rk) + scores2_Rn.gather(1, j_Rk), i_Rk, j_Rk
+    return sums_CHk, slots_CHk
 
 
-def score_gradients(
-    q_NH2f: Tensor, subkeys_H2nf: Tensor, chosen_NH2k: Tensor, grad_NHk: Tensor
-) -> tuple[Tensor, Tensor]:
+def product_key_search(q_NHd: Tensor, subkeys_H2nf: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`reference.product_key_search`, of all heads of some tokens at a time."""
+    heads, _, n, f = subkeys_H2nf.shape
+    found = []
+    for q_CHd in q_NHd.split(max(1, SCORES[q_NHd.device.type] // (2 * heads * n))):
+        q_2HCf = q_CHd.unflatten(2, (2, f)).permute(2, 1, 0, 3)
+        scores1_HCn, scores2_HCn = (torch.bmm(q_2HCf[s], subkeys_H2nf[:, s].transpose(1, 2)) for s in (0, 1))
+        found.append(_product_top_k(scores1_HCn, scores2_HCn, k))
+    scores_NHk, slots_NHk = (cat(parts) for parts in zip(*found, strict=True))
+    return scores_NHk, slots_NHk
+
+
+def score_gradients(q_NHd: Tensor, subkeys_H2nf: Tensor, slots_NHk: Tensor, grad_NHk: Tensor) -> tuple[Tensor, Tensor]:
     """`reference.score_gradients`, as weighted row sums: of sub-keys by query, and of queries by sub-key."""
     heads, _, n, f = subkeys_H2nf.shape
-    first_row_H2 = torch.arange(2 * heads, device=chosen_NH2k.device).view(heads, 2) * n
+    chosen_NH2k = torch.stack([slots_NHk // n, slots_NHk % n], 2)
+    first_row_H2 = torch.arange(2 * heads, device=slots_NHk.device).view(heads, 2) * n
     rows_Sk = (chosen_NH2k + first_row_H2[..., None]).flatten(0, 2)
     grad_Sk = grad_NHk[:, :, None].expand_as(chosen_NH2k).flatten(0, 2)
     segments = sort_reads(rows_Sk, grad_Sk, 2 * heads * n, every_row=True)
-    keys_grad = segment_sum(q_NH2f.reshape(-1, f), segments)
+    keys_grad = segment_sum(q_NHd.reshape(-1, f), segments)
     q_grad = weighted_row_sum(subkeys_H2nf.reshape(-1, f), rows_Sk, grad_Sk)
-    return q_grad.view_as(q_NH2f), keys_grad.view_as(subkeys_H2nf)
+    return q_grad.view_as(q_NHd), keys_grad.view_as(subkeys_H2nf)
 
 
 def _power(k: int) -> int:
@@ -469,7 +494,7 @@ def _wide(n: int, k: int) -> int:
     return max(_power(k), min(SEARCH_COLUMNS, _power(n)))
 
 
-def _launch_search(kernel: Any, scores_Rn: Tensor, *arguments: Tensor, k: int, **sizes: int) -> None:
+def _launch_search(kernel: Any, scores_Rn: Tensor, *arguments: Tensor | int, k: int, **sizes: int) -> None:
     """Run a program for each row."""
     power = _power(k)
     warps = min(MOST_WARPS, max(1, power // SEARCH_COLUMNS))

@@ -5,6 +5,7 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,7 +44,9 @@ class KernelCache(FunctionCache):
 
     def __init__(self, function: Callable[..., Any]):
         super().__init__(function)
-        self._stamp = self._impl.locator.get_source_stamp()
+        # A kernel may contain functions of the files beside its own.
+        files = sorted(Path(function.__code__.co_filename).parent.glob("*.py"))
+        self._stamp = [(file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files]
         self._files: Any = IndexDataCacheFile(self.cache_path, self._impl.filename_base, self._stamp)
         self._cache_file: Any = self  # of which numba's cache calls `load` and `save`
 

@@ -15,6 +15,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 LEAST_WORK = 1 << 20  # multiplications; with fewer, oneDNN's 15 us a call are more than it gains
+# Scores that a search computes at a time, by device. On a CPU 16 MB of them may stay in the cache between the product
+# and the search. A GPU wants few large calls (not measured): with 262,144 flat keys, 128 MB are the scores of 128
+# queries, and 16 MB would take eight times the launches.
+SCORES = {"cpu": 1 << 22, "cuda": 1 << 25}
 LEAST_WIDTH = 32  # of the narrower side of a map; below it, oneDNN's copies of the matrices are more than it gains
 
 

@@ -4,7 +4,7 @@ Nothing of size k^2, n or reads x width is kept between forward and backward. `b
 
 N: tokens; H: heads; d: width of a query; n: sub-keys of a half; f: width of a sub-key (d / 2); k: slots a head; r:
 reads of a token; K: slots, or keys; D: width of a value; R: queries, or their halves; S: halves of queries (2 * N * H);
-C: tokens searched at a time; G: heads, likewise; T: hash tables; b: bits of a code.
+C: tokens searched at a time; T: hash tables; b: bits of a code.
 """
 
 from typing import Any
@@ -16,17 +16,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import softplus
 
 from pkmlm.kernels import backend, reference
-from pkmlm.kernels.matmul import cat, matmul_nt, row_chunks
+from pkmlm.kernels.matmul import SCORES, cat, matmul_nt, row_chunks
 from pkmlm.kernels.reference import Quantized
 from pkmlm.kernels.row_gradient import RowGradient
 
-# Heads and scores of one chunk of a search, by device. On a CPU 16 MB of scores may stay in the cache between the
-# product and the search. A GPU wants few large calls (not measured): with 262,144 flat keys, 128 MB are the scores of
-# 128 queries, and 16 MB would take eight times the launches.
-HEADS = {"cpu": 1, "cuda": 1 << 30}
-SCORES = {"cpu": 1 << 22, "cuda": 1 << 25}
-# So few queries, or tokens, as decoding has them, a CPU searches or puts into buckets in one call and thread: several
-# take longer than what they compute. (Larger batches get the bits that training gets.)
+# What so few queries, or tokens, as decoding has them, read, a CPU weighs or puts into buckets in one call and thread:
+# several take longer than what they compute. (Larger batches get the bits that training gets.)
 FEW = 32
 
 
@@ -36,44 +31,17 @@ class _ProductKeys(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q_NHd: Tensor, subkeys_H2nf: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        heads, _, n, f = subkeys_H2nf.shape
-        q_NH2f = q_NHd.reshape(-1, heads, 2, f)
-        groups = q_NH2f.split(HEADS[q_NHd.device.type], 1), subkeys_H2nf.split(HEADS[q_NHd.device.type])
-        found = [_search(q_NG2f, subkeys_G2nf, k) for q_NG2f, subkeys_G2nf in zip(*groups, strict=True)]
-        scores_NHk, chosen_NH2k = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
-        ctx.save_for_backward(q_NH2f, subkeys_H2nf, chosen_NH2k)
-        slots_NHk = chosen_NH2k[:, :, 0] * n + chosen_NH2k[:, :, 1]
+        scores_NHk, slots_NHk = backend.of(q_NHd).product_key_search(q_NHd, subkeys_H2nf, k)
+        ctx.save_for_backward(q_NHd, subkeys_H2nf, slots_NHk)
         ctx.mark_non_differentiable(slots_NHk)
         return scores_NHk, slots_NHk
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_NHk: Tensor, _: None) -> tuple[Tensor, Tensor, None]:
-        q_NH2f, subkeys_H2nf, chosen_NH2k = ctx.saved_tensors
-        kernels = backend.of(q_NH2f)
-        q_grad, keys_grad = kernels.score_gradients(q_NH2f, subkeys_H2nf, chosen_NH2k, grad_NHk)
-        return q_grad.flatten(2), keys_grad, None
-
-
-def _search(q_NG2f: Tensor, subkeys_G2nf: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best pairs of sub-keys for each query of some heads: scores (N, G, k), and the sub-keys of both halves
-    (N, G, 2, k)."""
-    scores, chosen = [], []
-    group, _, n, _ = subkeys_G2nf.shape
-    chunk_size = max(1, SCORES[q_NG2f.device.type] // (2 * group * n))
-    for q_CG2f in row_chunks(q_NG2f, subkeys_G2nf[0, 0], chunk_size):
-        score1_Rn, score2_Rn = (_by_head(q_CG2f[:, :, half], subkeys_G2nf[:, half]) for half in (0, 1))
-        scores_Rk, i_Rk, j_Rk = backend.of(score1_Rn).product_top_k(score1_Rn, score2_Rn, k)
-        scores.append(scores_Rk.view(group, -1, k).transpose(0, 1))
-        chosen.append(torch.stack([i_Rk, j_Rk], 1).view(group, -1, 2, k).transpose(0, 1))
-    return cat(scores), cat(chosen)
-
-
-def _by_head(q_CGf: Tensor, keys_Gnf: Tensor) -> Tensor:
-    """The products of each head's queries with its keys, one head after the other: (G * C, n)."""
-    if len(keys_Gnf) == 1:
-        return matmul_nt(q_CGf[:, 0], keys_Gnf[0])
-    return torch.bmm(q_CGf.transpose(0, 1), keys_Gnf.transpose(1, 2)).flatten(0, 1)
+        q_NHd, subkeys_H2nf, slots_NHk = ctx.saved_tensors
+        q_grad, keys_grad = backend.of(q_NHd).score_gradients(q_NHd, subkeys_H2nf, slots_NHk, grad_NHk)
+        return q_grad, keys_grad, None
 
 
 def product_key_select(q_NHd: Tensor, subkeys_H2nf: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -91,11 +59,11 @@ def product_key_select(q_NHd: Tensor, subkeys_H2nf: Tensor, k: int) -> tuple[Ten
     """
     if not 1 <= k <= subkeys_H2nf.shape[2] ** 2:
         raise ValueError(f"cannot select {k} of {subkeys_H2nf.shape[2] ** 2} product keys")
-    tokens, heads, _ = q_NHd.shape
-    if tokens * heads <= FEW and q_NHd.device.type == "cpu" and not torch.is_grad_enabled():
-        scores_NHk, slots_NHk = backend.of(q_NHd).product_key_search(q_NHd, subkeys_H2nf, k)
-    else:
+    q_NHd = q_NHd.contiguous()
+    if torch.is_grad_enabled():
         scores_NHk, slots_NHk = _ProductKeys.apply(q_NHd, subkeys_H2nf, k)
+    else:
+        scores_NHk, slots_NHk = backend.of(q_NHd).product_key_search(q_NHd, subkeys_H2nf, k)
     return scores_NHk, slots_NHk
 
 
@@ -113,7 +81,7 @@ def softmax(scores_NHk: Tensor) -> Tensor:
 def flat_key_select(q_NHd: Tensor, keys_HKd: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k best of K plain keys for each query: the baseline of table 4. Returns as `product_key_select`.
 
-    The search goes through chunks of tokens, so that no more than `SCORES` scores exist at once.
+    The search goes through chunks of tokens, so that no more than `SCORES` scores exist at a time.
 
     Args:
         q_NHd: queries, floating.

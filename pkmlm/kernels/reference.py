@@ -30,11 +30,11 @@ def candidate_pairs(n: int, k: int) -> tuple[list[int], list[int]]:
     return [a for a, _ in pairs], [b for _, b in pairs]
 
 
-def product_top_k(scores1_Rn: Tensor, scores2_Rn: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+def product_top_k(scores1_Rn: Tensor, scores2_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Exact top-k over the n^2 sums scores1[i] + scores2[j], in fp32 or wider (Lample et al. 2019, eq. 4).
 
-    Returns the sums (R, k) in the scores' dtype, and i_Rk and j_Rk, int64, in the order: sum, then rank of i in half 1,
-    then rank of j in half 2, where ranks within a half are by score, then by index. The slot of a pair is i * n + j.
+    Returns the sums (R, k) in the scores' dtype and the slots i * n + j, int64, in the order: sum, then rank of i in
+    half 1, then rank of j in half 2, where ranks within a half are by score, then by index.
     """
     n, wide = scores1_Rn.shape[-1], torch.promote_types(scores1_Rn.dtype, torch.float32)
     best1_Rk, i_Rk = top_k(scores1_Rn.to(wide), min(n, k))
@@ -42,27 +42,25 @@ def product_top_k(scores1_Rn: Tensor, scores2_Rn: Tensor, k: int) -> tuple[Tenso
     a_c, b_c = torch.tensor(candidate_pairs(n, k), device=scores1_Rn.device)
     _, chosen_Rk = top_k(best1_Rk[:, a_c] + best2_Rk[:, b_c], k)
     i_Rk, j_Rk = i_Rk.gather(1, a_c[chosen_Rk]), j_Rk.gather(1, b_c[chosen_Rk])
-    return scores1_Rn.gather(1, i_Rk) + scores2_Rn.gather(1, j_Rk), i_Rk, j_Rk
+    return scores1_Rn.gather(1, i_Rk) + scores2_Rn.gather(1, j_Rk), i_Rk * n + j_Rk
 
 
 def product_key_search(q_NHd: Tensor, subkeys_H2nf: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best product keys of each query, by `product_top_k`: scores (N, H, k) and slots i * n + j, int64."""
-    heads, _, n, f = subkeys_H2nf.shape
+    """The k best product keys of each query, by `product_top_k`: scores and slots (N, H, k)."""
+    heads, _, _, f = subkeys_H2nf.shape
     scores_2Rn = torch.einsum("nhjf,hjkf->jnhk", q_NHd.view(-1, heads, 2, f), subkeys_H2nf).flatten(1, 2)
-    scores_Rk, i_Rk, j_Rk = product_top_k(scores_2Rn[0], scores_2Rn[1], k)
-    return scores_Rk.view(-1, heads, k), (i_Rk * n + j_Rk).view(-1, heads, k)
+    scores_Rk, slots_Rk = product_top_k(scores_2Rn[0], scores_2Rn[1], k)
+    return scores_Rk.view(-1, heads, k), slots_Rk.view(-1, heads, k)
 
 
-def score_gradients(
-    q_NH2f: Tensor, subkeys_H2nf: Tensor, chosen_NH2k: Tensor, grad_NHk: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Gradients to q and to the sub-keys of the scores <q[t, h, 0], subkeys[h, 0, i]> + <q[t, h, 1], subkeys[h, 1, j]>,
-    with the i and j of `chosen`."""
-    heads, _, n, _ = subkeys_H2nf.shape
-    slope_NH2n = grad_NHk.new_zeros(len(q_NH2f), heads, 2, n)
+def score_gradients(q_NHd: Tensor, subkeys_H2nf: Tensor, slots_NHk: Tensor, grad_NHk: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients to q and to the sub-keys of the scores that `product_key_search` found with these slots."""
+    heads, _, n, f = subkeys_H2nf.shape
+    chosen_NH2k = torch.stack([slots_NHk // n, slots_NHk % n], 2)
+    slope_NH2n = grad_NHk.new_zeros(len(q_NHd), heads, 2, n)
     slope_NH2n.scatter_add_(3, chosen_NH2k, grad_NHk[:, :, None].expand_as(chosen_NH2k))
-    keys_grad = torch.einsum("thsn,thsf->hsnf", slope_NH2n, q_NH2f)
-    return torch.einsum("thsn,hsnf->thsf", slope_NH2n, subkeys_H2nf), keys_grad
+    keys_grad = torch.einsum("thsn,thsf->hsnf", slope_NH2n, q_NHd.view(-1, heads, 2, f))
+    return torch.einsum("thsn,hsnf->thsf", slope_NH2n, subkeys_H2nf).flatten(2), keys_grad
 
 
 class Segments(NamedTuple):

@@ -253,13 +253,13 @@ def test_attention_costs_what_its_products_do(attention: str, context: int) -> N
 def test_memories_cost_what_their_products_do(kind: str, changes: dict[str, object]) -> None:
     """torch counts maps and the scores of all keys; products with rows and their weighted sums are none of its own."""
     memory = Memory(**{"kind": kind, "layers": ("1",), "num_keys": 8, "heads": 2, "topk": 4, "key_dim": 6, **changes})
-    recipe = Recipe(model=Model(dim=16, layers=1, heads=2, context=10, memory=memory))
+    recipe = Recipe(model=Model(dim=16, layers=1, heads=2, context=40, memory=memory))
     layer = build_model(recipe, 30).blocks[0].parts["memory"]
     with FlopCounterMode(display=False) as counted:
-        layer(torch.randn(1, 10, 16))
+        layer(torch.randn(1, 40, 16))
     attention, rows = 4 * 16 * 16, 2 * 4 * ((memory.value_dim or 16) + (16 if kind == "peer" else 0))
     block = cost_of(recipe, 30).blocks[0]
-    assert counted.get_total_flops() / 2 == block.flops_without_attention - 10 * (attention + rows)
+    assert counted.get_total_flops() / 2 == block.flops_without_attention - 40 * (attention + rows)
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_embeddings": False, "ffn_dim": 20, "residual": "parallel"}])

@@ -175,8 +175,8 @@ class KeyMemory(SparseMemory):
         return keys + self.reads * sum(table.width for table in self.read_tables())
 
     def saved_per_token(self) -> int:
-        """Queries before and after their norms; for each read its weight, its slot and, if any, both sub-keys; with a
-        gate both its sides, and the input of W2."""
+        """Queries before and after their norms; for each read its weight and its slot (of flat keys twice); with a gate
+        both its sides, and the input of W2."""
         queries = 2 if self.key_norm is None else 3
         maps = 3 * (self.gate is not None) + (self.output is not None)
         entries = queries * self.query.heads * self.query.key_dim + maps * self.values.width
@@ -226,7 +226,7 @@ class ProductKeyMemory(KeyMemory):
     """
 
     kind: ClassVar[Kind] = "product-key"
-    saved_per_read = 7
+    saved_per_read = 3
 
     def make_keys(self, memory: Memory) -> None:
         if memory.key_dim % 2:
