@@ -4,7 +4,7 @@ import sys
 
 import click
 
-from pkmlm.cli.options import PATH, prompt_argument, step_option
+from pkmlm.cli.options import PATH, base_option, prompt_argument, step_option
 from pkmlm.errors import UserError, printable
 
 
@@ -44,6 +44,7 @@ from pkmlm.errors import UserError, printable
     help="The same seed draws the same text.",
 )
 @step_option
+@base_option
 def command(
     run_path: str,
     prompt: str | None,
@@ -53,6 +54,7 @@ def command(
     top_p: float | None,
     seed: int,
     step: str,
+    base: str | None,
 ) -> None:
     """Continue PROMPT with RUN's model, printing as it goes.
 
@@ -62,6 +64,7 @@ def command(
     Examples:
       pkmlm generate runs/demo "It was a dark night, and"
       pkmlm generate runs/demo --temperature 0 -n 50 < beginning.txt
+      pkmlm generate attached --base gpt2 "It was a dark night, and"
     """
     from pkmlm.evaluate.generate import Sampling, generate, stream_text
     from pkmlm.evaluate.load import load_run
@@ -71,7 +74,7 @@ def command(
         raise UserError(f"--temperature {temperature} is not a number to divide by (expected 0 or more)")
     if top_p is not None and not top_p <= 1:  # NaN, which the option's range lets pass
         raise UserError(f"--top-p {top_p} is no probability (expected more than 0, at most 1)")
-    run = load_run(run_path, step)
+    run = load_run(run_path, step, base=base)
     require_softmax(run.recipe.model, run_path, "generate")
     if prompt is None:
         try:

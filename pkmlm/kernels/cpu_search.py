@@ -23,8 +23,7 @@ from pkmlm.kernels.vectors import COMPRESSES, VECTOR, add, between, count_above,
 LOWEST, HIGHEST = np.int32(-(1 << 31)), np.int32((1 << 31) - 1)
 INFINITY = np.int32(0x7F800000)  # its bits; those of NaN are above
 HALVINGS = 8  # of the range of the floats; then that of their integers is halved, for floats of very different sizes
-# So few queries, as decoding has them, are searched in one call and thread: several take longer than what they compute.
-FEW = 32
+FEW = 32  # queries, as decoding has them, that are searched in one call and thread: to start several takes longer
 CHUNK = 1 << 19  # scores at a time, of otherwise one head: 2 MB stay in a core's caches from the product to the search
 
 

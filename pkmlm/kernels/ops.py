@@ -20,8 +20,8 @@ from pkmlm.kernels.matmul import SCORES, cat, matmul_nt, row_chunks
 from pkmlm.kernels.reference import Quantized
 from pkmlm.kernels.row_gradient import RowGradient
 
-# What so few queries, or tokens, as decoding has them, read, a CPU weighs or puts into buckets in one call and thread:
-# several take longer than what they compute. (Larger batches get the bits that training gets.)
+# The softmax and the buckets of so few queries, or tokens, as decoding has, a CPU computes in one call and thread: to
+# start several takes longer. (Larger batches get the bits that training gets.)
 FEW = 32
 
 

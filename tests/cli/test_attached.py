@@ -117,8 +117,9 @@ def test_the_commands_take_an_n_gram_memory(base, attached, ngrams, tokens, tmp_
 @pytest.mark.parametrize("kind", ["new", "new-ngrams"])
 def test_generation_goes_on_with_a_cache(base, attached, ngrams, kind):
     words = ["It was", "--temperature", 0, "--tokens", 12, "-q"]
-    plain, new = (pkmlm("generate", *where, *words).stdout for where in ([base], [attached / kind]))
-    assert new == plain
+    elsewhere = [attached / kind, "--base", base]
+    plain, *new = (pkmlm("generate", *where, *words).stdout for where in ([base], [attached / kind], elsewhere))
+    assert new == [plain, plain]
 
 
 def test_gpt2_of_transformers_with_its_own_tokenizer(tmp_path, novels):
