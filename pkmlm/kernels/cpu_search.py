@@ -24,7 +24,7 @@ LOWEST, HIGHEST = np.int32(-(1 << 31)), np.int32((1 << 31) - 1)
 INFINITY = np.int32(0x7F800000)  # its bits; those of NaN are above
 HALVINGS = 8  # of the range of the floats; then that of their integers is halved, for floats of very different sizes
 FEW = 32  # queries, as decoding has them, that are searched in one call and thread: to start several takes longer
-CHUNK = 1 << 19  # scores at a time, of otherwise one head: 2 MB stay in a core's caches from the product to the search
+CHUNK = 1 << 19  # scores of a head at a time: 2 MB, which a core's caches keep from the product to the search
 
 
 def top_k(scores_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -21,8 +21,7 @@ HIGHEST = (1 << 31) - 1
 
 
 def instruction(typed: Callable[..., Any]) -> Any:
-    """What numba makes of a function that takes its typing context and the types of the arguments, and returns a
-    signature and what writes the code: a function of the arguments."""
+    """numba's intrinsic, in the types of which each call would lack the typing context."""
     return intrinsic(typed)
 
 
