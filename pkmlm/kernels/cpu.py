@@ -328,7 +328,8 @@ def score_gradients(q_NHd: Tensor, subkeys_H2nf: Tensor, slots_NHk: Tensor, grad
     """`reference.score_gradients`. The sub-keys of a half stay in a core's cache, so that one thread adds up their
     gradients read by read: to sort the reads first would take longer than the sums do."""
     tokens, heads, k = slots_NHk.shape
-    q_grad, keys_grad = torch.empty_like(q_NHd), torch.zeros_like(subkeys_H2nf)
+    # Contiguous, as the kernel needs them: `zeros_like` would keep the strides of sub-keys that are not.
+    q_grad, keys_grad = q_NHd.new_empty(q_NHd.shape), subkeys_H2nf.new_zeros(subkeys_H2nf.shape)
     bounds = even_bounds(2 * heads, tokens * k * subkeys_H2nf.shape[3])
     given = (q_NHd, subkeys_H2nf, slots_NHk, grad_NHk)
     over_threads(_score_gradients, bounds, *map(array_of, given), q_grad.numpy(), keys_grad.numpy())

@@ -55,8 +55,12 @@ def product_key_select(q_NHd: Tensor, subkeys_H2nf: Tensor, k: int) -> tuple[Ten
         scores_NHk, in that dtype, differentiable in queries and sub-keys, highest first; slots_NHk = i * n + j, int64.
 
     Raises:
-        ValueError: fewer than k product keys.
+        ValueError: fewer than k product keys; queries and sub-keys do not match.
     """
+    heads, _, _, f = subkeys_H2nf.shape
+    if q_NHd.shape[1:] != (heads, 2 * f) or q_NHd.dtype != subkeys_H2nf.dtype:
+        found = f"{q_NHd.dtype} {list(q_NHd.shape)} and {subkeys_H2nf.dtype} {list(subkeys_H2nf.shape)}"
+        raise ValueError(f"queries and sub-keys: found {found} (expected [N, H, 2f] and [H, 2, n, f] of one dtype)")
     if not 1 <= k <= subkeys_H2nf.shape[2] ** 2:
         raise ValueError(f"cannot select {k} of {subkeys_H2nf.shape[2] ** 2} product keys")
     q_NHd = q_NHd.contiguous()

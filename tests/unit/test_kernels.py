@@ -442,6 +442,9 @@ def test_compiled_code_has_a_file_for_each_source_and_type_and_damage_costs_a_co
 def test_kernels_refuse_what_they_cannot_do():
     with pytest.raises(ValueError, match="cannot select 5 of 4 product keys"):
         ops.product_key_select(torch.zeros(3, 1, 4), torch.zeros(1, 2, 2, 2), 5)
+    for q in (torch.zeros(3, 1, 6), torch.zeros(3, 2, 4), torch.zeros(99, 1, 2), torch.zeros(3, 1, 4).double()):
+        with pytest.raises(ValueError, match="queries and sub-keys"):
+            ops.product_key_select(q, torch.zeros(1, 2, 2, 2), 2)
     with pytest.raises(ValueError, match="cannot select 5 of 4 keys"):
         ops.flat_key_select(torch.zeros(3, 1, 4), torch.zeros(1, 4, 4), 5)
     values, slots, weights, x = random_reads(9, 7, 8, 60, seed=1)
@@ -450,14 +453,15 @@ def test_kernels_refuse_what_they_cannot_do():
         cpu.segment_row_adam_(values.T.contiguous().T, values, values, x, cpu.sort_reads(slots, weights, 9), **how)
 
 
-def test_queries_may_have_any_strides():
-    q = torch.randn(2, 7, 6, requires_grad=True)
-    keys = torch.randn(2, 2, 5, 3, requires_grad=True)
-    found = ops.product_key_select(q.transpose(0, 1), keys, 4)[0]
-    found.sum().backward()
+@pytest.mark.parametrize("tokens", [7, 70])
+def test_queries_and_sub_keys_may_have_any_strides(tokens):
+    q, keys = torch.randn(2, tokens, 40, requires_grad=True), torch.randn(2, 2, 5, 20)
+    strided = keys.to(memory_format=torch.channels_last).requires_grad_()
+    ops.product_key_select(q.transpose(0, 1), strided, 4)[0].sum().backward()
     again = q.detach().transpose(0, 1).contiguous().requires_grad_()
-    ops.product_key_select(again, keys, 4)[0].sum().backward()
+    ops.product_key_select(again, keys.requires_grad_(), 4)[0].sum().backward()
     assert torch.equal(q.grad.transpose(0, 1), again.grad)
+    assert torch.equal(strided.grad, keys.grad)
 
 
 @pytest.mark.slow
