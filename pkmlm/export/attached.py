@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 from pkmlm import __version__
 from pkmlm.errors import UserError
 from pkmlm.export.config import ATTACHED
-from pkmlm.model.attached import Attached, Mode, base_parameters
+from pkmlm.model.attached import NAME, Attached, Mode, base_parameters
 from pkmlm.runs.checkpoint import load_tensors, write_tensors
 from pkmlm.runs.files import MANIFEST, check_files, entry_of, read_json, read_manifest, write_json, writing_folder
 
@@ -46,13 +46,16 @@ class Facts(TypedDict):
 
 
 def base_of(model: nn.Module) -> Base:
-    """What a folder keeps of a network. The digest is that of all its parameters' names, shapes and values in fp32, so
-    that it is the same for a network in bf16 and its copy in fp32.
+    """What a folder keeps of a network. The digest is that of names, shapes and values in fp32 of all parameters and of
+    the buffers that are saved with them, such as tables in few bits, so that it is the same for a network in bf16 and
+    its copy in fp32.
     """
     digest = hashlib.sha256()
     parameters = dict(base_parameters(model))
-    for name in sorted(parameters):
-        tensor = parameters[name].detach()
+    saved = model.state_dict()
+    buffers = {name: x for name, x in model.named_buffers() if name in saved and not name.startswith(f"{NAME}.")}
+    for name, tensor in sorted({**parameters, **buffers}.items()):
+        tensor = tensor.detach()
         digest.update(f"{name} {list(tensor.shape)}\n".encode())
         for part in tensor.flatten().split(1 << 24):
             digest.update(part.to("cpu", torch.float32).contiguous().numpy())

@@ -107,7 +107,7 @@ def _scratch(n: int, k: int) -> Any:
 @compiled
 def _bound(x_n: Any, n: int, k: int, most: int, lane_l: Any) -> Any:
     """A number that at least k of x[:n] reach: one that k to `most` of the maxima of strided lanes reach, or, where
-    there is none, the k-th largest of these."""
+    there is none, the k-th largest of these. Fills x up to a whole vector."""
     lanes = len(lane_l)
     if n <= lanes:
         lane_l = x_n
@@ -126,12 +126,8 @@ def _bound(x_n: Any, n: int, k: int, most: int, lane_l: Any) -> Any:
     low, high = HIGHEST, LOWEST
     for i in range(min(n, lanes)):
         low, high = min(low, lane_l[i]), max(high, lane_l[i])
+    middle = high  # first: many may be equal to it
     for step in range(HALVINGS + 32):
-        middle = between(low, high)
-        if step >= HALVINGS or not low < middle < high:
-            middle = np.int32((np.int64(low) + np.int64(high)) >> 1)
-        if middle == low:
-            break
         reach = 0
         for start in range(0, lanes, VECTOR):
             reach += reaching(lane_l, start, middle)
@@ -141,6 +137,11 @@ def _bound(x_n: Any, n: int, k: int, most: int, lane_l: Any) -> Any:
             low = middle
             if reach <= most:
                 break
+        middle = between(low, high)
+        if step >= HALVINGS or not low < middle < high:
+            middle = np.int32((np.int64(low) + np.int64(high)) >> 1)
+        if middle == low:
+            break
     return low
 
 

@@ -1,7 +1,8 @@
 """Vector instructions for the kernels that numba compiles: what a compiler does not make of a loop, or only with tests
 and copies around it. Each is a function for use within kernels, written in LLVM's instructions.
 
-Integers are int32 and floats fp32. All read and write whole vectors of `VECTOR` numbers: arrays have room for these.
+Integers are int32 and floats fp32. Arrays are contiguous, for no strides are looked at, and have room for whole vectors
+of `VECTOR` numbers, which all functions read and write.
 """
 
 from collections.abc import Callable

@@ -427,6 +427,13 @@ def test_another_base_a_changed_folder_and_another_memory_are_refused(tmp_path):
         pkmlm.attach(other, tmp_path / "a")
     assert torch.equal(logits(other), before)
     assert not hasattr(other, "pkmlm")
+    tabled, same, changed = (base() for _ in range(3))
+    for each, code in ((tabled, 1), (same, 1), (changed, 2)):  # an export's tables in few bits are no parameters
+        each.register_buffer("codes_KC", torch.tensor([code], dtype=torch.uint8))
+    pkmlm.attach(tabled, KEYS, layers=[2]).save(tmp_path / "tabled")
+    pkmlm.attach(same, tmp_path / "tabled")
+    with pytest.raises(UserError, match="another network"):
+        pkmlm.attach(changed, tmp_path / "tabled")
     with pytest.raises(UserError, match="layers is"):
         pkmlm.attach(base(), KEYS, layers=[1]).load(tmp_path / "a")
     with pytest.raises(UserError, match="arguments is"):

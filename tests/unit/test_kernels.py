@@ -63,7 +63,7 @@ def test_top_k_equals_its_reference(ties):
 
 def test_scores_that_are_no_numbers_come_first_and_many_equal_ones_take_no_longer():
     """A query of zeros, or of no numbers, against a million flat keys: to rank all that are equal would take hours."""
-    x = torch.zeros(7, 1 << 19)
+    x = torch.zeros(8, 1 << 19)
     x[1, -2:] = 1.0
     x[2:5] = float("nan")
     x[3, ::2] = -x[3, ::2]  # as inf - inf is, on some machines
@@ -71,6 +71,7 @@ def test_scores_that_are_no_numbers_come_first_and_many_equal_ones_take_no_longe
     x[5] = torch.arange(float(1 << 19))
     x[5, 7] = float("inf") - float("inf")
     x[6].view(-1, 128)[:, :34] = 1.0  # in some of the lanes in which the best 32 are looked for
+    x[7].view(-1, 128)[:, :64] = 9.0  # the highest
     for k in (1, 32, 150):
         assert torch.equal(cpu.top_k(x, k)[1], reference.top_k(x, k)[1])
 
