@@ -356,9 +356,7 @@ def _score_gradients(
             slots_k, grad_k = slots_NHk[t, head], grad_NHk[t, head]
             q_f, q_grad_f = q_NHd[t, head, half * f : (half + 1) * f], q_grad_NHd[t, head, half * f : (half + 1) * f]
             for place in range(len(chosen_k)):
-                i = np.int64(
-                    slots_k[place] / n
-                )  # exact below 2^53, and several times as fast as a division of integers
+                i = np.int64(slots_k[place] / n)  # as in `_sort`
                 chosen_k[place] = i if half == 0 else slots_k[place] - i * n
             bag_and_outer(grad_k, chosen_k, keys_nf, sum_nf, q_f, q_grad_f)
 
