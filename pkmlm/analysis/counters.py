@@ -5,12 +5,12 @@ not all 0.
 """
 
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, TypeVar
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from typing_extensions import Self
 
 from pkmlm.analysis.ngrams import NGrams
 from pkmlm.analysis.usage import MemoryUsage, with_pool
@@ -24,7 +24,6 @@ from pkmlm.model.memory.values import tables_of
 
 # Pairs of slots that are compared at once: as many as a core's cache holds; a GPU wants few large calls.
 COMPARISONS = {"cpu": 1 << 18, "cuda": 1 << 26}
-Self = TypeVar("Self", bound="ReadListener")  # typing.Self from Python 3.11 on
 
 
 class ReadListener:
@@ -36,19 +35,16 @@ class ReadListener:
 
     def __init__(self, listeners: list[tuple[UsageTap, Callable[[Tensor, Tensor], None]]]):
         self._listeners = listeners
-        self._hooks: list[RemovableHandle] = []
+        self._hooks = ExitStack()
         self._mask_N: Tensor | None = None
 
-    def __enter__(self: Self) -> Self:
-        self._hooks = [tap.register_forward_hook(self._hook(listen)) for tap, listen in self._listeners]
+    def __enter__(self) -> Self:
+        for tap, listen in self._listeners:
+            self._hooks.enter_context(tap.register_forward_hook(self._hook(listen)))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+    def __exit__(self, *error: object) -> None:
+        self._hooks.close()
 
     def only(self, mask_N: Tensor) -> None:
         """Restrict the next forward passes to some positions (bool, on the model's device); by default all count."""

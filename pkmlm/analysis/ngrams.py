@@ -43,11 +43,8 @@ class NGrams:
             ids_NG = past.ids_BTG.flatten(0, 1)
             self._parts.append((ids_NG if self.mask_N is None else ids_NG[self.mask_N]).cpu())
 
-        hook = model.ngram_ids.register_forward_hook(take)
-        try:
+        with model.ngram_ids.register_forward_hook(take):
             yield
-        finally:
-            hook.remove()
 
     def gather(self, world: World) -> None:
         """Have the distinct n-grams of all ranks, without their counts; all ranks call this."""

@@ -34,7 +34,7 @@ or pieces; P: pieces of the train split; H: heads, or tables; k: slots a head re
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,12 +78,10 @@ def answers_from(group: Sequence[SparseMemory], answer: Answer) -> Iterator[None
         answer: called in every forward with the memory and its own answer (B, T, W); returns what takes its place, of
             the same shape, or None to leave it.
     """
-    hooks = [memory.register_forward_hook(lambda memory, _, own: answer(memory, own)) for memory in group]
-    try:
+    with ExitStack() as hooks:
+        for memory in group:
+            hooks.enter_context(memory.register_forward_hook(lambda memory, _, own: answer(memory, own)))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class Text:
@@ -363,12 +361,10 @@ class Probes:
 
             return hook
 
-        hooks = [memory.tap.register_forward_hook(drawing(memory.tap)) for memory in group]
-        try:
+        with ExitStack() as hooks:
+            for memory in group:
+                hooks.enter_context(memory.tap.register_forward_hook(drawing(memory.tap)))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     @contextmanager
     def redrawn_values(self, group: Sequence[SparseMemory]) -> Iterator[None]:
@@ -389,16 +385,15 @@ class Probes:
 
             return hook
 
-        # Only while a memory of the group reads: others may read the same table.
-        hooks = [memory.register_forward_pre_hook(give(drawn)) for memory in group]
-        hooks += [memory.register_forward_hook(give(own)) for memory in group]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-            for table, weight_KD in own.items():
-                table.weight_KD = weight_KD
+        with ExitStack() as hooks:
+            for memory in group:  # only while it reads: others may read the same table
+                hooks.enter_context(memory.register_forward_pre_hook(give(drawn)))
+                hooks.enter_context(memory.register_forward_hook(give(own)))
+            try:
+                yield
+            finally:
+                for table, weight_KD in own.items():
+                    table.weight_KD = weight_KD
 
 
 def tables_read(memory: SparseMemory) -> dict[str, Values]:
