@@ -154,7 +154,7 @@ def draw_probes(folder: Path, record: Mapping[str, Any], look: Look) -> list[Pat
     """
     found = []
     for memory in record["memories"]:
-        where = memory["name"] if memory["layer"] is None else f"layer-{memory['layer']}-{memory['name']}"
+        where = memory_label(memory["layer"], memory["name"]).replace(" ", "-")
         name = f"{file_name(record['run'])}-probe-{where}"
         found += look.save(folder, name, probe_bars(record, memory, look))
     return found
@@ -193,7 +193,7 @@ def draw_over_tokens(
 
 def probe_bars(record: Mapping[str, Any], memory: Mapping[str, Any], look: Look) -> Figure:
     """Nats above the real ones of each probe of a memory, with intervals; lines at dense twins."""
-    where = memory["name"] if memory["layer"] is None else f"layer {memory['layer']} {memory['name']}"
+    where = memory_label(memory["layer"], memory["name"])
     figure, axes = look.plot(f"Other answers in the memory's place: {label(record['run'])}, {where}")
     names, probes = list(memory["probes"]), list(memory["probes"].values())
     nats = np.array([probe["nats"] for probe in probes])

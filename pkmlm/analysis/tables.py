@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from pkmlm.analysis.compare import Facts, Group, flat_facts
+from pkmlm.analysis.compare import Group, flat_facts
 from pkmlm.analysis.dense_equivalent import Equivalent
 from pkmlm.analysis.equal import Equal
 from pkmlm.console import NATS, SHARE, Column, Table, number
@@ -173,7 +173,8 @@ def compare_tables(
         tables.append(noted(title, [Column("Run"), *seeds, *shown.values()], rows, *notes))
     tables += [equal_table(groups, equal) for equal in equals] + equivalent_tables(groups, sizes or {})
 
-    names, step = _task_names(runs), at_step("tasks_step")
+    names = list(dict.fromkeys(name for run in runs for name in run["tasks"]))
+    step = at_step("tasks_step")
     # The average is over the tasks that all runs with any have: over others it would say nothing.
     shared = [name for name in names if all(name in run["tasks"] for run in runs if run["tasks"])]
     average_of = "average" if shared == names else f"average of {len(shared)}"
@@ -308,12 +309,8 @@ def compare_rows(groups: Sequence[Group], sizes: Mapping[str, Mapping[str, Equiv
 
 
 def _where(memory: Entry) -> str:
-    """The layer and the name of a memory; a pool has its name alone."""
+    """The layer and the name of a memory; a pool, and memories that are probed together, have their name alone."""
     return f"{memory['layer']} {memory['name']}" if memory["layer"] else str(memory["name"])
-
-
-def _task_names(runs: Sequence[Facts]) -> list[str]:
-    return list(dict.fromkeys(name for run in runs for name in run["tasks"]))
 
 
 def most_read_table(record: Entry) -> Table:
@@ -430,7 +427,7 @@ def probe_table(record: Entry) -> Table:
     rows += [[None, twin["run"], *(twin.get(key) for key in keys)] for twin in record["dense"]]
     for memory in record["memories"]:
         for name, probe in memory["probes"].items():
-            rows.append([memory_label(memory), name.replace("_", " "), *(probe[key] for key in keys)])
+            rows.append([_where(memory), name.replace("_", " "), *(probe[key] for key in keys)])
     columns = [
         Column("Memory"),
         Column("Answer"),
@@ -465,11 +462,6 @@ def probe_notes(record: Entry) -> str:
             side = "better" if twin["nats"] > 0 else "worse"
             notes.append(f"The model is {abs(twin['nats']):.3f} nats {side} than {name}.")
     return "".join(f"{note}\n" for note in notes)
-
-
-def memory_label(memory: Entry) -> str:
-    """A memory, or memories that are probed together, as people read it: 3 memory, qkv, all."""
-    return memory["name"] if memory["layer"] is None else f"{memory['layer']} {memory['name']}"
 
 
 def task_report(record: dict[str, Any]) -> str:

@@ -282,8 +282,8 @@ def with_pool(memories: list[MemoryUsage]) -> list[MemoryUsage]:
     return [*memories, pool]
 
 
-def memory_label(layer: int, name: str) -> str:
-    """What people call a memory; a pool has its name alone."""
+def memory_label(layer: int | None, name: str) -> str:
+    """What people call a memory; a pool, and memories that are probed together, have their name alone."""
     return f"layer {layer} {name}" if layer else name
 
 
