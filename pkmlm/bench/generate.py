@@ -20,34 +20,33 @@ class InferenceTimes:
     """Times of each model.
 
     Attributes:
-        decode, score: by (index of the model, batch).
+        times: by (what: "decode" or "score", index of the model, batch).
         decoded, scored: tokens of a sequence that one time is for.
         bandwidth: bytes a second, read and written, of a copy.
     """
 
     models: list[Variant]
-    decode: dict[tuple[int, int], Timing]
-    score: dict[tuple[int, int], Timing]
+    times: dict[tuple[str, int, int], Timing]
     decoded: int
     scored: int
     bandwidth: float
 
     def speed(self, what: str, model: int, batch: int) -> float:
-        """Median tokens a second over all sequences of a batch; `what` is "decode" or "score"."""
-        times, tokens = (self.decode, self.decoded) if what == "decode" else (self.score, self.scored)
-        return batch * tokens / times[model, batch].median
+        """Median tokens a second over all sequences of a batch."""
+        tokens = self.decoded if what == "decode" else self.scored
+        return batch * tokens / self.times[what, model, batch].median
 
     def batches(self) -> list[int]:
-        return sorted({batch for _, batch in self.decode})
+        return sorted({batch for _, _, batch in self.times})
 
     def as_json(self) -> dict[str, Any]:
         found = []
         for index, model in enumerate(self.models):
             times = [
                 {"what": what, "batch": batch, "tokens_per_second": self.speed(what, index, batch), **timing.as_json()}
-                for what, all_times in (("decode", self.decode), ("score", self.score))
-                for (owner, batch), timing in all_times.items()
-                if owner == index
+                for what in ("decode", "score")
+                for (timed, owner, batch), timing in self.times.items()
+                if (timed, owner) == (what, index)
             ]
             found.append({**model.as_json(), "times": times})
         sizes = {"decoded": self.decoded, "scored": self.scored}
@@ -57,19 +56,19 @@ class InferenceTimes:
         """Speeds of decoding and of scoring; how fast one token reads its weights, where single sequences decoded."""
         found = [self.speed_table("decode"), self.speed_table("score")]
         if 1 in self.batches():
-            seconds = [self.decode[index, 1].median / self.decoded for index in range(len(self.models))]
+            seconds = [self.times["decode", index, 1].median / self.decoded for index in range(len(self.models))]
             found.append(reading_table(self.models, seconds, self.bandwidth))
         return found
 
     def speed_table(self, what: str) -> Table:
-        """Tokens a second, and as a ratio to the first model; `what` as in `speed`."""
+        """Tokens a second, and as a ratio to the first model."""
         columns = [Column("model"), number("batch"), number("tokens/s", "{:,.0f}"), number("x first", "{:.2f}")]
         columns += [number(name, "{:,.1f}") for name in ("ms", "min", "max", "M ops", "MB read")]
         rows = []
         for batch in self.batches():
             for index, model in enumerate(self.models):
                 speed = self.speed(what, index, batch)
-                timing = (self.decode if what == "decode" else self.score)[index, batch]
+                timing = self.times[what, index, batch]
                 sizes = [model.operations / 1e6, model.read / 1e6]
                 rows.append(
                     [model.name, batch, speed, speed / self.speed(what, 0, batch), *timing.milliseconds(), *sizes]
@@ -103,11 +102,7 @@ def time_inference(
             actions["decode", index, batch] = partial(decode, model, filled, ids_BT[:, half - 1 : half], tokens)
             actions["score", index, batch] = partial(score, model, ids_BT)
     times, bandwidth = interleaved_with_copy(actions, rounds, device, say)
-    decoding, scoring = (
-        {(index, batch): timing for (what, index, batch), timing in times.items() if what == name}
-        for name in ("decode", "score")
-    )
-    return InferenceTimes(chosen, decoding, scoring, tokens, context, bandwidth)
+    return InferenceTimes(chosen, times, tokens, context, bandwidth)
 
 
 @torch.no_grad()
