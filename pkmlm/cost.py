@@ -10,6 +10,7 @@ G = W / M: ranks that hold the same columns; t: tokens of a rank in a step; r: r
 """
 
 import math
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -211,8 +212,7 @@ def count_block(recipe: Recipe, layer: int, pool: Pool | None) -> BlockCost:
         for table in each.read_tables()
     ]
     parts: list[str] = []
-    named: list[tuple[str, nn.Module]]
-    named = [] if block.ngram is None else [("ngram", block.ngram)]
+    named: list[tuple[str, nn.Module]] = [] if block.ngram is None else [("ngram", block.ngram)]
     for name, part in (*named, ("attention", block.attention), *block.parts.items()):
         parts += [memory.tap.name for memory in memories(part)] or [name]
     hashed = model.projections == "hash"
@@ -494,13 +494,10 @@ def most_keys(recipe: Recipe, vocab_size: int, ranks: int, table_ranks: int, dev
     if recipe.model.memory.kind == "none":
         return None
 
-    def fits(num_keys: int) -> bool:
+    def too_large(num_keys: int) -> bool:
         sized = replace(recipe.model.memory, num_keys=num_keys, topk=min(recipe.model.memory.topk, num_keys))
         larger = replace(recipe, model=replace(recipe.model, memory=sized))
-        return sum(bytes_held(larger, cost_of(larger, vocab_size), ranks, table_ranks).values()) <= device_bytes
+        return sum(bytes_held(larger, cost_of(larger, vocab_size), ranks, table_ranks).values()) > device_bytes
 
-    low, high = 0, math.isqrt(min(MAX_SLOTS, MAX_PARAMETERS // recipe.model.dim))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    most = math.isqrt(min(MAX_SLOTS, MAX_PARAMETERS // recipe.model.dim))
+    return bisect(range(1, most + 1), False, key=too_large)  # how many of 1, 2, ... are not
