@@ -203,12 +203,6 @@ class MemoryUsage:
         """What as many uniformly random reads give by count; of one table, where each head has its own."""
         return uniform_reading(self.counts_HK.shape[1], self.tokens * (self.heads if self.shared else 1), self.topk)
 
-    @cached_property
-    def shares_H(self) -> NDArray[np.float64]:
-        """float64 (H,): each head's share of the mass; zeros where there is no mass."""
-        masses_H = self.masses_HK.sum(axis=1)
-        return masses_H / (masses_H.sum() or 1.0)
-
     @property
     def equal_draws(self) -> tuple[int, float]:
         """Draws of equal weight that scatter as much as these reads at random slots: their number, and the slots of
@@ -233,7 +227,8 @@ class MemoryUsage:
             return {"usage": 0.0, "kl": None}
         if self.shared:
             return self.uniform | {"kl": uniform_reading(self.slots, *self.equal_draws)["kl"]}
-        kls = zip(self.shares_H, self._uniform_kls(), strict=True)
+        masses_H = self.masses_HK.sum(axis=1)
+        kls = zip(masses_H / masses_H.sum(), self._uniform_kls(), strict=True)
         return self.uniform | {"kl": sum(p * (math.log(p * self.heads) + kl) for p, kl in kls if p > 0)}
 
     @property
