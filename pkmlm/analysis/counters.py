@@ -205,9 +205,9 @@ def spread(weights_NHk: Tensor) -> Tensor:
 def measure_usage(
     run: LoadedRun,
     documents: Documents,
-    advance: Callable[[int], bool] | None = None,
-    world: World | None = None,
-    ngrams: NGrams | None = None,
+    advance: Callable[[int], bool],
+    world: World | None,
+    ngrams: NGrams,
 ) -> list[MemoryUsage]:
     """What a run's memories read at the scored positions of documents, each position once.
 
@@ -224,7 +224,6 @@ def measure_usage(
     Raises:
         UserError: see `score` and `UsageCounters.memories`.
     """
-    ngrams = ngrams or NGrams()
     with UsageCounters(run.model) as counters, ngrams.listening(run.model):
 
         def watch(mask_N: Tensor) -> None:

@@ -119,7 +119,7 @@ def background_table(record: Entry) -> Table:
 
 
 def compare_tables(
-    groups: Sequence[Group], equals: Sequence[Equal] = (), sizes: Mapping[str, Mapping[str, Equivalent]] | None = None
+    groups: Sequence[Group], equals: Sequence[Equal], sizes: Mapping[str, Mapping[str, Equivalent]]
 ) -> list[Table]:
     """What people read, a row a group of runs; tables without a number in them are left out.
 
@@ -171,7 +171,7 @@ def compare_tables(
     ):
         rows = [[*start(group), *_cells(group, shown)] for group in groups]
         tables.append(noted(title, [Column("Run"), *seeds, *shown.values()], rows, *notes))
-    tables += [equal_table(groups, equal) for equal in equals] + equivalent_tables(groups, sizes or {})
+    tables += [equal_table(groups, equal) for equal in equals] + equivalent_tables(groups, sizes)
 
     names = list(dict.fromkeys(name for run in runs for name in run["tasks"]))
     step = at_step("tasks_step")
@@ -280,7 +280,7 @@ def with_spread(values: Sequence[float], format: str) -> str | None:
     return f"{text} +-{format.format(half)}" if half else text
 
 
-def compare_rows(groups: Sequence[Group], sizes: Mapping[str, Mapping[str, Equivalent]] | None = None) -> Table:
+def compare_rows(groups: Sequence[Group], sizes: Mapping[str, Mapping[str, Equivalent]]) -> Table:
     """One row a group of runs, for CSV: the facts, each task's accuracy, and the mean usage and KL over memories; of
     several seeds the means. Numbers in which seeds differ have a column of spreads. Dense-equivalent sizes come last,
     as dense_equivalent_BY_KEY with the keys of `Equivalent.as_json`.
@@ -296,7 +296,7 @@ def compare_rows(groups: Sequence[Group], sizes: Mapping[str, Mapping[str, Equiv
         spreads = {f"{key}_spread": half for key, half in found["spread"].items() if key not in alike}
         equivalents = {
             f"dense_equivalent_{by}_{key}": value
-            for by, size in (sizes or {}).get(group.name, {}).items()
+            for by, size in sizes.get(group.name, {}).items()
             for key, value in size.as_json().items()
         }
         own = {"run": group.name, "seeds": len(group.runs)}
@@ -349,7 +349,7 @@ def slot_tables(record: Entry, later_blocks: int) -> list[Table]:
     columns = [number("Reads"), number("Mass", "{:.3%}"), Column("By heads"), Column("Pattern")]
     row = [slot["reads"], slot["share"], _by_heads(slot, 8, "{head}: {share:.0%}"), pattern_text(slot["pattern"])]
     tables = [Table(f"Slot {slot['name']}: {_slots_title(record)}", columns, [row])]
-    if slot["raises"] is not None and slot["lowers"] is not None:
+    if slot["raises"] is not None:
         later = f"{later_blocks} later layer{'s' if later_blocks > 1 else ''}" if later_blocks else ""
         gate, activation = "gate" if record["gated"] else "", "activation" if record["kind"] == "peer" else ""
         left_out = ", ".join(filter(None, (later, gate, activation)))
