@@ -483,6 +483,5 @@ def _head(run: LoadedRun, memory: SparseMemory) -> dict[str, Any]:
     "weighted": whether reads have weights, by which some are the strongest.
     """
     tap = memory.tap
-    where = {"layer": tap.layer, "name": tap.name, "kind": tap.kind, "gated": memory.gated}
-    where["weighted"] = memory.weighted
-    return {"run": run.name, "step": run.step, **where}
+    where = {"layer": tap.layer, "name": tap.name, "kind": tap.kind}
+    return {"run": run.name, "step": run.step, **where, "gated": memory.gated, "weighted": memory.weighted}

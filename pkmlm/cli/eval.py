@@ -8,7 +8,7 @@ import click
 
 from pkmlm.cli.options import PATH, base_option, force_option, json_option, quiet_option, step_option, text_options
 from pkmlm.cli.outputs import free_file
-from pkmlm.console import Column, Table, warn_each
+from pkmlm.console import Column, Table, number, warn_each
 from pkmlm.errors import UserError
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def perplexity_report(record: dict[str, Any]) -> str:
     rows = [[unit, found[f"{unit}s"], found[f"{unit}_ppl"] or "over 1e308"] for unit in ("token", "word", "byte")]
     table = Table(
         f"{record['run']} at step {record['step']}, {found['split']}",
-        [Column("unit"), Column("count", "right", "{:,}"), Column("perplexity", "right", "{:,.3f}")],
+        [Column("unit"), number("count"), number("perplexity", "{:,.3f}")],
         rows,
     )
     nats = found["nll"] / found["tokens"]
