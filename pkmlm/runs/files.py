@@ -85,10 +85,14 @@ def writing_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     with write_errors(path):
         path = Path(os.path.realpath(path)) if path.is_symlink() else path
         temporary, old = temporary_name(path, "new"), temporary_name(path, "old")
-        if old.is_dir() and not path.exists():  # a kill came between the two renames below
-            os.rename(old, path)
-        for leftover in (temporary, old):
-            shutil.rmtree(leftover, ignore_errors=True)
+
+        def undo() -> None:
+            if old.is_dir() and not path.exists():  # an error or a kill came between the two renames below
+                os.rename(old, path)
+            for leftover in (temporary, old):
+                shutil.rmtree(leftover, ignore_errors=True)
+
+        undo()
         try:
             make_folder(temporary)
             yield temporary
@@ -104,10 +108,7 @@ def writing_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
                 raise UserError(f"{path} is there already", hint) from None
             sync_folder(path.parent)
         except BaseException:
-            if old.is_dir() and not path.exists():
-                os.rename(old, path)
-            for leftover in (temporary, old):
-                shutil.rmtree(leftover, ignore_errors=True)
+            undo()
             raise
         shutil.rmtree(old, ignore_errors=True)
 
