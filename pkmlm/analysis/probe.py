@@ -507,7 +507,7 @@ def probe_run(
         def advance(tokens: int) -> None:
             nonlocal done
             done += tokens
-            show(done, total)
+            show(done)
 
         means = Means(run.model, found, corpus, text, fit_tokens, advance)
         scores = score_probes(Probes(Reader(run.model, text), found, means), groups, twins, advance)

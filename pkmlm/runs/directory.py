@@ -69,7 +69,6 @@ class RunDirectory:
         self.path = Path(path)
         self.recipe_file = self.path / "recipe.yaml"
         self.metrics_file = self.path / "metrics.jsonl"
-        self.log_file = self.path / "train.log"
         self.checkpoints = self.path / "checkpoints"
         self.name = os.path.basename(os.path.realpath(self.path))
         self.held: Callable[[], bool] = lambda: True

@@ -306,7 +306,7 @@ def test_a_stopped_sweep_resumes(grid, tmp_path):
     pkmlm(*command, "-s", last)
     trained = [event["step"] for event in run.metrics() if event["event"] == "train"]
     assert trained == list(range(1, stopped + 4))
-    assert f"resuming at step {stopped}" in run.log_file.read_text()
+    assert f"resuming at step {stopped}" in (run.path / "train.log").read_text()
     told = pkmlm("sweep", grid, "-o", folder, "-s", last, "--table").stdout
     assert told.startswith("Two memories: 1 of 2 runs\n")
     assert {name: cell["step"] for name, cell in cells_in(folder).items()} == {"none_seed-1": stopped + 3}
