@@ -19,7 +19,7 @@ from pkmlm.model.transformer import Transformer
 
 
 class NGrams:
-    """The n-grams that a model sees while `listening`, at the positions that `only` leaves, as canonical ids.
+    """The n-grams that a model sees while `listening`, at the positions that `mask_N` leaves, as canonical ids.
 
     Attributes:
         mask_N: bool, the positions of the next forward that count; None: all.

@@ -40,7 +40,7 @@ def usage_tables(entries: Sequence[Entry]) -> list[Table]:
         for each in entry.get("ngrams") or ():
             ngrams.append([entry["run"]] * several + [str(each["layer"])] + [each[key] for key in ALONE])
         tokens = entry["memories"][0]["tokens"] if entry["memories"] else None
-        memories = sum("layer_overlap" not in memory for memory in entry["memories"])  # the table of several is none
+        memories = sum("layers" not in memory for memory in entry["memories"])  # the table of several is none
         texts.append([entry["run"], entry["step"], entry["split"], tokens, memories])
         for memory in entry["memories"]:
             start = [entry["run"]] * several + [_where(memory)]
@@ -50,7 +50,7 @@ def usage_tables(entries: Sequence[Entry]) -> list[Table]:
             reads[parts].append([*start, memory["kind"], *many, *overlap])
             if memory.get("effective") is not None and parts == "heads":  # a table has one read a token
                 weights.append([*start, memory["effective"], memory["top_weight"]])
-            if "layer_overlap" in memory:
+            if "layers" in memory:
                 pools.append([*start[:-1], ", ".join(map(str, memory["pool"])), memory["layer_overlap"]])
             by = {"mass": "mass", "uniform_mass": "random", "count": "count", "uniform": "random"}
             for group, weighing in by.items():

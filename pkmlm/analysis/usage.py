@@ -129,6 +129,7 @@ class MemoryUsage:
     def layer_overlap_LL(self) -> NDArray[np.float64] | None:
         """float64 (L, L), of a pool: the share of its mass that a layer has where another one has it, too: the sum over
         slots of the smaller of both layers' shares; 1 if they read alike, 0 if they have no slot in common.
+        None where a layer has no mass, and of a memory of one layer.
         """
         if not self.is_pool or not self.masses_LK.any(axis=1).all():
             return None
@@ -175,9 +176,9 @@ class MemoryUsage:
                 {"layer": layer, "usage": found["usage"], "kl": found["kl"]}
                 for layer, found in zip(self.pool, map(measures, self.masses_LK), strict=True)
             ]
-        if self.layer_overlap_LL is not None:
-            entry["layer_overlap"] = mean_of_pairs(self.layer_overlap_LL)
-            entry["layer_overlap_matrix"] = self.layer_overlap_LL.tolist()
+            overlap_LL = self.layer_overlap_LL
+            entry["layer_overlap"] = None if overlap_LL is None else mean_of_pairs(overlap_LL)
+            entry["layer_overlap_matrix"] = None if overlap_LL is None else overlap_LL.tolist()
         if self.overlap_HH is None:
             return entry | dict.fromkeys(("head_overlap", "head_overlap_uniform", "head_overlap_matrix"))
         return entry | {

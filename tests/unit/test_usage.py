@@ -291,6 +291,18 @@ def test_a_shared_table_is_one_memory_more() -> None:
     assert [row[0] for row in tables[1].rows] == ["2 memory", "5 memory", "pool"]
 
 
+def test_a_shared_table_is_no_memory_more_where_a_layer_has_no_mass() -> None:
+    model = Reader(*(UsageTap(layer, "memory", "product-key", 4, 2, pool=(2, 5)) for layer in (2, 5)))
+    slots_1Hk = torch.tensor([[[0, 1], [1, 0]]])
+    with UsageCounters(model) as counters:
+        model((slots_1Hk, torch.full((1, 2, 2), 0.5)), (slots_1Hk, torch.zeros(1, 2, 2)))
+    entries = [memory.as_json() for memory in counters.memories()]
+    assert entries[-1]["layer_overlap"] is None
+    texts, *others = usage_tables([{"run": "r", "step": 1, "split": "test", "memories": entries}])
+    assert texts.rows[0][-1] == 2
+    assert ["2, 5", None] in [row for table in others for row in table.rows]
+
+
 def test_counters_of_hash_tables() -> None:
     model = Reader(UsageTap(1, "qkv", "hash", 12, 3, shared=False))
     rows_N31 = torch.tensor([[0, 4, 8], [0, 5, 11], [0, 7, 11]])[..., None]
