@@ -8,6 +8,7 @@ N: tokens (of this rank); r: reads of a token; K: rows; D: width of the table; d
 that divide the columns; A: all their tokens (M * N); S: some rows; C: bytes of a quantized row.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -108,9 +109,10 @@ class Values(nn.Module):
         if self.ranks.size == 1:
             return self._columns(slots_Nr, weights_Nr)
         if self.training:
-            weights_Ar = _AllGather.apply(weights_Nr, self.ranks)
+            weights_Ar = _Collective.apply(weights_Nr, self.ranks.all_gather, self.ranks.reduce_scatter)
             slots_Ar = self.ranks.all_gather(slots_Nr.int()).long()  # slots are below 2^31
-            parts_Ad = _AllToAll.apply(self._columns(slots_Ar, weights_Ar), self.ranks)
+            sums_Ad = self._columns(slots_Ar, weights_Ar)
+            parts_Ad = _Collective.apply(sums_Ad, self.ranks.all_to_all, self.ranks.all_to_all)
         else:
             parts_Ad = self.ranks.all_gather(self._columns(slots_Nr, weights_Nr))
         return side_by_side(parts_Ad, self.ranks.size)
@@ -129,10 +131,10 @@ class Values(nn.Module):
             return self._products(x_ND, slots_Nr)
         parts_Ad = one_below_the_other(x_ND, self.ranks.size)
         if self.training:
-            x_Ad = _AllToAll.apply(parts_Ad, self.ranks)
+            x_Ad = _Collective.apply(parts_Ad, self.ranks.all_to_all, self.ranks.all_to_all)
             slots_Ar = self.ranks.all_gather(slots_Nr.int()).long()
-            summed_Nr: Tensor = _ReduceScatter.apply(self._products(x_Ad, slots_Ar), self.ranks)
-            return summed_Nr
+            products_Ar = self._products(x_Ad, slots_Ar)
+            return _Collective.apply(products_Ar, self.ranks.reduce_scatter, self.ranks.all_gather)
         own_Nd = parts_Ad.chunk(self.ranks.size)[self.ranks.rank]
         return self.ranks.all_sum(self._products(own_Nd, slots_Nr))
 
@@ -209,46 +211,20 @@ def table_ranks(model: nn.Module) -> dict[str, World]:
     return {name: table.ranks for name, table in tables_of(model).items()}
 
 
-class _AllGather(torch.autograd.Function):
-    """Rows of all ranks, on each; the gradient of a row is the sum of what all ranks make of it."""
+class _Collective(torch.autograd.Function):
+    """A collective, such as `World.all_gather`, whose transpose carries the gradient back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: World) -> Tensor:
-        ctx.ranks = ranks
-        return ranks.all_gather(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.reduce_scatter(grad), None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    """This rank's rows of the sum over ranks; their gradients go to all of them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: World) -> Tensor:
-        ctx.ranks = ranks
-        return ranks.reduce_scatter(x)
+    def forward(
+        ctx: Any, x: Tensor, collective: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.back = back
+        return collective(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.all_gather(grad), None
-
-
-class _AllToAll(torch.autograd.Function):
-    """Parts of each rank's rows, on the ranks that they belong to; gradients take the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: World) -> Tensor:
-        ctx.ranks = ranks
-        return ranks.all_to_all(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.all_to_all(grad), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grad), None, None
 
 
 def side_by_side(parts_Ad: Tensor, ranks: int) -> Tensor:
