@@ -73,14 +73,12 @@ def matmul_nt(x_NI: Tensor, y_OI: Tensor, bias_O: Tensor | None = None) -> Tenso
     """x y^T + bias (N, O), without a gradient."""
     if not uses_onednn(x_NI, y_OI):
         return functional.linear(x_NI, y_OI, bias_O)
-    out_NO: Tensor = (_onednn_op if torch.compiler.is_compiling() else _onednn)(x_NI, y_OI, bias_O)
-    return out_NO
+    return (_onednn_op if torch.compiler.is_compiling() else _onednn)(x_NI, y_OI, bias_O)
 
 
 def _onednn(x_NI: Tensor, y_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     bias_O = None if bias_O is None else bias_O.contiguous()  # oneDNN ignores its stride
-    out_NO: Tensor = torch.ops.mkldnn._linear_pointwise(x_NI, y_OI, bias_O, "none", [], "")
-    return out_NO
+    return torch.ops.mkldnn._linear_pointwise(x_NI, y_OI, bias_O, "none", [], "")
 
 
 # torch.compile's own rules for oneDNN's operation fail here, so that it gets an operation that it does not know.

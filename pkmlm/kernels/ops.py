@@ -65,10 +65,8 @@ def product_key_select(q_NHd: Tensor, subkeys_H2nf: Tensor, k: int) -> tuple[Ten
         raise ValueError(f"cannot select {k} of {subkeys_H2nf.shape[2] ** 2} product keys")
     q_NHd = q_NHd.contiguous()
     if torch.is_grad_enabled():
-        scores_NHk, slots_NHk = _ProductKeys.apply(q_NHd, subkeys_H2nf, k)
-    else:
-        scores_NHk, slots_NHk = backend.of(q_NHd).product_key_search(q_NHd, subkeys_H2nf, k)
-    return scores_NHk, slots_NHk
+        return _ProductKeys.apply(q_NHd, subkeys_H2nf, k)
+    return backend.of(q_NHd).product_key_search(q_NHd, subkeys_H2nf, k)
 
 
 def softmax(scores_NHk: Tensor) -> Tensor:
@@ -121,8 +119,7 @@ class _WeightedRowSum(torch.autograd.Function):
         read_KD = values_KD if copy_KD is None else copy_KD
         ctx.save_for_backward(read_KD, slots_Nr, weights_Nr)
         ctx.gradient = gradient
-        out_ND: Tensor = backend.of(read_KD).weighted_row_sum(read_KD, slots_Nr, weights_Nr)
-        return out_ND
+        return backend.of(read_KD).weighted_row_sum(read_KD, slots_Nr, weights_Nr)
 
     @staticmethod
     @once_differentiable
@@ -157,12 +154,10 @@ def weighted_row_sum(
         copy_KD: the values in half precision, to be read in their place; sums are fp32.
     """
     weights_Nr = weights_Nr.to(values_KD.dtype)
-    if not torch.is_grad_enabled():  # a Function takes 10 us more
-        read_KD = values_KD if copy_KD is None else copy_KD
-        out_ND: Tensor = backend.of(read_KD).weighted_row_sum(read_KD, slots_Nr, weights_Nr)
-        return out_ND
-    out_ND = _WeightedRowSum.apply(values_KD, slots_Nr, weights_Nr, gradient, copy_KD)
-    return out_ND
+    if torch.is_grad_enabled():
+        return _WeightedRowSum.apply(values_KD, slots_Nr, weights_Nr, gradient, copy_KD)
+    read_KD = values_KD if copy_KD is None else copy_KD  # without a Function, which takes 10 us more
+    return backend.of(read_KD).weighted_row_sum(read_KD, slots_Nr, weights_Nr)
 
 
 class _RowProducts(torch.autograd.Function):
@@ -181,8 +176,7 @@ class _RowProducts(torch.autograd.Function):
         read_KD = values_KD if copy_KD is None else copy_KD
         ctx.save_for_backward(read_KD, x_ND, slots_Nr)
         ctx.gradient = gradient
-        products_Nr: Tensor = backend.of(read_KD).row_products(read_KD, x_ND, slots_Nr)
-        return products_Nr
+        return backend.of(read_KD).row_products(read_KD, x_ND, slots_Nr)
 
     @staticmethod
     @once_differentiable
@@ -213,12 +207,10 @@ def row_products(
         x_ND: any floating dtype; taken in that of the values.
     """
     x_ND = x_ND.to(values_KD.dtype).contiguous()
-    if not torch.is_grad_enabled():
-        read_KD = values_KD if copy_KD is None else copy_KD
-        products_Nr: Tensor = backend.of(read_KD).row_products(read_KD, x_ND, slots_Nr)
-        return products_Nr
-    products_Nr = _RowProducts.apply(values_KD, x_ND, slots_Nr, gradient, copy_KD)
-    return products_Nr
+    if torch.is_grad_enabled():
+        return _RowProducts.apply(values_KD, x_ND, slots_Nr, gradient, copy_KD)
+    read_KD = values_KD if copy_KD is None else copy_KD
+    return backend.of(read_KD).row_products(read_KD, x_ND, slots_Nr)
 
 
 def quantized_row_sum(table: Quantized, slots_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
@@ -232,8 +224,7 @@ def quantized_row_sum(table: Quantized, slots_Nr: Tensor, weights_Nr: Tensor) ->
         ValueError: a gradient is asked for.
     """
     _check_frozen(weights_Nr)
-    out_ND: Tensor = backend.of(table.scale_K).quantized_row_sum(table, slots_Nr, weights_Nr.float())
-    return out_ND
+    return backend.of(table.scale_K).quantized_row_sum(table, slots_Nr, weights_Nr.float())
 
 
 def quantized_row_products(table: Quantized, x_ND: Tensor, slots_Nr: Tensor) -> Tensor:
@@ -247,8 +238,7 @@ def quantized_row_products(table: Quantized, x_ND: Tensor, slots_Nr: Tensor) -> 
         ValueError: a gradient is asked for.
     """
     _check_frozen(x_ND)
-    products_Nr: Tensor = backend.of(table.scale_K).quantized_row_products(table, x_ND.float(), slots_Nr)
-    return products_Nr
+    return backend.of(table.scale_K).quantized_row_products(table, x_ND.float(), slots_Nr)
 
 
 def _check_frozen(x: Tensor) -> None:
@@ -273,8 +263,7 @@ def bucket_reads(z_NTb: Tensor, temperature: float, *, scaled: bool) -> tuple[Te
         scaled: whether a weight is sum|z| * p(z), not p(z).
     """
     if len(z_NTb) <= FEW and z_NTb.device.type == "cpu" and not (z_NTb.requires_grad and torch.is_grad_enabled()):
-        rows_NT, weights_NT = backend.of(z_NTb).bucket_reads(z_NTb, temperature, scaled=scaled)
-        return rows_NT, weights_NT
+        return backend.of(z_NTb).bucket_reads(z_NTb, temperature, scaled=scaled)
     tables, bits = z_NTb.shape[1:]
     rows_NT = bucket_codes(z_NTb) + (torch.arange(tables, device=z_NTb.device) << bits)
     weights_NT = bucket_scores(z_NTb, temperature)

@@ -47,8 +47,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """(B, T, D) to (B, T, D)."""
-        out: Tensor = self.down(silu(self.gate(x_BTD)) * self.up(x_BTD))
-        return out
+        return self.down(silu(self.gate(x_BTD)) * self.up(x_BTD))
 
 
 class Place(nn.Module):

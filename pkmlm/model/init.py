@@ -6,7 +6,6 @@ holds.
 """
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -65,7 +64,7 @@ def linear_std(dim_in: int, dim_out: int) -> float:
 
 def init_spec_of(module: nn.Module) -> dict[str, InitSpec]:
     """The initial values of a module's own parameters and buffers, by name."""
-    own: Callable[[], dict[str, InitSpec]] | None = getattr(module, "init_spec", None)
+    own = getattr(module, "init_spec", None)
     if own is not None:
         return own()
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):

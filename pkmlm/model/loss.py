@@ -90,5 +90,4 @@ def summed_loss(h_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, scale: float
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_VD.dtype
     if not torch.is_grad_enabled():  # an autograd function does not see it
         h_ND, weight_VD = h_ND.detach(), weight_VD.detach()
-    loss: Tensor = _SummedLoss.apply(h_ND, weight_VD, targets_N, scale, dtype)
-    return loss
+    return _SummedLoss.apply(h_ND, weight_VD, targets_N, scale, dtype)

@@ -63,8 +63,7 @@ class FFN(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """(B, T, D) to (B, T, D), in the dtype of the maps."""
-        out: Tensor = self.down(self.activation(self.up(x_BTD)))
-        return out
+        return self.down(self.activation(self.up(x_BTD)))
 
 
 class Block(nn.Module):
@@ -179,8 +178,7 @@ class Transformer(nn.Module):
             x_BTD = block(x_BTD, cos_sin, cache, layout, past)
         if cache is not None:
             cache.length += length
-        normed: Tensor = self.norm(x_BTD)
-        return normed
+        return self.norm(x_BTD)
 
     def head(self, h_BTD: Tensor) -> Tensor:
         """Logits (..., V) of hidden states (..., D)."""

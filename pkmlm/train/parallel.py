@@ -142,5 +142,4 @@ def is_shard(tensor: Any) -> bool:
 
 def local_part(tensor: Any) -> Tensor:
     """The part of a tensor that this rank holds; all of one that is not divided."""
-    part: Tensor = tensor.to_local() if is_shard(tensor) else tensor
-    return part
+    return tensor.to_local() if is_shard(tensor) else tensor

@@ -27,8 +27,7 @@ def score_rms(bits: int, temperature: float, scaled: bool) -> float:
     m0, m1, m2 = ((z**power * sigmoid2 * density).sum() for power in (0, 1, 2))
     if not scaled:
         return math.sqrt(m0**bits)
-    pairs = bits * (bits - 1) * m1**2 * m0 ** (bits - 2) if bits > 1 else 0.0
-    return math.sqrt(bits * m2 * m0 ** (bits - 1) + pairs)
+    return math.sqrt(bits * m2 * m0 ** (bits - 1) + bits * (bits - 1) * m1**2 * m0 ** (bits - 2))
 
 
 class HashLayer(SparseMemory):
@@ -92,8 +91,7 @@ class HashLayer(SparseMemory):
             z_NKb = at_least_fp32(x_BTD).reshape(-1, self.tables, self.bits)
             rows_NK, scores_NK = ops.bucket_reads(z_NKb, self.temperature, scaled=self.scaled)
             rows_NK1, scores_NK1 = self.tap(rows_NK[..., None], scores_NK[..., None])
-        out: Tensor = self.values(rows_NK1[..., 0], scores_NK1[..., 0])
-        return out.view(*x_BTD.shape[:-1], -1)
+        return self.values(rows_NK1[..., 0], scores_NK1[..., 0]).view(*x_BTD.shape[:-1], -1)
 
     def flops_per_token(self) -> int:
         """(b + W) * K: scores, and the weighted sum of rows (sec. 2.3)."""
@@ -132,5 +130,4 @@ class MemoryBlock(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         """(B, T, D) to (B, T, D), in the dtype of the rows read."""
         h_BTW = self.first(x_BTD)
-        out: Tensor = self.second(self.norm(gelu(h_BTW) if self.gelu else h_BTW))
-        return out
+        return self.second(self.norm(gelu(h_BTW) if self.gelu else h_BTW))

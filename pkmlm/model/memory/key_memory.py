@@ -156,13 +156,11 @@ class KeyMemory(SparseMemory):
         m_NV = self.read(x_ND, slots_NHk.flatten(1), weights_NHk.flatten(1))
         if self.gate is not None:
             m_NV = m_NV * silu(self.gate(x_ND))
-        out: Tensor = m_NV if self.output is None else self.output(m_NV)
-        return out.view_as(x_BTD)
+        return (m_NV if self.output is None else self.output(m_NV)).view_as(x_BTD)
 
     def read(self, x_ND: Tensor, slots_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
         """The weighted sums of the values (N, V)."""
-        out_NV: Tensor = self.values(slots_Nr, weights_Nr)
-        return out_NV
+        return self.values(slots_Nr, weights_Nr)
 
     def answer(self, slots_S: Tensor) -> Tensor:
         """W2 of the rows."""

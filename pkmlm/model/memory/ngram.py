@@ -183,8 +183,7 @@ class NGramMemory(SparseMemory):
         """What each row makes of the value, without the convolution; of added rows, these times their factor."""
         rows_Se = super().answer(slots_S)
         if self.scale is not None:
-            scaled_SD: Tensor = self.scale(rows_Se)
-            return scaled_SD
+            return self.scale(rows_Se)
         assert self.gate is not None
         value_DHe = self.gate.maps.weight.chunk(2)[1].unflatten(1, (self.tables, -1))
         return torch.einsum("se,sde->sd", rows_Se, value_DHe.transpose(0, 1)[slots_S // self.rows].to(rows_Se.dtype))
@@ -203,11 +202,10 @@ class NGramMemory(SparseMemory):
         ones_NH = torch.ones(rows_NH.shape, device=rows_NH.device)
         rows_NH1, ones_NH1 = self.tap(rows_NH[..., None], ones_NH[..., None])
         if self.scale is not None:
-            sum_ND: Tensor = self.values(rows_NH1[..., 0], ones_NH1[..., 0])
-            return self.scale(sum_ND).reshape(x_BTD.shape)
+            return self.scale(self.values(rows_NH1[..., 0], ones_NH1[..., 0])).reshape(x_BTD.shape)
         assert self.gate is not None
         rows_BTW = self.values(rows_NH1.flatten(0, 1), ones_NH1.flatten(0, 1)).reshape(*x_BTD.shape[:-1], -1)
-        u_BTD: Tensor = self.gate(x_BTD, rows_BTW)
+        u_BTD = self.gate(x_BTD, rows_BTW)
         return u_BTD if self.conv is None else self.conv(u_BTD, past)
 
     def flops_per_token(self) -> int:

@@ -53,11 +53,9 @@ class Query(nn.Module):
         q_NF = self.map(x_ND)
         with without_autocast(x_ND.device):
             q_NF = at_least_fp32(q_NF)
-            norm = self.norm
-            if isinstance(norm, QueryBatchNorm):
-                return norm(q_NF).view(-1, self.heads, self.key_dim)
-            normed: Tensor = norm(q_NF.view(-1, self.heads, self.key_dim))
-            return normed
+            if isinstance(self.norm, QueryBatchNorm):
+                return self.norm(q_NF).view(-1, self.heads, self.key_dim)
+            return self.norm(q_NF.view(-1, self.heads, self.key_dim))
 
 
 class UnitLinear(Linear):
@@ -117,8 +115,7 @@ class QueryBatchNorm(nn.Module):
             self.running_mean.lerp_(mean_F, self.momentum)
             self.running_var.lerp_(var_F * (tokens / (tokens - 1)), self.momentum)
         scale_F = (var_F + EPSILON).rsqrt()
-        out_NF: Tensor = _BatchNorm.apply(x_NF, self.weight, self.bias, mean_F, scale_F, self.ranks)
-        return out_NF
+        return _BatchNorm.apply(x_NF, self.weight, self.bias, mean_F, scale_F, self.ranks)
 
 
 def moments(x_NF: Tensor, ranks: World) -> tuple[Tensor, Tensor]:
