@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pkmlm.errors import UserError
+from pkmlm.kernels import reference
 
 
 def of(x: Tensor) -> ModuleType:
@@ -25,8 +26,6 @@ def of(x: Tensor) -> ModuleType:
         return numba_kernels()
     if x.device.type == "cuda" and x.dtype != torch.float64:
         return triton_kernels()
-    from pkmlm.kernels import reference
-
     return reference
 
 

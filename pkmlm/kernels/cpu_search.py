@@ -31,7 +31,7 @@ def top_k(scores_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """`reference.top_k`."""
     rows, n = scores_Rn.shape
     column_Rk = torch.empty(rows, k, dtype=torch.int64)
-    over_threads(_top_k_rows, even_bounds(rows, n), _bits(scores_Rn), k, column_Rk.numpy())
+    over_threads(_top_k_rows, even_bounds(rows, n), array_of(scores_Rn).view(np.int32), k, column_Rk.numpy())
     return scores_Rn.gather(-1, column_Rk), column_Rk
 
 
@@ -65,7 +65,8 @@ def _search(
 ) -> None:
     """`reference.product_top_k`, written to the places of one head of the tokens from `start` on."""
     rows, n = scores1_Cn.shape
-    halves, found = (_bits(scores1_Cn), _bits(scores2_Cn)), (sums_NHk.numpy(), slots_NHk.numpy())
+    halves = (array_of(scores_Cn).view(np.int32) for scores_Cn in (scores1_Cn, scores2_Cn))
+    found = sums_NHk.numpy(), slots_NHk.numpy()
     over_threads(_product_rows, even_bounds(rows, 2 * n), *halves, _pairs(n, k), k, start, head, *found)
 
 
@@ -73,10 +74,6 @@ def _search(
 def _pairs(n: int, k: int) -> Any:
     """`candidate_pairs` as an array: to make it takes as long as to search ten rows."""
     return np.array(candidate_pairs(n, k))
-
-
-def _bits(scores_Rn: Tensor) -> Any:
-    return scores_Rn.detach().contiguous().numpy().view(np.int32)
 
 
 @compiled
@@ -94,14 +91,9 @@ def _scratch(n: int, k: int) -> Any:
     """Room for `_best` on rows of up to n scores."""
     lanes = (4 * k + VECTOR - 1) // VECTOR * VECTOR
     room = max(n, lanes) + VECTOR
-    x_n, lane_l, found_m, column_m = (
-        np.empty(room, np.int32),
-        np.empty(lanes, np.int32),
-        np.empty(room, np.int32),
-        np.empty(room, np.int32),
-    )
+    x_n, found_m, column_m = np.empty(room, np.int32), np.empty(room, np.int32), np.empty(room, np.int32)
     above_m, equal_m, sorted_m = np.empty(room, np.int32), np.empty(room, np.int32), np.empty(room, np.int32)
-    return x_n, lane_l, found_m, column_m, above_m, equal_m, sorted_m
+    return x_n, np.empty(lanes, np.int32), found_m, column_m, above_m, equal_m, sorted_m
 
 
 @compiled

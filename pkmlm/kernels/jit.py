@@ -62,10 +62,8 @@ class KernelCache(FunctionCache):
             super().save_overload(*arguments)
 
     def load(self, key: Any) -> Any:
-        """What the file of a key holds, or None."""
-        with suppress(FileNotFoundError):
-            return self._files._load_data(self._file_name(key))
-        return None
+        """What the file of a key holds; `load_overload` takes care of one that is not there."""
+        return self._files._load_data(self._file_name(key))
 
     def save(self, key: Any, data: Any) -> None:
         """Write the file of a key."""

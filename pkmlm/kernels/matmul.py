@@ -56,9 +56,9 @@ def row_chunks(x: Tensor, y_OI: Tensor, most: int) -> list[Tensor]:
     return [chunk for part in x.split(most) for chunk in part.split(_chunk_sizes(part, y_OI))]
 
 
-def cat(parts: list[Tensor] | tuple[Tensor, ...], dim: int = 0) -> Tensor:
+def cat(parts: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
     """`torch.cat`, which copies a single part too."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _chunk_sizes(x: Tensor, y_OI: Tensor) -> list[int]:

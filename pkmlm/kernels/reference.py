@@ -191,12 +191,13 @@ class Quantized(NamedTuple):
 
 def quantize(values_KD: Tensor, bits: int) -> Quantized:
     """A table (floating) in 8 or 4 bits, each entry within half a step, scale / most / 2, of what it was."""
-    width, columns = values_KD.shape[1], values_KD.shape[1] if bits == 8 else (values_KD.shape[1] + 1) // 2
+    width = values_KD.shape[1]
     scale_K = values_KD.float().abs().amax(1)
     unit_KD = values_KD.float() / torch.where(scale_K == 0, 1, scale_K)[:, None]
     codes_KD = (unit_KD * (2 ** (bits - 1) - 1)).round().to(torch.int8)
     if bits == 8:
         return Quantized(codes_KD, scale_K, width)
+    columns = (width + 1) // 2
     low_KC, high_KC = codes_KD[:, :columns], pad(codes_KD[:, columns:], (0, 2 * columns - width))
     return Quantized((low_KC & 15 | high_KC << 4).view(torch.uint8), scale_K, width)
 
