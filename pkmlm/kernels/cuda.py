@@ -309,15 +309,6 @@ def squared_norm(x_ND: Tensor, segments: Segments) -> Tensor:
     return squared_UB.sum(dtype=torch.float64)
 
 
-def _rates(
-    scale: float, step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
-) -> tuple[float, ...]:
-    """What `_row_adam` multiplies by, computed in double precision."""
-    beta1, beta2 = betas
-    rates = scale, 1 - beta1, beta2, 1 - beta2, lr * weight_decay, lr / (1 - beta1**step), 1 - beta2**step, eps
-    return tuple(map(float, rates))  # always floats: Triton specialises on some integers and would recompile
-
-
 def segment_row_adam_(
     values_KD: Tensor,
     mean_KD: Tensor,
@@ -333,15 +324,13 @@ def segment_row_adam_(
     weight_decay: float,
     copy_KD: Tensor | None = None,
 ) -> None:
-    """`reference.segment_row_adam_`: each row's gradient goes straight into its update and is never stored.
-
-    Args:
-        copy_KD: a half-precision copy of the values, whose rows get the new values, rounded.
-    """
+    """`reference.segment_row_adam_`: each row's gradient goes straight into its update and is never stored."""
     table = values_KD, mean_KD, square_KD, copy_KD
     _check(*table)
-    reads, rates = _sum_of_chunks(x_ND, segments), _rates(scale, step, lr, betas, eps, weight_decay)
-    _launch(_row_adam, len(segments.rows_U), x_ND, table, segments.rows_U, reads, rates, chunk_size=CHUNK)
+    reads, (beta1, beta2) = _sum_of_chunks(x_ND, segments), betas
+    rates = scale, 1 - beta1, beta2, 1 - beta2, lr * weight_decay, lr / (1 - beta1**step), 1 - beta2**step, eps
+    floats = tuple(map(float, rates))  # always: Triton specialises on some integers and would recompile
+    _launch(_row_adam, len(segments.rows_U), x_ND, table, segments.rows_U, reads, floats, chunk_size=CHUNK)
 
 
 @triton.jit
