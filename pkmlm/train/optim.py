@@ -73,27 +73,22 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[ParameterGroup]:
     tables and those of n-grams move at a multiple of the dense learning rate.
     """
     optim, tables = recipe.optim, tables_of(model)
-    of_group = {
-        name: {path: table for path, table in tables.items() if table.group == name}
-        for name in ("values", "tables", "ngram")
-    }
-    values = of_group.pop("values")
     groups = []
+    if recipe.train.only == "all":
+        groups.append(_dense_group(model, {n: p for n, p in model.named_parameters() if n not in tables}, recipe))
+    if values := {path: table for path, table in tables.items() if table.group == "values"}:
+        spec = optim.values
+        eps = optim.eps if spec.eps is None else spec.eps
+        groups.append(_row_group("values", values, spec, values_schedule(recipe), spec.betas, eps))
     if recipe.train.only == "values":
         model.requires_grad_(False)
         for table in values.values():
             table.requires_grad_()
-        of_group = {}
-    else:
-        groups.append(_dense_group(model, {n: p for n, p in model.named_parameters() if n not in tables}, recipe))
-    if values:
-        spec = optim.values
-        eps = optim.eps if spec.eps is None else spec.eps
-        groups.append(_row_group("values", values, spec, values_schedule(recipe), spec.betas, eps))
-    for name, found in of_group.items():
+        return groups
+    for name, own in (("tables", optim.tables), ("ngram", optim.ngram)):
+        found = {path: table for path, table in tables.items() if table.group == name}
         if not found:
             continue
-        own = optim.tables if name == "tables" else optim.ngram
         shape = own.schedule or optim.schedule
         warmup_steps = optim.warmup_steps if own.warmup_steps is None else own.warmup_steps
         steps, peak = recipe.train.steps, optim.lr * own.lr_scale
