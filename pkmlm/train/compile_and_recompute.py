@@ -4,7 +4,7 @@ twice rather than keep them. Both replace the forward of modules; parameters kee
 
 import functools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -75,13 +75,10 @@ def recompute_activations(block: nn.Module) -> None:
             for norm in norms:
                 norm.counts = True
 
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), uncounted()
-
     @functools.wraps(plain)
     def forward(*inputs: Any) -> Any:
         if not (block.training and torch.is_grad_enabled()):
             return plain(*inputs)
-        return checkpoint(plain, *inputs, use_reentrant=False, context_fn=contexts)
+        return checkpoint(plain, *inputs, use_reentrant=False, context_fn=lambda: (nullcontext(), uncounted()))
 
     block.forward = forward

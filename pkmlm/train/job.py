@@ -1,6 +1,6 @@
 """What a run trains, and on what: a recipe, the tokens that it names, and their tokenizer."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,7 +52,7 @@ class Job:
         return train.steps * self.recipe.sequences / -(-self.corpus.tokens // context)
 
 
-def open_job(recipe_file: str, overrides: Iterable[str], ranks: int, *, verify: bool = False) -> Job:
+def open_job(recipe_file: str, overrides: Sequence[str], ranks: int, *, verify: bool = False) -> Job:
     """Read a recipe, open its tokens, and check that they fit together. Nothing here needs torch.
 
     Args:
@@ -63,7 +63,6 @@ def open_job(recipe_file: str, overrides: Iterable[str], ranks: int, *, verify: 
     Raises:
         UserError: the recipe or the tokens are wrong, or do not fit each other or so many processes.
     """
-    overrides = tuple(overrides)
     recipe = load_recipe(recipe_file, overrides)
     folder = recipe.data.dir
     if folder is None:

@@ -94,10 +94,8 @@ def change_warnings(
         facts_before, facts: run.json as it was (it may lack keys), and the `provenance` of this process.
     """
     changed = []
-    versions = facts_before.get("versions") or {}
-    before = {"torch": versions.get("torch"), "numpy": versions.get("numpy")} | facts_before
-    now = {"torch": facts["versions"]["torch"], "numpy": facts["versions"]["numpy"]} | facts  # numpy orders the data
-    for name in ("torch", "numpy", "device", "precision", "ranks"):
+    before, now = (facts_before.get("versions") or {}) | facts_before, facts["versions"] | facts
+    for name in ("torch", "numpy", "device", "precision", "ranks"):  # numpy orders the data
         if before.get(name) not in (None, now[name]):
             changed.append(change(name, before[name], now[name]))
     rate_depends_on_steps = bool(recipe.schedules & {"cosine", "linear", "relative"} or recipe.optim.decay_steps)

@@ -124,10 +124,10 @@ def begin(run: RunDirectory, job: Job, settings: DeviceSettings, ranks: int) -> 
     if step:
         warnings += no_validation_warning(job) + lost_metrics_warning(run)
     data = {"data_dir": os.path.abspath(job.corpus.folder), "data_sha256": job.corpus.sha256}
-    tokenizer = {"tokenizer_sha256": job.tokenizer.sha256}
+    data["tokenizer_sha256"] = job.tokenizer.sha256
     if recipe.model.ngram.layers:
-        tokenizer["canonical_sha256"] = canonical_sha256(job.canonical_ids)
-    run.note(**data, **tokenizer, **facts, status="running", exit_code=None, seconds=None, rank=None, message=None)
+        data["canonical_sha256"] = canonical_sha256(job.canonical_ids)
+    run.note(**data, **facts, status="running", exit_code=None, seconds=None, rank=None, message=None)
     return warnings + too_large_warning(job, settings, ranks)
 
 
