@@ -8,6 +8,7 @@
 """
 
 import hashlib
+import io
 import json
 import re
 from dataclasses import asdict
@@ -29,7 +30,6 @@ FILE = "index.json"
 PART = "part.json"  # replaces index.json in a folder that holds one part of a corpus
 HASHED = 256 << 10  # bytes that one digest covers
 DIGEST = 32  # bytes of a sha256
-TOKEN_BYTES = {"uint16": 2, "uint32": 4}
 OWN_FILES = re.compile(
     r"(index|part)\.json|tokenizer\.(model|json)|(train|valid|test)(-\d{5}\.bin|\.documents|\.hashes)"
 )
@@ -313,10 +313,9 @@ class Corpus:
 class CheckedFile:
     """A file of numbers, mapped into memory; each 256 KiB is checked against its sha256 when first read."""
 
-    def __init__(self, path: Path, dtype: str, size: int, digests: bytes):
+    def __init__(self, path: Path, dtype: np.dtype[Any], size: int, digests: bytes):
         """Map the file, which must hold exactly `size` numbers; `digests` are of its blocks."""
-        numbers = np.dtype(dtype)
-        expected = size * numbers.itemsize
+        expected = size * dtype.itemsize
         with read_errors(path):
             found = size_of(path)
         if found != expected:  # reading a map of it would kill the process
@@ -326,8 +325,8 @@ class CheckedFile:
         self.size = size
         self.digests = digests
         with read_errors(path), open_file(path) as file:
-            self.numbers = np.memmap(file, numbers, "r", shape=(size,))
-        self.block = HASHED // numbers.itemsize
+            self.numbers = np.memmap(file, dtype, "r", shape=(size,))
+        self.block = HASHED // dtype.itemsize
         self.unread = bytearray(b"\1") * (len(digests) // DIGEST)
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -361,16 +360,15 @@ def open_files(folder: Path, split: str, index: Index) -> tuple[list[CheckedFile
         UserError: a file is missing or of another size, or the list of hashes is damaged.
     """
     about = index.splits[split]
-    dtype = f"<u{TOKEN_BYTES[index.dtype]}"
-    files = [(shard.name, dtype, shard.tokens) for shard in about.shards]
-    files.append((f"{split}.documents", "<i8", about.documents + 1))
-    blocks = [-(-size * np.dtype(kind).itemsize // HASHED) for _, kind, size in files]
-    hashes = read_checked(folder / f"{split}.hashes", about.hashes_sha256)
-    ends = np.cumsum(blocks) * DIGEST
-    digests = [hashes[end - count * DIGEST : end] for end, count in zip(ends, blocks, strict=True)]
-    *shards, documents = (
-        CheckedFile(folder / name, kind, size, part) for (name, kind, size), part in zip(files, digests, strict=True)
-    )
+    ids, places = np.dtype(index.dtype).newbyteorder("<"), np.dtype("<i8")
+    files = [(shard.name, ids, shard.tokens) for shard in about.shards]
+    files.append((f"{split}.documents", places, about.documents + 1))
+    hashes = io.BytesIO(read_checked(folder / f"{split}.hashes", about.hashes_sha256))
+    opened = []
+    for name, dtype, size in files:
+        blocks = -(-size * dtype.itemsize // HASHED)
+        opened.append(CheckedFile(folder / name, dtype, size, hashes.read(blocks * DIGEST)))
+    *shards, documents = opened
     return shards, documents
 
 
