@@ -171,14 +171,11 @@ def library_errors(what: str) -> Iterator[None]:
 
 def kinds(part: Any) -> list[str]:
     """The types of a part of a tokenizer, or of those that it is a sequence of."""
-    found, waiting = [], [part]
-    while waiting:
-        each = waiting.pop(0)
-        if isinstance(each, dict) and each.get("type") == "Sequence":
-            waiting += [inner for value in each.values() if isinstance(value, list) for inner in value]
-        elif isinstance(each, dict):
-            found.append(str(each.get("type")))
-    return found
+    if not isinstance(part, dict):
+        return []
+    if part.get("type") != "Sequence":
+        return [str(part.get("type"))]
+    return [kind for value in part.values() if isinstance(value, list) for inner in value for kind in kinds(inner)]
 
 
 def end_of(tokens: Sequence[AddedToken], name: str) -> str:
