@@ -55,26 +55,21 @@ class World:
 
     def all_sum(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, in the tensor's dtype: put into the tensor itself, and returned."""
-        if self.size > 1:
-            with self._sending(2 * (self.size - 1) / self.size * tensor.nbytes):
-                dist.all_reduce(tensor, group=self.group)
-        return tensor
+        return self._all_reduce(tensor, dist.ReduceOp.SUM)
 
     def all_any(self, flags: Tensor) -> Tensor:
         """Which flags (bool) some rank has set."""
-        if self.size == 1:
-            return flags
-        with self._sending(2 * (self.size - 1) / self.size * flags.nbytes):
-            dist.all_reduce(found := flags.to(torch.uint8), dist.ReduceOp.MAX, self.group)
-        return found.bool()
+        return flags if self.size == 1 else self._all_reduce(flags.to(torch.uint8), dist.ReduceOp.MAX).bool()
 
     def all_max(self, number: int) -> int:
         """The largest of the ranks' numbers."""
-        if self.size == 1:
-            return number
-        with self._sending(2 * (self.size - 1) / self.size * 8):
-            dist.all_reduce(found := torch.tensor(number), dist.ReduceOp.MAX, self.group)
-        return int(found)
+        return int(self._all_reduce(torch.tensor(number), dist.ReduceOp.MAX))
+
+    def _all_reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        if self.size > 1:
+            with self._sending(2 * (self.size - 1) / self.size * tensor.nbytes):
+                dist.all_reduce(tensor, operation, self.group)
+        return tensor
 
     def all_gather(self, x: Tensor) -> Tensor:
         """All ranks' rows, by rank: (W * N, ...)."""
