@@ -203,15 +203,13 @@ def check_training(check: Check, recipe: Recipe) -> None:
     schedules = {
         "optim": (optim.schedule, optim.warmup_steps),
         "optim.values": (optim.values.schedule, optim.values.warmup_steps),
-        "optim.tables": (
-            optim.tables.schedule or optim.schedule,
-            optim.warmup_steps if optim.tables.warmup_steps is None else optim.tables.warmup_steps,
-        ),
     }
+    groups = {"tables": optim.tables}
     if recipe.model.ngram.layers:
-        own = optim.ngram
+        groups["ngram"] = optim.ngram
+    for name, own in groups.items():
         warmup = optim.warmup_steps if own.warmup_steps is None else own.warmup_steps
-        schedules["optim.ngram"] = own.schedule or optim.schedule, warmup
+        schedules[f"optim.{name}"] = own.schedule or optim.schedule, warmup
     for prefix, (schedule, warmup_steps) in schedules.items():
         if schedule == "inverse-sqrt" and warmup_steps < 1:
             message = "found 0 with the inverse-sqrt schedule"

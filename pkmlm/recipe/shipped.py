@@ -38,7 +38,7 @@ def recipe_text(path: Path) -> str:
         message = error.message
     files = path.parent.glob("*.yaml") if os.path.isdir(path.parent) else ()
     beside = {file.stem: str(file) for file in files}
-    known = dict(zip(shipped_names(), shipped_names(), strict=True)) | beside
+    known = {name: name for name in shipped_names()} | beside
     near = [known[name] for name in difflib.get_close_matches(path.stem, known)]
     near += difflib.get_close_matches(str(path), known)
     meant = f"did you mean {' or '.join(dict.fromkeys(near))}?"
