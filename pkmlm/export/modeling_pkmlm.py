@@ -75,7 +75,8 @@ class Attention(nn.Module):
         if cos_sin is not None:
             q_BhTe, k_BhTe = rotate(q_BhTe, cos_sin), rotate(k_BhTe, cos_sin)
         if cache is not None:
-            place = {"cache_position": torch.arange(past, past + new, device=x_BTD.device)}  # for transformers 4
+            # A cache of fixed size asks for its places, in early releases of transformers 5.
+            place = {"cache_position": torch.arange(past, past + new, device=x_BTD.device)}
             k_BhTe, v_BhTe = cache.update(k_BhTe, v_BhTe, self.index, place)
         seen = visible(new, past, k_BhTe.shape[2], mask, x_BTD.device)
         mixed_BhTe = scaled_dot_product_attention(

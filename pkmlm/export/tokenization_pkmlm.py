@@ -86,10 +86,6 @@ class PkmlmTokenizer(PreTrainedTokenizer):
                 ids.append(self.processor.piece_to_id(token))
         return "".join(texts) + self.processor.decode(ids)
 
-    def _decode(self, *args: Any, **kwargs: Any) -> str:
-        """Without the spaces that transformers 4 puts around added tokens."""
-        return super()._decode(*args, **{"spaces_between_special_tokens": False, **kwargs})
-
     def build_inputs_with_special_tokens(
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None
     ) -> list[int]:
