@@ -34,7 +34,7 @@ class TextChoice(NamedTuple):
     split: str | None = None
     text: str | None = None
     separator: str | None = None
-    field: str = "text"
+    field: str = FIELD
     data: str | None = None
 
     @property

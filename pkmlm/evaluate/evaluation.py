@@ -49,7 +49,8 @@ class Evaluation:
                 if self.choice.text is not None:
                     name = text_name(name, source["sha256"], source["separator"], source["field"])
                 elif self.choice.data is not None:
-                    name = split_name(self.run.path / EVAL, split := name, "sha256", source["sha256"])
+                    split = name
+                    name = split_name(self.run.path / EVAL, split, "sha256", source["sha256"])
                     if name != split:
                         warnings.append(f"--data: the run has results of {split} on other tokens: kept as {name}")
                 alone = {key: value for key, value in record.items() if key != "harness"}

@@ -66,7 +66,8 @@ def load_run(
         UserError: no such run or checkpoint, or it is damaged; another step than that of the export.
     """
     device = device or default_device()
-    attached = (path := Path(path)).joinpath(ATTACHED).is_file()
+    path = Path(path)
+    attached = (path / ATTACHED).is_file()
     if base is not None and not attached:
         raise UserError(f"--base {base}: {path} is nothing attached to a model (no {ATTACHED} in it)", "leave it out")
     if is_export(path):
@@ -114,8 +115,7 @@ def load_run(
 
 def load_on_all_ranks(path: str | Path, step: str, world: World | None, base: str | Path | None = None) -> LoadedRun:
     """Load a run on all ranks, from the same checkpoint even if one appears meanwhile; only one rank reports damage."""
-    if world is None:
-        return load_run(path, step, base=base)
+    world = world or World()
     with world.collective_errors():
         run = load_run(path, step, base=base)
     newest = max(world.gather_objects(run.step))
