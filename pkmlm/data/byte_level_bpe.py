@@ -60,11 +60,7 @@ class ByteLevelBPE:
     unknown = -1
 
     def __init__(self, model_bytes: bytes, name: str):
-        """Load a tokenizer.
-
-        Args:
-            model_bytes: the content of its file.
-            name: what errors call it.
+        """Load a tokenizer, see `Tokenizer`.
 
         Raises:
             UserError: it is no tokenizer.json; it is of another kind, changes text, cannot spell every byte or loses

@@ -74,7 +74,6 @@ def document_hashes(
     """The length in tokens and the hash of every document of LEAST tokens or more, without a newline at its ends.
 
     Args:
-        corpus: the documents.
         newline: the id of a newline; -1: there is none.
         lengths: leave out documents whose length is not one of these; None: leave out none.
     """

@@ -56,11 +56,7 @@ class SentencePieceModel:
     }
 
     def __init__(self, model_bytes: bytes, name: str):
-        """Load a model.
-
-        Args:
-            model_bytes: the content of its file.
-            name: what errors call it.
+        """Load a model, see `Tokenizer`.
 
         Raises:
             UserError: it is not a SentencePiece model, has no token to end a document with, or cannot spell every text.

@@ -299,14 +299,7 @@ def write_splits(
 
 
 def write_tokens(folder: Path, split: str, stream: TokenStream, eos: int, shard_bytes: int) -> Split:
-    """Write the shards of a split, its list of documents and its hashes; return its part of the index.
-
-    Args:
-        folder, split: where to write.
-        stream: the tokens, in order.
-        eos: the id that ends a document.
-        shard_bytes: the size of a full shard.
-    """
+    """Write the shards of a split, its list of documents and its hashes; return its part of the index."""
     shards: list[Shard] = []
     digests: list[bytes] = []
     written = 0

@@ -253,11 +253,7 @@ def json_documents(stream: Stream, field: str) -> Iterator[tuple[str, bool]]:
 
 
 def json_object(line: str, where: str) -> dict[str, Any]:
-    """The object in a line of JSON.
-
-    Args:
-        line: the JSON.
-        where: what errors call the line.
+    """The object in a line of JSON, which errors call `where`.
 
     Raises:
         UserError: it is not JSON or not an object, or it repeats a key: nobody knows which value is meant.

@@ -150,11 +150,7 @@ def score_trees(model: Transformer, trees: Sequence[PrefixTree]) -> Iterator[tup
 
 
 def attention_layout(trees: Sequence[PrefixTree], longest: int, device: torch.device) -> AttentionLayout:
-    """Each token at its depth, attending to its ancestors and itself (padding attends to itself alone).
-
-    Args:
-        longest: tokens of a row.
-    """
+    """Each token at its depth, attending to its ancestors and itself (padding, up to `longest`, to itself alone)."""
     positions_BT = np.zeros((len(trees), longest), dtype=np.int64)
     mask_BTT = np.zeros((len(trees), longest, longest), dtype=bool)
     mask_BTT[:, range(longest), range(longest)] = True
@@ -168,10 +164,6 @@ def attention_layout(trees: Sequence[PrefixTree], longest: int, device: torch.de
 def score_targets(model: Transformer, h_MD: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
     """-log p of each target after its hidden state (float64, from an fp32 log-softmax), and whether it is the most
     likely token. The head runs on a chunk of the states at a time.
-
-    Args:
-        h_MD: hidden states.
-        targets_M: ids.
     """
     nll, greedy = [], []
     chunk_size = max(1, LOGITS // model.embedding.num_embeddings)

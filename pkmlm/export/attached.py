@@ -126,10 +126,7 @@ def check_base(path: Path, facts: Facts, model: nn.Module) -> None:
 
 
 def read_weights(path: Path, facts: Facts, attached: Attached) -> None:
-    """Load the weights of a folder into what is attached to a network.
-
-    Args:
-        facts: of the folder.
+    """Load the weights of a folder, which has these facts, into what is attached to a network.
 
     Raises:
         UserError: what is attached is of another kind or shape.
