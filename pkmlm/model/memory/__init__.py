@@ -1,8 +1,8 @@
-"""Sparsely read memories: memories with keys (`key_memory`), experts found by keys (`peer`), and MemoryFormer's hash
-tables (`hash_layer`).
+"""Sparsely read memories: memories with keys (`key_memory`), experts found by keys (`peer`), MemoryFormer's hash tables
+(`hash_layer`), and tables of n-grams (`ngram`).
 
 Each is a `base.SparseMemory`: it reads rows of its `values.Values` through a tap, on which usage is observed. The
 transformer builds them; costs, the optimizer and the analyses find them by what `base` defines. They may import
-kernels, device, distributed, recipe, and of the model only `init`. A new kind is a new file here and a line in the
-transformer's table of kinds.
+kernels, device, distributed, recipe, and of the model `init` and `attention`. A new kind is a new file here and a line
+in the transformer's table of kinds.
 """

@@ -59,7 +59,7 @@ class NGramIds(nn.Module):
 
     Attributes:
         canonical_V: the canonical id of each token, see `pkmlm.data.canonical`; 0: the token begins a document. Each is
-            its own until `build_model` is given the tokenizer's, which a checkpoint holds.
+            its own until training sets the tokenizer's, which a checkpoint holds.
     """
 
     canonical_V: Tensor
