@@ -52,7 +52,7 @@ def dry_run(job: Job, output: str | None, world: World, *, resume: str = "auto")
 
 
 def plan(job: Job, settings: DeviceSettings, ranks: int) -> list[str]:
-    """What a run would be, in labelled lines: recipe, device, parameters, batch, length, what is trained, and memory."""
+    """What a run would be, in labelled lines: recipe, device, parameters, batch, length, what trains, and memory."""
     recipe, train = job.recipe, job.recipe.train
     cost = cost_of(recipe, job.vocab_size)
     micro_batches, sequences = recipe.micro_batches(ranks), recipe.sequences
