@@ -200,18 +200,11 @@ def check_training(check: Check, recipe: Recipe) -> None:
             "model.context",
         )
     optim = recipe.optim
-    schedules = {
-        "optim": (optim.schedule, optim.warmup_steps),
-        "optim.values": (optim.values.schedule, optim.values.warmup_steps),
-    }
-    groups = {"tables": optim.tables}
+    groups = {"optim": optim, "optim.values": optim.values, "optim.tables": optim.filled(optim.tables)}
     if recipe.model.ngram.layers:
-        groups["ngram"] = optim.ngram
-    for name, own in groups.items():
-        warmup = optim.warmup_steps if own.warmup_steps is None else own.warmup_steps
-        schedules[f"optim.{name}"] = own.schedule or optim.schedule, warmup
-    for prefix, (schedule, warmup_steps) in schedules.items():
-        if schedule == "inverse-sqrt" and warmup_steps < 1:
+        groups["optim.ngram"] = optim.filled(optim.ngram)
+    for prefix, group in groups.items():
+        if group.schedule == "inverse-sqrt" and group.warmup_steps < 1:
             message = "found 0 with the inverse-sqrt schedule"
             check.fail(f"{prefix}.warmup_steps", message, "1 or more", f"{prefix}.schedule")
     if optim.values.schedule == "relative" and not any(optim.values.times):

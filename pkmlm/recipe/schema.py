@@ -9,7 +9,7 @@ et al. 2019, MF is MemoryFormer (Ding et al. 2024).
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from operator import attrgetter
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -317,6 +317,10 @@ class Optim:
     tables: TablesOptim = key(TablesOptim, "MemoryFormer's hash tables")
     ngram: NGramOptim = key(NGramOptim, "tables of n-gram memories")
 
+    def filled(self, group: Any) -> Any:
+        """A section of one of the groups, in which the keys that are null have their values here."""
+        return replace(group, **{name: getattr(self, name) for name, value in vars(group).items() if value is None})
+
 
 @dataclass(frozen=True, config=STRICT)
 class Train:
@@ -399,9 +403,9 @@ class Recipe:
         if self.model.memory.kind != "none":
             found.add(self.optim.values.schedule)
         if self.model.projections == "hash":
-            found.add(self.optim.tables.schedule or self.optim.schedule)
+            found.add(self.optim.filled(self.optim.tables).schedule)
         if self.model.ngram.layers:
-            found.add(self.optim.ngram.schedule or self.optim.schedule)
+            found.add(self.optim.filled(self.optim.ngram).schedule)
         return found
 
     def micro_batches(self, ranks: int = 1) -> int:

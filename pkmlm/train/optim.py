@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from pkmlm.distributed import ProcessGroups
 from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.model.memory.key_memory import KeyMemory
 from pkmlm.model.memory.values import Values, tables_of
-from pkmlm.recipe.schema import Recipe, TablesOptim, ValuesOptim
+from pkmlm.recipe.schema import Recipe
 from pkmlm.train.lr_schedule import LrSchedule, RelativeLrSchedule
 from pkmlm.train.parallel import is_shard, local_part
 from pkmlm.train.row_adam import RowAdam, RowOptimizer, RowSGD, empty_state
@@ -77,23 +78,18 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[ParameterGroup]:
     if recipe.train.only == "all":
         groups.append(_dense_group(model, {n: p for n, p in model.named_parameters() if n not in tables}, recipe))
     if values := {path: table for path, table in tables.items() if table.group == "values"}:
-        spec = optim.values
-        eps = optim.eps if spec.eps is None else spec.eps
-        groups.append(_row_group("values", values, spec, values_schedule(recipe), spec.betas, eps))
+        spec = optim.filled(optim.values)
+        groups.append(_row_group("values", values, spec, values_schedule(recipe), spec.eps))
     if recipe.train.only == "values":
         model.requires_grad_(False)
         for table in values.values():
             table.requires_grad_()
         return groups
-    for name, own in (("tables", optim.tables), ("ngram", optim.ngram)):
-        found = {path: table for path, table in tables.items() if table.group == name}
-        if not found:
-            continue
-        shape = own.schedule or optim.schedule
-        warmup_steps = optim.warmup_steps if own.warmup_steps is None else own.warmup_steps
-        steps, peak = recipe.train.steps, optim.lr * own.lr_scale
-        schedule = LrSchedule(peak, shape, warmup_steps, steps, optim.final_lr, optim.decay_steps)
-        groups.append(_row_group(name, found, own, schedule, own.betas or optim.betas, optim.eps))
+    for name, spec in (("tables", optim.filled(optim.tables)), ("ngram", optim.filled(optim.ngram))):
+        if found := {path: table for path, table in tables.items() if table.group == name}:
+            steps, peak = recipe.train.steps, optim.lr * spec.lr_scale
+            schedule = LrSchedule(peak, spec.schedule, spec.warmup_steps, steps, optim.final_lr, optim.decay_steps)
+            groups.append(_row_group(name, found, spec, schedule, optim.eps))
     return groups
 
 
@@ -105,11 +101,11 @@ def dense_schedule(recipe: Recipe) -> LrSchedule:
 
 def values_schedule(recipe: Recipe) -> LrSchedule | RelativeLrSchedule:
     """The learning rate of the values of memories."""
-    optim, spec, steps = recipe.optim, recipe.optim.values, recipe.train.steps
+    optim, steps = recipe.optim, recipe.train.steps
+    spec = optim.filled(optim.values)
     if spec.schedule == "relative":
         return RelativeLrSchedule(dense_schedule(recipe), spec.times, steps)
-    final = optim.final_lr if spec.final_lr is None else spec.final_lr
-    return LrSchedule(spec.lr, spec.schedule, spec.warmup_steps, steps, final, optim.decay_steps)
+    return LrSchedule(spec.lr, spec.schedule, spec.warmup_steps, steps, spec.final_lr, optim.decay_steps)
 
 
 def optimizer_state(groups: Iterable[ParameterGroup]) -> dict[str, Tensor]:
@@ -150,18 +146,17 @@ def _dense_group(model: nn.Module, parameters: dict[str, nn.Parameter], recipe: 
 def _row_group(
     name: str,
     tables: dict[str, Values],
-    spec: ValuesOptim | TablesOptim,
+    spec: Any,
     schedule: LrSchedule | RelativeLrSchedule,
-    betas: tuple[float, float],
     eps: float,
 ) -> ParameterGroup:
-    """Tables of rows, updated straight from their reads."""
+    """Tables of rows, updated straight from their reads, as the group's section `spec` says."""
     optimizer: RowOptimizer
     if spec.optimizer == "row-sgd":
         optimizer = RowSGD(tables.values(), schedule.lr_at(1), spec.weight_decay)
     else:
         every_row = spec.optimizer == "adam"
-        optimizer = RowAdam(tables.values(), schedule.lr_at(1), betas, eps, spec.weight_decay, every_row=every_row)
+        optimizer = RowAdam(tables.values(), schedule.lr_at(1), spec.betas, eps, spec.weight_decay, every_row=every_row)
     parameters = {path: table.weight_KD for path, table in tables.items()}
     gradients = [table.gradient for table in tables.values() if table.gradient is not None]
     return ParameterGroup(name, parameters, gradients, optimizer, schedule, spec.clip)
