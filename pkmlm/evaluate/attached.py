@@ -81,9 +81,9 @@ class Hosted(Transformer):
         if cache is not None:
             from transformers import DynamicCache
 
-            if not cache.layers:
-                cache.layers.append(DynamicCache())
-            options, past = {"use_cache": True, self.cache_name: cache.layers[0]}, cache.length
+            if "host" not in cache.held:
+                cache.held["host"] = DynamicCache()
+            options, past = {"use_cache": True, self.cache_name: cache.held["host"]}, cache.length
             cache.length += tokens_BT.shape[1]
         mask = tokens_BT.new_ones(len(tokens_BT), past + tokens_BT.shape[1])
         found = self.host.base_model(input_ids=tokens_BT, attention_mask=mask, **options)

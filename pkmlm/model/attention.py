@@ -5,7 +5,7 @@ entries that are rotated.
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,40 +19,26 @@ ROTARY_BASE = 10_000.0
 
 @dataclass
 class KVCache:
-    """Keys and values of the positions that a model has already read, for generation. All positions are allocated at
-    once, so that a new token copies nothing.
+    """Keys and values of the positions that a model has already read, and what else depends on these, for generation.
+    All positions are allocated at once, so that a new token copies nothing.
 
     Attributes:
         room: positions that it can hold (C): the model's context.
         length: positions held; the next token has this position.
-        layers: one (k, v) pair a block, each (B, h, C, e); uninitialized beyond `length`.
-        others: what else depends on positions before, by name, each (B, C, ...).
+        held: by name; uninitialized beyond `length`.
     """
 
     room: int
     length: int = 0
-    layers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    others: dict[str, Tensor] = field(default_factory=dict)
+    held: dict[str, Any] = field(default_factory=dict)
 
-    def extend(self, index: int, k_BhTe: Tensor, v_BhTe: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the new positions of block `index`; return all of its keys and values so far, (B, h, S, e) each."""
-        batch, heads, new, width = k_BhTe.shape
-        if index == len(self.layers):
-            k_BhCe, v_BhCe = (x.new_empty(batch, heads, self.room, width) for x in (k_BhTe, v_BhTe))
-            self.layers.append((k_BhCe, v_BhCe))
-        k_BhCe, v_BhCe = self.layers[index]
-        end = self.length + new
-        k_BhCe[:, :, self.length : end], v_BhCe[:, :, self.length : end] = k_BhTe, v_BhTe
-        return k_BhCe[:, :, :end], v_BhCe[:, :, :end]
-
-    def append(self, name: str, x_BT: Tensor) -> Tensor:
-        """Write the new positions of `others[name]`, (B, T, ...); return all of its positions so far, (B, S, ...)."""
-        batch, new, *rest = x_BT.shape
-        if name not in self.others:
-            self.others[name] = x_BT.new_empty(batch, self.room, *rest)
-        end = self.length + new
-        self.others[name][:, self.length : end] = x_BT
-        return self.others[name][:, :end]
+    def append(self, name: str, x: Tensor, dim: int = 1) -> Tensor:
+        """Write the new positions of `held[name]`, along the dimension `dim`; return all of its positions so far."""
+        if name not in self.held:
+            self.held[name] = x.new_empty(*x.shape[:dim], self.room, *x.shape[dim + 1 :])
+        whole: Tensor = self.held[name]
+        whole.narrow(dim, self.length, x.shape[dim]).copy_(x)
+        return whole.narrow(dim, 0, self.length + x.shape[dim])
 
 
 class AttentionLayout(NamedTuple):
@@ -150,7 +136,8 @@ class Attention(nn.Module):
         self, q_BhTe: Tensor, k_BhTe: Tensor, v_BhTe: Tensor, cache: KVCache | None, layout: AttentionLayout | None
     ) -> Tensor:
         if cache is not None:
-            k_BhTe, v_BhTe = cache.extend(self.index, k_BhTe, v_BhTe)
+            k_BhTe = cache.append(f"keys of block {self.index}", k_BhTe, 2)
+            v_BhTe = cache.append(f"values of block {self.index}", v_BhTe, 2)
         new, total = q_BhTe.shape[2], k_BhTe.shape[2]
         mask = None if layout is None else layout.mask_BTT[:, None]
         if 1 < new < total:  # a chunk that continues a cache: no fast causal path for it
