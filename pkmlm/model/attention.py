@@ -53,10 +53,10 @@ class AttentionLayout(NamedTuple):
     mask_BTT: Tensor
 
 
-def rotation(start: int, length: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (T, width / 2) of rotary positions start ... start + length - 1, in fp32."""
-    frequency = ROTARY_BASE ** (-torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
-    angle_Tw = torch.arange(start, start + length, device=device)[:, None] * frequency
+def rotation(positions_T: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (..., T, width / 2) of rotary positions (..., T), int64, in fp32."""
+    frequency = ROTARY_BASE ** (-torch.arange(0, width, 2, device=positions_T.device, dtype=torch.float32) / width)
+    angle_Tw = positions_T[..., None] * frequency
     return angle_Tw.cos(), angle_Tw.sin()
 
 

@@ -167,12 +167,9 @@ class Transformer(nn.Module):
             x_BTD = x_BTD + self.positions.weight[at]
         x_BTD = self.dropout(x_BTD)
         cos_sin = None
-        if self.rotary_width and layout is None:
-            cos_sin = rotation(start, length, self.rotary_width, tokens_BT.device)
-        elif self.rotary_width and layout is not None:
-            cos_Cw, sin_Cw = rotation(0, self.context, self.rotary_width, tokens_BT.device)
-            at_B1T = layout.positions_BT[:, None]
-            cos_sin = cos_Cw[at_B1T], sin_Cw[at_B1T]
+        if self.rotary_width:
+            in_order_T = torch.arange(start, start + length, device=tokens_BT.device)
+            cos_sin = rotation(in_order_T if layout is None else layout.positions_BT[:, None], self.rotary_width)
         past = None if self.ngram_ids is None else self.ngram_ids(tokens_BT, cache, layout)
         for block in self.blocks:
             x_BTD = block(x_BTD, cos_sin, cache, layout, past)
