@@ -100,8 +100,7 @@ class NGramIds(nn.Module):
         before_BS = before_BS.masked_fill(ids_BS == 0, 0)
         if mask_BS is not None:  # padding is nothing that a token could see
             before_BS = before_BS * pad(mask_BS[:, :-1].bool(), (1, 0))
-        none_B1 = before_BS.new_zeros(len(before_BS), 1)
-        before_BZ, ids_BZ = (torch.cat([none_B1, x_BS], 1) for x_BS in (before_BS, ids_BS))  # from place 0 on
+        before_BZ, ids_BZ = (pad(x_BS, (1, 0)) for x_BS in (before_BS, ids_BS))  # from place 0 on
         place_BT = places_S[total - tokens_BT.shape[1] :].expand_as(tokens_BT)
         places = [place_BT]
         for _ in range(self.back):
@@ -285,7 +284,7 @@ class CausalConv(nn.Module):
         with torch.autocast(u_BTD.device.type, enabled=False):
             n_BTD = self.norm(u_BTD)
             n_BSD = n_BTD if past.cache is None else past.cache.append(self.name, n_BTD)
-            n_BZD = torch.cat([n_BSD.new_zeros(len(n_BSD), 1, n_BSD.shape[2]), n_BSD], 1)  # from place 0 on
+            n_BZD = pad(n_BSD, (0, 0, 1, 0))  # from place 0 on
             first_B1 = torch.arange(len(n_BZD), device=n_BZD.device)[:, None] * n_BZD.shape[1]
             total_BTD = n_BTD * self.weight_iD[0]
             for tap in range(1, TAPS):
