@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from typing_extensions import TypedDict
 
@@ -35,14 +35,13 @@ from pkmlm.kernels.reference import quantize
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.constraints import require_softmax
 from pkmlm.recipe.schema import Recipe
-from pkmlm.runs.checkpoint import check_tensors, write_tensors
+from pkmlm.runs.checkpoint import check_tensors, open_safetensors, write_tensors
 from pkmlm.runs.directory import TOKENIZERS, tokenizer_file
 from pkmlm.runs.files import (
     MANIFEST,
     check_files,
     entry_of,
     exists,
-    open_file,
     read_json,
     read_manifest,
     write_json,
@@ -250,9 +249,7 @@ def open_weights(path: Path, expected: dict[str, Tensor]) -> Iterator[dict[str, 
             raise UserError(f"{path / INDEX} is no index of weights", HINT, exit_code=1)
     with contextlib.ExitStack() as stack:
         try:
-            for name in names:
-                open_file(path / name).close()  # safe_open would wait for a pipe's writer
-            files = [stack.enter_context(safe_open(path / name, framework="pt")) for name in names]
+            files = [stack.enter_context(open_safetensors(path / name)) for name in names]
         except (SafetensorError, OSError) as error:
             raise UserError(f"cannot read the weights of {path}: {error}", HINT, exit_code=1) from None
         found = {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118

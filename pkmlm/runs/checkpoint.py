@@ -349,6 +349,7 @@ def open_safetensors(path: Path) -> Any:
     Raises:
         SafetensorError, OSError: it is damaged, or cannot be opened.
     """
+    open_file(path).close()  # safe_open would wait for a pipe's writer
     try:
         return safe_open(path, framework="pt")
     except RuntimeError as error:  # torch maps the file: it is gone since safetensors looked
@@ -363,8 +364,6 @@ def open_tensors(
     try:
         with ExitStack() as stack:
             paths = parts_of(path)
-            for place in (path, *paths):
-                open_file(place).close()  # safe_open would wait for a pipe's writer
             whole, *parts = (stack.enter_context(open_safetensors(place)) for place in (path, *paths))
             names = {name for file in (whole, *parts) for name in file.keys()}  # noqa: SIM118
             differences = Differences(tensors.keys() - names, names - tensors.keys())
