@@ -219,6 +219,16 @@ def _part(world: World, parts: list[list[int]]) -> World:
     return World(dist.get_rank(group), dist.get_world_size(group), group, world.comm_stats)
 
 
+def is_shard(tensor: Any) -> bool:
+    """Whether this rank holds a part of the tensor (a DTensor)."""
+    return hasattr(tensor, "to_local")
+
+
+def local_part(tensor: Any) -> Tensor:
+    """The part of a tensor that this rank holds; all of one that is not divided."""
+    return tensor.to_local() if is_shard(tensor) else tensor
+
+
 def is_network_error(error: BaseException) -> bool:
     """Whether torch reports a network failure, perhaps outside `World` (DDP and FSDP2 send by themselves)."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pkmlm.device import is_finite
-from pkmlm.distributed import ProcessGroups, World
+from pkmlm.distributed import ProcessGroups, World, is_shard, local_part
 from pkmlm.errors import UserError
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import (
@@ -327,7 +327,7 @@ def load_tensors(path: Path, tensors: dict[str, Tensor], tables: Tables, *, stri
                 continue
             if ranks is None or (not parts and ranks.size == 1):
                 value = whole.get_tensor(name)
-                if hasattr(tensor, "to_local"):  # a DTensor, of which this rank holds a part
+                if is_shard(tensor):
                     from torch.distributed.tensor import distribute_tensor  # takes half as long as torch to import
 
                     mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
@@ -418,11 +418,10 @@ def check_tensors(
 
 
 def full_tensor(tensor: Any, lead: bool) -> Tensor:
-    """All of a tensor that ranks may have divided among them (a DTensor), which all of them call: in main memory where
-    `lead`, on rank 0; others keep their part.
+    """All of a tensor that ranks may have divided among them, which all of them call: in main memory where `lead`, on
+    rank 0; others keep their part.
     """
-    if not hasattr(tensor, "to_local"):
+    if not is_shard(tensor):
         return tensor
     whole: Tensor = tensor.full_tensor()
-    part: Tensor = tensor.to_local()
-    return whole.cpu() if lead else part
+    return whole.cpu() if lead else local_part(tensor)

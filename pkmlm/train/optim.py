@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pkmlm.distributed import ProcessGroups
+from pkmlm.distributed import ProcessGroups, is_shard, local_part
 from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.model.memory.key_memory import KeyMemory
 from pkmlm.model.memory.values import Values, tables_of
 from pkmlm.recipe.schema import Recipe
 from pkmlm.train.lr_schedule import LrSchedule, RelativeLrSchedule
-from pkmlm.train.parallel import is_shard, local_part
 from pkmlm.train.row_adam import RowAdam, RowOptimizer, RowSGD, empty_state
 
 

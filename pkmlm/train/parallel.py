@@ -8,7 +8,6 @@ N: a rank's tokens; r: reads of a token; K: rows of a table; D: its columns on t
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from pkmlm.distributed import World
+from pkmlm.distributed import World, is_shard
 from pkmlm.kernels.row_gradient import RowGradient, exchange_bytes
 from pkmlm.model.memory.key_memory import KeyMemory
 from pkmlm.model.memory.values import Values
@@ -133,13 +132,3 @@ def shard_dense_parameters(model: Transformer, ranks: int) -> None:
             module.set_force_sum_reduction_for_comms(True)
     for name in ("hidden", "head", "loss"):  # training and evaluation call these, not forward
         register_fsdp_forward_method(model, name)
-
-
-def is_shard(tensor: Any) -> bool:
-    """Whether this rank holds a part of the tensor (a DTensor)."""
-    return hasattr(tensor, "to_local")
-
-
-def local_part(tensor: Any) -> Tensor:
-    """The part of a tensor that this rank holds; all of one that is not divided."""
-    return tensor.to_local() if is_shard(tensor) else tensor
