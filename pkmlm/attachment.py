@@ -81,12 +81,15 @@ def attach(
             tokenizer, where one is needed; the folder is damaged or belongs to another model.
     """
     if isinstance(memory, str | Path):
-        if layers is not None:
-            raise UserError(f"layers is {list(layers)} (expected none: {memory} says which)")
         facts = read_facts(folder := Path(memory))
-        if mode not in ("add", facts["mode"]) or tokenizer is not None:
-            said = f"mode is {mode}" if tokenizer is None else f"tokenizer is {tokenizer}"
-            raise UserError(f"{said} (expected none: {memory} says how it is attached)")
+        for name, given, fits in (
+            ("layers", layers, layers is None),
+            ("mode", mode, mode in ("add", facts["mode"])),
+            ("tokenizer", tokenizer, tokenizer is None),
+            ("seed", seed, seed == 1),
+        ):
+            if not fits:
+                raise UserError(f"{name} is {given} (expected none: {memory} says how it is attached)")
         check_base(folder, facts, model)
         attachment = Attachment(model, facts["kind"], facts["arguments"], facts["layers"], facts["mode"], freeze, seed)
         read_weights(folder, facts, attachment.module)
@@ -170,6 +173,8 @@ class Attachment:
         seed: int,
     ):
         """Use `attach` or `attach_dense`."""
+        if not isinstance(freeze, bool):
+            raise UserError(f"freeze is {freeze!r} (expected True or False)")
         self.model, self.step = model, 0
         self.module, self._remove = insert(model, kind, arguments, layers, mode, seed)
         self._frozen = [each for _, each in base_parameters(model) if freeze and each.requires_grad]

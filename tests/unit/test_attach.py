@@ -445,7 +445,7 @@ def test_another_base_a_changed_folder_and_another_memory_are_refused(tmp_path):
         (tmp_path / name / name).write_bytes(content)
         with pytest.raises(UserError, match="sha256"):
             pkmlm.attach(base(), tmp_path / name)
-    for wrong in ({"mode": "replace"}, {"tokenizer": "."}):
+    for wrong in ({"mode": "replace"}, {"tokenizer": "."}, {"seed": 2}):
         with pytest.raises(UserError, match="expected none"):
             pkmlm.attach(base(), tmp_path / "a", **wrong)
     for path in (tmp_path, tmp_path / "none", tmp_path / "a" / "attached.json"):
@@ -475,6 +475,7 @@ def test_another_base_a_changed_folder_and_another_memory_are_refused(tmp_path):
         (KEYS, {"layers": [True]}, "from 1 to 2"),
         (KEYS, {}, "layers is None"),
         (KEYS, {"layers": [1], "mode": "beside"}, "add or replace"),
+        (KEYS, {"layers": [1], "freeze": "no"}, "freeze is 'no' (expected True or False)"),
         (KEYS, {"layers": [1], "tokenizer": "."}, "only n-gram memories"),
         (NGRAMS, {"layers": [1], "mode": "replace"}, "expected add"),
         ({**NGRAMS, "rows": 100}, {"layers": [1]}, "a prime, such as 101"),
