@@ -113,6 +113,8 @@ class RowGradient:
             start_S = torch.arange(len(rows_U) + 1, device=rows_U.device)
             segments = Segments(rows_U, start_S, rows_U, sums_KD.new_ones(len(rows_U)))
             return sums_KD, segments.every_row(self.rows) if self.every_row else segments
+        if not self.reads:
+            raise ValueError("no reads to sort")
         x_ND, slots_Nr, weights_Nr = (cat(parts) for parts in zip(*self.reads, strict=True))
         self.replace([(x_ND, slots_Nr, weights_Nr)])
         return x_ND, backend.of(x_ND).sort_reads(slots_Nr, weights_Nr, self.rows, every_row=self.every_row)

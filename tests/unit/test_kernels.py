@@ -402,6 +402,12 @@ def test_a_row_gradient_that_is_not_finite_has_such_a_norm(bad):
     assert not torch.isfinite(gradient.norm())
 
 
+def test_a_row_gradient_without_a_backward_pass_has_no_reads():
+    for of in (RowGradient.fold, RowGradient.joined, RowGradient.norm, RowGradient.dense):
+        with pytest.raises(ValueError, match="no reads"):
+            of(RowGradient(30))
+
+
 def test_what_a_thread_raises_is_raised():
     def kernel(first: int, stop: int) -> None:
         if first:
