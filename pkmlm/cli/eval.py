@@ -89,7 +89,7 @@ def command(
     """
     from pkmlm.distributed import init_distributed
     from pkmlm.evaluate.evaluation import evaluate_run
-    from pkmlm.runs.files import writing
+    from pkmlm.runs.files import write_text
 
     if options["tasks"] is None:
         for name, value in {**options, "log_samples": log_samples}.items():
@@ -105,9 +105,8 @@ def command(
     try:  # before the output, which nobody may read any more: hours of tasks are not lost with it
         warn_each(found.keep())
         if samples is not None:
-            with writing(samples, "w") as file:
-                for sample in found.samples:
-                    file.write(json.dumps(sample, ensure_ascii=False, default=str) + "\n")
+            lines = (json.dumps(sample, ensure_ascii=False, default=str) + "\n" for sample in found.samples)
+            write_text(samples, "".join(lines))
     finally:  # nor with a disk that is full
         print_result(found.record, as_json)
         warn_each(found.warnings)

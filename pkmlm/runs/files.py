@@ -41,21 +41,20 @@ class Damaged(UserError):
 
 
 @contextmanager
-def writing(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
-    """Open a file that appears under `path` only when the block ends without an error.
+def writing(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file for bytes that appears under `path` only when the block ends without an error.
 
     Raises:
         UserError: (exit code 1) the system refused a write: disk full, no permission, file too large; or `path` is
             something else than a file.
     """
-    text = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
     with write_errors(path):
         with suppress(FileNotFoundError):
-            mode_of = path.lstat().st_mode
-            if not (stat.S_ISREG(mode_of) or stat.S_ISLNK(mode_of) or stat.S_ISDIR(mode_of)):
+            mode = path.lstat().st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode) or stat.S_ISDIR(mode)):
                 raise OSError(errno.EINVAL, "it is no regular file", str(path))
         temporary = temporary_name(path, secrets.token_hex(4))
-        file = open(temporary, mode.replace("w", "x"), **text)  # type: ignore[call-overload]  # noqa: SIM115
+        file = open(temporary, "xb")  # noqa: SIM115
         try:
             with file:
                 yield file
@@ -217,8 +216,8 @@ def sync_folder(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    with writing(path, "w") as file:
-        file.write(text)
+    with writing(path) as file:
+        file.write(text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:
