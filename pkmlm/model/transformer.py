@@ -234,15 +234,7 @@ def build_block(recipe: Recipe, layer: int, micro_batches: int, pool: Pool | Non
     out: nn.Module | None = ResidualLinear(model.dim, model.dim, model.bias, share)
     if hashed:
         spec = model.hash
-        qkv = HashLayer(
-            model.dim,
-            3 * model.dim,
-            bits=spec.bits,
-            temperature=spec.temperature,
-            score=spec.score,
-            layer=layer,
-            name="qkv",
-        )
+        qkv = HashLayer(model.dim, 3 * model.dim, bits=spec.bits, **spec.arguments, layer=layer, name="qkv")
         out = None
     ngram = NGramMemory(model.dim, **model.ngram.arguments, layer=layer) if layer in model.ngram.layers else None
     return Block(model, Attention(model, qkv, out, layer - 1), parts, ngram)

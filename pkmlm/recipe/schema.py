@@ -195,6 +195,11 @@ class Hash:
         "none", "activation between the two layers of the Memory Block (MF table 6)"
     )
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What every hash layer takes by the same names."""
+        return {"temperature": self.temperature, "score": self.score}
+
 
 @dataclass(frozen=True, config=STRICT)
 class AttentionOptions:

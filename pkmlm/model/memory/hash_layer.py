@@ -119,12 +119,9 @@ class MemoryBlock(nn.Module):
         super().__init__()
         wide_bits = spec.bits + spec.extra_bits
         wide = wide_bits * (dim // spec.bits)
-        t, score = spec.temperature, spec.score
-        self.first = HashLayer(dim, wide, bits=spec.bits, temperature=t, score=score, layer=layer, name="ffn1")
+        self.first = HashLayer(dim, wide, bits=spec.bits, **spec.arguments, layer=layer, name="ffn1")
         self.norm = nn.LayerNorm(wide)
-        self.second = HashLayer(
-            wide, dim, bits=wide_bits, temperature=t, score=score, share=share, layer=layer, name="ffn2"
-        )
+        self.second = HashLayer(wide, dim, bits=wide_bits, **spec.arguments, share=share, layer=layer, name="ffn2")
         self.gelu = spec.activation == "gelu"
 
     def forward(self, x_BTD: Tensor) -> Tensor:
