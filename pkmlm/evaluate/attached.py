@@ -9,7 +9,7 @@ import inspect
 from dataclasses import replace
 from math import copysign
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pkmlm.data.canonical import host_canonical_ids
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
-from pkmlm.export.attached import Facts, check_base, read_facts, read_weights
+from pkmlm.export.attached import check_base, read_facts, read_weights
 from pkmlm.export.config import CONFIG, MODEL_TYPE
 from pkmlm.export.folder import verify
 from pkmlm.model.attached import DENSE, NAME, NGRAM, find_blocks, insert, ngram_spec, text_config
@@ -97,21 +97,16 @@ class Hosted(Transformer):
         return logits
 
 
-class Opened(NamedTuple):
-    """What a folder and its base hold; `model` in evaluation mode, in the dtype that it was trained in."""
-
-    facts: Facts
-    recipe: Recipe
-    model: Hosted
-    tokenizer: Tokenizer
-
-
-def open_attached(path: Path, base: Path | None, device: torch.device) -> Opened:
+def open_attached(path: Path, base: Path | None, device: torch.device) -> tuple[int, Recipe, Hosted, Tokenizer]:
     """Load what is attached, together with the model that it belongs to.
 
     Args:
         path: a folder that `Attachment.save` wrote.
         base: the model's folder; None: where it was when it was attached.
+
+    Returns:
+        the steps that it was trained for, a recipe of the model's shape, the model in evaluation mode, in the dtype
+        that it was trained in, and its tokenizer.
 
     Raises:
         UserError: `base` is no model of transformers, or another one; (exit code 1) a folder is damaged.
@@ -155,7 +150,7 @@ def open_attached(path: Path, base: Path | None, device: torch.device) -> Opened
         memory=memory,
         ngram=ngram,
     )
-    return Opened(facts, Recipe(name=path.resolve().name, model=shape), model, tokenizer)
+    return facts["step"], Recipe(name=path.resolve().name, model=shape), model, tokenizer
 
 
 def load_host(path: Path, dtype: str) -> Any:

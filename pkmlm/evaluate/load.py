@@ -73,8 +73,8 @@ def load_run(
     if is_export(path):
         model: Transformer
         if attached:
-            facts, recipe, model, tokenizer = open_attached(path, None if base is None else Path(base), device)
-            held, tokens = facts["step"], 0
+            held, recipe, model, tokenizer = open_attached(path, None if base is None else Path(base), device)
+            tokens = 0
         else:
             recipe, (_, held, tokens), model, tokenizer = read_export(path, device)
         if step not in ("best", "latest", str(held)):
