@@ -251,37 +251,28 @@ def token_progress(description: str, total: int, quiet: bool) -> Iterator[Callab
         yield advance
 
 
-class Stopwatch:
-    """Times stages from their first to their last report, and shows a bar for each.
-
-    Args:
-        progress: shows the bars.
-
-    Attributes:
-        seconds: by stage, of those that have reported.
-    """
-
-    def __init__(self, progress: "Progress"):
-        self.progress = progress
-        self.seconds: dict[str, float] = {}
-        self._started: dict[str, tuple[float, TaskID]] = {}
-
-    def __call__(self, stage: str, done: int, total: int | None) -> None:
-        """Report that `done` bytes of a stage are done, of `total` if that is known."""
-        if stage not in self._started:
-            self._started[stage] = time.monotonic(), self.progress.add_task(stage, total=total)
-        start, task = self._started[stage]
-        self.seconds[stage] = time.monotonic() - start
-        self.progress.update(task, completed=done)
-
-
 @contextmanager
-def stopwatch(quiet: bool) -> Iterator[Stopwatch]:
-    """A `Stopwatch` over stages that count bytes."""
+def stage_progress(quiet: bool) -> Iterator[tuple[Callable[[str, int, int | None], None], dict[str, float]]]:
+    """Show a bar for each of several stages that count bytes.
+
+    Yields:
+        report(stage, done, total): sets the bytes of a stage that are done, and the total if it is known; and the
+        seconds from the first to the last report of each stage.
+    """
     from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
+    started: dict[str, tuple[float, TaskID]] = {}
+    seconds: dict[str, float] = {}
     with progress_bars(quiet, DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as progress:
-        yield Stopwatch(progress)
+
+        def report(stage: str, done: int, total: int | None) -> None:
+            if stage not in started:
+                started[stage] = time.monotonic(), progress.add_task(stage, total=total)
+            start, task = started[stage]
+            seconds[stage] = time.monotonic() - start
+            progress.update(task, completed=done)
+
+        yield report, seconds
 
 
 class BestEffortStream:

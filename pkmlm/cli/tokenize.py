@@ -10,7 +10,7 @@ import click
 
 from pkmlm.cli.options import PATH, field_option, given, json_option, quiet_option, separator_option
 from pkmlm.cli.outputs import free_tokens
-from pkmlm.console import stopwatch, warn
+from pkmlm.console import stage_progress, warn
 from pkmlm.environment import usable_cores
 from pkmlm.errors import printable
 
@@ -136,10 +136,10 @@ def command(
 
     check_options(context)
     folder = free_tokens(output, force)
-    with stopwatch(quiet) as watch:
+    with stage_progress(quiet) as (report, seconds):
         if joins:
             parts = [Path(name) for name in train]
-            index = join_parts(folder, parts, replace=force, progress=watch, warn=warn)
+            index = join_parts(folder, parts, replace=force, progress=report, warn=warn)
         else:
             index = tokenize(
                 folder,
@@ -153,10 +153,10 @@ def command(
                 part=shard,
                 jobs=jobs or usable_cores(),
                 replace=force,
-                progress=watch,
+                progress=report,
                 warn=warn,
             )
-    print_result(output, index, watch.seconds, as_json, shard)
+    print_result(output, index, seconds, as_json, shard)
 
 
 def check_options(context: click.Context) -> None:
