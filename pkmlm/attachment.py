@@ -39,7 +39,7 @@ from pkmlm.model.attached import (
 from pkmlm.model.memory.values import Values, tables_of
 from pkmlm.runs.directory import tokenizer_file
 from pkmlm.train.parallel import all_gather_row_gradients
-from pkmlm.train.row_adam import adam_rows, update_rows
+from pkmlm.train.row_adam import adam_rows, check_settings, update_rows
 
 
 def attach(
@@ -208,8 +208,12 @@ class Attachment:
 
         Raises:
             UserError: there is one already.
+            ValueError: a setting is not possible.
         """
         self._check()
+        check_settings(lr, betas, weight_decay=weight_decay)
+        lr_of_values = 4 * lr if values_lr is None else values_lr
+        check_settings(lr_of_values, values_betas)
         tables = tables_of(self.module)
         if any(table.gradient is not None for table in tables.values()):
             raise UserError(
@@ -226,7 +230,6 @@ class Attachment:
             {"params": [each for each in rest if each.ndim != 2]},
         ]
         if tables:
-            lr_of_values = 4 * lr if values_lr is None else values_lr
             chosen = [table.weight_KD for table in tables.values()]
             groups.append({"params": chosen, "lr": lr_of_values, "betas": values_betas})
         optimizer = RowAdamW(groups, list(tables.values()), lr, betas, self)
@@ -355,8 +358,9 @@ def checked(inputs: Mapping[str, Any], name: str, vocab_size: int) -> tuple[Tens
     ids_BT, hint = inputs.get("input_ids"), "give a list of batches: [tokens]"
     if not isinstance(ids_BT, Tensor):
         raise UserError(f"{name} has a {type(ids_BT).__name__} as input_ids (expected a tensor, (B, T))", hint)
-    if ids_BT.ndim != 2:
-        raise UserError(f"{name} has ids of shape {tuple(ids_BT.shape)} (expected (B, T))", hint)
+    if ids_BT.ndim != 2 or ids_BT.dtype not in (torch.int32, torch.int64):
+        found = f"{ids_BT.dtype} ids of shape {tuple(ids_BT.shape)}"
+        raise UserError(f"{name} has {found} (expected int64, (B, T))", hint)
     least, most = (int(ids_BT.min()), int(ids_BT.max())) if ids_BT.numel() else (0, 0)
     if least < 0 or most >= vocab_size:
         raise UserError(f"{name} has ids from {least} to {most} (expected 0 to {vocab_size - 1}, the model's)")

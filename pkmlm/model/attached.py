@@ -301,7 +301,9 @@ def insert(
     given = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else []
     if not given or not all(type(layer) is int and 1 <= layer <= len(blocks) for layer in given):
         raise UserError(f"layers is {layers!r} (expected a list of blocks, numbered from 1 to {len(blocks)})")
-    chosen = sorted(set(given))
+    if len(set(given)) < len(given):
+        raise UserError(f"layers is {given} (expected each block once)")
+    chosen = sorted(given)
     at = {layer: blocks[layer - 1] if kind == NGRAM else find_ffn(blocks[layer - 1], layer, dim) for layer in chosen}
     try:
         with torch.device("meta"):

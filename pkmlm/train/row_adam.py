@@ -3,6 +3,8 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from functools import partial
+from math import inf
+from numbers import Real
 from typing import Any
 
 import torch
@@ -23,14 +25,19 @@ class RowOptimizer(torch.optim.Optimizer):
         every_row: move the rows too that were not read.
 
     Raises:
-        ValueError: a table has one already.
+        TypeError: there is something else than a table.
+        ValueError: a setting is not possible; a table has such an optimizer already.
     """
 
     def __init__(self, tables: Iterable[Values], defaults: dict[str, Any], every_row: bool = False):
         self.tables = list(tables)
         for table in self.tables:
-            table.keep_reads(every_row=every_row)
+            if not isinstance(table, Values):
+                raise TypeError(f"found a {type(table).__name__} (expected tables: the `values` of a memory)")
+        check_settings(**defaults)
         super().__init__([table.weight_KD for table in self.tables], defaults)
+        for table in self.tables:
+            table.keep_reads(every_row=every_row)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -107,7 +114,7 @@ class RowAdam(RowOptimizer):
         every_row: update the rows too that were not read.
 
     Raises:
-        ValueError: a table has a row Adam already.
+        TypeError, ValueError: as for `RowOptimizer`.
 
     The state of each table, as torch's Adam names it: step (0-d, int64), exp_avg and exp_avg_sq (K, D), in the table's
     dtype.
@@ -129,6 +136,21 @@ class RowAdam(RowOptimizer):
         self, group: dict[str, Any], values_KD: Tensor, copy_KD: Tensor | None, gradient: RowGradient
     ) -> None:
         adam_rows(self, group, values_KD, copy_KD, gradient)
+
+
+def check_settings(
+    lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0
+) -> None:
+    """Refuse what torch's Adam refuses.
+
+    Raises:
+        ValueError: a setting is no number, or out of its range.
+    """
+    found = [("lr", lr, inf), ("eps", eps, inf), ("weight_decay", weight_decay, inf)]
+    found += [(f"betas[{index}]", beta, 1.0) for index, beta in enumerate(betas)]
+    for name, value, end in found:
+        if not (isinstance(value, Real) and 0 <= value < end):
+            raise ValueError(f"{name} is {value!r} (expected {'0 or more' if end == inf else 'from 0 to below 1'})")
 
 
 def update_rows(table: Values, move: Callable[[Tensor, Tensor | None, RowGradient], None]) -> None:

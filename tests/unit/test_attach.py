@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import random
 from contextlib import nullcontext
 
@@ -242,6 +243,16 @@ def test_the_optimizer_is_adamw_and_row_adam_and_resumes_to_the_bit():
         third.optimizer(lr=0.1)
 
 
+@pytest.mark.parametrize(
+    "how", [{"lr": -1.0}, {"lr": "1e-3"}, {"values_lr": math.nan}, {"values_betas": (2.0, 2.0)}, {"weight_decay": -1.0}]
+)
+def test_impossible_settings_are_refused_and_leave_room_for_an_optimizer(how):
+    attachment = pkmlm.attach(base(), KEYS, layers=[1])
+    with pytest.raises(ValueError, match="is"):
+        attachment.optimizer(**{"lr": 0.1, **how})
+    attachment.optimizer(lr=0.1)
+
+
 def test_what_was_detached_does_nothing_any_more(tmp_path):
     model = base()
     first = grown(pkmlm.attach(model, KEYS, layers=[1]))
@@ -267,7 +278,8 @@ def test_what_was_detached_does_nothing_any_more(tmp_path):
 @pytest.mark.parametrize(
     ("batch", "says"),
     [
-        (IDS[0], "of shape (20,) (expected (B, T))"),
+        (IDS[0], "of shape (20,) (expected int64, (B, T))"),
+        (IDS / 2, "torch.float32 ids"),
         ({"labels": IDS}, "a NoneType as input_ids"),
         ("text", "a str as input_ids"),
         (IDS + 1000, "expected 0 to 99"),
@@ -473,6 +485,7 @@ def test_another_base_a_changed_folder_and_another_memory_are_refused(tmp_path):
         (KEYS, {"layers": 2}, "layers is 2 (expected a list"),
         (KEYS, {"layers": ["2+"]}, "from 1 to 2"),
         (KEYS, {"layers": [True]}, "from 1 to 2"),
+        (KEYS, {"layers": [2, 2]}, "each block once"),
         (KEYS, {}, "layers is None"),
         (KEYS, {"layers": [1], "mode": "beside"}, "add or replace"),
         (KEYS, {"layers": [1], "freeze": "no"}, "freeze is 'no' (expected True or False)"),

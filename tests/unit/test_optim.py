@@ -219,6 +219,26 @@ def test_a_table_leaves_its_gradient_with_one_optimizer():
     assert table.weight_KD[1].abs().sum() > 0
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        *({"lr": lr} for lr in (-1.0, math.nan, math.inf, "1e-3")),
+        *({"betas": betas} for betas in ((1.0, 0.9), (0.9, -0.1))),
+        *({name: -1.0} for name in ("eps", "weight_decay")),
+    ],
+)
+def test_impossible_settings_are_refused_and_leave_the_table_free(how):
+    table = table_of(torch.zeros(4, 2))
+    with pytest.raises(ValueError, match=next(iter(how))):
+        RowAdam([table], **how)
+    RowAdam([table])
+
+
+def test_row_adam_takes_tables_alone():
+    with pytest.raises(TypeError, match="Parameter"):
+        RowAdam(table_of(torch.zeros(4, 2)).parameters())
+
+
 def test_a_copy_of_a_table_trains_as_any_parameter():
     table = table_of(torch.ones(3, 2))
     RowAdam([table])
