@@ -94,10 +94,14 @@ def read_chunks(
         cuts: where the documents are cut.
 
     Raises:
-        UserError: damaged data, bad UTF-8 (names the byte of the decompressed stream), a bad line or row.
+        UserError: damaged data, bad UTF-8 (names the byte of the decompressed stream), a bad line or row, a separator
+            with other line ends than `separator`.
     """
     if stream.source.format == "txt":
-        return cut(split_documents(decode(stream), separator), cuts)
+        texts = decode(stream)
+        if separator is not None:
+            texts = same_line_ends(texts, separator, stream.source.label)
+        return cut(split_documents(texts, separator), cuts)
     if stream.source.format == "jsonl":
         return cut(json_documents(stream, field), cuts)
     return cut(parquet_documents(stream, field), cuts)
@@ -176,6 +180,27 @@ def decode(stream: Stream) -> Iterator[str]:
                 "convert it first, e.g. with iconv -t UTF-8",
             ) from None
         read += len(block)
+
+
+def same_line_ends(texts: Iterable[str], separator: str, label: str) -> Iterator[str]:
+    """The same texts, without the separator as a file from Windows has it, which would divide nothing.
+
+    Raises:
+        UserError: it occurs.
+    """
+    windows = separator.replace("\r\n", "\n").replace("\n", "\r\n")
+    if separator in windows:  # it divides such a file, too
+        yield from texts
+        return
+    recent = ""
+    for text in texts:
+        recent = recent[1 - len(windows) :] + text
+        if windows in recent:
+            raise UserError(
+                f"{label}: found {windows!r} (expected {separator!r}, with which --separator divides documents)",
+                "convert the line ends first, e.g. with dos2unix",
+            )
+        yield text
 
 
 def split_documents(texts: Iterable[str], separator: str | None) -> Iterator[tuple[str, bool]]:
@@ -269,7 +294,9 @@ def json_object(line: str, where: str) -> dict[str, Any]:
     try:
         value = json.loads(line, object_pairs_hook=members)
     except (ValueError, RecursionError) as error:  # ValueError also for numbers of more than 4,300 digits
-        what = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
+        what = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            what = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
         raise UserError(f"{where}: not valid JSON: {what}") from None
     if not isinstance(value, dict):
         raise UserError(f"{where}: found {json.dumps(value):.40} (expected an object)")

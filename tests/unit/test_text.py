@@ -142,6 +142,19 @@ def test_empty_documents_are_dropped_and_counted(tmp_path):
     assert (tally.documents, tally.empty) == (3, 3)
 
 
+@pytest.mark.parametrize("block", [1, 3, READ])
+def test_a_separator_with_other_line_ends_is_refused(tmp_path, monkeypatch, block):
+    """It would divide nothing, and documents would share their contexts."""
+    monkeypatch.setattr("pkmlm.data.sources.READ", block)
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"one\r\n\r\ntwo")
+    with pytest.raises(UserError, match=re.escape(rf"{path}: found '\r\n\r\n'")):
+        documents(path, "\n\n")
+    assert documents(path, "\n") == ["one\r", "\r", "two"], "this one divides files from Windows, too"
+    assert documents(path, "\r\n\r\n") == ["one", "two"]
+    assert documents(path, None) == ["one\r\n\r\ntwo"]
+
+
 # Wrappings
 
 
