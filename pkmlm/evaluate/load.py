@@ -52,7 +52,7 @@ class LoadedRun:
 
 
 def load_run(
-    path: str | Path, step: str = "best", device: torch.device | None = None, base: str | Path | None = None
+    path: str | Path, step: str | int = "best", device: torch.device | None = None, base: str | Path | None = None
 ) -> LoadedRun:
     """Load a checkpoint of a run, an exported folder, or one that `pkmlm.attach`'s `save` wrote; these hold one step.
 
@@ -66,7 +66,7 @@ def load_run(
         UserError: no such run or checkpoint, or it is damaged; another step than that of the export.
     """
     device = device or default_device()
-    path = Path(path)
+    path, step = Path(path), str(step)
     attached = (path / ATTACHED).is_file()
     if base is not None and not attached:
         raise UserError(f"--base {base}: {path} is nothing attached to a model (no {ATTACHED} in it)", "leave it out")

@@ -352,7 +352,7 @@ def test_a_map_that_is_not_the_runs_is_refused(tmp_path, trained, monkeypatch):
     progress.step = 31
     checkpoint.save(run, progress, model.state_dict(), optimizer, tables)
     with pytest.raises(UserError, match="canonical ids are not those that the run was trained with"):
-        load_run(run.path, "31")
+        load_run(run.path, 31)
     more = ["train", run.recipe_file, "-o", trained("ngram"), "-s", "train.steps=40"]
     monkeypatch.setattr(canonical, "canonical_text", lambda piece: piece)
     assert "trained with other canonical ids" in pkmlm(*more, code=2).stderr
