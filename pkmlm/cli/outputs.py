@@ -6,8 +6,8 @@ from pathlib import Path
 import click
 
 from pkmlm.cli.options import given
-from pkmlm.errors import UserError
-from pkmlm.runs.files import exists
+from pkmlm.errors import UserError, printable
+from pkmlm.runs.files import exists, is_leftover, remove_leftovers
 
 
 def free_file(option: str, path: str | None, force: bool) -> Path | None:
@@ -51,9 +51,16 @@ def free_folder(path: str | None, force: bool) -> Path | None:
     if exists(folder) and not folder.is_dir():
         raise UserError(f"--plots {path} is a file (expected a folder)")
     refuse_read_only(f"--plots {path}", next(each for each in (folder, *folder.absolute().parents) if each.exists()))
-    if folder.exists() and any(folder.iterdir()) and not force:
-        raise UserError(f"--plots {path} is not empty", "choose another folder, or add --force to overwrite")
+    if folder.exists():
+        if not force and not all(map(is_leftover, folder.iterdir())):
+            raise UserError(f"--plots {path} is not empty", "choose another folder, or add --force to overwrite")
+        remove_leftovers(folder)
     return folder
+
+
+def say_drawn(pictures: int, folder: Path) -> None:
+    """Say on standard error where the pictures are."""
+    click.echo(f"{pictures} picture{'' if pictures == 1 else 's'} in {printable(str(folder))}", err=True)
 
 
 def free_tokens(shown: str, force: bool) -> Path:

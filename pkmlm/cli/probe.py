@@ -17,9 +17,8 @@ from pkmlm.cli.options import (
     step_option,
     text_options,
 )
-from pkmlm.cli.outputs import free_folder
+from pkmlm.cli.outputs import free_folder, say_drawn
 from pkmlm.console import warn_each
-from pkmlm.errors import printable
 
 if TYPE_CHECKING:
     from pkmlm.evaluate.documents import TextChoice
@@ -96,7 +95,7 @@ def command(
             from pkmlm.analysis.plots import Look, draw_probes
 
             drawn = draw_probes(folder, record, Look(plot_format, plot_width))
-            click.echo(f"{len(drawn)} pictures in {printable(str(folder))}", err=True)
+            say_drawn(len(drawn), folder)
     finally:  # and the report is printed also if the disk is full
         if as_json:
             click.echo(json.dumps(record, indent=2, allow_nan=False))

@@ -17,7 +17,7 @@ from pkmlm.cli.options import (
     quiet_option,
     text_options,
 )
-from pkmlm.cli.outputs import free_file, free_folder
+from pkmlm.cli.outputs import free_file, free_folder, say_drawn
 from pkmlm.console import Format, warn_each
 from pkmlm.environment import launched_processes
 from pkmlm.errors import UserError, printable
@@ -144,7 +144,7 @@ def command(
 
             look = Look(plot_format, plot_width)
             drawn = [draw_usage(folder, r.entry["run"], r.memories, r.run.metrics(), look) for r in reports]
-            click.echo(f"{sum(map(len, drawn))} pictures in {printable(str(folder))}", err=True)
+            say_drawn(sum(map(len, drawn)), folder)
         if page is not None:
             from pkmlm.analysis.page import usage_page
             from pkmlm.runs.files import write_text

@@ -117,10 +117,15 @@ def temporary_name(path: Path, mark: str) -> Path:
     return path.with_name(f".tmp-{mark}-" + os.fsdecode(os.fsencode(path.name)[:240]))
 
 
+def is_leftover(place: Path) -> bool:
+    """Whether a killed process may have left this half-written, by its name."""
+    return bool(re.fullmatch(r"\.tmp-([0-9a-f]{8}|new|old)(-.*)?", place.name)) and not place.is_symlink()
+
+
 def remove_leftovers(folder: Path) -> None:
     """Delete what killed processes left half-written in a folder that no living one writes in."""
     for place in folder.glob(".tmp-*"):
-        if re.fullmatch(r"\.tmp-([0-9a-f]{8}|new|old)(-.*)?", place.name) and not place.is_symlink():
+        if is_leftover(place):
             with suppress(OSError):
                 shutil.rmtree(place) if place.is_dir() else place.unlink()
 
