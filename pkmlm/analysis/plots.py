@@ -205,10 +205,10 @@ def probe_bars(record: Mapping[str, Any], memory: Mapping[str, Any], look: Look)
     for place, probe in enumerate(probes):
         kept = "" if probe["share"] is None else f" ({probe['share']:.0%})"
         end = probe["nats"] if probe["high"] is None else probe["high"]
-        text = f"{probe['nats']:+.3f}{kept}"
+        text = f"{probe['nats']:+.4f}{kept}"
         axes.annotate(text, (max(end, 0.0), place), (3, 0), textcoords="offset points", va="center", size=SMALL)
     for number, twin in enumerate(record["dense"], start=1):
-        axes.axvline(twin["nats"], **line_style(number), label=f"{label(twin['run'])} ({twin['nats']:+.3f})")
+        axes.axvline(twin["nats"], **line_style(number), label=f"{label(twin['run'])} ({twin['nats']:+.4f})")
     axes.axvline(0, color="black", linewidth=0.8)
     axes.invert_yaxis()
     axes.margins(x=0.3)

@@ -119,7 +119,7 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the command line; the exit codes are those of the README."""
+    """Run the command line; the exit codes are in `pkmlm help training`."""
     # Set before torch reads them. Huge pages make random reads of a large table a fifth faster; torch's idle OpenMP
     # threads would spin, and take a third of the time of our own kernels' threads.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

@@ -42,7 +42,7 @@ def command(
     """Train the model of RECIPE on tokens that `pkmlm tokenize` wrote.
 
     The same command again resumes the run where it stopped; Ctrl-C and SIGTERM save a checkpoint first. Several
-    processes, by --nproc or torchrun, share each batch; on several machines, see the README.
+    processes, by --nproc or torchrun, share each batch; `pkmlm help processes` has more.
 
     \b
     Examples:

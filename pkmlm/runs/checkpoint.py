@@ -276,7 +276,7 @@ def quarantine_damaged_checkpoints(run: RunDirectory) -> list[str]:
     for step, problem in damaged.items():
         quarantine = run.checkpoints / f"damaged-step-{step:08d}"
         rename_folder(run.checkpoint(step), quarantine)
-        warnings.append(f"{problem}; moved to {quarantine}")
+        warnings.append(f"the checkpoint of step {step} is damaged ({problem}): moved to {quarantine}")
     return warnings
 
 

@@ -176,6 +176,8 @@ def read_grid(path: Path, scale: str | None = None) -> tuple[Grid, str | None]:
     tree = parse(recipe_text(path), str(path))
     if not isinstance(tree.value, dict):
         raise UserError(f"{tree.place}: found {tree.shown()} (expected keys such as base: and axes:)")
+    if "axes" not in tree.value and "model" in tree.value:
+        raise UserError(f"{path} is a recipe (expected a grid)", f"`pkmlm train {path} -o RUN` trains its model")
     scales = tree.value.get("scales", Node({}, tree.place))
     if not isinstance(scales.value, dict):
         raise wrong(scales, "scales", "a mapping of names to keys of a grid")

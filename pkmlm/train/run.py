@@ -155,7 +155,7 @@ def run_training(
             log.warn(step, text)
         doing = f"resuming at step {step}" if step else "training"
         several = f" with {world.size} processes" if world.size > 1 else ""
-        log.say(f"{doing} in {run.path} on {settings.device}{several}, {settings.precision}: {settings.reason}")
+        log.say(f"{doing} in {run.path} on {settings.device}{several}, {settings.precision} ({settings.reason})")
         with world.collective_errors():
             if step:  # other shapes than the recipe's are refused before anything of their size is allocated
                 expected = build_model(recipe, job.vocab_size, "meta")

@@ -51,6 +51,13 @@ def test_a_grid_is_told_as_one(tmp_path: Path, words: list[str]) -> None:
     assert "pkmlm sweep grid.yaml" in hint
 
 
+def test_a_recipe_is_told_as_one(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(SMALL)
+    error, hint = pkmlm("sweep", "a.yaml", "-o", "s", "--dry-run", code=2).stderr.splitlines()
+    assert "a.yaml is a recipe" in error
+    assert "pkmlm train a.yaml" in hint
+
+
 def test_check_goes_on_after_a_wrong_recipe_and_names_each(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(SMALL + "optim:\n  learning_rate: 1\n")
     (tmp_path / "c.yaml").write_text("model: {layers: 1, heads: 7}\ntrain: {steps: 1}\noptim: {warmup_steps: 1}\n")
