@@ -1,4 +1,4 @@
-"""The `pkmlm` command: a table of sub-commands, each imported only when it is asked for.
+"""The `pkmlm` command: a table of sub-commands, each imported only when it is used.
 
 Importing this file, and every `--help`, stays free of torch: the commands import what they need when they run.
 """
@@ -22,43 +22,39 @@ WRONG_NAME = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAM
 # Standard output takes no more: a closed pipe, a full disk.
 OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
-COMMANDS = {
-    # name: (module in pkmlm.cli, one line for the list of commands)
-    "tokenize": ("tokenize", "Turn text into tokens: learn a tokenizer, write memory-mapped shards."),
-    "train": ("train", "Train the model of a recipe."),
-    "eval": ("eval", "Perplexity on any text, and zero-shot tasks."),
-    "usage-report": ("usage_report", "How the memory's slots are used."),
-    "slots": ("slots", "What single slots hold, and who reads them."),
-    "probe": ("probe", "What the memory is worth: the perplexity with other answers in its place."),
-    "generate": ("generate", "Continue a text."),
-    "export": ("export", "Write a model as a folder that transformers loads."),
-    "cost": ("cost", "Parameters, operations, bytes and memory of a recipe, without building its model."),
-    "sweep": ("sweep", "Run every cell of a grid, and its table beside the paper's."),
-    "compare": ("compare", "Runs side by side: curves, perplexity, usage, speed."),
-    "bench": ("bench", "Speed on this machine."),
-    "recipe": ("recipe", "Check a recipe, show it in full, list recipes and keys."),
-    "doctor": ("doctor", "Versions, devices, memory, disk, and what is wrong."),
-    "help": ("help", "The manual."),
+COMMANDS = {  # each is in the module of its name
+    "tokenize": "Turn text into tokens: learn a tokenizer, write memory-mapped shards.",
+    "train": "Train the model of a recipe.",
+    "eval": "Perplexity on any text, and zero-shot tasks.",
+    "usage-report": "How the memory's slots are used.",
+    "slots": "What single slots hold, and who reads them.",
+    "probe": "What the memory is worth: the perplexity with other answers in its place.",
+    "generate": "Continue a text.",
+    "export": "Write a model as a folder that transformers loads.",
+    "cost": "Parameters, operations, bytes and memory of a recipe, without building its model.",
+    "sweep": "Run every cell of a grid, and its table beside the paper's.",
+    "compare": "Runs side by side: curves, perplexity, usage, speed.",
+    "bench": "Speed on this machine.",
+    "recipe": "Check a recipe, show it in full, list recipes and keys.",
+    "doctor": "Versions, devices, memory, disk, and what is wrong.",
+    "help": "The manual.",
 }
 
 
 class LazyGroup(click.Group):
-    """A group that knows its commands by name and imports one when it is used."""
+    """A group whose commands have only a name and a line of help until one is used, which is then imported."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return list(self.commands)  # click would sort them
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            return None
-        module = importlib.import_module(f"pkmlm.cli.{COMMANDS[cmd_name][0]}")
-        command: click.Command = module.command
-        accept_anywhere(command)
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        if name is not None:
+            command = importlib.import_module(f"pkmlm.cli.{name.replace('-', '_')}").command
+            accept_anywhere(command)
+        return name, command, rest
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -99,7 +95,7 @@ def accept_anywhere(command: click.Command) -> None:
 
 @click.group(
     cls=LazyGroup,
-    commands={name: click.Command(name) for name in COMMANDS},  # by which click finds the name that was meant
+    commands={name: click.Command(name, short_help=text) for name, text in COMMANDS.items()},
     params=[QUIET, VERBOSE],
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -25,7 +25,7 @@ def byte_size(context: click.Context, parameter: click.Parameter, value: str | N
     return int(float(found[1]) * UNITS[found[2]])
 
 
-@click.command(short_help="Parameters, operations, bytes and memory of a recipe.")
+@click.command()
 @click.argument("recipe_file", required=False, type=RECIPE, metavar="RECIPE")
 @set_option
 @click.option(

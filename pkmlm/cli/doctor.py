@@ -27,7 +27,7 @@ GIGA = 10**9
 LITTLE_DISK, LITTLE_MEMORY = 5 * GIGA, 2 * GIGA
 
 
-@click.command(short_help="Versions, devices, memory, disk, and what is wrong.")
+@click.command()
 @json_option
 def command(as_json: bool) -> None:
     """Versions, devices, memory, disk, and what is wrong.

@@ -34,7 +34,7 @@ def title(topic: str) -> str:
         return page.readline().lstrip("# ").rstrip()
 
 
-@click.command(short_help="The manual.")
+@click.command()
 @click.argument("topic", required=False, type=click.Choice(TOPICS), metavar="[TOPIC]")
 def command(topic: str | None) -> None:
     """The manual: its topics, or the page of one.

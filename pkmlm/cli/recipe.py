@@ -12,7 +12,7 @@ from pkmlm.console import Format, warn
 from pkmlm.errors import UserError, printable
 
 
-@click.group(short_help="Check a recipe, show it in full, list recipes and keys.")
+@click.group()
 def command() -> None:
     """Check a recipe, show it in full, list recipes and keys, print the schema.
 

@@ -16,7 +16,7 @@ from tests.conftest import ROOT, pkmlm
 def commands(group: click.Group, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], click.Command]]:
     found = []
     for name in group.list_commands(click.Context(group)):
-        command = group.get_command(click.Context(group), name)
+        _, command, _ = group.resolve_command(click.Context(group), [name])
         found.append(((*path, name), command))
         if isinstance(command, click.Group):
             found += commands(command, (*path, name))
