@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pkmlm.bench import LAYERS, MODELS, short
-from pkmlm.cli.options import RECIPE, json_option, quiet_option, set_option
+from pkmlm.cli.options import RECIPE, json_option, quiet_option, set_option, several
 
 if TYPE_CHECKING:
     from pkmlm.console import Table
@@ -31,16 +31,6 @@ class Slots(click.ParamType):
         if not slots or keys**2 != slots:
             self.fail(f"found {value!r} (expected a square, or one of {', '.join(NAMED_SLOTS)})", param, ctx)
         return keys
-
-
-def several(kind: click.ParamType) -> Callable[[click.Context, click.Parameter, str | None], tuple[Any, ...]]:
-    """What reads distinct values of one kind with commas between them; none where the option is not given."""
-
-    def convert(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[Any, ...]:
-        texts = [] if value is None else value.split(",")
-        return tuple(dict.fromkeys(kind.convert(text.strip(), parameter, context) for text in texts))
-
-    return convert
 
 
 @contextmanager

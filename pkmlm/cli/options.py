@@ -1,6 +1,6 @@
 """Options that several commands share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -92,25 +92,21 @@ format_option = click.option(
     help="Tables for a terminal, a page or a paper; csv and json have unrounded numbers.",
 )
 plots_option = click.option("--plots", type=PATH, metavar="DIR", help="Also draw pictures into this folder.")
-PLOT_FORMATS = ("png", "pdf", "svg")
 
 
-def some_of(choices: Sequence[str]) -> Callable[[click.Context, click.Parameter, str | None], tuple[str, ...]]:
-    """What reads an option that names some of `choices`, with commas between them, each once."""
+def several(kind: click.ParamType) -> Callable[[click.Context, click.Parameter, str | None], tuple[Any, ...]]:
+    """What reads distinct values of one kind with commas between them; none where the option is not given."""
 
-    def chosen(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
-        names = tuple(dict.fromkeys(value.split(","))) if value is not None else ()
-        for name in names:
-            if name not in choices:
-                raise click.BadParameter(f"found {name!r} (expected some of {','.join(choices)})")
-        return names
+    def convert(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[Any, ...]:
+        texts = [] if value is None else value.split(",")
+        return tuple(dict.fromkeys(kind.convert(text.strip(), parameter, context) for text in texts))
 
-    return chosen
+    return convert
 
 
 over_option = click.option(
     "--over",
-    callback=some_of(OVERS),
+    callback=several(click.Choice(OVERS)),
     metavar=",".join(OVERS),
     help="Also compare at equal amounts of these, and draw over them; seconds: of steps timed now, side by side.",
 )
@@ -131,7 +127,7 @@ def plot_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--plot-format",
             default="png",
             show_default=True,
-            callback=some_of(PLOT_FORMATS),
+            callback=several(click.Choice(["png", "pdf", "svg"])),
             metavar="png,pdf,svg",
             help="Format of pictures, or several.",
         ),

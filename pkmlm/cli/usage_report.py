@@ -15,6 +15,7 @@ from pkmlm.cli.options import (
     plot_options,
     plots_option,
     quiet_option,
+    several,
     text_options,
 )
 from pkmlm.cli.outputs import free_file, free_folder, say_drawn
@@ -32,9 +33,11 @@ if TYPE_CHECKING:
 @text_options
 @click.option(
     "--step",
+    "steps",
     default="latest",
     show_default=True,
     metavar="S,...",
+    callback=several(click.STRING),
     help="Which checkpoint of each run, latest, best or a number; or several side by side.",
 )
 @format_option
@@ -76,7 +79,7 @@ if TYPE_CHECKING:
 def command(
     run_paths: tuple[str, ...],
     choice: "TextChoice",
-    step: str,
+    steps: tuple[str, ...],
     format: Format,
     plots: str | None,
     plot_format: tuple[str, ...],
@@ -115,7 +118,7 @@ def command(
     from pkmlm.runs.directory import RunDirectory
 
     with launched() as world:
-        runs, steps = open_runs(run_paths, run_or_export), list(dict.fromkeys(step.split(",")))
+        runs = open_runs(run_paths, run_or_export)
         if export_file is not None and len(runs) * len(steps) > 1:
             raise UserError("--export takes one run at one step", "write a file for each")
         background = free_file("--background", background_file, force)
@@ -123,7 +126,7 @@ def command(
             if len(runs) * len(steps) > 1 or any((plots, html, export_file)):
                 raise UserError("--background takes one run at one step, and no --plots, --html or --export")
             run = RunDirectory.existing(run_paths[0])
-            counted = count_background(run, step, choice, batches, batch_tokens, quiet, world)
+            counted = count_background(run, steps[0], choice, batches, batch_tokens, quiet, world)
             if world is None or world.rank == 0:
                 counted.write(background)
                 record = counted.as_json()
