@@ -5,14 +5,13 @@ Needs neither torch nor numpy. The tables of it are in `tables`.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from hashlib import sha256
 from os.path import commonprefix
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from pkmlm.analysis.equal import Equal, Over, at_equal
-from pkmlm.recipe.schema import dump_recipe
+from pkmlm.recipe.schema import dump_recipe, recipe_sha256
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.results import (
     SweepTimings,
@@ -179,7 +178,7 @@ def timed_side_by_side(runs: Mapping[str, RunDirectory]) -> dict[str, float]:
         sweep = run.path.resolve().parents[1] / "results.json"
         if run.path.resolve().parent.name != "cells" or not sweep.is_file():
             continue
-        recipe = sha256(dump_recipe(run.recipe()).encode()).hexdigest()
+        recipe = recipe_sha256(run.recipe())
         for timed in read_signed(sweep, "the sweep's results", SweepTimings).get("speed") or []:
             if timed.get("recipe") == recipe:
                 found.setdefault(sweep, {})[label] = median(timed["tokens_per_second"])

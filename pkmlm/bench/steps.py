@@ -4,7 +4,6 @@ Seconds are timed: a step of each recipe in turn, in one process on an otherwise
 no measure: each was trained by itself, perhaps beside other work.
 """
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -22,7 +21,7 @@ from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.device import default_device, free_bytes, machine, select_device
 from pkmlm.errors import UserError
 from pkmlm.model.transformer import build_model
-from pkmlm.recipe.schema import Checkpoint, Data, Eval, Log, Parallel, Recipe, dump_recipe
+from pkmlm.recipe.schema import Checkpoint, Data, Eval, Log, Parallel, Recipe, recipe_sha256
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import write_json
 from pkmlm.runs.results import STEPS, StepTimes, read_signed, signed
@@ -54,7 +53,7 @@ def step_amounts(over: Over, runs: Mapping[str, RunDirectory], say: Say) -> dict
     if over == "operations":
         costs = {recipe: cost_of(recipe, recipe.model.vocab_size or 0) for recipe in set(recipes.values())}
         return {name: costs[one].flops_per_token * one.train.batch_tokens for name, one in recipes.items()}
-    keys = {name: hashlib.sha256(dump_recipe(recipe).encode()).hexdigest() for name, recipe in recipes.items()}
+    keys = {name: recipe_sha256(recipe) for name, recipe in recipes.items()}
     times = kept_times(runs, set(keys.values()))
     if times is None:
         times = time_steps({key: recipes[name] for name, key in keys.items()}, say)

@@ -7,6 +7,7 @@ recipe schema` print what stands here, and `dump_recipe` writes a recipe out. A 
 et al. 2019, MF is MemoryFormer (Ding et al. 2024).
 """
 
+import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass, replace
@@ -490,6 +491,11 @@ def dump_recipe(recipe: Recipe) -> str:
                 yield f"{indent}{field.name}: {scalar_text(value)}"
 
     return "\n".join(walk(recipe, "")) + "\n"
+
+
+def recipe_sha256(recipe: Recipe) -> str:
+    """The sha256 of the whole recipe: what was measured of a run of another recipe is not this one's."""
+    return hashlib.sha256(dump_recipe(recipe).encode()).hexdigest()
 
 
 def scalar_text(value: Any) -> str:

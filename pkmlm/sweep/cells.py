@@ -1,6 +1,5 @@
 """The cells of a grid: their recipes, and what is known of their runs."""
 
-import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from pkmlm.data.corpus import read_index
 from pkmlm.errors import UserError
 from pkmlm.recipe.load import read_tree, recipe_of
 from pkmlm.recipe.nodes import Node
-from pkmlm.recipe.schema import Recipe, dump_recipe, flatten, scalar_text
+from pkmlm.recipe.schema import Recipe, flatten, scalar_text
 from pkmlm.recipe.warnings import warnings
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import open_file
@@ -49,11 +48,6 @@ class Cell:
         parts = [*self.point, *([] if self.tuned is None else [self.tuned]), f"seed-{self.seed}"]
         parts += ["trial"] if self.trial else []
         return "_".join("".join(c if c.isalnum() or c in "-.+" else "-" for c in part) for part in parts)
-
-    @property
-    def recipe_sha256(self) -> str:
-        """Of the whole recipe: what was measured of a run of another recipe is not this cell's."""
-        return hashlib.sha256(dump_recipe(self.recipe).encode()).hexdigest()
 
 
 class Cells:

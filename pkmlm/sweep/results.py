@@ -21,6 +21,7 @@ from pkmlm.analysis.tables import equal_table, equivalent_tables, with_spread
 from pkmlm.console import Column, Table, number
 from pkmlm.environment import source_commit
 from pkmlm.errors import UserError
+from pkmlm.recipe.schema import recipe_sha256
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import make_folder, write_json, write_text
 from pkmlm.runs.results import SweepTimings, read_signed, signed
@@ -36,7 +37,7 @@ class Speed(NamedTuple):
     """How fast one model scores text.
 
     Attributes:
-        recipe: `Cell.recipe_sha256` of the run that was timed.
+        recipe: `recipe_sha256` of the run that was timed.
         rounds: tokens a second, one number for each round.
         timed_on: the machine; see `device.machine`.
     """
@@ -115,7 +116,7 @@ class Results:
     def rounds(self, point: Point) -> list[float]:
         """Tokens a second of a point's model, one number for each round; empty where it has not been timed."""
         speed, chosen = self.speeds.get(point), self.chosen(point)
-        return speed.rounds if speed and chosen and speed.recipe == chosen[0].cell.recipe_sha256 else []
+        return speed.rounds if speed and chosen and speed.recipe == recipe_sha256(chosen[0].cell.recipe) else []
 
     def by_seed(self, measure: str, point: Point) -> dict[int, float]:
         """The measurements of a point by seed; empty where there are none.

@@ -33,7 +33,7 @@ from pkmlm.environment import usable_cores
 from pkmlm.errors import UserError, is_out_of_memory, printable
 from pkmlm.evaluate.documents import open_split
 from pkmlm.evaluate.load import load_run
-from pkmlm.recipe.schema import dump_recipe
+from pkmlm.recipe.schema import dump_recipe, recipe_sha256
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import locked, make_folder, write_text
 from pkmlm.signals import StopRequest, stop_on_signals
@@ -405,6 +405,6 @@ def time_models(results: Results, runs: Path, say: Say) -> None:
             raise UserError("memory does not hold all models together", exit_code=1) from None
         raise
     results.speeds = {
-        point: Speed(cells[point].recipe_sha256, [counted[point] / seconds for seconds in timing.seconds], machine())
+        point: Speed(recipe_sha256(cells[point].recipe), [counted[point] / each for each in timing.seconds], machine())
         for point, timing in times.items()
     }

@@ -11,7 +11,7 @@ from pkmlm.analysis.plots import Look
 from pkmlm.errors import UserError
 from pkmlm.recipe.load import load_recipe
 from pkmlm.recipe.nodes import parse, yaml_text
-from pkmlm.recipe.schema import dump_recipe
+from pkmlm.recipe.schema import dump_recipe, recipe_sha256
 from pkmlm.runs.files import write_json
 from pkmlm.runs.results import signed
 from pkmlm.sweep.cells import Cells, Outcome, steps_taken
@@ -381,7 +381,7 @@ def test_a_speed_is_that_of_the_recipe_that_was_timed(folder):
 
     results = recalled(cells)
     timed_on = {"device": "cpu", "torch": "2"}
-    results.speeds = {P[0]: Speed(cells.tuning(P[0])[0].recipe_sha256, [1000.0, 3000.0, 2000.0], timed_on)}
+    results.speeds = {P[0]: Speed(recipe_sha256(cells.tuning(P[0])[0].recipe), [1000.0, 3000.0, 2000.0], timed_on)}
     SweepFolder(swept, "grid", None).write(results)
     assert recalled(cells).values("speed", P[0]) == (2.0,)
     assert recalled(cells).speeds == results.speeds
