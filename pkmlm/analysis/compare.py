@@ -4,7 +4,8 @@ Needs neither torch nor numpy. The tables of it are in `tables`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from os.path import commonprefix
 from pathlib import Path
 from statistics import fmean, median
@@ -54,7 +55,8 @@ class Group(NamedTuple):
         }
 
 
-class Comparison(NamedTuple):
+@dataclass(frozen=True)
+class Comparison:
     """Runs by name, the facts of each (see `facts_of`), the same in groups, and warnings about what cannot be compared.
 
     The facts have one more key, scoring_tokens_per_second, see `timed_side_by_side`.
@@ -65,9 +67,14 @@ class Comparison(NamedTuple):
     groups: list[Group]
     warnings: list[str]
 
+    @cached_property
+    def metrics(self) -> dict[str, list[Facts]]:
+        """The events of each run, see `RunDirectory.sound_metrics`."""
+        return {label: run.sound_metrics() for label, run in self.runs.items()}
+
     def at_equal(self, over: Over, per_step: Mapping[str, float]) -> Equal | None:
         """`at_equal` of these runs. Its facts are added to theirs, and what a step takes, as OVER_per_step."""
-        equal = at_equal(over, per_step, {label: run.sound_metrics() for label, run in self.runs.items()})
+        equal = at_equal(over, per_step, self.metrics)
         for run in self.facts:
             run[f"{over}_per_step"] = per_step[run["run"]]
             run |= equal.facts[run["run"]] if equal else {}
@@ -79,9 +86,8 @@ class Comparison(NamedTuple):
         """
 
         def curve(facts: Facts) -> tuple[float, list[Facts]]:
-            run = self.runs[facts["run"]]
-            tokens = run.recipe().train.batch_tokens if over == "tokens" else 1.0
-            return facts.get(f"{over}_per_step", tokens), run.sound_metrics()
+            tokens = self.runs[facts["run"]].recipe().train.batch_tokens if over == "tokens" else 1.0
+            return facts.get(f"{over}_per_step", tokens), self.metrics[facts["run"]]
 
         return {group.name: [curve(run) for run in group.runs] for group in self.groups}
 
