@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import pairwise
 from operator import lt
 from statistics import correlation, fmean
 from typing import Any
@@ -76,10 +76,10 @@ def pairs_of(grid: Grid, claim: Claim) -> Iterator[tuple[Point, Point]]:
             for first, second in pairwise(row):
                 yield (first, second) if claim.rising else (second, first)
         return
-    for greater, less in product(allowed, allowed):
-        more, fewer = grid.place(greater), grid.place(less)
-        named = claim.greater.items() <= more.items() and claim.less.items() <= fewer.items()
-        if named and all(more[axis] == fewer[axis] for axis in grid.axes if axis not in claim.greater):
+    for greater in allowed:
+        place = grid.place(greater)
+        less = tuple((place | claim.less).values())
+        if claim.greater.items() <= place.items() and less in allowed:
             yield less, greater
 
 
