@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pkmlm.bench.models import Variant, check_room, decode, prefilled, random_tokens, reading_table
-from pkmlm.bench.rounds import Timing, interleaved_with_copy
+from pkmlm.bench.models import FEWER, Variant, decode, prefilled, random_tokens, reading_table
+from pkmlm.bench.rounds import Timing, check_room, interleaved_with_copy
 from pkmlm.console import Column, Table, number
 from pkmlm.device import default_device, machine
 from pkmlm.model.transformer import Transformer, build_model
@@ -87,7 +87,7 @@ def time_inference(
         batches: sequences that are decoded or scored at once.
         tokens: to decode in a sequence; more than half the context are cut to it.
     """
-    check_room(chosen, training=False)
+    check_room("these models together", sum(4 * (one.dense + one.memory) for one in chosen), FEWER)
     device, context = default_device(), chosen[0].recipe.model.context
     tokens = min(tokens, max(1, context // 2))
     actions: dict[tuple[str, int, int], Callable[[], object]] = {}

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from pkmlm.bench import LAYERS, short
-from pkmlm.bench.rounds import Timing, interleaved_with_copy
+from pkmlm.bench.rounds import Timing, check_room, interleaved_with_copy
 from pkmlm.console import Column, Table, number
-from pkmlm.device import default_device, free_bytes, machine
+from pkmlm.device import default_device, machine
 from pkmlm.errors import UserError
 from pkmlm.kernels.matmul import Linear
 from pkmlm.model.init import initialise
@@ -316,13 +316,8 @@ def time_memory(shape: Shape, names: Sequence[str], rounds: int, say: Callable[[
     # The query map and the sub-keys are each layer's own, with gradients and moments.
     needed = (6 if {"plain-adam", "plain-fused"} & {*names} else 4) * shape.table_bytes
     needed += len(names) * 16 * shape.heads * shape.key_dim * (shape.dim + shape.num_keys)
-    free = free_bytes(device)
-    if needed > free:
-        raise UserError(
-            f"{shape.slots:,} slots of width {shape.dim} need {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free",
-            "give fewer --slots, a smaller --dim, or --only pkmlm,plain-sparse",
-            exit_code=1,
-        )
+    fewer = "give fewer --slots, a smaller --dim, or --only pkmlm,plain-sparse"
+    check_room(f"{shape.slots:,} slots of width {shape.dim}", needed, fewer)
     say(f"filling a table of {short(shape.slots)} slots")
     source = product_key_layer(shape, device)
     x_1ND, grad_1ND = inputs(shape, device)

@@ -12,7 +12,6 @@ from pkmlm.console import Column, Table, number
 from pkmlm.cost import cost_of
 from pkmlm.cost_tables import vocab_size_of
 from pkmlm.data.batches import Batch, Batches
-from pkmlm.device import default_device, free_bytes
 from pkmlm.errors import UserError
 from pkmlm.evaluate.generate import next_logits
 from pkmlm.model.attention import KVCache
@@ -20,6 +19,8 @@ from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.constraints import check_recipe
 from pkmlm.recipe.schema import Hash, Memory, Model, NGram, Recipe
 from pkmlm.seeds import generator
+
+FEWER = "choose some with --only, or a smaller model with -s"  # where memory does not hold all models
 
 
 @dataclass(frozen=True)
@@ -101,18 +102,6 @@ def chosen_models(recipe: Recipe, num_keys: Sequence[int], kinds: Sequence[str])
     if num_keys and "memory" not in kinds:
         raise UserError("--slots: no model here has a memory", "leave it out")
     return variants(recipe, vocab_size_of(recipe), num_keys, kinds)
-
-
-def check_room(chosen: Iterable[Variant], *, training: bool) -> None:
-    """Refuse models that do not fit into memory together: their rounds are interleaved."""
-    needed = sum(one.training if training else 4 * (one.dense + one.memory) for one in chosen)
-    free = free_bytes(default_device())
-    if needed > free:
-        raise UserError(
-            f"these models need {needed / 1e9:.1f} GB together, {free / 1e9:.1f} GB are free",
-            "choose some with --only, or a smaller model with -s",
-            exit_code=1,
-        )
 
 
 class RandomBatches(Batches):

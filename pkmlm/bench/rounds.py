@@ -9,12 +9,30 @@ from typing import Any, TypeVar
 
 import torch
 
+from pkmlm.device import default_device, free_bytes
 from pkmlm.environment import keep_freed_memory
+from pkmlm.errors import UserError
 
 MIN_SECONDS = 0.02  # that are timed on a GPU: a launch and the wait for its end take far less
 COPY_BYTES = 1 << 28  # of the buffer whose copy shows the memory's bandwidth
 COPY = "copy"
 Name = TypeVar("Name", bound=Hashable)
+
+
+def check_room(what: str, needed: float, hint: str) -> None:
+    """Refuse what does not fit into memory all at once, as interleaved rounds need it.
+
+    Args:
+        what: is needed, in the plural.
+        needed: bytes of it.
+        hint: how to need less.
+
+    Raises:
+        UserError: (exit code 1) so many are not free.
+    """
+    free = free_bytes(default_device())
+    if needed > free:
+        raise UserError(f"{what} need {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free", hint, exit_code=1)
 
 
 @dataclass(frozen=True)

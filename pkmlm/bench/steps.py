@@ -14,11 +14,11 @@ import psutil
 
 from pkmlm.analysis.equal import Over
 from pkmlm.bench.models import RandomBatches
-from pkmlm.bench.rounds import interleaved
+from pkmlm.bench.rounds import check_room, interleaved
 from pkmlm.console import warn
 from pkmlm.cost import cost_of
 from pkmlm.data.tokenizer import Tokenizer
-from pkmlm.device import default_device, free_bytes, machine, select_device
+from pkmlm.device import default_device, machine, select_device
 from pkmlm.errors import UserError
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Checkpoint, Data, Eval, Log, Parallel, Recipe, recipe_sha256
@@ -110,11 +110,7 @@ def time_steps(recipes: Mapping[str, Recipe], say: Say) -> StepTimes:
     """
     device = default_device()
     needed = sum(sum(cost_of(one, one.model.vocab_size or 0).training.values()) for one in recipes.values())
-    if needed > (free := free_bytes(device)):
-        message = (
-            f"to time steps in turn, these models need {needed / 1e9:.1f} GB together, {free / 1e9:.1f} GB are free"
-        )
-        raise UserError(message, "compare fewer, or over tokens or operations", exit_code=1)
+    check_room("to time steps in turn, these models", needed, "compare fewer, or over tokens or operations")
     busy = psutil.cpu_percent(0.5) / 100 * (psutil.cpu_count() or 1)
     states = {}
     for key, recipe in recipes.items():

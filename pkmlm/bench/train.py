@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pkmlm.bench.models import RandomBatches, Variant, check_room, decode, prefilled, random_tokens, reading_table
-from pkmlm.bench.rounds import Timing, interleaved_with_copy
+from pkmlm.bench.models import FEWER, RandomBatches, Variant, decode, prefilled, random_tokens, reading_table
+from pkmlm.bench.rounds import Timing, check_room, interleaved_with_copy
 from pkmlm.console import Column, Table, number
 from pkmlm.device import autocast, default_device, machine
 from pkmlm.model.attention import KVCache
@@ -74,7 +74,7 @@ class TrainingTimes:
 
 def time_training(chosen: list[Variant], precision: str, rounds: int, say: Callable[[str], None]) -> TrainingTimes:
     """Time the forward, the whole step as `pkmlm train` takes it, and one token at batch 1 after half a context."""
-    check_room(chosen, training=True)
+    check_room("these models together", sum(one.training for one in chosen), FEWER)
     device = default_device()
     actions: dict[tuple[int, str], Callable[[], object]] = {}
     for index, one in enumerate(chosen):
