@@ -212,10 +212,9 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
     tasks_step, tasks = task_scores(run.path)
     usage_step, usage = test_usage(run.path)
     scores = test.get("perplexity") or {}
-    parts = (recipe.model.projections, recipe.model.memory.kind, "ngram" if recipe.model.ngram.layers else "none")
     return {
         "run": label,
-        "kind": " + ".join(part for part in parts if part not in ("dense", "none")) or "dense",
+        "kind": " + ".join(recipe.model.table_kinds) or "dense",
         "dim": recipe.model.dim,
         "layers": recipe.model.layers,
         "lr": recipe.optim.lr,

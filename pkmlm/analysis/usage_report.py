@@ -82,7 +82,7 @@ def has_memory(run: RunDirectory) -> bool:
 
         return read_facts(run.path)["kind"] != DENSE
     recipe = read_config(run.path / CONFIG)[0] if is_export(run.path) else run.recipe()
-    return recipe.model.reads_tables
+    return bool(recipe.model.table_kinds)
 
 
 def usage_reports(runs: Mapping[str, RunDirectory], steps: Sequence[str], reading: Reading) -> list[RunUsage]:

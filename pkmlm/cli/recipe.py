@@ -104,10 +104,7 @@ def list_recipes() -> None:
             grids.append([name, keys["title"].value])
         else:
             model = load_recipe(path).model
-            kinds = ["hash"] * (model.projections == "hash") + ["ngram"] * bool(model.ngram.layers)
-            kinds += [model.memory.kind] * (model.memory.kind != "none")
-            memory = " ".join(kinds) or "none"
-            recipes.append([name, model.layers, model.dim, memory, model.attention])
+            recipes.append([name, model.layers, model.dim, " ".join(model.table_kinds) or "none", model.attention])
     columns = [Column("Recipe"), number("Layers"), number("Width"), Column("Memory"), Column("Attention")]
     tables = [Table("", columns, recipes), Table("", [Column("Grid"), Column("Table")], grids)]
     click.echo("\n".join(table.render() for table in tables), nl=False)

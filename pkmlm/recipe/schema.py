@@ -241,9 +241,10 @@ class Model:
         return round(self.rotary_fraction * (self.dim // self.heads))
 
     @property
-    def reads_tables(self) -> bool:
-        """Whether any layer reads rows of a table: a memory, hash tables, or an n-gram memory."""
-        return self.memory.kind != "none" or self.projections == "hash" or bool(self.ngram.layers)
+    def table_kinds(self) -> list[str]:
+        """What reads rows of tables: "hash" maps, the kind of memory, "ngram" memories; empty in a dense model."""
+        parts = (self.projections, self.memory.kind, "ngram" if self.ngram.layers else "none")
+        return [part for part in parts if part not in ("dense", "none")]
 
     @property
     def maps_values(self) -> bool:

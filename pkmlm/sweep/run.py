@@ -316,7 +316,7 @@ class Runner:
 
     def commands(self, cell: Cell, measure: bool = True) -> Iterable[list[str]]:
         """The arguments of the `pkmlm` commands that remain to be done, one after the other."""
-        run, model = RunDirectory(self.folder / cell.name), cell.recipe.model
+        run = RunDirectory(self.folder / cell.name)
         path = str(run.path)
         if finished(cell, self.folder) is None:
             recipe = self.folder / ".recipes" / f"{cell.name}.yaml"  # the base's file may change meanwhile
@@ -330,7 +330,7 @@ class Runner:
         tokens = ["--data", str(folder)] if have_moved else []
         if "eval" in self.sources and facts["test_step"] is None:
             yield ["eval", path, "-q", *tokens]
-        if "usage" in self.sources and model.reads_tables and not facts["usage"]:
+        if "usage" in self.sources and cell.recipe.model.table_kinds and not facts["usage"]:
             yield ["usage-report", path, "-q", *tokens]
         if "tasks" in self.sources and not set(self.tasks) <= facts["tasks"].keys():
             data = [] if self.task_data is None else ["--task-data", self.task_data]

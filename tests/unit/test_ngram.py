@@ -441,4 +441,4 @@ def test_what_a_row_answers_is_what_it_adds_without_gate_and_conv(kind):
 def test_a_recipe_knows_whether_its_model_reads_tables(name):
     """So that usage is reported and measured in grids, whatever the kind of memory."""
     model = build_model(Recipe(model=MODELS[name], train=Train(batch_tokens=16, micro_batch=1)), 40, "meta")
-    assert MODELS[name].reads_tables == bool(memories(model))
+    assert bool(MODELS[name].table_kinds) == bool(memories(model))
