@@ -181,8 +181,9 @@ def timed_side_by_side(runs: Mapping[str, RunDirectory]) -> dict[str, float]:
     """
     found: dict[Path, dict[str, float]] = {}
     for label, run in runs.items():
-        sweep = run.path.resolve().parents[1] / "results.json"
-        if run.path.resolve().parent.name != "cells" or not sweep.is_file():
+        folder = run.path.resolve().parent
+        sweep = folder.parent / "results.json"
+        if folder.name != "cells" or not sweep.is_file():
             continue
         recipe = recipe_sha256(run.recipe())
         for timed in read_signed(sweep, "the sweep's results", SweepTimings).get("speed") or []:

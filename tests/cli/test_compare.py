@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from pkmlm.analysis.compare import compare_runs
+from pkmlm.analysis.compare import compare_runs, timed_side_by_side
 from pkmlm.errors import UserError
 from pkmlm.export.card import known_scores
 from pkmlm.recipe.schema import dump_recipe
@@ -250,6 +250,10 @@ def test_speed_is_marked_unless_a_sweep_timed_models_side_by_side(run: Path, tmp
     assert re.search(r"Scored", text)
     shutil.copytree(tmp_path / "sweep", tmp_path / "again")
     assert {found["scoring_tokens_per_second"] for found in facts(*cells, tmp_path / "again/cells/one")} == {None}
+
+
+def test_a_run_at_the_root_of_a_file_system_is_no_sweeps() -> None:
+    assert timed_side_by_side({"mine": RunDirectory("/mine")}) == {}
 
 
 def test_runs_of_one_name_are_told_apart_and_doubles_dropped(run: Path, tmp_path: Path) -> None:
