@@ -144,14 +144,18 @@ class Results:
         counts = [len(self.by_seed(name, point)) for name in seeded] or [len(self.chosen(point))]
         return min(filter(None, counts), default=0)
 
+    def groups(self) -> list[Group]:
+        """The runs that count, those of a point in a group."""
+        found = {", ".join(point): chosen for point in self.grid.points() if (chosen := self.chosen(point))}
+        return [Group(name, [outcome.facts for outcome in chosen]) for name, chosen in found.items()]
+
     def comparison(self, runs: Path) -> Comparison:
-        """The runs that count, those of a point in a group.
+        """The runs that count side by side.
 
         Args:
             runs: the folder of the run directories.
         """
-        found = {", ".join(point): chosen for point in self.grid.points() if (chosen := self.chosen(point))}
-        groups = [Group(name, [outcome.facts for outcome in chosen]) for name, chosen in found.items()]
+        groups = self.groups()
         facts = [run for group in groups for run in group.runs]
         return Comparison({run["run"]: RunDirectory(runs / run["run"]) for run in facts}, facts, groups, [])
 
@@ -220,7 +224,7 @@ class Results:
         if self.grid.tune and len(self.grid.tune.values) > 1:
             found.append(self._tuning(self.grid.tune))
         if self.equals:
-            groups = self.comparison(Path()).groups
+            groups = self.groups()
             found += [equal_table(groups, equal) for equal in self.equals]
             found += equivalent_tables(groups, dense_equivalents(groups, self.grid.over))
         verdicts = self.verdicts()
