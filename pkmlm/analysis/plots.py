@@ -46,6 +46,10 @@ OVER_TOKENS = {  # the panels of `over_tokens`, and what stands along y
     "effective": "effective reads",
     "dead": "dead slots (%)",
 }
+TABLES = {  # by the kind of memory, what a row of its tables is called, and all of them in a title
+    "hash": ("bucket", "Hash buckets"),
+    "ngram": ("row", "Rows of n-gram tables"),
+}
 AXES = {
     "steps": "step",
     "tokens": "tokens",
@@ -136,7 +140,7 @@ def draw_usage(folder: Path, run: str, memories: Sequence[MemoryUsage], metrics:
             figures[f"overlap-{where}"] = head_overlap(run, memory, memory.overlap_HH, look)
     tables = [memory for memory in read if not memory.shared]
     for (layer, kind), block in groupby(tables, key=lambda memory: (memory.layer, memory.kind)):
-        figures[f"{row_name(kind)}s-layer-{layer}"] = table_reads(run, layer, list(block), look)
+        figures[f"{TABLES[kind][0]}s-layer-{layer}"] = table_reads(run, layer, list(block), look)
     training = usage_over_training(run, metrics, look)
     if training is not None:
         figures["usage-over-training"] = training
@@ -289,8 +293,7 @@ def table_reads(run: str, layer: int, memories: Sequence[MemoryUsage], look: Loo
     memory. The scale is one of logarithms, and the same in all panels: what is read once shows, and so does what is
     read most.
     """
-    kind = memories[0].kind
-    what = {"hash": "Hash buckets", "ngram": "Rows of n-gram tables"}[kind]
+    row_name, what = TABLES[memories[0].kind]
     figure = look.figure(f"{what}, layer {layer}: {label(run)}", height=0.1 + 0.28 * len(memories))
     both = any(memory.heads > 1 for memory in memories)
     grid = figure.subplots(len(memories), 2 if both else 1, squeeze=False, sharey=True)
@@ -308,7 +311,7 @@ def table_reads(run: str, layer: int, memories: Sequence[MemoryUsage], look: Loo
         for axes in row[len(tables) :]:
             axes.set_visible(False)
     for axes in grid[-1]:
-        axes.set_xlabel(row_name(kind))
+        axes.set_xlabel(row_name)
     figure.supylabel("reads (%)", fontsize=8)
     legend(figure)
     return figure
@@ -468,11 +471,6 @@ def lead(loss: NDArray[np.float64], dense: Sequence[NDArray[np.float64]]) -> NDA
     x, own = loss[(loss[:, 0] >= start) & (loss[:, 0] <= end)].T
     others = np.mean([np.interp(x, *curve.T) for curve in dense], axis=0)
     return np.column_stack([x, 100 * (1 - np.exp(own - others))])
-
-
-def row_name(kind: str) -> str:
-    """What the rows of the tables of a kind of memory are called."""
-    return "bucket" if kind == "hash" else "row"
 
 
 def sorted_mass(memory: MemoryUsage) -> Line:
