@@ -69,7 +69,7 @@ class InferenceTimes:
             for index, model in enumerate(self.models):
                 speed = self.speed(what, index, batch)
                 timing = self.times[what, index, batch]
-                sizes = [model.operations / 1e6, model.read / 1e6]
+                sizes = [model.cost.flops_per_token / 1e6, model.read / 1e6]
                 rows.append(
                     [model.name, batch, speed, speed / self.speed(what, 0, batch), *timing.milliseconds(), *sizes]
                 )
@@ -87,7 +87,7 @@ def time_inference(
         batches: sequences that are decoded or scored at once.
         tokens: to decode in a sequence; more than half the context are cut to it.
     """
-    check_room("these models together", sum(4 * (one.dense + one.memory) for one in chosen), FEWER)
+    check_room("these models together", sum(4 * (one.cost.dense + one.cost.memory) for one in chosen), FEWER)
     device, context = default_device(), chosen[0].recipe.model.context
     tokens = min(tokens, max(1, context // 2))
     actions: dict[tuple[str, int, int], Callable[[], object]] = {}

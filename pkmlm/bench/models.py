@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pkmlm.bench import MODELS, short
 from pkmlm.console import Column, Table, number
-from pkmlm.cost import cost_of
+from pkmlm.cost import Cost, cost_of
 from pkmlm.cost_tables import vocab_size_of
 from pkmlm.data.batches import Batch, Batches
 from pkmlm.errors import UserError
@@ -29,26 +29,24 @@ class Variant:
 
     Attributes:
         kind: of `pkmlm.bench.MODELS`.
-        operations: multiply-adds of a token's forward (`pkmlm.cost`).
-        read: bytes of weights that a token's forward reads, in fp32.
-        training: bytes that training takes, an estimate.
     """
 
     kind: str
     name: str
     recipe: Recipe
-    dense: int
-    memory: int
-    operations: int
-    read: int
-    training: int
+    cost: Cost
+
+    @property
+    def read(self) -> int:
+        """Bytes of weights that a token's forward reads, in fp32."""
+        return 4 * self.cost.read_per_token
 
     def as_json(self) -> dict[str, Any]:
         return {
             "kind": self.kind,
             "name": self.name,
-            "parameters": {"dense": self.dense, "memory": self.memory},
-            "flops_per_token": self.operations,
+            "parameters": {"dense": self.cost.dense, "memory": self.cost.memory},
+            "flops_per_token": self.cost.flops_per_token,
             "bytes_read_per_token": self.read,
         }
 
@@ -86,12 +84,10 @@ def variants(recipe: Recipe, vocab_size: int, num_keys: Sequence[int], kinds: It
 
 
 def variant(kind: str, name: str, recipe: Recipe, model: Model) -> Variant:
-    """The recipe with another model, and what it costs. There is nothing to compile in a MemoryFormer."""
+    """The recipe with another model. There is nothing to compile in a MemoryFormer."""
     compiled = recipe.train.compile and model.projections == "dense"
     recipe = check_recipe(replace(recipe, model=model, train=replace(recipe.train, compile=compiled)))
-    cost = cost_of(recipe, model.vocab_size or 0, entry_bytes=4)
-    read, training = 4 * cost.read_per_token, sum(cost.training.values())
-    return Variant(kind, name, recipe, cost.dense, cost.memory, cost.flops_per_token, read, training)
+    return Variant(kind, name, recipe, cost_of(recipe, model.vocab_size or 0))
 
 
 def chosen_models(recipe: Recipe, num_keys: Sequence[int], kinds: Sequence[str]) -> list[Variant]:

@@ -61,7 +61,7 @@ class TrainingTimes:
             for index, model in enumerate(self.models):
                 timing = self.times[index, phase]
                 ratio = timing.median / self.times[0, phase].median
-                sizes = [model.operations / 1e6, model.read / 1e6]
+                sizes = [model.cost.flops_per_token / 1e6, model.read / 1e6]
                 rows.append([model.name, PHASES[phase], *timing.milliseconds(), ratio, *sizes])
         recipe = self.models[0].recipe
         steps = f"steps of {recipe.train.batch_tokens:,} tokens, {recipe.train.micro_batch} sequences a forward"
@@ -74,7 +74,7 @@ class TrainingTimes:
 
 def time_training(chosen: list[Variant], precision: str, rounds: int, say: Callable[[str], None]) -> TrainingTimes:
     """Time the forward, the whole step as `pkmlm train` takes it, and one token at batch 1 after half a context."""
-    check_room("these models together", sum(one.training for one in chosen), FEWER)
+    check_room("these models together", sum(sum(one.cost.training.values()) for one in chosen), FEWER)
     device = default_device()
     actions: dict[tuple[int, str], Callable[[], object]] = {}
     for index, one in enumerate(chosen):

@@ -133,7 +133,7 @@ def test_models_follow_from_the_recipe():
     assert [model.projections for model in models] == ["dense", "dense", "dense", "hash"]
     for one in found:
         built = build_model(one.recipe, 50)
-        assert one.dense + one.memory == sum(parameter.numel() for parameter in built.parameters())
+        assert one.cost.dense + one.cost.memory == sum(parameter.numel() for parameter in built.parameters())
     sizes = [one.recipe.model.memory.num_keys for one in variants(RECIPE, 50, [8, 16], ["memory"])]
     assert sizes == [8, 16]
     hashed = replace(RECIPE, model=replace(RECIPE.model, projections="hash", memory=Memory()))
