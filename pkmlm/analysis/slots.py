@@ -40,9 +40,9 @@ from pkmlm.model.transformer import Transformer
 
 WORDS = 8  # tokens shown that a value raises most, or lowers most
 CHUNK = 256  # values put through the output head at a time
-DEALS, SEED = 100, 0  # of contexts that are dealt at random
+SHUFFLES, SEED = 100, 0  # of contexts among slots
 MOST_HELD = 2000  # slots of a run that a page shows with words and contexts
-MOST_DESCRIBED = 10_000  # slots of one report: dealing their contexts at random takes 3 ms a slot
+MOST_DESCRIBED = 10_000  # slots of one report: shuffling their contexts takes 3 ms a slot
 MOST_KEPT = 1 << 28  # contexts of all slots of a memory together, 12 bytes each: 3 GB
 
 
@@ -337,17 +337,17 @@ def most_read(usage: MemoryUsage, most: int) -> list[int]:
 
 
 def count_patterns(slots: Sequence[SlotDetails]) -> dict[str, Any]:
-    """How many of some slots have a pattern, of which kind, and how many would have one (mean of DEALS deals) if their
-    contexts were dealt at random among them.
+    """How many of some slots have a pattern, of which kind, and how many have one (mean of SHUFFLES) with their
+    contexts shuffled among them.
     """
     found = Counter(slot.pattern.kind for slot in slots if slot.pattern is not None)
     pool = [context for slot in slots for context in slot.contexts]
     random, hits = np.random.default_rng(SEED), 0
-    for _ in range(DEALS if pool else 0):
-        dealt = iter(random.permutation(len(pool)).tolist())
+    for _ in range(SHUFFLES if pool else 0):
+        shuffled = iter(random.permutation(len(pool)).tolist())
         for slot in slots:
-            hits += find_pattern([pool[next(dealt)] for _ in slot.contexts]) is not None
-    return {"slots": len(slots), "patterned": found.total(), "kinds": dict(found), "shuffled": hits / DEALS}
+            hits += find_pattern([pool[next(shuffled)] for _ in slot.contexts]) is not None
+    return {"slots": len(slots), "patterned": found.total(), "kinds": dict(found), "shuffled": hits / SHUFFLES}
 
 
 class PageSlots(NamedTuple):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pkmlm.evaluate.documents import TextChoice
 
 DEFAULT_TOP = {"slots": 20, "contexts": 10, "token": 3}  # rows of each kind of report
-ENOUGH = 10  # slots whose contexts can be dealt at random among them: those of one alone would come back
+ENOUGH = 10  # slots whose contexts can be shuffled among them: those of one alone would come back
 
 
 @click.command()
@@ -55,8 +55,7 @@ def command(
     a value it lets through depends on the token. Nor is the activation of PEER's experts, which multiplies their
     values and may turn their sign: weights and masses are those that the router gives. A pattern is what at least half
     of a slot's ten strongest contexts share: their token, the next or the previous one, or the place in the model's
-    window. "Shuffled" is how many slots have one by chance: with all contexts that are shown dealt at random among
-    them.
+    window. "Shuffled" is how many slots have one by chance: with all contexts shuffled among the slots shown.
 
     Reads of an n-gram memory all weigh 1: contexts and PROMPT's slots are then the first, not the strongest. Of such a
     memory, also how many distinct n-grams are alone in their row, beside what is expected of rows drawn at

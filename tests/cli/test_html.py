@@ -39,7 +39,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 @pytest.fixture(autouse=True)
 def few_deals(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of contexts at random: a hundred take a second."""
-    monkeypatch.setattr("pkmlm.analysis.slots.DEALS", 2)
+    monkeypatch.setattr("pkmlm.analysis.slots.SHUFFLES", 2)
 
 
 @pytest.fixture(scope="module")
