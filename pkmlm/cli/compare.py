@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING
 import click
 
 from pkmlm.cli.options import PATH, force_option, format_option, over_option, plot_options
+from pkmlm.cli.outputs import free_folder
 from pkmlm.console import Format, warn_each
 from pkmlm.errors import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from pkmlm.analysis.equal import Over
-    from pkmlm.runs.directory import RunDirectory
 
 
 @click.command()
@@ -54,12 +52,17 @@ def command(
     from pkmlm.analysis.compare import compare_runs
     from pkmlm.analysis.dense_equivalent import dense_equivalents
     from pkmlm.analysis.tables import compare_rows, compare_tables
-    from pkmlm.cli.outputs import free_folder
 
     folder = free_folder(plots, force)
     comparison = compare_runs(run_paths)
     warn_each(comparison.warnings)  # first: of numbers that mislead, before they are read, or steps are timed
-    equals = [found for each in over if (found := comparison.at_equal(each, steps_of(each, comparison.runs)))]
+    equals = []
+    for each in over:
+        from pkmlm.bench.steps import step_amounts  # needs torch
+
+        amounts = step_amounts(each, comparison.runs, lambda text: click.echo(f"timing steps: {text}", err=True))
+        if equal := comparison.at_equal(each, amounts):
+            equals.append(equal)
     sizes = dense_equivalents(comparison.groups, over)
     if format == "json":
         groups = [
@@ -68,8 +71,8 @@ def command(
             else group.as_json()
             for group in comparison.groups
         ]
-        equal = {each.over: {"amount": each.amount, "shortest": each.shortest} for each in equals}
-        record = {"runs": comparison.facts, "groups": groups} | ({"equal": equal} if equal else {})
+        shared = {each.over: {"amount": each.amount, "shortest": each.shortest} for each in equals}
+        record = {"runs": comparison.facts, "groups": groups} | ({"equal": shared} if shared else {})
         click.echo(json.dumps(record, indent=2, allow_nan=False))
     elif format == "csv":
         click.echo(compare_rows(comparison.groups, sizes).render(format), nl=False)
@@ -80,12 +83,12 @@ def command(
         from pkmlm.analysis.plots import Look, draw_curves, draw_over_tokens
 
         look, branches, drawn = Look(plot_format, plot_width), comparison.branches(), []
-        for each in over or ("steps",):
-            curves = comparison.curves(each)
+        for axis in over or ("steps",):
+            curves = comparison.curves(axis)
             families = {
                 name: [seed for one in (name, *ends) for seed in curves[one]] for name, ends in branches.items()
             }
-            drawn += draw_curves(folder, families, each, look, plot_log)
+            drawn += draw_curves(folder, families, axis, look, plot_log)
         kinds = {group.name: group.runs[0]["kind"] for group in comparison.groups}
         dense = next((name for name in branches if kinds[name] == "dense"), None)
         drawn += draw_over_tokens(folder, comparison.curves("tokens"), branches, dense, look)
@@ -93,10 +96,3 @@ def command(
             click.echo(f"drew {printable(str(path))}", err=True)
         if not drawn:
             click.echo("nothing to draw: no run has logged a loss yet", err=True)
-
-
-def steps_of(over: "Over", runs: "Mapping[str, RunDirectory]") -> dict[str, float]:
-    """What a step of each run takes, see `step_amounts`, which needs torch."""
-    from pkmlm.bench.steps import step_amounts
-
-    return step_amounts(over, runs, lambda text: click.echo(f"timing steps: {text}", err=True))

@@ -51,9 +51,10 @@ def picture(results: Results, figure: Figure, look: Look) -> Canvas | None:
         value = grid.paper_value(measure, point)
         return () if value is None else (value,)
 
-    if not known(grid, figure, results.values):
+    measured = known(grid, figure, results.values)
+    if not measured:
         return None
-    fewest = min(results.seeds_of(point, [figure.y]) for point in known(grid, figure, results.values))
+    fewest = min(results.seeds_of(point, [figure.y]) for point in measured)
     lacking = f"\n(some: {fewest} of {len(grid.seeds)} seeds)" if 0 < fewest < len(grid.seeds) else ""
     panels: list[tuple[str, Values]] = [(f"measured{lacking}", results.values)]
     places = [(position(grid, figure, p, published), published(figure.y, p)) for p in known(grid, figure, published)]
