@@ -6,6 +6,7 @@ not all 0.
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +20,12 @@ from pkmlm.errors import UserError
 from pkmlm.evaluate.documents import Documents
 from pkmlm.evaluate.load import LoadedRun
 from pkmlm.evaluate.perplexity import score
-from pkmlm.model.memory.base import SparseMemory, UsageTap, memories, usage_taps
+from pkmlm.model.memory.base import UsageTap, memories, usage_taps
 from pkmlm.model.memory.values import tables_of
 
 # Pairs of slots that are compared at once: as many as a core's cache holds; a GPU wants few large calls.
 COMPARISONS = {"cpu": 1 << 18, "cuda": 1 << 26}
+Listen = Callable[[Tensor, Tensor], None]
 
 
 class ReadListener:
@@ -33,14 +35,14 @@ class ReadListener:
         listeners: each tap with the function that receives its reads, slots (N, H, k) and weights (N, H, k), detached.
     """
 
-    def __init__(self, listeners: list[tuple[UsageTap, Callable[[Tensor, Tensor], None]]]):
+    def __init__(self, listeners: list[tuple[UsageTap, Listen]]):
         self._listeners = listeners
         self._hooks = ExitStack()
         self._mask_N: Tensor | None = None
 
     def __enter__(self) -> Self:
         for tap, listen in self._listeners:
-            self._hooks.enter_context(tap.register_forward_hook(self._hook(listen)))
+            self._hooks.enter_context(tap.register_forward_hook(partial(self._pass_on, listen)))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -50,14 +52,11 @@ class ReadListener:
         """Restrict the next forward passes to some positions (bool, on the model's device); by default all count."""
         self._mask_N = mask_N
 
-    def _hook(self, listen: Callable[[Tensor, Tensor], None]) -> Callable[..., None]:
-        def hook(tap: nn.Module, inputs: Any, reads: tuple[Tensor, Tensor]) -> None:
-            slots_NHk, weights_NHk = (x.detach() for x in reads)
-            if self._mask_N is not None:
-                slots_NHk, weights_NHk = slots_NHk[self._mask_N], weights_NHk[self._mask_N]
-            listen(slots_NHk, weights_NHk)
-
-        return hook
+    def _pass_on(self, listen: Listen, tap: nn.Module, inputs: Any, reads: tuple[Tensor, Tensor]) -> None:
+        slots_NHk, weights_NHk = (x.detach() for x in reads)
+        if self._mask_N is not None:
+            slots_NHk, weights_NHk = slots_NHk[self._mask_N], weights_NHk[self._mask_N]
+        listen(slots_NHk, weights_NHk)
 
 
 class UsageCounters(ReadListener):
@@ -174,17 +173,12 @@ class BatchCounters(ReadListener):
         self.reads, self.read_by = (
             {path: torch.zeros_like(now_K) for path, now_K in self._now.items()} for _ in range(2)
         )
+        read = {memory.tap: [self._now[paths[table]] for table in memory.read_tables()] for memory in memories(model)}
+        super().__init__([(tap, partial(self._add, now)) for tap, now in read.items()])
 
-        def adder(memory: SparseMemory) -> Callable[[Tensor, Tensor], None]:
-            read = [self._now[paths[table]] for table in memory.read_tables()]
-
-            def add(slots_NHk: Tensor, weights_NHk: Tensor) -> None:
-                for now_K in read:
-                    now_K += torch.bincount(slots_NHk.flatten(), minlength=len(now_K))
-
-            return add
-
-        super().__init__([(memory.tap, adder(memory)) for memory in memories(model)])
+    def _add(self, tables: list[Tensor], slots_NHk: Tensor, weights_NHk: Tensor) -> None:
+        for now_K in tables:
+            now_K += torch.bincount(slots_NHk.flatten(), minlength=len(now_K))
 
     def end_batch(self) -> None:
         """Count the forward passes since the last call as one batch."""
