@@ -1,6 +1,6 @@
 """The models that are compared: a recipe's, with and without its memory, twice as deep, and as a MemoryFormer."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,7 +51,7 @@ class Variant:
         }
 
 
-def variants(recipe: Recipe, vocab_size: int, num_keys: Sequence[int], kinds: Iterable[str]) -> list[Variant]:
+def variants(recipe: Recipe, vocab_size: int, num_keys: Sequence[int], kinds: Sequence[str]) -> list[Variant]:
     """The models of `kinds` that follow from a recipe: its shape with dense layers, the same with its memory, with
     twice the layers, and with hash tables in place of all maps.
 
@@ -63,24 +63,19 @@ def variants(recipe: Recipe, vocab_size: int, num_keys: Sequence[int], kinds: It
         UserError: a model is not possible (a memory, where the recipe has none).
     """
     model = recipe.model
+    if "memory" in kinds and model.memory.kind == "none":
+        hint = "add -s model.memory.kind=product-key -s model.memory.layers=auto:1, or leave out --only memory"
+        raise UserError("the recipe has no memory to time", hint)
     bare = replace(model, memory=Memory(), hash=Hash(), ngram=NGram())
     dense = replace(bare, projections="dense", vocab_size=vocab_size)
-    found: list[tuple[str, str, Model]] = []
-    for kind in kinds:
-        if kind == "dense":
-            found.append((kind, f"dense-{model.layers}L", dense))
-        elif kind == "double":
-            found.append((kind, f"dense-{2 * model.layers}L", replace(dense, layers=2 * model.layers)))
-        elif kind == "hash":
-            found.append((kind, f"hash-{model.layers}L", replace(dense, projections="hash", hash=model.hash)))
-        elif model.memory.kind == "none":
-            hint = "add -s model.memory.kind=product-key -s model.memory.layers=auto:1, or leave out --only memory"
-            raise UserError("the recipe has no memory to time", hint)
-        else:
-            for keys in num_keys or [model.memory.num_keys]:
-                memory = replace(model.memory, num_keys=keys)
-                found.append((kind, f"memory-{short(keys**2)}", replace(dense, memory=memory)))
-    return [variant(kind, name, recipe, shape) for kind, name, shape in found]
+    memories = [replace(model.memory, num_keys=keys) for keys in num_keys or [model.memory.num_keys]]
+    models = {
+        "dense": [(f"dense-{model.layers}L", dense)],
+        "memory": [(f"memory-{short(each.slots)}", replace(dense, memory=each)) for each in memories],
+        "double": [(f"dense-{2 * model.layers}L", replace(dense, layers=2 * model.layers))],
+        "hash": [(f"hash-{model.layers}L", replace(dense, projections="hash", hash=model.hash))],
+    }
+    return [variant(kind, name, recipe, shape) for kind in kinds for name, shape in models[kind]]
 
 
 def variant(kind: str, name: str, recipe: Recipe, model: Model) -> Variant:
