@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -332,7 +332,7 @@ class Attachment:
             return Context(position, number, at, weight, *texts, *beside)
 
         chosen = most_read(usage, top)
-        lens = LogitLens(host, Vocabulary(vocabulary_of(self.model), decode), memory)
+        lens = LogitLens(host, memory, vocabulary_of(self.model), lambda token: decode([token]))
         details = []
         for slot, words in zip(chosen, lens.words(chosen), strict=True):
             at = positions.positions_Kc[slot].tolist(), positions.weights_Kc[slot].tolist()
@@ -382,16 +382,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         model.train(training)
-
-
-class Vocabulary(NamedTuple):
-    """Ids, and what makes text of several."""
-
-    size: int
-    decode: Callable[[list[int]], str]
-
-    def piece(self, token: int) -> str:
-        return self.decode([token])
 
 
 class RowAdamW(torch.optim.AdamW):

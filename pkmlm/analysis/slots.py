@@ -9,7 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -112,16 +112,6 @@ class Word(NamedTuple):
     logit: float
 
 
-class Pieces(Protocol):
-    """What is asked of a tokenizer: the number of its ids, and the text of one."""
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def piece(self) -> Callable[[int], str]: ...
-
-
 class LogitLens:
     """What the values of a memory say through the model's output head.
 
@@ -133,15 +123,16 @@ class LogitLens:
 
     Args:
         model: whose head speaks.
-        pieces: of its tokenizer.
         memory: of that model.
+        size: of the vocabulary: outputs of the head beyond it are no tokens.
+        piece: gives the text of a token.
 
     Attributes:
         applies: whether the values are added to the residual stream; those of a hash layer's qkv and ffn1 are not.
     """
 
-    def __init__(self, model: Transformer, pieces: Pieces, memory: SparseMemory):
-        self.model, self.pieces, self.memory = model, pieces, memory
+    def __init__(self, model: Transformer, memory: SparseMemory, size: int, piece: Callable[[int], str]):
+        self.model, self.memory, self.size, self.piece = model, memory, size, piece
         self.applies = memory.tap.residual
         self.device = next(model.parameters()).device
 
@@ -151,7 +142,7 @@ class LogitLens:
         v_SD = self.memory.sign * self.memory.answer(slots_S)
         v_SD = v_SD - v_SD.mean(dim=1, keepdim=True)
         v_SD = v_SD / v_SD.square().mean(dim=1, keepdim=True).sqrt().clamp(min=1e-12)
-        logits_SV = self.model.head(v_SD * self.model.norm.weight)[:, : self.pieces.size]
+        logits_SV = self.model.head(v_SD * self.model.norm.weight)[:, : self.size]
         return logits_SV - logits_SV.mean(dim=1, keepdim=True)
 
     def top_tokens(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -168,7 +159,7 @@ class LogitLens:
             for sign in (1, -1):
                 top = (sign * logits_SV).topk(min(most, logits_SV.shape[1]))
                 rows = zip(top.indices.tolist(), (sign * top.values).tolist(), strict=True)
-                sides.append([[Word(self.pieces.piece(t), x) for t, x in zip(*row, strict=True)] for row in rows])
+                sides.append([[Word(self.piece(t), x) for t, x in zip(*row, strict=True)] for row in rows])
             found += list(zip(*sides, strict=True))
         return found
 
@@ -319,7 +310,7 @@ def slot_details(
 
     found = []
     for index, slots in zip(indexes, chosen, strict=True):
-        lens = LogitLens(run.model, run.tokenizer, index.memory)
+        lens = LogitLens(run.model, index.memory, run.tokenizer.size, run.tokenizer.piece)
         words = lens.words(slots) if lens.applies else [(None, None)] * len(slots)
         details = []
         for slot, (raises, lowers) in zip(slots, words, strict=True):
@@ -378,7 +369,7 @@ def page_slots(run: LoadedRun, indexes: Sequence[SlotIndex], documents: Document
     details = slot_details(run, indexes, [most_read(index.usage, each) for index in indexes], documents)
     found = []
     for index, slots in zip(indexes, details, strict=True):
-        lens, first_K, tokens = LogitLens(run.model, run.tokenizer, index.memory), None, []
+        lens, first_K, tokens = LogitLens(run.model, index.memory, run.tokenizer.size, run.tokenizer.piece), None, []
         if lens.applies:
             read = np.flatnonzero(index.usage.counts_S)
             first_K = np.full(index.usage.slots, -1)
@@ -466,7 +457,7 @@ def report_prompt(run: LoadedRun, memory: SparseMemory, prompt: str, top: int) -
         for start in range(0, len(stream), run.model.context):
             window = stream[start : start + run.model.context]
             run.model.hidden(torch.tensor([window], device=run.device))
-    lens = LogitLens(run.model, run.tokenizer, memory)
+    lens = LogitLens(run.model, memory, run.tokenizer.size, run.tokenizer.piece)
     distinct = sorted({slot for _, pairs in reads for slot, _ in pairs})
     words = lens.words(distinct) if lens.applies else []
     raised = {slot: [word._asdict() for word in raises] for slot, (raises, _) in zip(distinct, words, strict=False)}

@@ -90,7 +90,7 @@ def test_slots_speak_through_the_map_and_the_gate_is_told(trained) -> None:
     top = slot["raises"][0]
     assert top["token"] == loaded.tokenizer.piece(int(logits.argmax()))
     assert top["logit"] == pytest.approx(float(logits.max()), rel=1e-4)
-    assert LogitLens(loaded.model, loaded.tokenizer, memory).applies
+    assert LogitLens(loaded.model, memory, loaded.tokenizer.size, loaded.tokenizer.piece).applies
     text = pkmlm("slots", run, "--layer", 1, "--slot", slot["slot"]).stdout
     assert "gate" in text.partition("\n\n")[2]
     assert all(len(line) <= 80 for line in text.splitlines())

@@ -125,7 +125,7 @@ def test_contexts_are_the_text_around_a_position(run: LoadedRun) -> None:
 
 
 def test_the_lens_ranks_tokens_as_a_large_value_does(run: LoadedRun) -> None:
-    lens = LogitLens(run.model, run.tokenizer, memories(run.model)[0])
+    lens = LogitLens(run.model, memories(run.model)[0], run.tokenizer.size, run.tokenizer.piece)
     slots = [0, 7, 255]
     for slot, (raises, lowers) in zip(slots, lens.words(slots, 3), strict=True):
         value_D = run.model.blocks[1].parts["memory"].values.weight_KD[slot].detach()
@@ -144,11 +144,9 @@ def test_the_lens_ranks_tokens_as_a_large_value_does(run: LoadedRun) -> None:
 
 def test_rows_that_do_not_reach_the_stream_say_nothing(trained) -> None:
     hashed = load_run(trained("hash"), "latest")
-    assert [LogitLens(hashed.model, hashed.tokenizer, memory).applies for memory in memories(hashed.model)[:3]] == [
-        False,
-        False,
-        True,
-    ]
+    size, piece = hashed.tokenizer.size, hashed.tokenizer.piece
+    found = [LogitLens(hashed.model, memory, size, piece).applies for memory in memories(hashed.model)[:3]]
+    assert found == [False, False, True]
     index = index_slots(hashed, documents(hashed))[0]
     ((slot,),) = slot_details(hashed, [index], [[17]], documents(hashed))
     assert (slot.raises, slot.address, slot.name) == (None, {"table": 2, "bucket": 1}, "2:1")
@@ -162,7 +160,8 @@ def test_a_memory_whose_reads_have_no_weight_holds_nothing(run: LoadedRun) -> No
     assert held.slots == []
     assert held.first_K is not None
     assert ((held.first_K >= 0) == (usage.counts_S > 0)).all()
-    assert LogitLens(run.model, run.tokenizer, index.memory).top_tokens(np.zeros(0, np.int64)).size == 0
+    lens = LogitLens(run.model, index.memory, run.tokenizer.size, run.tokenizer.piece)
+    assert lens.top_tokens(np.zeros(0, np.int64)).size == 0
 
 
 def test_a_prompt_gives_the_strongest_slots_of_each_token(run: LoadedRun) -> None:
