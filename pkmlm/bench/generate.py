@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pkmlm.bench.models import FEWER, Variant, decode, prefilled, random_tokens, reading_table
-from pkmlm.bench.rounds import Timing, check_room, interleaved_with_copy
+from pkmlm.bench.rounds import Say, Timing, check_room, interleaved_with_copy
 from pkmlm.console import Column, Table, number
 from pkmlm.device import default_device, machine
 from pkmlm.model.transformer import Transformer, build_model
@@ -78,9 +78,7 @@ class InferenceTimes:
         return Table(f"{name}: {doing} tokens a sequence", columns, rows)
 
 
-def time_inference(
-    chosen: list[Variant], batches: Sequence[int], tokens: int, rounds: int, say: Callable[[str], None]
-) -> InferenceTimes:
+def time_inference(chosen: list[Variant], batches: Sequence[int], tokens: int, rounds: int, say: Say) -> InferenceTimes:
     """Time decoding with a cache, after a prompt of half the context, and scoring a whole context, in fp32.
 
     Args:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pkmlm.bench import LAYERS, short
-from pkmlm.bench.rounds import Timing, check_room, interleaved_with_copy
+from pkmlm.bench.rounds import Say, Timing, check_room, interleaved_with_copy
 from pkmlm.console import Column, Table, number
 from pkmlm.device import default_device, machine
 from pkmlm.errors import UserError
@@ -281,9 +281,7 @@ class LayerTimes:
         return Table(title, columns, rows)
 
 
-def time_sizes(
-    shapes: Sequence[Shape], names: Sequence[str], rounds: int, say: Callable[[str], None]
-) -> list[LayerTimes]:
+def time_sizes(shapes: Sequence[Shape], names: Sequence[str], rounds: int, say: Say) -> list[LayerTimes]:
     """`time_memory` for each size.
 
     Args:
@@ -302,7 +300,7 @@ def time_sizes(
     return [time_memory(shape, chosen, rounds, say) for shape in shapes]
 
 
-def time_memory(shape: Shape, names: Sequence[str], rounds: int, say: Callable[[str], None]) -> LayerTimes:
+def time_memory(shape: Shape, names: Sequence[str], rounds: int, say: Say) -> LayerTimes:
     """Time each of `PHASES` of each layer in `names`, interleaved, in training mode.
 
     All memories of a round read and update one value table with one pair of moments: the same rows, without holding

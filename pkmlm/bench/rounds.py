@@ -17,6 +17,7 @@ MIN_SECONDS = 0.02  # that are timed on a GPU: a launch and the wait for its end
 COPY_BYTES = 1 << 28  # of the buffer whose copy shows the memory's bandwidth
 COPY = "copy"
 Name = TypeVar("Name", bound=Hashable)
+Say = Callable[[str], None]  # is called with a line on what is being done
 
 
 def check_room(what: str, needed: float, hint: str) -> None:
@@ -54,10 +55,7 @@ class Timing:
 
 
 def interleaved(
-    actions: Mapping[Name, Callable[[], object]],
-    rounds: int,
-    device: torch.device,
-    say: Callable[[str], None],
+    actions: Mapping[Name, Callable[[], object]], rounds: int, device: torch.device, say: Say
 ) -> dict[Name, Timing]:
     """Time every action once a round; each round starts with another one, so that none has a fixed place.
 
@@ -82,7 +80,7 @@ def interleaved(
 
 
 def interleaved_with_copy(
-    actions: Mapping[Name, Callable[[], object]], rounds: int, device: torch.device, say: Callable[[str], None]
+    actions: Mapping[Name, Callable[[], object]], rounds: int, device: torch.device, say: Say
 ) -> tuple[dict[Name, Timing], float]:
     """`interleaved`, with the copy of a large buffer among the actions: what the machine's memory can do at best.
 

@@ -4,7 +4,7 @@ Seconds are timed: a step of each recipe in turn, in one process on an otherwise
 no measure: each was trained by itself, perhaps beside other work.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -14,7 +14,7 @@ import psutil
 
 from pkmlm.analysis.equal import Over
 from pkmlm.bench.models import RandomBatches
-from pkmlm.bench.rounds import check_room, interleaved
+from pkmlm.bench.rounds import Say, check_room, interleaved
 from pkmlm.console import warn
 from pkmlm.cost import cost_of
 from pkmlm.data.tokenizer import Tokenizer
@@ -29,7 +29,6 @@ from pkmlm.train.step import TrainState, train_step
 
 ROUNDS = 7
 BUSY = 0.5  # cores that other programs may use: with more, a timing is worth a warning
-Say = Callable[[str], None]
 
 
 def step_amounts(over: Over, runs: Mapping[str, RunDirectory], say: Say) -> dict[str, float]:

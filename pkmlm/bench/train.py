@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pkmlm.bench.models import FEWER, RandomBatches, Variant, decode, prefilled, random_tokens, reading_table
-from pkmlm.bench.rounds import Timing, check_room, interleaved_with_copy
+from pkmlm.bench.rounds import Say, Timing, check_room, interleaved_with_copy
 from pkmlm.console import Column, Table, number
 from pkmlm.device import autocast, default_device, machine
 from pkmlm.model.attention import KVCache
@@ -72,7 +72,7 @@ class TrainingTimes:
         return found
 
 
-def time_training(chosen: list[Variant], precision: str, rounds: int, say: Callable[[str], None]) -> TrainingTimes:
+def time_training(chosen: list[Variant], precision: str, rounds: int, say: Say) -> TrainingTimes:
     """Time the forward, the whole step as `pkmlm train` takes it, and one token at batch 1 after half a context."""
     check_room("these models together", sum(sum(one.cost.training.values()) for one in chosen), FEWER)
     device = default_device()

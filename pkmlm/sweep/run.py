@@ -24,7 +24,7 @@ from pkmlm.analysis.compare import differences
 from pkmlm.analysis.equal import Over
 from pkmlm.analysis.plots import Look, draw_curves
 from pkmlm.bench.generate import score
-from pkmlm.bench.rounds import interleaved
+from pkmlm.bench.rounds import Say, interleaved
 from pkmlm.bench.steps import step_amounts
 from pkmlm.console import progress_bars, warn_each
 from pkmlm.data.batches import Batches
@@ -46,7 +46,6 @@ from pkmlm.sweep.results import Results, Speed, SweepFolder
 TIMED_TOKENS = 4096  # scored at once
 ROUNDS = 7
 DIVERGED = 3  # exit code of a command
-Say = Callable[[str], None]
 
 
 def open_sweep(
