@@ -54,8 +54,8 @@ def open_sweep(
     overrides: Sequence[str],
     output: str | None,
     *,
-    over: Sequence[Over] = (),
-    table_only: bool = False,
+    over: Sequence[Over],
+    table_only: bool,
 ) -> tuple[Results, SweepFolder | None]:
     """Read a grid, make its cells and count what its points cost.
 
@@ -86,11 +86,11 @@ def run_sweep(
     folder: SweepFolder,
     *,
     look: Look,
-    table_only: bool = False,
-    jobs: int = 1,
-    devices: Sequence[str] = (),
-    task_data: str | None = None,
-    quiet: bool = False,
+    table_only: bool,
+    jobs: int,
+    devices: Sequence[str],
+    task_data: str | None,
+    quiet: bool,
 ) -> int:
     """Run the cells of a grid that have not ended, time their models, and write and print the tables.
 
