@@ -17,6 +17,8 @@ from pkmlm.runs.results import average_accuracy
 Entry = dict[str, Any]
 
 MEASURES = ("usage", "kl", "gini", "top50", "top90", "top99", "effective")
+COLLISIONS = "N-grams: the share that is alone in its row of one table, of any table"
+ALONE = ("order", "distinct", "rows", "alone", "alone_expected", "alone_in_any", "alone_in_any_expected")
 AMOUNTS = {"tokens": "{:,.0f}", "operations": "{:.4g}", "seconds": "{:,.3f}"}
 COUNT, GINI, ACCURACY = "{:,}", "{:.3f}", "{:.4f}"  # formats of numbers
 
@@ -322,10 +324,6 @@ def most_read_table(record: Entry) -> Table:
         said_of = _by_heads(slot, 1, "{head} {share:.0%}"), _words(slot["raises"], 2), pattern_text(slot["pattern"])
         rows.append([slot["name"], slot["reads"], slot["share"], *said_of])
     return Table(f"Slots with most mass: {_slots_title(record)}", columns, rows)
-
-
-COLLISIONS = "N-grams: the share that is alone in its row of one table, of any table"
-ALONE = ("order", "distinct", "rows", "alone", "alone_expected", "alone_in_any", "alone_in_any_expected")
 
 
 def collision_table(record: Entry) -> Table:
