@@ -3,6 +3,7 @@
 Each table is made from what the report prints as JSON, and needs neither torch nor numpy.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -31,64 +32,56 @@ def numbers(format: str, *names: str) -> list[Column]:
 def usage_tables(entries: Sequence[Entry]) -> list[Table]:
     """What people read: the texts, the memories, how evenly their slots are used, and each head or table."""
     several = len(entries) > 1
-    texts: list[list[Any]] = []
-    reads: dict[str, list[list[Any]]] = {"heads": [], "tables": []}
-    evenness: list[list[Any]] = []
-    weights: list[list[Any]] = []
-    pools: list[list[Any]] = []
-    alone: dict[str, list[list[Any]]] = {"heads": [], "tables": []}
-    ngrams: list[list[Any]] = []
+    rows: dict[str, list[list[Any]]] = defaultdict(list)
     for entry in entries:
         for each in entry.get("ngrams") or ():
-            ngrams.append([entry["run"]] * several + [str(each["layer"])] + [each[key] for key in ALONE])
+            rows["ngrams"].append([entry["run"]] * several + [str(each["layer"])] + [each[key] for key in ALONE])
         tokens = entry["memories"][0]["tokens"] if entry["memories"] else None
         memories = sum("layers" not in memory for memory in entry["memories"])  # the table of several is none
-        texts.append([entry["run"], entry["step"], entry["split"], tokens, memories])
+        rows["texts"].append([entry["run"], entry["step"], entry["split"], tokens, memories])
         for memory in entry["memories"]:
             start = [entry["run"]] * several + [_where(memory)]
             parts = "heads" if "heads" in memory else "tables"
             overlap = [memory["head_overlap"], memory["head_overlap_uniform"]] if parts == "heads" else []
             many = len(memory[parts]), memory["slots"], memory["reads"]
-            reads[parts].append([*start, memory["kind"], *many, *overlap])
+            rows[parts].append([*start, memory["kind"], *many, *overlap])
             if memory.get("effective") is not None and parts == "heads":  # a table has one read a token
-                weights.append([*start, memory["effective"], memory["top_weight"]])
+                rows["weights"].append([*start, memory["effective"], memory["top_weight"]])
             if "layers" in memory:
-                pools.append([*start[:-1], ", ".join(map(str, memory["pool"])), memory["layer_overlap"]])
+                rows["pools"].append([*start[:-1], ", ".join(map(str, memory["pool"])), memory["layer_overlap"]])
             by = {"mass": "mass", "uniform_mass": "random", "count": "count", "uniform": "random"}
             for group, weighing in by.items():
                 if memory["mass"] == memory["count"] and "mass" in group:
                     continue  # every read weighs the same, as those of n-gram tables
-                evenness.append([*start, weighing, *(memory[group].get(key) for key in MEASURES[:-1])])
+                rows["evenness"].append([*start, weighing, *(memory[group].get(key) for key in MEASURES[:-1])])
             if len(memory[parts]) > 1 and memory["mass"]["usage"]:
                 row = list(start)
                 for key, worst in (("usage", min), ("kl", max)):
                     values = [part[key] for part in memory[parts] if part[key] is not None]
                     row += [worst(values), fmean(values), memory["uniform_head"][key]]
-                alone[parts].append(row)
+                rows[f"single {parts}"].append(row)
     where = [Column("Run")] * several + [Column("Layer")]
-    by_heads = [*numbers(COUNT, "Heads", "Slots", "Reads"), *numbers("{:.2%}", "Overlap", "random")]
-    by_tables = numbers(COUNT, "Tables", "Slots", "Reads")
+    kind = [*where, Column("Kind")]
+    by_heads = [*kind, *numbers(COUNT, "Heads", "Slots", "Reads"), *numbers("{:.2%}", "Overlap", "random")]
+    by_tables = [*kind, *numbers(COUNT, "Tables", "Slots", "Reads")]
     shared = [*where[:-1], Column("Layers"), number("Overlap", SHARE)]
     worth = [*where, number("Effective", "{:.1f}"), number("Top weight", SHARE)]
     held = numbers(COUNT, "50%", "90%", "99%")
     even = [*where, Column("By"), number("Usage", SHARE), number("KL", NATS), number("Gini", GINI), *held]
-    ends = [*numbers(SHARE, "Least usage", "mean", "random"), *numbers(NATS, "Largest KL", "mean", "random")]
+    ends = [*where, *numbers(SHARE, "Least usage", "mean", "random"), *numbers(NATS, "Largest KL", "mean", "random")]
     text = [Column("Run"), number("Step"), Column("Text"), *numbers(COUNT, "Tokens", "Memories")]
     tables = {
-        "How memories are used": (text, texts),
-        "Reads by heads; overlap: slots that two heads both read for a token": (
-            [*where, Column("Kind"), *by_heads],
-            reads["heads"],
-        ),
-        "Reads of tables: a token reads one slot of each": ([*where, Column("Kind"), *by_tables], reads["tables"]),
-        "Weights of a head: how many equal ones they are worth, share of the largest": (worth, weights),
-        "Tables that layers share: mass that two of them give to the same slots": (shared, pools),
-        "Slots: share used, KL from uniform (nats), how many hold 50, 90 and 99 %": (even, evenness),
-        "Each head by itself, by mass (KL in nats)": ([*where, *ends], alone["heads"]),
-        "Each table by itself, by mass (KL in nats)": ([*where, *ends], alone["tables"]),
-        COLLISIONS: ([*where, *_of_ngrams()], ngrams),
+        "texts": ("How memories are used", text),
+        "heads": ("Reads by heads; overlap: slots that two heads both read for a token", by_heads),
+        "tables": ("Reads of tables: a token reads one slot of each", by_tables),
+        "weights": ("Weights of a head: how many equal ones they are worth, share of the largest", worth),
+        "pools": ("Tables that layers share: mass that two of them give to the same slots", shared),
+        "evenness": ("Slots: share used, KL from uniform (nats), how many hold 50, 90 and 99 %", even),
+        "single heads": ("Each head by itself, by mass (KL in nats)", ends),
+        "single tables": ("Each table by itself, by mass (KL in nats)", ends),
+        "ngrams": (COLLISIONS, [*where, *_of_ngrams()]),
     }
-    return [Table(title, columns, rows) for title, (columns, rows) in tables.items() if rows]
+    return [Table(title, columns, rows[name]) for name, (title, columns) in tables.items() if rows[name]]
 
 
 def usage_rows(entries: Sequence[Entry]) -> Table:
