@@ -51,7 +51,7 @@ def at_equal(
         step = loss = between = None
         if name in ends:
             step = round(amount / per_step[name], 6)  # of the shortest, and of its likes, a whole number
-            loss, between = read(curve, step)
+            loss, between = loss_at(curve, step)
         facts[name] = {
             f"equal_{over}_step": step,
             f"equal_{over}_between": between,
@@ -61,7 +61,7 @@ def at_equal(
     return Equal(over, amount, shortest, facts)
 
 
-def read(curve: Sequence[tuple[int, float]], step: float) -> tuple[float | None, int | None]:
+def loss_at(curve: Sequence[tuple[int, float]], step: float) -> tuple[float | None, int | None]:
     """The loss at a step of a curve of (step, loss), and the distance of the two points that it lies between."""
     for at, loss in curve:
         if at == step:
