@@ -3,9 +3,10 @@
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 Over = Literal["tokens", "operations", "seconds"]
+OVERS: tuple[Over, ...] = get_args(Over)
 
 
 class Equal(NamedTuple):

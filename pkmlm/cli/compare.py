@@ -1,17 +1,14 @@
 """`pkmlm compare`: runs side by side."""
 
 import json
-from typing import TYPE_CHECKING
 
 import click
 
+from pkmlm.analysis.equal import Over
 from pkmlm.cli.options import PATH, force_option, format_option, over_option, plot_options
 from pkmlm.cli.outputs import free_folder
 from pkmlm.console import Format, warn_each
 from pkmlm.errors import printable
-
-if TYPE_CHECKING:
-    from pkmlm.analysis.equal import Over
 
 
 @click.command()
@@ -30,7 +27,7 @@ def command(
     plots: str | None,
     plot_format: tuple[str, ...],
     plot_width: float | None,
-    over: tuple["Over", ...],
+    over: tuple[Over, ...],
     plot_log: bool,
     force: bool,
 ) -> None:

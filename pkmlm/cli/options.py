@@ -6,10 +6,10 @@ from typing import Any
 
 import click
 
+from pkmlm.analysis.equal import OVERS
 from pkmlm.console import FORMATS
 from pkmlm.errors import UserError
 
-OVERS = ("tokens", "operations", "seconds")
 PATH = click.Path(readable=False)  # any name, which a shell completes; the commands say what is wrong with one
 
 

@@ -3,16 +3,13 @@
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
+from pkmlm.analysis.equal import Over
 from pkmlm.cli.options import PATH, RECIPE, over_option, plot_options, quiet_option, set_option
 from pkmlm.console import warn_each
 from pkmlm.errors import UserError
-
-if TYPE_CHECKING:
-    from pkmlm.analysis.equal import Over
 
 GPU = re.compile(r"[0-9]+|(GPU|MIG)-[\w/-]+", re.ASCII)  # as CUDA_VISIBLE_DEVICES has it
 
@@ -40,7 +37,7 @@ def command(
     task_data: str | None,
     dry_run: bool,
     table_only: bool,
-    over: tuple["Over", ...],
+    over: tuple[Over, ...],
     plot_format: tuple[str, ...],
     plot_width: float | None,
     quiet: bool,
