@@ -109,7 +109,7 @@ def count_background(
     batches: int,
     batch_tokens: int | None,
     quiet: bool,
-    world: "World | None",
+    world: "World | None" = None,
 ) -> Background:
     """Pass over a text and count.
 
