@@ -1,5 +1,6 @@
 """Speed: what is timed beside what, interleaved in one run. One file a benchmark (`memory`, `train`, `generate`);
-`rounds` times them, `models` makes whole models of a recipe. The command line and the sweep use it.
+`rounds` times them, `models` makes whole models of a recipe; `steps` times the training steps of runs. The command line
+and the sweep use it.
 """
 
 # The layers of `bench memory`: this package's with row Adam; the same in plain torch, with a dense gradient and torch's

@@ -184,14 +184,11 @@ def print_result(
     from pkmlm.console import Column, Table, number
     from pkmlm.data.shards import LEARNING
 
+    counts = ("documents", "empty", "words", "bytes", "tokens")
     splits: dict[str, dict[str, float]] = {}
     for name, split in index.splits.items():
         splits[name] = {
-            "documents": split.documents,
-            "empty": split.empty,
-            "words": split.words,
-            "bytes": split.bytes,
-            "tokens": split.tokens,
+            **{count: getattr(split, count) for count in counts},
             "bytes_per_token": split.bytes / max(split.tokens - split.documents, 1),
             "seconds": seconds[name],
             "mb_per_second": split.bytes / 1e6 / max(seconds[name], 1e-9),
@@ -211,7 +208,7 @@ def print_result(
         return
     which = f"part {part[0]} of {part[1]}, " if part else ""
     learnt = f", learnt in {seconds[LEARNING]:.1f} s" if LEARNING in seconds else ""
-    columns = [Column("split"), *map(number, ("documents", "empty", "words", "bytes", "tokens"))]
+    columns = [Column("split"), *map(number, counts)]
     columns += [number("B/token", "{:.2f}"), number("s", "{:.1f}"), number("MB/s", "{:.1f}")]
     rows = [[name, *facts.values()] for name, facts in splits.items()]
     title = f"{output}: {which}vocabulary of {index.vocab_size:,}{learnt}"
