@@ -69,15 +69,14 @@ class Cells:
                     message = f"-s {key}: the grid sets {varied} by {cause} (expected a key that all cells share)"
                     raise UserError(message, "change the grid's file")
         self.values = grid.tune.values if grid.tune else (None,)
+        seed = grid.seeds[0]
         places = [(point, value) for point in grid.points() for value in self.values]
-        self.whole = {(point, value): self._cell(point, grid.seeds[0], value) for point, value in places}
+        self.whole = {(point, value): self._cell(point, seed, value) for point, value in places}
         self.first = self.whole
-        if grid.tune and grid.tune.set:
-            self.first = {
-                (point, value): self._cell(point, grid.seeds[0], value, grid.tune.set) for point, value in places
-            }
-        for seed in grid.seeds[1:]:  # refuses now what no recipe can have as its seed
-            self._cell(grid.points()[0], seed, self.values[0])
+        if trial := grid.tune and grid.tune.set:
+            self.first = {(point, value): self._cell(point, seed, value, trial) for point, value in places}
+        for other in grid.seeds[1:]:  # refuses now what no recipe can have as its seed
+            self._cell(grid.points()[0], other, self.values[0])
         names = [cell.name for cell in self.first.values()]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
