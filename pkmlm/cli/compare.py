@@ -54,9 +54,9 @@ def command(
     comparison = compare_runs(run_paths)
     warn_each(comparison.warnings)  # first: of numbers that mislead, before they are read, or steps are timed
     equals = []
-    for each in over:
+    if over:
         from pkmlm.bench.steps import step_amounts  # needs torch
-
+    for each in over:
         amounts = step_amounts(each, comparison.runs, lambda text: click.echo(f"timing steps: {text}", err=True))
         if equal := comparison.at_equal(each, amounts):
             equals.append(equal)
