@@ -21,7 +21,6 @@ from pkmlm.evaluate.likelihood import Window, attention_layout, build_prefix_tre
 from pkmlm.evaluate.load import load_run
 from pkmlm.evaluate.perplexity import windows
 from pkmlm.model.attention import KVCache
-from pkmlm.model.init import initialise
 from pkmlm.model.memory.base import memories, usage_taps
 from pkmlm.model.memory.ngram import NGramIds, NGramMemory, Past, gate_of
 from pkmlm.model.memory.values import table_ranks
@@ -54,9 +53,7 @@ def plain_rows(ids: list[int], multipliers: list[list[int]], rows: int) -> list[
 
 def past_of(ids_BT: torch.Tensor, spec: NGram, cache: KVCache | None = None) -> Past:
     """What a memory sees of canonical ids."""
-    finder = NGramIds(int(ids_BT.max()) + 1, spec)
-    initialise(finder, 1)
-    return finder(ids_BT, cache, None)
+    return NGramIds(int(ids_BT.max()) + 1, spec)(ids_BT, cache, None)
 
 
 def test_rows_are_those_of_plain_python_over_unbounded_integers():
@@ -160,6 +157,10 @@ def test_the_gate_has_finite_slopes_around_zero():
     assert (score.grad[:5] == 0).all()
     torch.testing.assert_close(score.grad[5:], alpha[5:] * (1 - alpha[5:]) / 2 / score.detach()[5:].abs().sqrt())
     assert torch.autograd.gradcheck(gate_of, (torch.tensor([-2.0, -1e-3, 1e-3, 0.5]).double().requires_grad_(),))
+
+
+def test_ids_found_by_hand_are_the_tokens_own():
+    assert torch.equal(NGramIds(50, NGram()).canonical_V, torch.arange(50))
 
 
 def test_a_layer_without_ids_fails():

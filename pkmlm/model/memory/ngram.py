@@ -68,7 +68,7 @@ class NGramIds(nn.Module):
         super().__init__()
         self.order = max(spec.orders)
         self.back = (TAPS - 1) * self.order if spec.convolves else self.order - 1
-        self.register_buffer("canonical_V", torch.empty(vocab_size, dtype=torch.int64))
+        self.register_buffer("canonical_V", torch.arange(vocab_size))
 
     def init_spec(self) -> dict[str, InitSpec]:
         return {"canonical_V": Counting()}
