@@ -122,6 +122,21 @@ def test_hash_layers_refuse_what_they_cannot_build(name, value):
         HashLayer(12, 7, **{name: value})
 
 
+def test_hash_layers_refuse_an_output_without_width():
+    with pytest.raises(ValueError, match="width: found 0"):
+        HashLayer(12, 0, bits=4)
+
+
+@pytest.mark.parametrize("width", [4, 16])
+def test_a_hash_layer_refuses_inputs_of_another_width(width):
+    with pytest.raises(RuntimeError):
+        HashLayer(8, 7, bits=4)(torch.zeros(2, 4, width))
+
+
+def test_a_hash_layer_maps_a_batch_without_tokens():
+    assert HashLayer(8, 7, bits=4)(torch.zeros(2, 0, 8)).shape == (2, 0, 7)
+
+
 def test_a_wrong_kind_is_refused_where_it_is_written():
     with pytest.raises(ValueError, match="kind"):
         Memory(kind="product_key")
