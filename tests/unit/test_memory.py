@@ -103,6 +103,12 @@ def test_memories_refuse_what_they_cannot_build(name, value):
         memory_of(**{name: value})
 
 
+@pytest.mark.parametrize("momentum", [-0.1, 1.5])
+def test_running_statistics_stay_between_their_last_and_the_new(momentum):
+    with pytest.raises(ValueError, match="momentum: found"):
+        memory_of(momentum=momentum)
+
+
 @pytest.mark.parametrize(("name", "value"), [("expert", "silu"), ("expert", ["gelu"]), ("gate", "gelu"), ("scores", 1)])
 def test_peer_refuses_what_it_cannot_build(name, value):
     with pytest.raises(ValueError, match=f"{name}: found {re.escape(repr(value))}"):

@@ -89,6 +89,8 @@ class KeyMemory(SparseMemory):
         super().__init__()
         if dim < 1:
             raise ValueError(f"dim: found {dim} (expected 1 or more)")
+        if not 0 <= momentum <= 1:
+            raise ValueError(f"momentum: found {momentum} (expected 0 to 1)")
         memory = section(
             Memory,
             kind=self.kind,
