@@ -13,7 +13,7 @@ from pkmlm.model.memory.hash_layer import HashLayer, MemoryBlock, score_rms
 from pkmlm.model.memory.key_memory import FlatKeyMemory, ProductKeyMemory
 from pkmlm.model.memory.peer import PEER
 from pkmlm.model.memory.query import QueryBatchNorm
-from pkmlm.model.memory.values import Values
+from pkmlm.model.memory.values import Pool, Values
 from pkmlm.recipe.schema import Hash, Memory
 
 SIZES = {"num_keys": 6, "heads": 3, "topk": 5, "key_dim": 8}
@@ -107,6 +107,16 @@ def test_memories_refuse_what_they_cannot_build(name, value):
 def test_running_statistics_stay_between_their_last_and_the_new(momentum):
     with pytest.raises(ValueError, match="momentum: found"):
         memory_of(momentum=momentum)
+
+
+@pytest.mark.parametrize("change", [{"num_keys": 3}, {"value_dim": 4}, {"kind": "peer"}])
+def test_a_memory_refuses_a_pool_of_other_tables(change):
+    """Its slots would lie beyond the table, and be read."""
+    keys = {"num_keys": 4, "heads": 2, "topk": 2, "key_dim": 4}
+    other = Memory(**{"kind": "product-key", **keys, **change})
+    pool = Pool((PEER if other.kind == "peer" else ProductKeyMemory).new_tables(12, other), (1, 2))
+    with pytest.raises(ValueError, match="pool: found tables"):
+        ProductKeyMemory(12, **keys, pool=pool)
 
 
 @pytest.mark.parametrize(("name", "value"), [("expert", "silu"), ("expert", ["gelu"]), ("gate", "gelu"), ("scores", 1)])

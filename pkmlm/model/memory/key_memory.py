@@ -7,7 +7,7 @@ slots; S: some of them.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal
 
 import torch
@@ -117,6 +117,10 @@ class KeyMemory(SparseMemory):
             for name, table in self.new_tables(dim, memory).items():
                 self.add_module(name, table)
         else:  # plain attributes: no modules of this layer, which would store and train them once more
+            with torch.device("meta"):
+                expected = shapes_of(self.new_tables(dim, memory))
+            if (found := shapes_of(dict(pool.named_children()))) != expected:  # kernels look at no bounds
+                raise ValueError(f"pool: found tables {found} (expected {expected})")
             self.__dict__.update(pool.named_children())
         self.make_keys(memory)
         self.key_norm = RMSKeyNorm(memory.key_width) if key_norm == "rms" else None
@@ -181,6 +185,11 @@ class KeyMemory(SparseMemory):
         maps = 3 * (self.gate is not None) + (self.output is not None)
         entries = queries * self.query.heads * self.query.key_dim + maps * self.values.width
         return entries + self.reads * self.saved_per_read
+
+
+def shapes_of(tables: Mapping[str, nn.Module]) -> dict[str, tuple[int, ...]]:
+    """The shapes of tables by their names."""
+    return {name: tuple(table.get_parameter("weight_KD").shape) for name, table in tables.items()}
 
 
 class RMSKeyNorm(nn.Module):
