@@ -163,6 +163,20 @@ def test_ids_found_by_hand_are_the_tokens_own():
     assert torch.equal(NGramIds(50, NGram()).canonical_V, torch.arange(50))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("dim", 0), ("orders", ()), ("orders", (2, 2)), ("rows", 4), ("rows", 65535)]
+)
+def test_a_layer_made_by_hand_refuses_what_a_recipe_does(name, value):
+    with pytest.raises(ValueError, match=f"{name}: found"):
+        NGramMemory(**{"dim": D, name: value})
+
+
+def test_a_layer_maps_a_batch_without_tokens():
+    spec = NGram(rows=7)
+    past = NGramIds(50, spec)(torch.zeros(2, 0, dtype=torch.int64), None, None)
+    assert NGramMemory(D, rows=7)(torch.zeros(2, 0, D), past).shape == (2, 0, D)
+
+
 def test_a_layer_without_ids_fails():
     layer = NGramMemory(D, rows=7)
     with pytest.raises((TypeError, AttributeError)):

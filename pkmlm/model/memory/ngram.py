@@ -18,6 +18,7 @@ from pkmlm.model.init import Constant, Counting, InitSpec, Multipliers
 from pkmlm.model.memory.base import SparseMemory, UsageTap, uncompiled
 from pkmlm.model.memory.query import RMS_EPSILON
 from pkmlm.model.memory.values import Values
+from pkmlm.recipe.constraints import smallest_divisor
 from pkmlm.recipe.schema import NGram, section
 
 TAPS = 4  # positions that the convolution sees, `G` apart
@@ -155,6 +156,12 @@ class NGramMemory(SparseMemory):
     ):
         super().__init__()
         spec = section(NGram, orders=orders, heads=heads, rows=rows, row_dim=row_dim, fusion=fusion, conv=conv)
+        if dim < 1:
+            raise ValueError(f"dim: found {dim} (expected 1 or more)")
+        if not orders or len(set(orders)) < len(orders):
+            raise ValueError(f"orders: found {orders} (expected one or more, each once)")
+        if rows > 1 and smallest_divisor(rows) < rows:
+            raise ValueError(f"rows: found {rows} (expected a prime, or 1)")
         if fusion == "add" and row_dim != dim:
             raise ValueError(f"row_dim: found {row_dim} (expected {dim}, the width of the stream)")
         self.rows, self.tables = rows, spec.tables
@@ -203,7 +210,9 @@ class NGramMemory(SparseMemory):
         if self.scale is not None:
             return self.scale(self.values(rows_NH1[..., 0], ones_NH1[..., 0])).reshape(x_BTD.shape)
         assert self.gate is not None
-        rows_BTW = self.values(rows_NH1.flatten(0, 1), ones_NH1.flatten(0, 1)).reshape(*x_BTD.shape[:-1], -1)
+        rows_BTW = self.values(rows_NH1.flatten(0, 1), ones_NH1.flatten(0, 1)).view(
+            *x_BTD.shape[:-1], self.tables * self.values.width
+        )
         u_BTD = self.gate(x_BTD, rows_BTW)
         return u_BTD if self.conv is None else self.conv(u_BTD, past)
 
