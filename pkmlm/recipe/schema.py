@@ -100,7 +100,7 @@ def section(kind: type[Section], /, **values: Any) -> Section:
 
 @dataclass(frozen=True, config=STRICT)
 class Data:
-    dir: str | None = key(None, "folder written by `pkmlm tokenize -o`, in the working directory or beside the recipe")
+    dir: str | None = key(None, "folder written by `pkmlm tokenize -o`, in the working directory or next to the recipe")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -115,21 +115,22 @@ class Memory:
     num_keys: Size = key(512, "sub-keys per half: num_keys^2 slots (flat-key: as many slots, one key each)")
     heads: Size = key(4, "memory heads; all share the values, each has its own keys and queries")
     topk: Size = key(32, "slots read per head and token")
-    key_dim: Size = key(512, "width of a query; a sub-key has half of it, a flat key all")
+    key_dim: Size = key(512, "width of a query and of a flat key; a sub-key has half of it")
     query: QueryMap = key(
-        "linear", "the query network: one linear map, or two with a ReLU between, of which the heads share the first"
+        "linear", "the query network: one linear map; or two with a ReLU between them, the first shared by all heads"
     )
     query_norm: QueryNorm = key("batch", "normalisation of the queries; batch is the paper's (PKM table 2)")
     key_norm: KeyNorm = key(
-        "none", "rms: normalise each sub-key and each half of a query; sub-keys share a learnt gain, queries another"
+        "none",
+        "rms: normalise each sub-key and each half of a query, with one learnt gain for sub-keys and one for queries",
     )
     scores: Scores = key(
-        "softmax", "what makes weights of the best slots' scores; relu and none weigh each slot by itself"
+        "softmax", "how the scores of the best slots become weights; relu and none treat each slot by itself"
     )
     share_values: bool = key(False, "one table for the memories of all layers")
     value_dim: Size | None = key(None, "width of a value; null: dim; another width adds a map back to dim")
-    gate: Gate = key("none", "silu: the answer is W2 (m * silu(W1 x)), m being the weighted sum of values (Memory+)")
-    expert: Expert = key("gelu", "peer: activation of an expert's one neuron")
+    gate: Gate = key("none", "silu: the output is W2 (m * silu(W1 x)), where m is the weighted sum of values (Memory+)")
+    expert: Expert = key("gelu", "peer: activation of an expert's neuron")
 
     @property
     def slots(self) -> int:
@@ -160,15 +161,18 @@ class Memory:
 @dataclass(frozen=True, config=STRICT)
 class NGram:
     layers: tuple[Size, ...] = key((), "layers, counted from 1, before whose attention an n-gram memory is added")
-    orders: tuple[Order, ...] = key((2, 3), "how many tokens, the newest among them, choose a row; one or more numbers")
-    heads: Size = key(8, "tables of each order, each with a hash of its own")
+    orders: tuple[Order, ...] = key((2, 3), "n-gram lengths: how many tokens, including the current one, choose a row")
+    heads: Size = key(8, "tables per order, each with its own hash")
     rows: Size = key(65537, "rows of a table, a prime; 1: the control without a memory")
     row_dim: Size = key(24, "width of a row; fusion add: dim")
     fusion: Literal["gate", "add"] = key(
-        "gate", "gate: rows make a value, and the stream decides how much of it is added (Engram); add: rows are added"
+        "gate",
+        "gate: rows give a value, and the stream decides how much of it is added (Engram); add: rows are added",
     )
-    conv: bool = key(True, "gate: a causal convolution after the gate, over 4 positions, the largest order apart")
-    canonical: bool = key(True, "tokens that differ in case, accents or spaces alone choose the same rows")
+    conv: bool = key(
+        True, "gate: a causal convolution after the gate, over 4 positions that are the largest order apart"
+    )
+    canonical: bool = key(True, "tokens that differ only in case, accents or spaces choose the same rows")
 
     @property
     def tables(self) -> int:
@@ -189,7 +193,7 @@ class NGram:
 @dataclass(frozen=True, config=STRICT)
 class Hash:
     bits: int = key(8, "bits of a bucket code (tau): dim / bits tables of 2^bits rows", ge=1, le=16)
-    extra_bits: int = key(2, "more bits for the second layer of the Memory Block (MF table 5)", ge=0, le=15)
+    extra_bits: int = key(2, "additional bits in the second layer of the Memory Block (MF table 5)", ge=0, le=15)
     temperature: float = key(1.0, "temperature t of the score p(z)", ge=1e-30)  # 2 / t must be finite in fp32
     score: HashScore = key("paper", "p(z) as in the paper, or sum|z| * p(z) as in its released code")
     activation: Literal["none", "gelu"] = key(
@@ -204,20 +208,20 @@ class Hash:
 
 @dataclass(frozen=True, config=STRICT)
 class AttentionOptions:
-    features: Size = key(256, "performer: random features a head")
+    features: Size = key(256, "performer: random features per head")
     block: Size = key(64, "linformer: tokens of a block, within which attention is exact")
     rank: Size = key(16, "linformer: rows that stand for the keys and values of an earlier block")
 
 
 @dataclass(frozen=True, config=STRICT)
 class Model:
-    vocab_size: Size | None = key(None, "rows of the embedding; null: the tokenizer's size")
+    vocab_size: Size | None = key(None, "vocabulary size, the rows of the embedding; null: the tokenizer's size")
     dim: Size = key(512, "width of the residual stream")
     layers: int = key(6, "transformer blocks", ge=1, le=10_000)
     heads: Size = key(8, "attention heads")
-    context: Size = key(512, "tokens a sequence")
+    context: Size = key(512, "tokens per sequence")
     positions: Literal["learned", "rotary"] = key("learned", "position information")
-    rotary_fraction: float = key(1.0, "share of each attention head that rotates (Pythia: 0.25)", gt=0, le=1)
+    rotary_fraction: float = key(1.0, "share of each attention head's width that is rotated (Pythia: 0.25)", gt=0, le=1)
     attention: Literal["softmax", "linformer", "cosformer", "performer"] = key(
         "softmax", "kind of attention; only softmax can generate and be exported"
     )
@@ -263,7 +267,8 @@ class Model:
 @dataclass(frozen=True, config=STRICT)
 class ValuesOptim:
     optimizer: Literal["row-adam", "adam", "row-sgd"] = key(
-        "row-adam", "row-adam updates only the rows read; adam all of them; row-sgd those read, without moments"
+        "row-adam",
+        "row-adam updates only the rows that were read; adam all rows; row-sgd those read, without moments",
     )
     lr: ValuesRate = key(1e-3, "peak learning rate of the memory values")
     betas: tuple[Fraction, Fraction] = key((0.9, 0.999), "Adam's decay rates")
@@ -280,7 +285,7 @@ class ValuesOptim:
 
 @dataclass(frozen=True, config=STRICT)
 class TablesOptim:
-    optimizer: Literal["row-adam", "adam"] = key("adam", "row-adam updates only the rows read")
+    optimizer: Literal["row-adam", "adam"] = key("adam", "row-adam updates only the rows that were read")
     lr_scale: LearningRate = key(
         3.0,
         "peak learning rate of the tables, as a multiple of optim.lr; 1 in MF, where optim.lr is that of the tables",
@@ -300,7 +305,7 @@ class NGramOptim(TablesOptim):
 @dataclass(frozen=True, config=STRICT)
 class KeysOptim:
     lr_scale: float = key(
-        1.0, "peak learning rate of the keys, as a multiple of optim.lr; 0: they stay as initialized", ge=0, le=1000
+        1.0, "peak learning rate of the keys, as a multiple of optim.lr; 0: they stay as initialised", ge=0, le=1000
     )
 
 
@@ -313,7 +318,8 @@ class Optim:
     warmup_steps: Steps = key(4000, "steps of linear warm-up; inverse-sqrt needs at least 1")
     final_lr: Share = key(0.1, "cosine and linear end at this share of the peak")
     decay_steps: Steps = key(
-        0, "last steps, in which the learning rates of all schedules fall linearly to final_lr of what they are"
+        0,
+        "last steps, in which all learning rates of any schedule fall linearly to final_lr of what they are",
     )
     weight_decay: WeightDecay = key(
         0.0, "decoupled weight decay of dense matrices (never keys, biases, norms, values or tables)"
@@ -332,24 +338,28 @@ class Optim:
 @dataclass(frozen=True, config=STRICT)
 class Train:
     steps: Size = key(20000, "optimizer steps")
-    batch_tokens: Size = key(65536, "tokens an optimizer step, over all ranks and micro-batches")
-    micro_batch: Size = key(16, "sequences a rank takes in one forward")
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = key("auto", "arithmetic of the forward; weights stay fp32")
+    batch_tokens: Size = key(65536, "tokens per optimizer step, over all ranks and micro-batches")
+    micro_batch: Size = key(16, "sequences per forward pass of a rank")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = key("auto", "precision of the forward pass; weights stay fp32")
     compile: bool = key(False, "compile attention and FFNs with torch.compile; needs a C++ compiler on a CPU")
     recompute: bool = key(False, "keep no activations within blocks: less memory, about a third more time")
     seed: int = key(1, "seed of initial weights, data order and dropout", ge=0, le=2**63 - 1)
     init_from: str | None = key(
-        None, "start from the weights of another run (its best checkpoint); modules that it lacks start anew"
+        None,
+        "start from the weights of another run (its best checkpoint); modules that it lacks start from initial weights",
     )
-    only: Literal["all", "values"] = key("all", "values: only the memory's values move; all else stays to the bit")
+    only: Literal["all", "values"] = key(
+        "all", "values: train only the memory's values; all else stays the same, bit for bit"
+    )
 
 
 @dataclass(frozen=True, config=STRICT)
 class Finetune:
     slots: SlotScore = key(
-        "all", "of the slots that a step reads, move all, or those first by reads, tf-idf or KL (Lin et al. 2025)"
+        "all",
+        "which of the slots that a step reads it changes: all, or the best by reads, tf-idf or KL (Lin et al. 2025)",
     )
-    top: Size = key(500, "slots of each table that a step may move")
+    top: Size = key(500, "slots of each table that a step may change")
     background: str | None = key(
         None, "file of `pkmlm usage-report --background`, which tfidf and kl need; in the working directory"
     )
@@ -358,23 +368,24 @@ class Finetune:
 @dataclass(frozen=True, config=STRICT)
 class Eval:
     every: Steps = key(500, "steps between validations; 0: only at the end")
-    tokens: Size | None = key(None, "validate on the first so many tokens of the split; null: on all")
-    patience: Size | None = key(None, "stop after so many validations without a better one; null: never")
+    tokens: Size | None = key(None, "validate on this many tokens from the beginning of the split; null: on all")
+    patience: Size | None = key(None, "stop after this many validations without improvement; null: never")
     recalibrate: Steps = key(
-        0, "forwards over training tokens that renew the query norm's running statistics before a validation; 0: none"
+        0,
+        "forward passes on training tokens that renew the query norm's statistics before a validation; 0: none",
     )
-    sample: str | None = key(None, "continue this text after each validation and log it")
+    sample: str | None = key(None, "a text that is continued and logged after each validation")
 
 
 @dataclass(frozen=True, config=STRICT)
 class Checkpoint:
     every: Size = key(1000, "steps between checkpoints; one is also saved at the end and on request")
-    keep: int = key(2, "newest checkpoints to keep, and the best one; at least 2", ge=2, le=MAX_INT)
+    keep: int = key(2, "how many of the newest checkpoints to keep, besides the best one; at least 2", ge=2, le=MAX_INT)
 
 
 @dataclass(frozen=True, config=STRICT)
 class Log:
-    every: Size = key(20, "steps between lines when the output is not a terminal")
+    every: Size = key(20, "steps between progress lines when the output is not a terminal")
     tensorboard: bool = key(False, "also write TensorBoard events (pip install pkmlm[sinks])")
     wandb: str | None = key(None, "also log to this Weights & Biases project (pip install pkmlm[sinks])")
 
