@@ -23,21 +23,21 @@ WRONG_NAME = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAM
 OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 COMMANDS = {  # each is in the module of its name
-    "tokenize": "Turn text into tokens: learn a tokenizer, write memory-mapped shards.",
-    "train": "Train the model of a recipe.",
-    "eval": "Perplexity on any text, and zero-shot tasks.",
-    "usage-report": "How the memory's slots are used.",
-    "slots": "What single slots hold, and who reads them.",
-    "probe": "What the memory is worth: the perplexity with other answers in its place.",
+    "tokenize": "Learn a tokenizer and turn text into tokens.",
+    "train": "Train the model of a recipe, or resume a run.",
+    "eval": "Measure perplexity on any text, and zero-shot tasks.",
+    "usage-report": "Show how the memory's slots are used.",
+    "slots": "Show what single slots hold, and which tokens read them.",
+    "probe": "Measure what the memory is worth, by replacing its output.",
     "generate": "Continue a text.",
     "export": "Write a model as a folder that transformers loads.",
-    "cost": "Parameters, operations, bytes and memory of a recipe, without building its model.",
-    "sweep": "Run every cell of a grid, and its table beside the paper's.",
-    "compare": "Runs side by side: curves, perplexity, usage, speed.",
-    "bench": "Speed on this machine.",
+    "cost": "Count parameters, operations, bytes and memory of a recipe.",
+    "sweep": "Train and measure every cell of a grid, and print a table.",
+    "compare": "Show runs side by side: curves, perplexity, usage, speed.",
+    "bench": "Measure speed on this machine.",
     "recipe": "Check a recipe, show it in full, list recipes and keys.",
-    "doctor": "Versions, devices, memory, disk, and what is wrong.",
-    "help": "The manual.",
+    "doctor": "Show versions, devices, memory, disk, and what is wrong.",
+    "help": "Show the manual.",
 }
 
 
@@ -101,7 +101,7 @@ def accept_anywhere(command: click.Command) -> None:
 )
 @click.version_option(__version__, message="pkmlm %(version)s")
 def cli() -> None:
-    """Train and measure language models whose capacity lies in a large, sparsely read memory.
+    """Train, evaluate and inspect language models with a large, sparsely read memory.
 
     \b
     From raw text to a measured model:

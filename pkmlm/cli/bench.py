@@ -80,7 +80,7 @@ def model_options(command: Callable[..., None]) -> Callable[..., None]:
 
 @click.group("bench")
 def command() -> None:
-    """Speed on this machine, as ratios taken side by side in one run.
+    """Measure speed on this machine, with all variants timed in turn in one run.
 
     \b
     Examples:
@@ -114,13 +114,13 @@ def command() -> None:
 def memory(
     num_keys: tuple[int, ...], only: tuple[str, ...], rounds: int, as_json: bool, quiet: bool, **shape: int
 ) -> None:
-    """A product-key memory beside the same layer in plain torch, and the FFN it replaces.
+    """Time a product-key memory, the same layer in plain torch, and the FFN it replaces.
 
-    The weighted sum of values alone, forward, forward and backward, and whole step with the optimizer's update, in
-    fp32 and interleaved; this package's layer sums the gradient of its values in the update. Plain torch sorts all k^2
-    candidates and sums values by EmbeddingBag: with dense gradients and Adam as it comes or fused, or with sparse
-    gradients and SparseAdam. All memories of a round share one value table and its moments. GB/s counts the rows that
-    must be read and written, once; the share is of a copy's bandwidth, taken in the same rounds.
+    Timed in turn, in fp32: the weighted sum of values alone; forward; forward and backward; and a whole step with the
+    optimizer's update. This package's layer sums the gradient of its values in the update. Plain torch sorts all k^2
+    candidates and sums values by EmbeddingBag, with dense gradients and default or fused Adam, or with sparse gradients
+    and SparseAdam. All memories of a round share one value table and its moments. GB/s counts the rows that must be
+    read and written, once; the share is that of a copy's bandwidth, measured in the same rounds.
 
     \b
     Examples:
@@ -159,7 +159,7 @@ def generate(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Whole models of RECIPE's shape decoding and scoring: what a memory costs, and what it saves.
+    """Time whole models of RECIPE's shape in decoding and scoring.
 
     dense: its layers without a memory; memory: with it; double: twice the layers; hash: a MemoryFormer. Random
     weights, random tokens, fp32. Decoding continues half a context, with a cache; scoring reads a whole context.
@@ -197,7 +197,7 @@ def train(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Whole models of RECIPE's shape training: forward, whole step, and one token at batch 1 (softmax attention only).
+    """Time whole models of RECIPE's shape in training: forward, step, and one token at batch 1 (softmax attention only).
 
     dense: its layers without a memory; memory: with it; double: twice the layers; hash: a MemoryFormer. Random
     weights and tokens; a step is `pkmlm train`'s own, in the recipe's precision, a forward that of one micro-batch.

@@ -31,12 +31,12 @@ def command(
     plot_log: bool,
     force: bool,
 ) -> None:
-    """RUNs side by side: size, training, perplexity, tasks, memory use, speed.
+    """Show RUNs side by side: size, training, perplexity, tasks, memory use, speed.
 
     Only what is in the run directories is shown: run `pkmlm eval` and `pkmlm usage-report` first for the test split's
-    numbers. What is missing shows as "-". Finished runs of one recipe that differ in their seed only are one row: the
-    mean, +- half the range from the least to the greatest. --over seconds times a step of each recipe, on this
-    machine, unless an earlier call has.
+    numbers. What is missing shows as "-". Finished runs of one recipe that differ only in their seed share one row: the
+    mean, +- half the range from the least to the greatest. --over seconds times a step of each recipe, on this machine,
+    unless an earlier call has.
 
     \b
     Examples:

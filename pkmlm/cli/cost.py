@@ -33,7 +33,7 @@ def byte_size(context: click.Context, parameter: click.Parameter, value: str | N
     type=click.Choice(["2", "4"]),
     default="2",
     show_default=True,
-    help="Bytes an entry of values and tables: 2 as the papers count (fp16), 4 for fp32.",
+    help="Bytes per entry of values and tables: 2 as the papers count (fp16), 4 for fp32.",
 )
 @click.option(
     "--hash-layer",
@@ -55,7 +55,7 @@ def byte_size(context: click.Context, parameter: click.Parameter, value: str | N
     "--device-memory",
     metavar="SIZE",
     callback=byte_size,
-    help="With --world: memory of a device, as 80GB; says the largest memory that fits.",
+    help="With --world: memory of a device, e.g. 80GB; shows the largest model memory that fits.",
 )
 @json_option
 def command(
@@ -68,9 +68,9 @@ def command(
     device_memory: int | None,
     as_json: bool,
 ) -> None:
-    """Parameters, operations, bytes and memory of RECIPE's model, without building it.
+    """Count parameters, operations, bytes and memory of RECIPE's model, without building it.
 
-    A multiply-add is counted once, over one sequence of model.context tokens. "built" sums the layers;
+    Operations are multiply-adds, each counted once, over one sequence of model.context tokens. "built" sums the layers;
     "paper" is the block formula of MemoryFormer, for the blocks that it describes. Training memory is an
     estimate: fp32 weights, gradients and Adam moments, and one micro-batch of activations; train.precision=auto
     is counted as fp32 (on a GPU it may be bf16: -s train.precision=bf16). --world counts what each rank holds

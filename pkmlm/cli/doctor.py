@@ -30,9 +30,9 @@ LITTLE_DISK, LITTLE_MEMORY = 5 * GIGA, 2 * GIGA
 @click.command()
 @json_option
 def command(as_json: bool) -> None:
-    """Versions, devices, memory, disk, and what is wrong.
+    """Show versions, devices, memory, disk, and what is wrong.
 
-    Exits with 0 when pkmlm can work here, also with warnings, and with 1 when it cannot.
+    The exit code is 0 if pkmlm can work here, also with warnings, and 1 if it cannot.
 
     \b
     Examples:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     "--stride",
     metavar="N",
     type=click.IntRange(min=1),
-    help="Tokens scored by a window, at most the context; fewer see more before them. Default: the context.",
+    help="Tokens that a window scores, at most the context; with fewer, each has more before it. Default: the context.",
 )
 @click.option(
     "--tasks",
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     "--batch-size",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Questions a forward. Default: by their length; halved where memory runs out.",
+    help="Questions per forward pass. Default: by their length; halved if memory runs out.",
 )
 @click.option(
-    "--log-samples", type=PATH, metavar="FILE", help="Write what each document was asked and scored, as JSON lines."
+    "--log-samples", type=PATH, metavar="FILE", help="Write the requests and scores of each document, as JSON lines."
 )
 @base_option
 @force_option
@@ -68,7 +68,7 @@ def command(
     quiet: bool,
     **options: Any,
 ) -> None:
-    """Perplexity of RUN's model on a split or any text, and its accuracy on zero-shot tasks.
+    """Measure perplexity of RUN's model on a split or any text, and its accuracy on zero-shot tasks.
 
     Perplexity is that of lm-evaluation-harness for rolling tasks: documents never share context, words are split by
     white space, bytes are those of UTF-8. With --tasks it is computed only if --split, --text or --data asks for it.

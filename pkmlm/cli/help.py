@@ -37,7 +37,7 @@ def title(topic: str) -> str:
 @click.command()
 @click.argument("topic", required=False, type=click.Choice(TOPICS), metavar="[TOPIC]")
 def command(topic: str | None) -> None:
-    """The manual: its topics, or the page of one.
+    """Show the topics of the manual, or the page of one.
 
     A terminal shows a page formatted, in a pager; anything else gets its text.
 

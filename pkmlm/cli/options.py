@@ -108,7 +108,7 @@ over_option = click.option(
     "--over",
     callback=several(click.Choice(OVERS)),
     metavar=",".join(OVERS),
-    help="Also compare at equal amounts of these, and draw over them; seconds: of steps timed now, side by side.",
+    help="Also compare at equal amounts of these, and draw over them; for seconds, steps are timed now, side by side.",
 )
 
 
@@ -121,7 +121,7 @@ def plot_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--plot-width",
             type=click.FloatRange(3, 20),
             metavar="INCHES",
-            help="Width of pictures for a paper, without their titles: 3.3 fits a column. Default: 6, with titles.",
+            help="Width of pictures for a paper, without titles; 3.3 fits a column. Default: 6, with titles.",
         ),
         click.option(
             "--plot-format",
@@ -129,7 +129,7 @@ def plot_options(command: Callable[..., Any]) -> Callable[..., Any]:
             show_default=True,
             callback=several(click.Choice(["png", "pdf", "svg"])),
             metavar="png,pdf,svg",
-            help="Format of pictures, or several.",
+            help="Formats of pictures: one or several.",
         ),
     ):
         command = option(command)
@@ -140,7 +140,7 @@ base_option = click.option(
     "--base",
     type=PATH,
     metavar="DIR",
-    help="The model that RUN is attached to, where RUN is the folder of an attached memory. Default: where it was.",
+    help="Folder of the pretrained model, if RUN is an attached memory. Default: where it was.",
 )
 force_option = click.option("--force", is_flag=True, help="Overwrite what is there.")
 

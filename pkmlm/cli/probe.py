@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     type=PATH,
     multiple=True,
     metavar="RUN",
-    help="A run without memory, at the same --step, to set beside it. May be repeated.",
+    help="A run without memory to compare with, at the same --step. May be repeated.",
 )
 @partial(text_options, reads_train=True)
 @click.option(
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     default=1_000_000,
     show_default=True,
     metavar="N",
-    help="Tokens of the train split, evenly spaced, over which means are taken. More know more pairs of tokens.",
+    help="Tokens of the train split, evenly spaced, over which means are taken. More tokens cover more pairs.",
 )
 @plots_option
 @plot_options
@@ -64,16 +64,16 @@ def command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """What RUN's memory is worth: the text's perplexity with another answer in the place of the memory's own.
+    """Measure what RUN's memory is worth: the text's perplexity after the memory's output is replaced.
 
-    Nothing is trained. The other answers: zero; the memory's with its values redrawn; with slots drawn at random; the
-    mean answer to the token (over the train split); to the token and the one before it; the memory's own at
-    another position of the same token. Each is given in nats a token above the real perplexity, with an interval over
-    documents, and as a share of the gain: 100 % is as good as the memory, 0 % as bad as zero, less is worse. A
-    memory of which the token's mean keeps all is a second embedding.
+    Nothing is trained. The output is replaced by zero; by that of redrawn values; by that of random slots; by its mean
+    for the token (over the train split); by its mean for the token and the one before it; and by the output at another
+    position of the same token. For each, the loss above the real one is given in nats per token, with an interval over
+    documents, and as a share of the memory's gain: 100 % is as good as the memory, 0 % as bad as zero, less is worse.
+    If the token's mean keeps all of the gain, the memory is only a second embedding.
 
-    The rest of the model has been trained with the memory, so that zero overstates its worth. What a model without it
-    learns says --dense. Hash layers are probed by name, those of all blocks together. The numbers are only printed.
+    The rest of the model was trained with the memory, so zero overstates its worth; --dense shows what a model without
+    it learns. Hash layers are probed by name, those of all blocks together. Results are printed, not stored.
 
     \b
     Examples:

@@ -34,7 +34,7 @@ def check(settings: dict[str, bool], files: tuple[str, ...], overrides: tuple[st
     """Check recipes: their keys, types, ranges, and what must hold between keys.
 
     Names the line of the first mistake in each file, and exits with 2 if there is one. Warns about what is valid but
-    hardly meant: keys without effect, warm-ups longer than training.
+    probably not meant: keys without effect, warm-ups longer than training.
 
     \b
     Examples:

@@ -45,21 +45,23 @@ def command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """What the slots of RUN's memory hold, and who reads them.
+    """Show what the slots of RUN's memory hold, and which tokens read them.
 
     For a split or a text: the slots with most mass, what their values say, and what the contexts that read
     them have in common. With --slot: one slot in full. With PROMPT: the strongest slots of each of its tokens.
 
-    What a value says is read off by the output head, without what later layers make of it: a rough approximation,
-    the rougher the earlier the layer. The map of a memory with a gate is applied, the gate itself is not: how much of
-    a value it lets through depends on the token. Nor is the activation of PEER's experts, which multiplies their
-    values and may turn their sign: weights and masses are those that the router gives. A pattern is what at least half
-    of a slot's ten strongest contexts share: their token, the next or the previous one, or the place in the model's
-    window. "Shuffled" is how many slots have one by chance: with all contexts shuffled among the slots shown.
+    What a value says is read by the output head, without the effect of later layers: a rough approximation, and rougher
+    for earlier layers. A gated memory's map is applied, but not its gate, which depends on the token. For PEER, the
+    activation of an expert is left out, which multiplies its value and may change the sign; weights and masses are the
+    router's.
 
-    Reads of an n-gram memory all weigh 1: contexts and PROMPT's slots are then the first, not the strongest. Of such a
-    memory, also how many distinct n-grams are alone in their row, beside what is expected of rows drawn at
-    random; with --slot, the n-grams of the text that fall into the row.
+    A pattern is what at least half of a slot's ten strongest contexts share: the token, the next or the previous token,
+    or the position in the model's window. "Shuffled" is how many slots have one by chance, with all contexts shuffled
+    among the slots shown.
+
+    Reads of an n-gram memory all weigh 1, so its contexts and PROMPT's slots are the first ones, not the strongest. For
+    such a memory the command also shows how many distinct n-grams are alone in their row, and how many would be with
+    random rows; with --slot, the n-grams of the text that fall into the row.
 
     \b
     Examples:

@@ -19,11 +19,18 @@ GPU = re.compile(r"[0-9]+|(GPU|MIG)-[\w/-]+", re.ASCII)  # as CUDA_VISIBLE_DEVIC
 @click.option("-o", "--output", type=PATH, metavar="DIR", help="The folder for runs, table, plots and results.json.")
 @click.option("--scale", metavar="NAME", help="One of the grid's scales, e.g. cpu, gpu or paper. Default: its first.")
 @set_option
-@click.option("--jobs", metavar="N", type=click.IntRange(min=1), help="Cells at a time. Default: 1, or one a --device.")
+@click.option(
+    "--jobs", metavar="N", type=click.IntRange(min=1), help="Cells at a time. Default: 1, or one per --device."
+)
 @click.option("--device", "devices", metavar="N,...", help="GPUs to use, a cell on each. Default: the first.")
 @click.option("--task-data", type=PATH, metavar="DIR", help="Where DIR/TASK.jsonl holds the rows of zero-shot tasks.")
 @click.option("--dry-run", is_flag=True, help="List the cells with their parameters and operations; train nothing.")
-@click.option("--table", "table_only", is_flag=True, help="Train nothing: the table of what DIR holds, with its -s.")
+@click.option(
+    "--table",
+    "table_only",
+    is_flag=True,
+    help="Train nothing: print the table of what DIR holds, with the -s of its training.",
+)
 @over_option
 @plot_options
 @quiet_option
@@ -42,7 +49,7 @@ def command(
     plot_width: float | None,
     quiet: bool,
 ) -> int:
-    """Train and measure every cell of GRID, and print the table beside the paper's numbers.
+    """Train and measure every cell of GRID, and print a table next to the paper's numbers.
 
     The same command again resumes where it stopped: cells that are done or diverged are skipped. Tuned values are
     chosen by the validation loss of the last step. Means are over seeds; +- is half the range from least to greatest.

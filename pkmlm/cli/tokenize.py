@@ -114,7 +114,7 @@ def command(
     32 MiB of TRAIN, chosen at random. DIR is the same, byte for byte, on every run and for any --jobs.
 
     Several machines can share the work: each encodes a part, and one of them joins the parts to the same DIR, byte for
-    byte. A part takes whole files, so TRAIN needs at least N of them; give every machine the same files.
+    byte. Give every machine the same files. A part takes whole files, so TRAIN needs at least N of them.
 
     \b
     Examples:

@@ -19,9 +19,11 @@ from pkmlm.errors import UserError
     type=click.Choice(["auto", "must", "never"]),
     default="auto",
     show_default=True,
-    help="Resume from RUN's latest checkpoint: if there is one, or fail without one, or refuse to.",
+    help="Resume from RUN's latest checkpoint: auto, if there is one; must: fail without one; never: fail with one.",
 )
-@click.option("--dry-run", "dry", is_flag=True, help="Resolve, count, estimate memory, run one batch; write nothing.")
+@click.option(
+    "--dry-run", "dry", is_flag=True, help="Count parameters, estimate memory and run one batch; write nothing."
+)
 @click.option(
     "--verify",
     is_flag=True,
@@ -41,8 +43,9 @@ def command(
 ) -> int:
     """Train the model of RECIPE on tokens that `pkmlm tokenize` wrote.
 
-    The same command again resumes the run where it stopped; Ctrl-C and SIGTERM save a checkpoint first. Several
-    processes, by --nproc or torchrun, share each batch; `pkmlm help processes` has more.
+    RECIPE is a file, or a name that `pkmlm recipe list` lists. The same command resumes a run that was stopped; Ctrl-C
+    and SIGTERM first save a checkpoint. Several processes, started by --nproc or torchrun, share each batch: see `pkmlm
+    help processes`.
 
     \b
     Examples:

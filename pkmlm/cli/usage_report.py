@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 @format_option
 @plots_option
 @plot_options
-@click.option("--html", type=PATH, metavar="FILE", help="Also write one page to look at it all, down to single slots.")
+@click.option(
+    "--html", type=PATH, metavar="FILE", help="Also write an HTML page that shows it all, down to single slots."
+)
 @click.option(
     "--export",
     "export_file",
@@ -56,8 +58,8 @@ if TYPE_CHECKING:
     "background_file",
     type=PATH,
     metavar="FILE",
-    help="Count in how many batches of a text each slot is read, for slot-wise fine-tuning, and write that (.npz), "
-    "instead of a report. Default text: train; one run.",
+    help="Instead of a report, count in how many batches of a text each slot is read, for slot-wise fine-tuning (.npz; "
+    "one run). Default text: train.",
 )
 @click.option(
     "--batches",
@@ -65,13 +67,13 @@ if TYPE_CHECKING:
     default=1000,
     show_default=True,
     metavar="N",
-    help="Of --background: how many to count, evenly spread over the text; all, if it has fewer.",
+    help="With --background: batches to count, evenly spread over the text; all, if it has fewer.",
 )
 @click.option(
     "--batch-tokens",
     type=click.IntRange(1),
     metavar="N",
-    help="Of --background: tokens of a batch. Default: those of a step of the run's training.",
+    help="With --background: tokens of a batch. Default: as in a step of the run's training.",
 )
 @base_option
 @force_option
@@ -93,12 +95,12 @@ def command(
     force: bool,
     quiet: bool,
 ) -> None:
-    """How the slots of each RUN's memories and hash tables are used on a text.
+    """Show how the slots of each RUN's memories and hash tables are used on a text.
 
-    Usage is the share of slots read at all; KL is the distance from uniform reading, in nats; both stand
-    beside what the same reads give at random slots. Reads are weighed by their weight (mass) and counted (count).
-    Results are kept in RUN/usage/, so that the same report comes without a pass over the text the next time. Under
-    torchrun, processes share the pass (not that of --html); the numbers are those of one.
+    Usage is the share of slots read at all; KL is the distance from uniform reading, in nats; both are shown with the
+    values for the same reads at random slots. Mass sums the weights of reads, count counts them. Results are kept in
+    RUN/usage/, so that the same report comes without a pass over the text the next time. Under torchrun, processes
+    share the pass (not that of --html); the numbers are those of one.
 
     \b
     Examples:
