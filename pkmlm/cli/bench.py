@@ -197,7 +197,7 @@ def train(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Time whole models of RECIPE's shape in training: forward, step, and one token at batch 1 (softmax attention only).
+    """Time whole models of RECIPE's shape in training: forward, step, and a token at batch 1 (softmax attention only).
 
     dense: its layers without a memory; memory: with it; double: twice the layers; hash: a MemoryFormer. Random
     weights and tokens; a step is `pkmlm train`'s own, in the recipe's precision, a forward that of one micro-batch.

@@ -30,6 +30,12 @@ def commands(text: str) -> list[str]:
     return [line[2:] for block in blocks(text, "console") for line in block.splitlines()]
 
 
+def anchors(page: Path) -> list[str]:
+    """Of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)", page.read_text(), re.M)
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
 def run_python(program: str, folder: Path) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", program]
@@ -131,8 +137,11 @@ def test_no_link_is_dead():
     pages = [ROOT / "README.md", *(ROOT / "recipes").rglob("README.md"), ROOT / ".github" / "CONTRIBUTING.md"]
     for page in [*pages, *MANUAL.glob("*.md")]:
         for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
-            if not link.startswith(("http", "#")):
-                assert (page.parent / link).exists(), f"{page.name}: {link}"
+            if not link.startswith("http"):
+                file, _, anchor = link.partition("#")
+                target = page.parent / file if file else page
+                assert target.exists(), f"{page}: {link}"
+                assert not anchor or anchor in anchors(target), f"{page}: {link}"
 
 
 def test_the_manual_names_every_key_and_exit_code():
