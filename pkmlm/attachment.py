@@ -38,7 +38,7 @@ from pkmlm.model.attached import (
 )
 from pkmlm.model.memory.values import Values, tables_of
 from pkmlm.runs.directory import tokenizer_file
-from pkmlm.train.parallel import all_gather_row_gradients
+from pkmlm.train.parallel import all_gather_row_gradients, even_row_gradients
 from pkmlm.train.row_adam import adam_rows, check_settings, update_rows
 
 
@@ -431,6 +431,7 @@ class RowAdamW(torch.optim.AdamW):
         world = current_world()
         for table in self.tables:
             if table.gradient:
+                even_row_gradients(table.gradient, world)  # of texts that each rank pads by itself
                 all_gather_row_gradients(table.gradient, world)
                 table.gradient.scale /= world.size
                 update_rows(table, partial(adam_rows, self, self.param_groups[-1]))

@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
 from pkmlm.distributed import World, is_shard
+from pkmlm.kernels.matmul import cat
 from pkmlm.kernels.row_gradient import RowGradient, exchange_bytes
 from pkmlm.model.memory.key_memory import KeyMemory
 from pkmlm.model.memory.values import Values
@@ -107,6 +109,28 @@ def all_gather_row_gradients(gradient: RowGradient, ranks: World) -> None:
             return
     sums_KD, read_K = gradient.fold()
     gradient.replace([], (ranks.all_sum(sums_KD), ranks.all_any(read_K)))
+
+
+def even_row_gradients(gradient: RowGradient, ranks: World) -> None:
+    """Let ranks whose batches differ in size send equally much, as `all_gather_row_gradients` needs it: one with fewer
+    tokens repeats the reads of its last one, with weight 0, which changes no row. Where one has sums, all make them.
+
+    Args:
+        gradient, ranks: as there; each rank has had a backward pass.
+    """
+    if ranks.size == 1 or not gradient:
+        return
+    reads, sums = gradient.reads, gradient.sums
+    device = (sums or reads[0])[0].device
+    own_12 = torch.tensor([[sum(len(x) for x, _, _ in reads), sums is not None]], device=device)
+    tokens_W, summed_W = ranks.all_gather(own_12).unbind(1)
+    if summed_W.any():
+        gradient.fold()
+        return
+    x_ND, slots_Nr, weights_Nr = (cat(parts) for parts in zip(*reads, strict=True))
+    at_N = torch.arange(int(tokens_W.max()), device=device).clamp(max=len(x_ND) - 1)
+    weights_Nr = pad(weights_Nr, (0, 0, 0, len(at_N) - len(x_ND)))
+    gradient.replace([(x_ND[at_N], slots_Nr[at_N], weights_Nr)])
 
 
 def shard_dense_parameters(model: Transformer, ranks: int) -> None:

@@ -29,7 +29,7 @@ from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.schema import Finetune, Hash, Memory, Model, NGram, Optim, Parallel, Recipe, Train, ValuesOptim
 from pkmlm.runs import checkpoint
 from pkmlm.train import validation  # noqa: F401 (loaded once, for all children)
-from pkmlm.train.parallel import all_gather_row_gradients
+from pkmlm.train.parallel import all_gather_row_gradients, even_row_gradients
 from pkmlm.train.step import StepResult, TrainState, train_step
 from pkmlm.train.validation import recalibrate
 from tests.golden.test_curves import Stream
@@ -406,6 +406,35 @@ def failing_rank(words: list[str]) -> None:
     command(words)
 
 
+def row_gradients_of_other_sizes(rows: int) -> None:
+    """Two ranks with batches of other sizes, in other numbers of passes, whose reads are those of one process."""
+    draw = torch.Generator().manual_seed(1)
+    reads = [
+        [
+            (
+                torch.randn(n, 3, generator=draw),
+                torch.randint(rows, (n, 2), generator=draw),
+                torch.rand(n, 2, generator=draw),
+            )
+            for n in sizes
+        ]
+        for sizes in ((4, 2), (9,))
+    ]
+    one = RowGradient(rows)
+    for each in (*reads[0], *reads[1]):
+        one.add(*each)
+    with init_distributed() as world:
+        own = RowGradient(rows)
+        for each in reads[world.rank]:
+            own.add(*each)
+        even_row_gradients(own, world)
+        all_gather_row_gradients(own, world)
+        assert torch.equal(own.joined()[1].rows_U, one.joined()[1].rows_U)
+        torch.testing.assert_close(own.dense(), one.dense())
+        every = world.all_gather(own.dense()[None])
+        assert torch.equal(every[0], every[1])
+
+
 def attached_to_a_model() -> None:
     """A memory attached to a model under DDP: each rank with its texts, and both with those of all as one process."""
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -417,13 +446,13 @@ def attached_to_a_model() -> None:
     ngrams = {"kind": "ngram", "heads": 2, "rows": 11, "row_dim": 4, "canonical": False}
     ids = torch.randint(50, (2, 4, 16), generator=torch.Generator().manual_seed(3))  # micro-batches of four texts
 
-    def trained(world: World, memory: dict[str, Any]) -> dict[str, Tensor]:
+    def trained(world: World, memory: dict[str, Any], shorter: int = 0) -> dict[str, Tensor]:
         torch.manual_seed(0)
         model = GPT2LMHeadModel(GPT2Config(vocab_size=50, bos_token_id=0, eos_token_id=0, **sizes)).eval()
         attachment = pkmlm.attach(model, memory, layers=[1, 2], seed=4)
         optimizer = attachment.optimizer(0.01)
         called: nn.Module = model if world.size == 1 else nn.parallel.DistributedDataParallel(model)
-        own = ids.chunk(world.size, 1)[world.rank]
+        own = ids.chunk(world.size, 1)[world.rank][..., shorter * world.rank :]
         for _ in range(3):
             for texts in own:
                 (called(input_ids=texts, labels=texts).loss / len(own)).backward()
@@ -438,5 +467,9 @@ def attached_to_a_model() -> None:
         for memory, expected in zip((keys, ngrams), alone, strict=True):
             for name, tensor in trained(world, memory).items():
                 torch.testing.assert_close(tensor, expected[name], msg=name, atol=1e-6, rtol=1e-4)
+                every = world.all_gather(tensor[None])
+                assert (every == every[0]).all(), name
+        for num_keys in (8, 64):  # sums travel, reads do
+            for name, tensor in trained(world, {**keys, "num_keys": num_keys}, shorter=6).items():
                 every = world.all_gather(tensor[None])
                 assert (every == every[0]).all(), name

@@ -34,6 +34,11 @@ def test_divergence_on_one_rank_ends_all_and_is_told_once(ranks):
     assert second.stdout == ""
 
 
+@pytest.mark.parametrize("rows", [100, 5, 1])  # reads travel; sums do; one rank has made sums by itself
+def test_ranks_with_batches_of_other_sizes_have_the_gradient_of_all(ranks, rows):
+    ranks.run(2, "row_gradients_of_other_sizes", rows=rows)
+
+
 @pytest.mark.slow
 def test_two_ranks_train_an_attached_memory_as_one(ranks):
     ranks.run(2, "attached_to_a_model")
