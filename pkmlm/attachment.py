@@ -374,14 +374,15 @@ def checked(inputs: Mapping[str, Any], name: str, vocab_size: int) -> tuple[Tens
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """A model in evaluation mode, without gradients, while the `with` block runs."""
-    training = model.training
+    """A model in evaluation mode, without gradients, while the `with` block runs; then each part in its own again."""
+    modes = {part: part.training for part in model.modules()}
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train(training)
+        for part, training in modes.items():
+            part.training = training
 
 
 class RowAdamW(torch.optim.AdamW):

@@ -350,6 +350,17 @@ def test_operations_are_counted_by_hand():
     assert attachment.flops_per_token() == 2 * (32 * 32 + 2 * 2 * 16 * 8 + 8 * 32)
 
 
+def test_looking_leaves_each_part_in_its_mode():
+    """A dropout that is off stays off while the rest trains."""
+    model = base("gpt2").train()
+    for block in model.transformer.h:
+        block.mlp.dropout.eval()
+    attachment = pkmlm.attach(model, KEYS, layers=[1])
+    modes = [part.training for part in model.modules()]
+    attachment.usage([IDS])
+    assert [part.training for part in model.modules()] == modes
+
+
 def test_usage_counts_what_is_no_padding():
     attachment = pkmlm.attach(base(), MEMORIES["memory-plus"], layers=[1, 2])
     mask = torch.ones_like(IDS)
