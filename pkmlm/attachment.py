@@ -233,9 +233,14 @@ class Attachment:
             chosen = [table.weight_KD for table in tables.values()]
             groups.append({"params": chosen, "lr": lr_of_values, "betas": values_betas})
         optimizer = RowAdamW(groups, list(tables.values()), lr, betas, self)
-        ignored = [*getattr(self.model, "_ddp_params_and_buffers_to_ignore", ()), *names]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, ignored)
+        self._hide_from_ddp(names)
         return optimizer
+
+    def _hide_from_ddp(self, names: Iterable[str]) -> None:
+        """Let DistributedDataParallel leave out these parameters of what is attached, and no others of it."""
+        ignored = getattr(self.model, "_ddp_params_and_buffers_to_ignore", ())
+        others = [name for name in ignored if not name.startswith(f"{NAME}.")]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, [*others, *names])
 
     def _check(self) -> None:
         """Refuse to go on with what was taken away: the model runs without it, and may hold another by now."""
@@ -271,6 +276,7 @@ class Attachment:
         """Take away what is attached: the model computes as before, and trains what it trained before."""
         self._check()
         self._remove()
+        self._hide_from_ddp(())  # what is attached next may have the same names, and another optimizer
         for parameter in self._frozen:
             parameter.requires_grad_(True)
 

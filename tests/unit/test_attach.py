@@ -350,6 +350,15 @@ def test_operations_are_counted_by_hand():
     assert attachment.flops_per_token() == 2 * (32 * 32 + 2 * 2 * 16 * 8 + 8 * 32)
 
 
+def test_ddp_sums_the_tables_of_what_is_attached_next():
+    model = base()
+    first = pkmlm.attach(model, KEYS, layers=[1])
+    first.optimizer(0.01)
+    first.detach()
+    pkmlm.attach(model, KEYS, layers=[1])  # trains with an optimizer that knows nothing of tables
+    assert not model._ddp_params_and_buffers_to_ignore
+
+
 def test_looking_leaves_each_part_in_its_mode():
     """A dropout that is off stays off while the rest trains."""
     model = base("gpt2").train()
