@@ -8,6 +8,7 @@ for a gzip file without text, and hides the stored bytes.)
 import glob
 import hashlib
 import os
+import shlex
 import stat
 import sys
 import tempfile
@@ -237,7 +238,8 @@ def find_source(name: str, format: str | None) -> Source:
     with read_errors(name):
         mode = os.stat(name).st_mode
         if stat.S_ISDIR(mode):
-            raise UserError(f"{name} is a folder (expected a file)", f"name its files: '{name.rstrip('/')}/*'")
+            files = os.path.join(glob.escape(name), "*")
+            raise UserError(f"{name} is a folder (expected a file)", f"name its files: {shlex.quote(files)}")
         if not stat.S_ISREG(mode):
             hint = "write it into a file, or give it as standard input, by the name -"
             raise UserError(f"{name} is not a regular file", hint)

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -344,6 +345,16 @@ def test_sources_are_sorted_and_each_file_comes_once(tmp_path):
 def test_a_file_whose_name_looks_like_a_glob_is_itself(tmp_path):
     (tmp_path / "a[1].txt").write_text("x")
     assert len(find_sources([str(tmp_path / "a[1].txt")])) == 1
+
+
+def test_the_hint_for_a_folder_finds_its_files_whatever_its_name(tmp_path):
+    folder = tmp_path / "it's [red] *"
+    folder.mkdir()
+    (folder / "a.txt").write_text("x")
+    with pytest.raises(UserError, match="is a folder") as refused:
+        find_sources([f"{folder}/"])
+    (pattern,) = shlex.split(refused.value.hint.partition(": ")[2])
+    assert len(find_sources([pattern])) == 1
 
 
 @pytest.mark.parametrize(
