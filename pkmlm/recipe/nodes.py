@@ -105,7 +105,10 @@ def parse(text: str, file: str, *, lines: bool = True) -> Node:
         root = composer.get_single_node()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise UserError(f"{place(mark)}: {error.problem or error.context or 'cannot be read'}", HINT) from None
+        problem = error.problem or error.context or "cannot be read"
+        if problem.startswith("but found"):  # the second half of a sentence
+            problem = f"{error.context}, {problem}"
+        raise UserError(f"{place(mark)}: {problem}", HINT) from None
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
         line, column = before.count("\n") + 1, error.position - before.rfind("\n")

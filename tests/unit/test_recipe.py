@@ -108,7 +108,7 @@ def test_numbers_are_read_by_the_type_of_their_key(recipe_file: Path) -> None:
         ("model: &a {dim: 5}\n", ":1:8: anchors"),
         ("model: !!map {}", ":1:8: tags"),
         ("<<: {a: 1}\n", ":1:1: merge keys"),
-        ("name: a\n---\nname: b\n", ":2:1: but found another document"),
+        ("name: a\n---\nname: b\n", ":2:1: expected a single document in the stream, but found another document"),
         ('name: "\\UFFFFFFFF"', ":1:10: an escape"),
         (b"name: a\0b", ":1:8: the character U+0000"),
         (b"ok: 1\nname: a\xffb", ":2:8: byte 13 is not UTF-8"),
