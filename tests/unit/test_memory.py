@@ -55,6 +55,16 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("shape", [(24,), (2, 3, 4), (1, 1, 24)])
+def test_a_token_may_lie_anywhere(name, shape):
+    """In networks without sequences, or of images; 24 is also how many entries the norm of queries has."""
+    layer = LAYERS[name]()
+    x = torch.randn(2, 12, {"hash": 12, "block": 16}.get(name, 10))
+    out = layer(x)
+    torch.testing.assert_close(layer(x.view(*shape, -1)), out.view(*shape, -1))
+
+
+@pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_made_by_hand_is_drawn_from_torchs_generator(name):
     torch.manual_seed(1)
     first, other = LAYERS[name](), LAYERS[name]()

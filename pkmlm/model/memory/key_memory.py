@@ -62,7 +62,7 @@ class KeyMemory(SparseMemory):
         layer: int = 1,
         momentum: float = 0.1,
     ):
-        """A memory that maps (B, T, dim) to (B, T, dim), drawn from torch's generator (`torch.manual_seed`).
+        """A memory that maps (..., dim) to (..., dim), drawn from torch's generator (`torch.manual_seed`).
 
         Args:
             dim: width of the input and of the output (D).
@@ -153,8 +153,8 @@ class KeyMemory(SparseMemory):
 
     @uncompiled
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """(B, T, D) to (B, T, D), in the dtype of the rows read, or of the map W2; search and softmax are in fp32."""
-        x_ND = x_BTD.flatten(0, 1)
+        """(..., D) to (..., D), in the dtype of the rows read, or of the map W2; search and softmax are in fp32."""
+        x_ND = x_BTD.flatten(0, -2)
         q_NHq = self.query(x_ND)
         with without_autocast(x_BTD.device):
             scores_NHk, slots_NHk = self.select(at_least_fp32(q_NHq))
