@@ -32,6 +32,7 @@ EXPECTED = {
     "bool_type": "true or false",
     "string_type": "text",
     "dict_type": "a mapping",
+    "tuple_type": "a tuple",
     "greater_than": "more than {gt:g}",
     "greater_than_equal": "{ge:g} or more",
     "less_than": "less than {lt:g}",
