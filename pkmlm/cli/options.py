@@ -1,5 +1,6 @@
 """Options that several commands share."""
 
+import math
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -112,6 +113,13 @@ over_option = click.option(
 )
 
 
+def refuse_nan(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
+    """The value of an option, which NaN is not, though it passes any range."""
+    if value is not None and math.isnan(value):
+        raise click.BadParameter("nan is not a number", context, parameter)
+    return value
+
+
 def plot_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that say how pictures are written. The command receives `plot_format` (names) and `plot_width`
     (inches, or None).
@@ -120,6 +128,7 @@ def plot_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--plot-width",
             type=click.FloatRange(3, 20),
+            callback=refuse_nan,
             metavar="INCHES",
             help="Width of pictures for a paper, without titles; 3.3 fits a column. Default: 6, with titles.",
         ),

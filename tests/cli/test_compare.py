@@ -388,8 +388,8 @@ def test_plots(run: Path, tmp_path: Path) -> None:
     pkmlm("compare", run, "--plots", tmp_path / "paper", *paper, "--over", "tokens")
     assert {path.suffix for path in (tmp_path / "paper").iterdir()} == {".pdf", ".svg"}
     assert "--plots" in pkmlm("compare", run, *paper, code=2).stderr, "nothing would be drawn"
-    for wrong in (["--plot-format", "png,jpeg"], ["--plot-width", "0"], ["--over", "tokens,epochs"]):
-        pkmlm("compare", run, "--plots", tmp_path / "wrong", *wrong, code=2)
+    for wrong in ("--plot-format=png,jpeg", "--plot-width=0", "--plot-width=nan", "--over=tokens,epochs"):
+        pkmlm("compare", run, "--plots", tmp_path / "wrong", wrong, code=2)
     assert str(tmp_path / "p") in pkmlm("compare", run, "--plots", tmp_path / "p", code=2).stderr
     (run / "metrics.jsonl").unlink()
     pkmlm("compare", run, "--plots", tmp_path / "q")
