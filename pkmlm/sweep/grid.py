@@ -5,7 +5,7 @@ are merged onto the rest, as a recipe onto its base: one grid file serves a lapt
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from functools import cached_property
 from itertools import combinations, product
 from math import prod
@@ -85,7 +85,7 @@ class Grid:
     """Runs that differ in stated keys.
 
     Attributes:
-        title: of the table.
+        title: of the table; by default the name of the grid's file.
         base: the recipe that all cells start from, relative to the grid's file.
         set: {key: value} for all cells.
         axes: {axis: {name of a value: {key: value}}}; the grid is their product.
@@ -195,7 +195,7 @@ def read_grid(path: Path, scale: str | None = None) -> tuple[Grid, str | None]:
     places: dict[str, str] = {}
     grid: Grid = bind(tree, Grid, "", places)
     check_grid(grid, path, places)
-    return grid, scale
+    return replace(grid, title=grid.title or path.stem), scale
 
 
 def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:

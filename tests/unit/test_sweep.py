@@ -93,6 +93,11 @@ def test_the_example_of_the_manual_has_every_key(tmp_path):
     assert set(keys) | {"set", "only"} == {field.name for field in fields(Grid)} | {"scales"}
 
 
+def test_a_grid_without_a_title_is_called_like_its_file(folder):
+    assert grid_of(folder).title == "Size and norm"
+    assert grid_of(folder, GRID.partition("\n")[2]).title == "grid"
+
+
 def test_every_cell_is_its_recipe(folder):
     assert grid_of(folder, scale="small").points() == list(P[:3])
     assert read_grid(folder / "grid.yaml")[1] == "small", "the first scale is the one that is taken"
