@@ -43,8 +43,7 @@ def step_amounts(over: Over, runs: Mapping[str, RunDirectory], say: Say) -> dict
         say: called with a line on which round of a timing runs.
 
     Raises:
-        UserError: a recipe or tokenizer cannot be read; (exit code 1) memory does not hold all models together, or the
-            times cannot be written.
+        UserError: a recipe or tokenizer cannot be read; (exit code 1) memory does not hold all models together.
     """
     if over == "tokens":
         return {name: run.recipe().train.batch_tokens for name, run in runs.items()}
@@ -57,7 +56,10 @@ def step_amounts(over: Over, runs: Mapping[str, RunDirectory], say: Say) -> dict
     if times is None:
         times = time_steps({key: recipes[name] for name, key in keys.items()}, say)
         for run in runs.values():
-            write_json(run.path / STEPS, signed(dict(times)))
+            try:
+                write_json(run.path / STEPS, signed(dict(times)))
+            except UserError as error:  # in another user's folder, say: the times still stand
+                warn(f"not kept for the next time: {error.message}")
     if times["busy_cores"] > BUSY:
         where = next(iter(runs.values())).path / STEPS
         warn(f"steps were timed while other programs used {times['busy_cores']:.1f} cores: delete {where} to time anew")

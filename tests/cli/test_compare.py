@@ -467,6 +467,14 @@ def test_seeds_of_a_recipe_are_timed_once_and_busy_machines_named(trained, tmp_p
     assert "other programs" in pkmlm("compare", *runs, "--over", "seconds").stderr, "and later, too"
 
 
+def test_times_that_cannot_be_kept_are_still_told(trained, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(trained("dense"), tmp_path / "run", symlinks=True))
+    (run / "steps.json").mkdir()
+    done = pkmlm("compare", run, "--over", "seconds")
+    assert "At equal seconds" in done.stdout
+    assert "not kept" in done.stderr
+
+
 def test_dense_equivalent_sizes(run: Path, tmp_path: Path) -> None:
     def of_size(name: str, size: int, *ppls: float, kind: str = "none") -> list[Path]:
         folders = [seed(run, tmp_path / f"{name}-{number}", number, ppl) for number, ppl in enumerate(ppls)]
