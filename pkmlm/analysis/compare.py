@@ -152,11 +152,14 @@ def open_runs(paths: Iterable[str], opener: Callable[[str], RunDirectory]) -> di
 
 
 def seed_groups(runs: Mapping[str, RunDirectory], facts: Sequence[Facts]) -> list[Group]:
-    """The runs in groups. One that has not finished stands by itself, and so do several of one recipe and one seed."""
+    """The runs in groups of one recipe and one text. One that has not finished stands by itself, and so do several of
+    one seed.
+    """
     alike: dict[str, list[Facts]] = {}
     for run in facts:
-        recipe = runs[run["run"]].recipe()
-        settings = dump_recipe(replace(recipe, train=replace(recipe.train, seed=0)))
+        recipe, latest = runs[run["run"]].recipe(), runs[run["run"]].latest_state()
+        text = sorted(latest["data"].items()) if latest else None
+        settings = f"{dump_recipe(replace(recipe, train=replace(recipe.train, seed=0)))}{text}"
         alike.setdefault(settings if run["status"] == "finished" else run["run"], []).append(run)
     parts: list[list[Facts]] = []
     for found in alike.values():

@@ -226,11 +226,12 @@ def test_runs_that_differ_in_their_seed_are_one_row(run: Path, tmp_path: Path) -
 
 
 def test_runs_that_differ_in_more_are_rows_of_their_own(run: Path, tmp_path: Path) -> None:
-    again, unfinished, wider = (seed(run, tmp_path / name, number) for name, number in (("a", 1), ("b", 2), ("c", 3)))
+    again, unfinished, wider, retold = (seed(run, tmp_path / name, number) for number, name in enumerate("abcd", 1))
     (unfinished / "run.json").write_text('{"status": "stopped"}')
     with open(wider / "recipe.yaml", "a") as file:
         file.write("eval: {every: 7}\n")
-    for other in (again, unfinished, wider):
+    write_state(retold / "checkpoints/step-00000200", state(12.5, {"train": "another text"}))
+    for other in (again, unfinished, wider, retold):
         record = json.loads(pkmlm("compare", run, other, "--format", "json").stdout)
         assert [group["runs"] for group in record["groups"]] == [["mine"], [other.name]]
 
