@@ -210,8 +210,9 @@ class NGramMemory(SparseMemory):
         if self.scale is not None:
             return self.scale(self.values(rows_NH1[..., 0], ones_NH1[..., 0])).reshape(x_BTD.shape)
         assert self.gate is not None
-        rows_Me = self.values(rows_NH1.flatten(0, 1), ones_NH1.flatten(0, 1))
-        rows_BTW = rows_Me.reshape(*x_BTD.shape[:-1], self.tables * rows_Me.shape[-1])
+        rows_BTW = self.values(rows_NH1.flatten(0, 1), ones_NH1.flatten(0, 1)).reshape(
+            *x_BTD.shape[:-1], self.tables * self.values.width
+        )
         u_BTD = self.gate(x_BTD, rows_BTW)
         return u_BTD if self.conv is None else self.conv(u_BTD, past)
 
