@@ -4,6 +4,7 @@ Training notes the first and stops after its step, with a checkpoint saved; a se
 commands end with Ctrl-C, but not in the middle of an import.
 """
 
+import math
 import os
 import select
 import signal
@@ -69,14 +70,18 @@ def stop_on_signals(agree: Callable[[int], int] = int, message: str = "") -> Ite
         message: a line for standard error when the first signal comes.
     """
     request, insisting, answered = StopRequest(agree), threading.Event(), threading.Event()
+    raised_at = -math.inf
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
 
     def note(number: int, frame: FrameType | None) -> None:
+        nonlocal raised_at
         if insisting.is_set():
             answered.set()
-            raise KeyboardInterrupt
-        if request.exit_code is None:
+            if time.monotonic() - raised_at > SAME_REQUEST:  # the thread's next signal may be on its way already
+                raised_at = time.monotonic()
+                raise KeyboardInterrupt
+        elif request.exit_code is None:
             request.exit_code = EXIT_CODES[number]
 
     def listen() -> None:
