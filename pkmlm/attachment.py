@@ -31,6 +31,7 @@ from pkmlm.model.attached import (
     NGRAM,
     Mode,
     base_parameters,
+    choose_blocks,
     insert,
     layer_kind,
     text_config,
@@ -147,7 +148,7 @@ def attach_dense(
     """
     if not isinstance(like, Attachment):
         raise UserError(f"like is a {type(like).__name__} (expected what `attach` returned)")
-    layers = like.module.layers if layers is None else layers
+    layers = like.module.layers if layers is None else choose_blocks(model, layers)
     inner = round(like.flops_per_token() / len(layers) / (3 * like.module.dim))
     return Attachment(model, DENSE, {"inner": max(1, inner)}, layers, like.module.mode, freeze, seed)
 

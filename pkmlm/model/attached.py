@@ -297,13 +297,7 @@ def insert(
         raise UserError("mode is replace (expected add: an n-gram memory stands before a block, in no FFN's place)")
     if hasattr(model, NAME):
         raise UserError(f"{type(model).__name__} has something attached", "detach() that first")
-    blocks, dim = find_blocks(model), text_config(model).hidden_size
-    given = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else []
-    if not given or not all(type(layer) is int and 1 <= layer <= len(blocks) for layer in given):
-        raise UserError(f"layers is {layers!r} (expected a list of blocks, numbered from 1 to {len(blocks)})")
-    if len(set(given)) < len(given):
-        raise UserError(f"layers is {given} (expected each block once)")
-    chosen = sorted(given)
+    blocks, dim, chosen = find_blocks(model), text_config(model).hidden_size, choose_blocks(model, layers)
     at = {layer: blocks[layer - 1] if kind == NGRAM else find_ffn(blocks[layer - 1], layer, dim) for layer in chosen}
     try:
         with torch.device("meta"):
@@ -336,6 +330,24 @@ def insert(
         delattr(model, NAME)
 
     return attached, remove
+
+
+def choose_blocks(model: nn.Module, layers: object) -> list[int]:
+    """The numbers of blocks, in order.
+
+    Args:
+        layers: as the user gave them, for `insert`.
+
+    Raises:
+        UserError: they are no list of different blocks of the network.
+    """
+    blocks = len(find_blocks(model))
+    given = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else []
+    if not given or not all(type(layer) is int and 1 <= layer <= blocks for layer in given):
+        raise UserError(f"layers is {layers!r} (expected a list of blocks, numbered from 1 to {blocks})")
+    if len(set(given)) < len(given):
+        raise UserError(f"layers is {given} (expected each block once)")
+    return sorted(given)
 
 
 def put_back(ffn: nn.Module, trained: list[nn.Parameter]) -> None:

@@ -487,6 +487,9 @@ def test_another_base_a_changed_folder_and_another_memory_are_refused(tmp_path):
             attachment.save(path, replace=True)
     with pytest.raises(UserError, match="expected what"):
         pkmlm.attach_dense(base(), like=tmp_path / "a")
+    for layers in ([], 2, [3], [1, 1]):
+        with pytest.raises(UserError, match="layers is"):
+            pkmlm.attach_dense(base(), layers, like=attachment)
     described = json.loads((tmp_path / "a" / "attached.json").read_text())
     assert described["base"]["architecture"] == "LlamaForCausalLM"
 
