@@ -140,7 +140,7 @@ def attach_dense(
     Args:
         model: another copy of the same model, or the same after `detach`.
         layers: counted from 1; None: those of `like`.
-        like: the memory: its multiply-adds a token and its mode are taken over.
+        like: the memory: its multiply-adds per token and its mode are taken over.
         freeze, seed: as for `attach`.
 
     Raises:

@@ -30,7 +30,7 @@ def hash_layer_report(bits: int, tables: int, width: int, tokens: int, entry_byt
         f"parameters  {parameters:,}\n"
         f"tables      {size / MEGA:,.1f} MB at {entry_bytes} bytes an entry\n"
         f"operations  {flops / GIGA:.3g} GFLOP for {tokens:,} tokens\n"
-        f"gathered    {tables * width * entry_bytes:,} bytes a token"
+        f"gathered    {tables * width * entry_bytes:,} bytes per token"
     )
     return {"parameters": parameters, "flops": flops, "table_bytes": size}, text
 

@@ -201,7 +201,7 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
     Keys: run, kind, dim, layers, lr (the peak), seed, init_from (the run whose weights it started from), dense, memory,
     read_per_token, total (parameters), status, step, tokens (trained so far), tokens_per_second (median over steps),
     seconds (in training steps, up to the latest checkpoint, or, where that is gone, to the end), valid_step, valid_loss
-    (nats a token), valid_token_ppl, valid_bits_per_byte (of the best validation), test_step, test_token_ppl,
+    (nats per token), valid_token_ppl, valid_bits_per_byte (of the best validation), test_step, test_token_ppl,
     test_word_ppl, test_bits_per_byte (of the newest evaluation of the test split), tasks_step, tasks ({name: {"acc",
     ...}}, see `task_scores`), average_acc (see `average_accuracy`), usage_step, usage (memories of the newest usage
     report of the test split). The kind is dense, hash, the kind of memory, ngram, or several of them with + between.
@@ -274,7 +274,7 @@ def differences(runs: dict[str, RunDirectory]) -> list[str]:
         if hashes.get("valid") is not None
     }
     tests = {label: test_perplexity(run.path)[1] for label, run in runs.items()}
-    values: dict[str, dict[str, Any]] = {"several tokenizers: compare bits a byte, not tokens": tokenizers}
+    values: dict[str, dict[str, Any]] = {"several tokenizers: compare bits per byte, not tokens": tokenizers}
     texts: dict[str, dict[str, Any]] = {
         "several texts to train on": {label: hashes.get("train") for label, hashes in data.items()},
         "several texts, or shares of one, to validate on": valid,

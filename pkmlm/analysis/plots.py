@@ -217,7 +217,7 @@ def probe_bars(record: Mapping[str, Any], memory: Mapping[str, Any], look: Look)
     axes.invert_yaxis()
     axes.margins(x=0.3)
     gain = "\n(share of the gain kept)" if any(probe["share"] is not None for probe in probes) else ""
-    axes.set(xlabel=f"nats a token above the real {record['real']['nats']:.3f}{gain}")
+    axes.set(xlabel=f"nats per token above the real {record['real']['nats']:.3f}{gain}")
     if record["dense"]:
         legend(figure)
     return figure
@@ -366,7 +366,7 @@ def learning_curves(runs: Mapping[str, Sequence[Curves]], over: str, look: Look,
     if not losses.size:
         return None
     margin = 0.05 * (losses.max() - losses.min()) or 0.1
-    axes.set(xlabel=AXES[over], ylabel="loss (nats a token)", ylim=(losses.min() - margin, losses.max() + margin))
+    axes.set(xlabel=AXES[over], ylabel="loss (nats per token)", ylim=(losses.min() - margin, losses.max() + margin))
     above = any((early > losses.max() + margin).any() for early in cut)
     if log:
         axes.set_xscale("log")

@@ -21,7 +21,7 @@ in training: over all of them, or over evenly spaced ones where these would be m
 the text that is scored goes into them, unless that is the train split. Draws are pure functions of the memory's place
 and of the text's order; each probe draws once, and no interval shows how other draws would differ.
 
-Windows, and what is scored in them, are those of `pkmlm eval`. A probe is given in nats a token above the real
+Windows, and what is scored in them, are those of `pkmlm eval`. A probe is given in nats per token above the real
 perplexity, with the interval that a bootstrap over documents gives: the 2.5th and the 97.5th percentile of the same
 number over DRAWS resamples of the text's documents (of pieces of PIECE tokens of them, where they are fewer than
 LEAST_DOCUMENTS). Its share is what it keeps of the memory's gain over zero, in nats: 1 at the real perplexity, 0 at
@@ -468,7 +468,7 @@ def probe_run(
 
         - run, step, split, tokens (scored), documents, fit_tokens (over which means were taken);
         - interval: {over, units, level, draws};
-        - real: {nats, low, high, token_ppl}, nats a token of the model as it is;
+        - real: {nats, low, high, token_ppl}, nats per token of the model as it is;
         - dense, a list: {run, step, nats, low, high, token_ppl} of each twin, its nats above the real ones;
         - memories, a list: {layer, name, kind, probes: {NAME: {nats, low, high, token_ppl, share}}} of each memory, of
           each family of hash layers and, where these are several, of "all"; nats are those above the real ones; layer
@@ -486,7 +486,7 @@ def probe_run(
     for twin in twins:
         if twin.tokenizer.sha256 != run.tokenizer.sha256:
             message = f"--dense {twin.path}: its tokenizer is another than that of {run.path}"
-            raise UserError(message, "nats a token are compared over the same tokens")
+            raise UserError(message, "nats per token are compared over the same tokens")
         if memories(twin.model):
             raise UserError(f"--dense {twin.path}: it has a memory (expected a model without one)")
     corpus, warnings = train_split(run, choice)

@@ -45,7 +45,7 @@ def usage_tables(entries: Sequence[Entry]) -> list[Table]:
             overlap = [memory["head_overlap"], memory["head_overlap_uniform"]] if parts == "heads" else []
             many = len(memory[parts]), memory["slots"], memory["reads"]
             rows[parts].append([*start, memory["kind"], *many, *overlap])
-            if memory.get("effective") is not None and parts == "heads":  # a table has one read a token
+            if memory.get("effective") is not None and parts == "heads":  # a table has one read per token
                 rows["weights"].append([*start, memory["effective"], memory["top_weight"]])
             if "layers" in memory:
                 rows["pools"].append([*start[:-1], ", ".join(map(str, memory["pool"])), memory["layer_overlap"]])
@@ -136,7 +136,7 @@ def compare_tables(
         "dense": number("Dense"),
         "memory": number("Memory"),
         "total": number("Total"),
-        "read_per_token": number("Read a token"),
+        "read_per_token": number("Read per token"),
     }
     training = {
         "step": number("Steps"),
@@ -154,7 +154,7 @@ def compare_tables(
         "valid_token_ppl": number("Valid ppl", "{:,.2f}"),
         "test_token_ppl": number("Test ppl", "{:,.2f}"),
         "test_word_ppl": number("word ppl", "{:,.1f}"),
-        "test_bits_per_byte": number("bits a byte", NATS),
+        "test_bits_per_byte": number("bits per byte", NATS),
         "test_step": number("at step"),
     }
     apart = "~: of each training by itself, not timed side by side"
@@ -218,7 +218,7 @@ def equal_table(groups: Sequence[Group], equal: Equal) -> Table:
     """Validation where all runs had taken as much as the shortest, a row a group."""
     over = equal.over
     shown = {
-        f"{over}_per_step": number(f"{over} a step", AMOUNTS[over]),
+        f"{over}_per_step": number(f"{over} per step", AMOUNTS[over]),
         f"equal_{over}_step": number("at step", "{:,.0f}"),
         f"equal_{over}_between": number("between"),
         f"equal_{over}_valid_loss": number("Valid (nats)", NATS),
@@ -422,7 +422,7 @@ def probe_table(record: Entry) -> Table:
     columns = [
         Column("Memory"),
         Column("Answer"),
-        number("Nats a token, above real", "{:+.4f}"),
+        number("Nats per token, above real", "{:+.4f}"),
         number("from", "{:+.4f}"),
         number("to", "{:+.4f}"),
         number("of the gain", SHARE),
@@ -435,15 +435,15 @@ def probe_table(record: Entry) -> Table:
 def probe_notes(record: Entry) -> str:
     """What the intervals and means are over, and in a sentence what the memory is worth."""
     interval, memory = record["interval"], record["memories"][-1]
-    notes = [f"real: {record['real']['nats']:.4f} nats a token", f"means over {record['fit_tokens']:,} train tokens"]
+    notes = [f"real: {record['real']['nats']:.4f} nats per token", f"means over {record['fit_tokens']:,} train tokens"]
     if interval["units"] > 1:
         notes.append(f"from, to: {interval['level']:.0%} bootstrap over {interval['units']:,} {interval['over']}")
     zero, token, bigram = (memory["probes"][name] for name in ("zero", "token_mean", "bigram_mean"))
     what = "All memories are" if memory["name"] == "all" else "The memory is"
     if zero["share"] is None:
-        notes += ["", f"{what} worth nothing on this text: {zero['nats']:+.4f} nats a token without."]
+        notes += ["", f"{what} worth nothing on this text: {zero['nats']:+.4f} nats per token without."]
     else:
-        notes += ["", f"{what} worth {zero['nats']:.3f} nats a token to this model."]
+        notes += ["", f"{what} worth {zero['nats']:.3f} nats per token to this model."]
         notes.append(f"The token's mean answer keeps {token['share']:.1%} of that, the bigram's {bigram['share']:.1%}.")
     for twin in record["dense"]:
         name = f"{printable(twin['run'])} at step {twin['step']}"

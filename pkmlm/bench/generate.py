@@ -22,7 +22,7 @@ class InferenceTimes:
     Attributes:
         times: by (what: "decode" or "score", index of the model, batch).
         decoded, scored: tokens of a sequence that one time is for.
-        bandwidth: bytes a second, read and written, of a copy.
+        bandwidth: bytes per second, read and written, of a copy.
     """
 
     models: list[Variant]
@@ -32,7 +32,7 @@ class InferenceTimes:
     bandwidth: float
 
     def speed(self, what: str, model: int, batch: int) -> float:
-        """Median tokens a second over all sequences of a batch."""
+        """Median tokens per second over all sequences of a batch."""
         tokens = self.decoded if what == "decode" else self.scored
         return batch * tokens / self.times[what, model, batch].median
 

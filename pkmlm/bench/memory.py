@@ -226,7 +226,7 @@ class LayerTimes:
 
     Attributes:
         touched: distinct slots that the tokens read.
-        bandwidth: bytes a second, read and written, of a copy.
+        bandwidth: bytes per second, read and written, of a copy.
         times: by layer and phase.
     """
 

@@ -137,7 +137,7 @@ def reading_table(models: Sequence[Variant], seconds: Sequence[float], bandwidth
 
     Args:
         seconds: of each model, for one token.
-        bandwidth: of a copy, in bytes a second.
+        bandwidth: of a copy, in bytes per second.
     """
     columns = [Column("model"), number("MB read", "{:,.1f}"), number("ms", "{:,.2f}")]
     columns += [number("GB/s", "{:,.1f}"), number("of a copy", "{:.0%}")]

@@ -85,7 +85,7 @@ def interleaved_with_copy(
     """`interleaved`, with the copy of a large buffer among the actions: what the machine's memory can do at best.
 
     Returns:
-        the times of the actions; bytes a second, read and written, of the copy.
+        the times of the actions; bytes per second, read and written, of the copy.
     """
     buffer = torch.ones(COPY_BYTES // 4, device=device)
     target = torch.empty_like(buffer)

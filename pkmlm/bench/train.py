@@ -28,7 +28,7 @@ class TrainingTimes:
             step of `train.batch_tokens`, and, where attention has a cache, the decoding of one token of one sequence,
             in fp32.
         precision: of the forwards and steps.
-        bandwidth: bytes a second, read and written, of a copy.
+        bandwidth: bytes per second, read and written, of a copy.
     """
 
     models: list[Variant]

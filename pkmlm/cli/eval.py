@@ -133,4 +133,4 @@ def perplexity_report(record: dict[str, Any]) -> str:
         rows,
     )
     nats = found["nll"] / found["tokens"]
-    return table.render() + f"{nats:.4f} nats a token, {found['bits_per_byte']:.4f} bits a byte\n"
+    return table.render() + f"{nats:.4f} nats per token, {found['bits_per_byte']:.4f} bits per byte\n"

@@ -40,7 +40,7 @@ def card_of(
         f"- {described(model)}",
         f"- trained on {origin.tokens:,} tokens ({origin.step:,} steps){start}",
         *(
-            f"- {scored}: perplexity {found['token_ppl']:,.2f} a token, {found['bits_per_byte']:.4f} bits a byte"
+            f"- {scored}: perplexity {found['token_ppl']:,.2f} per token, {found['bits_per_byte']:.4f} bits per byte"
             for scored, found in scores.items()
         ),
     ]

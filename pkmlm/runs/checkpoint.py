@@ -53,7 +53,7 @@ class Validations:
 
     Attributes:
         step: of the last one; None: there was none.
-        best_step, best_loss: of the best one (nats a token).
+        best_step, best_loss: of the best one (nats per token).
         worse: validations since the best one.
         due: this step asks for one that a stop request has cut short.
     """

@@ -23,7 +23,7 @@ class Measure:
         format: of the number.
         source: what it needs: arithmetic, training, `eval`, `usage-report`, tasks, or timing all models.
         read: takes it from the facts of a run (`cells.facts_at_end`), or from a point's "cost" (`facts_of_cost`) and
-            "speed" (tokens a second).
+            "speed" (tokens per second).
     """
 
     heading: str
@@ -65,15 +65,15 @@ def average_accuracy(facts: Mapping[str, Any]) -> float | None:
 
 MEASURES: dict[str, Measure] = {
     "perplexity": Measure("ppl", "test perplexity (token)", "{:,.2f}", "eval", fact("test_token_ppl")),
-    "bits_per_byte": Measure("bits/byte", "bits a byte of test", "{:.4f}", "eval", fact("test_bits_per_byte")),
-    "valid_loss": Measure("valid", "validation loss (nats a token)", "{:.4f}", "train", fact("valid_loss")),
+    "bits_per_byte": Measure("bits/byte", "bits per byte of test", "{:.4f}", "eval", fact("test_bits_per_byte")),
+    "valid_loss": Measure("valid", "validation loss (nats per token)", "{:.4f}", "train", fact("valid_loss")),
     "usage": Measure("usage", "slots used on test", "{:.1%}", "usage", of_tables("usage")),
     "kl": Measure("KL", "KL from uniform on test (nats)", "{:.2f}", "usage", of_tables("kl")),
     "effective": Measure(
         "eff. reads", "reads of equal weight that a head's are worth", "{:.1f}", "usage", of_layers("effective")
     ),
     "top_weight": Measure("top weight", "share of a head's largest weight", "{:.1%}", "usage", of_layers("top_weight")),
-    "speed": Measure("k tokens/s", "scoring (1,000 tokens a second)", "{:.1f}", "speed", fact("speed", scale=1e-3)),
+    "speed": Measure("k tokens/s", "scoring (1,000 tokens per second)", "{:.1f}", "speed", fact("speed", scale=1e-3)),
     "valid_perplexity": Measure(
         "valid ppl", "validation perplexity (token)", "{:,.2f}", "train", fact("valid_token_ppl")
     ),
@@ -86,9 +86,11 @@ MEASURES: dict[str, Measure] = {
         "memory M", "in memory (million parameters)", "{:,.2f}", "cost", fact("cost", "memory", scale=1e-6)
     ),
     "operations": Measure(
-        "M ops", "operations a token (millions)", "{:,.2f}", "cost", fact("cost", "operations", scale=1e-6)
+        "M ops", "operations per token (millions)", "{:,.2f}", "cost", fact("cost", "operations", scale=1e-6)
     ),
-    "bytes": Measure("MB read", "weights read a token (MB, fp32)", "{:,.2f}", "cost", fact("cost", "read", scale=4e-6)),
+    "bytes": Measure(
+        "MB read", "weights read per token (MB, fp32)", "{:,.2f}", "cost", fact("cost", "read", scale=4e-6)
+    ),
     "block_flops": Measure(
         "block G", "operations of a block (G)", "{:,.4g}", "cost", fact("cost", "block_flops", scale=1e-9)
     ),

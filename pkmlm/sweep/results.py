@@ -38,7 +38,7 @@ class Speed(NamedTuple):
 
     Attributes:
         recipe: `recipe_sha256` of the run that was timed.
-        rounds: tokens a second, one number for each round.
+        rounds: tokens per second, one number for each round.
         timed_on: the machine; see `device.machine`.
     """
 
@@ -300,7 +300,7 @@ class Results:
             at_edge = winner and winner.cell.tuned in (tune.values[0], tune.values[-1])
             rows.append([*row, "yes" if at_edge else None])
         trials = f", {', '.join(assignments(tune.set))}" if tune.set else ""
-        return Table(f"Validation (nats a token) of seed {self.grid.seeds[0]} by {tune.key}{trials}", columns, rows)
+        return Table(f"Validation (nats per token) of seed {self.grid.seeds[0]} by {tune.key}{trials}", columns, rows)
 
 
 def millions(name: str, values: Sequence[float]) -> Column:

@@ -49,8 +49,8 @@ class Training:
 
     Args:
         state: filled from the latest checkpoint, if there is one.
-        validate: measures the model; returns the numbers of a "valid" event, "loss" (nats a token) among them, or None
-            when the stop request came while it measured. None: there is nothing to validate on.
+        validate: measures the model; returns the numbers of a "valid" event, "loss" (nats per token) among them, or
+            None when the stop request came while it measured. None: there is nothing to validate on.
 
     Raises:
         UserError: the checkpoint cannot be read (exit code 1).

@@ -130,7 +130,7 @@ def main():
     )
     parser.add_argument("--values-factor", type=float, default=4, help="the values' rate is so many times the others'")
     parser.add_argument("--warmup", type=int, default=20, help="steps")
-    parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens of a step")
+    parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens per step")
     arguments = parser.parse_args()
     if (arguments.base is None) != (arguments.data is None):
         parser.error("--base and --data go together")
@@ -172,7 +172,7 @@ def main():
     write_json(arguments.out / "results.json", {**record, "base": base_perplexity, "rates": best, "rows": rows})
 
     columns = [Column("Attached"), Column("At equal"), number("Rate", "{:g}"), number("Tokens", "{:,}")]
-    columns += [number("Parameters", "{:,}"), number("Operations a token", "{:,}"), number("ms a step", "{:.1f}")]
+    columns += [number("Parameters", "{:,}"), number("Operations per token", "{:,}"), number("ms per step", "{:.1f}")]
     columns += [number("Perplexity", "{:.2f}"), Column("by seed", "right")]
     table = [["nothing", "", None, None, None, None, None, base_perplexity, ""]]
     for kind, equal in (("memory", "tokens"), ("dense control", "tokens"), ("dense control", "seconds")):

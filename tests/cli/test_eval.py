@@ -71,7 +71,7 @@ def test_several_texts_and_standard_input_have_names(trained, tmp_path, monkeypa
     for text, name in (("c/*", "2 files of c/*"), ("c/a*", "a b.txt"), ("-", "standard input")):
         said = pkmlm("eval", "run", "-q", "--text", text, stdin="some text").stdout
         assert said.startswith(f"run at step 30, {name}\n")
-        assert "nats a token" in said
+        assert "nats per token" in said
         assert all(len(line) <= 80 for line in said.splitlines())
     kept = sorted(re.sub(r"-[0-9a-f]{8}-step-30\.json", "", file.name) for file in Path("run/eval").iterdir())
     assert kept == ["text-2_files_of_c_", "text-a_b.txt", "text-standard_input"]

@@ -309,7 +309,7 @@ POOLED = Memory(
 
 
 def test_a_pool_is_counted_once_and_read_in_each_layer() -> None:
-    """128^2 slots of 64, for two layers; 4 * 32 reads of a token in each; 256 tokens a step, 64 a micro-batch."""
+    """128^2 slots of 64, for two layers; 4 * 32 reads of a token in each; 256 tokens per step, 64 a micro-batch."""
     model = Model(dim=64, layers=3, heads=4, context=64, memory=replace(POOLED, num_keys=128))
     recipe = Recipe(model=model, train=Train(batch_tokens=256, micro_batch=1))
     own = replace(recipe, model=replace(model, memory=replace(model.memory, share_values=False)))
@@ -384,7 +384,7 @@ def test_the_estimate_of_activations_is_near_what_autograd_keeps(changes: dict[s
 
 # What ranks need and send, by hand. (What the engine sends: tests/distributed/test_cost.py.)
 KEYS = Memory(kind="product-key", layers=("2",), num_keys=1024, heads=4, topk=32, key_dim=128, query_norm="layer")
-# A memory of 2^20 slots, 512 wide; 8,192 tokens a step; 4 * 32 reads of a token.
+# A memory of 2^20 slots, 512 wide; 8,192 tokens per step; 4 * 32 reads of a token.
 MILLION = Recipe(model=Model(dim=512, layers=2, heads=8, memory=KEYS), train=Train(batch_tokens=8192, micro_batch=4))
 HASHED = Recipe(
     model=Model(dim=64, layers=1, heads=4, context=64, projections="hash", hash=Hash(bits=8, extra_bits=2)),
