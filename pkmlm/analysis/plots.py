@@ -428,7 +428,7 @@ def over_tokens(
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.xaxis.set_minor_formatter("")
         if panel in ("usage", "kl", "dead"):
-            axes.set_ylim(0, {"usage": 105, "dead": max(1, axes.get_ylim()[1])}.get(panel))
+            axes.set_ylim(0, 105 if panel == "usage" else max(0.1, 1.05 * axes.dataLim.y1))
         if panel == "loss":
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter(ScalarFormatter())
