@@ -34,6 +34,7 @@ def graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow  # the compiler takes most of half a minute
 @compiles
 def test_compiling_changes_no_loss_beyond_rounding(monkeypatch):
     if torch.backends.mkldnn.is_available():  # products as on a CPU that leaves them to oneDNN
