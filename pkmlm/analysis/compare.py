@@ -92,20 +92,21 @@ class Comparison:
         return {group.name: [curve(run) for run in group.runs] for group in self.groups}
 
     def branches(self) -> dict[str, list[str]]:
-        """The groups without those that branched off another; and of each, those that did: of the same recipe, but for
-        the steps, and the decay with which they end. Where none is without a decay, the longest is the main one.
+        """The groups without those that branched off another; and of each, those that did: of the same recipe and seeds
+        but for the steps and the decay with which they end. If none is without a decay, the longest is the main one.
         """
-        families: dict[str, list[tuple[int, int, str]]] = {}
+        families: dict[tuple[str, ...], list[tuple[int, int, str]]] = {}
         for group in self.groups:
             recipe = self.runs[group.runs[0]["run"]].recipe()
             steps, decay = recipe.train.steps, recipe.optim.decay_steps
             train, optim = replace(recipe.train, seed=0, steps=1), replace(recipe.optim, decay_steps=0)
             settings = dump_recipe(replace(recipe, train=train, optim=optim))
-            families.setdefault(settings, []).append((decay, steps, group.name))
+            seeds = (str(run["seed"]) for run in group.runs)
+            families.setdefault((settings, *seeds), []).append((decay, steps, group.name))
         found: dict[str, list[str]] = {}
         for family in families.values():
-            _, _, main = min(family, key=lambda one: (one[0] > 0, -one[1]))
-            found |= {name: [] for decay, _, name in family if decay == 0 or name == main}
+            *repeats, main = min(family, key=lambda one: (one[0] > 0, -one[1]))
+            found |= {name: [] for decay, steps, name in family if decay == 0 or [decay, steps] == repeats}
             found[main] += [name for _, _, name in family if name not in found]
         return found
 
@@ -247,8 +248,13 @@ def flat_facts(run: Facts) -> Facts:
     """The facts of a run without lists: each task's accuracy, and the mean usage and KL over memories."""
     plain = {key: value for key, value in run.items() if key not in ("tasks", "usage")}
     tasks = {name: task.get("acc") for name, task in run["tasks"].items()}
-    used = {f"mean_{key}": mean(memory["mass"][key] for memory in run["usage"]) for key in ("usage", "kl")}
+    used = {f"mean_{key}": mean(memory["mass"][key] for memory in by_table(run["usage"])) for key in ("usage", "kl")}
     return plain | tasks | used
+
+
+def by_table(usage: Iterable[Facts]) -> list[Facts]:
+    """The memories of a usage report, a pool as one, without the layers that read it."""
+    return [memory for memory in usage if not memory.get("pool") or memory["name"] == "pool"]
 
 
 def mean(values: Iterable[float | None]) -> float | None:

@@ -30,11 +30,15 @@ class Equivalent(NamedTuple):
     largest: int
 
     def as_json(self) -> dict[str, float | None]:
-        """A size beyond the dense models is None, with its bound in more_than or less_than."""
+        """A size beyond the dense models is None, with its bound in more_than or less_than; so is an end of the range,
+        with its bound in high_more_than or low_less_than.
+        """
         found = [size if size and math.isfinite(size) else None for size in (self.parameters, self.low, self.high)]
         bounds = {
             "more_than": self.largest if self.parameters == math.inf else None,
             "less_than": self.smallest if self.parameters == 0 else None,
+            "high_more_than": self.largest if self.high == math.inf else None,
+            "low_less_than": self.smallest if self.low == 0 else None,
         }
         return dict(zip(("parameters", "low", "high"), found, strict=True)) | bounds
 
@@ -47,7 +51,8 @@ class Equivalent(NamedTuple):
 
 def dense_equivalents(groups: Sequence[Group], overs: Sequence[Over] = ()) -> dict[str, dict[str, Equivalent]]:
     """The dense-equivalent sizes of all models that are not dense, by the name of their group and by the loss that is
-    compared: "test", "valid" (the best validation), "equal_OVER". Empty with fewer than three sizes of dense models.
+    compared: "test", "valid" (the best validation), "equal_OVER". Empty with fewer than three sizes of dense models
+    that are of use.
 
     Losses of dense models follow a power law in their parameters (Kaplan et al. 2020, eq. 1.1), a straight line of the
     logarithms. Between two sizes that are near, so does theirs: the logarithm of the loss in nats is interpolated along
@@ -66,19 +71,18 @@ def dense_equivalents(groups: Sequence[Group], overs: Sequence[Over] = ()) -> di
             size = group.runs[0]["total"]
             if group.runs[0]["kind"] == "dense" and size and (seeds := whole.get(group.name)):
                 dense[size] = min(dense.get(size, seeds), seeds, key=fmean)
-        if len(dense) < FEWEST:
+        curve = better_with_size(dense, fmean)
+        if len(curve) < FEWEST:
             continue
+        used = {size: dense[size] for size, _ in curve}
         for group in groups:
             if group.runs[0]["kind"] != "dense" and (seeds := whole.get(group.name)):
-                varies = len(seeds) > 1 or any(len(each) > 1 for each in dense.values())
-                curve = better_with_size(dense, fmean)
-                found.setdefault(group.name, {})[name] = Equivalent(
-                    size_at(fmean(seeds), curve),
-                    size_at(max(seeds), better_with_size(dense, min)) if varies else None,
-                    size_at(min(seeds), better_with_size(dense, max)) if varies else None,
-                    curve[0][0],
-                    curve[-1][0],
-                )
+                size, low, high = size_at(fmean(seeds), curve), None, None
+                if len(seeds) > 1 or any(len(each) > 1 for each in used.values()):
+                    low = min(size, size_at(max(seeds), better_with_size(used, min)))
+                    high = max(size, size_at(min(seeds), better_with_size(used, max)))
+                ends = curve[0][0], curve[-1][0]
+                found.setdefault(group.name, {})[name] = Equivalent(size, low, high, *ends)
     return found
 
 

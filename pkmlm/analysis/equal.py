@@ -1,9 +1,10 @@
 """Runs at equal tokens, operations or seconds: validation losses where each has taken as much as the shortest took."""
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, get_args
+
+from pkmlm.runs.results import perplexity
 
 Over = Literal["tokens", "operations", "seconds"]
 OVERS: tuple[Over, ...] = get_args(Over)
@@ -57,7 +58,7 @@ def at_equal(
             f"equal_{over}_step": step,
             f"equal_{over}_between": between,
             f"equal_{over}_valid_loss": loss,
-            f"equal_{over}_valid_token_ppl": None if loss is None else math.exp(loss),
+            f"equal_{over}_valid_token_ppl": None if loss is None else perplexity(loss),
         }
     return Equal(over, amount, shortest, facts)
 

@@ -32,7 +32,6 @@ or pieces; P: pieces of the train split; H: heads, or tables; k: slots a head re
 """
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -52,13 +51,13 @@ from pkmlm.model.init import initialise
 from pkmlm.model.memory.base import SparseMemory, UsageTap, memories
 from pkmlm.model.memory.values import Values
 from pkmlm.model.transformer import Transformer
+from pkmlm.runs.results import perplexity
 from pkmlm.seeds import derived_seed, generator
 
 PAIR_LEAST = 4  # positions of a pair of tokens that make a mean of its own
 LEAST_DOCUMENTS, PIECE = 10, 1000  # with fewer documents, intervals are over pieces of so many tokens
 DRAWS, LEVEL = 1000, 0.95  # of an interval
 MOST_KEPT = 1 << 28  # numbers of the answers that are kept for `same_token`: 1 GB in fp32
-MOST_NATS = 709.0  # of which a float holds the perplexity
 SEED = 0
 PROBES = ("zero", "redrawn_values", "random_slots", "token_mean", "bigram_mean", "same_token")
 
@@ -494,8 +493,11 @@ def probe_run(
     for twin in twins:
         if run.data.get("train") != twin.data.get("train", run.data.get("train")) and run.data:
             warnings.append(f"{twin.name} was trained on other tokens than {run.name}")
-        if twin.tokens != run.tokens:
+        if twin.tokens != run.tokens and twin.tokens and run.tokens:  # 0: attached to a model, of which it is not known
             warnings.append(f"{twin.name} has trained on {twin.tokens:,} tokens, {run.name} on {run.tokens:,}")
+        if twin.model.context != run.model.context:
+            contexts = f"{twin.name} reads {twin.model.context:,} tokens at once, {run.name} {run.model.context:,}"
+            warnings.append(f"{contexts}: a longer context alone lowers perplexity")
 
     text, groups = Text(documents, run.tokenizer.eos), groups_of(found)
     over, starts_U = text.units()
@@ -515,7 +517,7 @@ def probe_run(
     real, *beside = intervals(sums_UC, tokens_U)
     for entry in (real, *beside):
         nats = entry["nats"] + (0.0 if entry is real else real["nats"])
-        entry["token_ppl"] = math.exp(nats) if nats < MOST_NATS else None
+        entry["token_ppl"] = perplexity(nats)
     entries = iter(beside)
     record = {
         "run": run.name,
@@ -575,7 +577,7 @@ def train_split(run: LoadedRun, choice: TextChoice) -> tuple[Corpus, list[str]]:
     try:
         corpus = open_split(choice.tokens_folder(run.path, run.recipe), "train", run.tokenizer)
     except UserError as error:
-        hint = "name the folder of the run's tokens with --data DIR" if choice.data is None else error.hint
+        hint = "name the folder of the run's tokens with --data DIR"
         raise UserError(f"means are taken over the train split: {error.message}", hint, error.exit_code) from None
     if corpus.sha256 != run.data.get("train", corpus.sha256):
         return corpus, [f"means are taken over other tokens than those that {run.name} was trained on"]

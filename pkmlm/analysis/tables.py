@@ -441,7 +441,9 @@ def probe_notes(record: Entry) -> str:
     zero, token, bigram = (memory["probes"][name] for name in ("zero", "token_mean", "bigram_mean"))
     what = "All memories are" if memory["name"] == "all" else "The memory is"
     if zero["share"] is None:
-        notes += ["", f"{what} worth nothing on this text: {zero['nats']:+.4f} nats per token without."]
+        harms = zero["high"] is not None and zero["high"] < 0
+        worth = "worse than nothing" if harms else "worth nothing"
+        notes += ["", f"{what} {worth} on this text: {zero['nats']:+.4f} nats per token without."]
     else:
         notes += ["", f"{what} worth {zero['nats']:.3f} nats per token to this model."]
         notes.append(f"The token's mean answer keeps {token['share']:.1%} of that, the bigram's {bigram['share']:.1%}.")

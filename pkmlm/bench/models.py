@@ -12,13 +12,15 @@ from pkmlm.console import Column, Table, number
 from pkmlm.cost import Cost, cost_of
 from pkmlm.cost_tables import vocab_size_of
 from pkmlm.data.batches import Batch, Batches
+from pkmlm.device import default_device
 from pkmlm.errors import UserError
 from pkmlm.evaluate.generate import next_logits
 from pkmlm.model.attention import KVCache
-from pkmlm.model.transformer import Transformer
+from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.constraints import check_recipe
 from pkmlm.recipe.schema import Hash, Memory, Model, NGram, Recipe
 from pkmlm.seeds import generator
+from pkmlm.train.step import TrainState
 
 FEWER = "choose some with --only, or a smaller model with -s"  # where memory does not hold all models
 
@@ -107,6 +109,21 @@ class RandomBatches(Batches):
     def micro_batch(self, step: int, index: int, size: int, rank: int = 0, world: int = 1) -> Batch:
         tokens = random_tokens(self.vocab_size, size, self.context + 1, index)
         return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+
+def random_training(recipe: Recipe, precision: str) -> TrainState:
+    """The training of a recipe from initial weights, on random tokens. If it chooses slots by a background, whose file
+    may be gone, they are chosen by their counts, which takes as long.
+
+    Args:
+        recipe: with the vocabulary's size.
+        precision: of the forward.
+    """
+    vocab_size, chosen = recipe.model.vocab_size or 0, recipe.finetune
+    if chosen.background is not None:
+        recipe = replace(recipe, finetune=replace(chosen, slots="count", background=None))
+    model = build_model(recipe, vocab_size, default_device())
+    return TrainState(recipe, model, RandomBatches(recipe, vocab_size), precision)
 
 
 def random_tokens(vocab_size: int, sequences: int, length: int, index: int = 0) -> Tensor:

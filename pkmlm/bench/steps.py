@@ -5,38 +5,38 @@ no measure: each was trained by itself, perhaps beside other work.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from statistics import median
-from typing import cast
+from typing import Any, cast
 
 import psutil
 
 from pkmlm.analysis.equal import Over
-from pkmlm.bench.models import RandomBatches
+from pkmlm.bench.models import random_training
 from pkmlm.bench.rounds import Say, check_room, interleaved
 from pkmlm.console import warn
 from pkmlm.cost import cost_of
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.device import default_device, machine, select_device
 from pkmlm.errors import UserError
-from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Checkpoint, Data, Eval, Log, Parallel, Recipe, recipe_sha256
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import write_json
 from pkmlm.runs.results import STEPS, StepTimes, read_signed, signed
-from pkmlm.train.step import TrainState, train_step
+from pkmlm.train.step import train_step
 
 ROUNDS = 7
 BUSY = 0.5  # cores that other programs may use: with more, a timing is worth a warning
+RATES = ("lr", "lr_scale", "schedule", "times", "warmup_steps", "final_lr", "decay_steps")  # any takes a step as long
 
 
 def step_amounts(over: Over, runs: Mapping[str, RunDirectory], say: Say) -> dict[str, float]:
     """What one step of each run takes.
 
     Tokens are those of a batch. Operations are the multiply-adds of their forward (`pkmlm.cost`). Seconds are the
-    median of `time_steps`, or of an earlier call of it that timed all of these recipes together; its times are kept in
-    each run's steps.json.
+    median of `time_steps`, or of an earlier call of it that timed all of these recipes together, on this machine; its
+    times are kept in each run's steps.json.
 
     Args:
         runs: by name.
@@ -61,8 +61,8 @@ def step_amounts(over: Over, runs: Mapping[str, RunDirectory], say: Say) -> dict
             except UserError as error:  # in another user's folder, say: the times still stand
                 warn(f"not kept for the next time: {error.message}")
     if times["busy_cores"] > BUSY:
-        where = next(iter(runs.values())).path / STEPS
-        warn(f"steps were timed while other programs used {times['busy_cores']:.1f} cores: delete {where} to time anew")
+        busy = f"steps were timed while other programs used {times['busy_cores']:.1f} cores"
+        warn(f"{busy}: delete {STEPS} in each of these runs to time anew")
     return {name: median(times["steps"][key]) for name, key in keys.items()}
 
 
@@ -71,12 +71,20 @@ def timed_part(run: RunDirectory) -> Recipe:
     are timed in one process, also of a run that several ranks trained.
     """
     recipe = run.recipe()
+    optim = recipe.optim
     vocab_size = recipe.model.vocab_size or Tokenizer.load(run.tokenizer_file).size
     return replace(
         recipe,
         name="",
         data=Data(),
         model=replace(recipe.model, vocab_size=vocab_size),
+        optim=replace(
+            at_default_rates(optim),
+            keys=at_default_rates(optim.keys),
+            values=at_default_rates(optim.values),
+            tables=at_default_rates(optim.tables),
+            ngram=at_default_rates(optim.ngram),
+        ),
         train=replace(recipe.train, steps=1, seed=1, init_from=None),
         eval=Eval(),
         checkpoint=Checkpoint(),
@@ -85,8 +93,14 @@ def timed_part(run: RunDirectory) -> Recipe:
     )
 
 
+def at_default_rates(section: Any) -> Any:
+    """A section of `optim` with the learning rates and schedules of one that says nothing."""
+    found = {field.name for field in fields(section)}.intersection(RATES)
+    return replace(section, **{name: getattr(type(section)(), name) for name in found})
+
+
 def kept_times(runs: Mapping[str, RunDirectory], keys: set[str]) -> StepTimes | None:
-    """The times of an earlier call in which all recipes of `keys` took turns; None where there is none."""
+    """The times of an earlier call on this machine in which all recipes of `keys` took turns; None: there is none."""
     for run in runs.values():
         if (file := run.path / STEPS).exists():
             try:
@@ -94,7 +108,7 @@ def kept_times(runs: Mapping[str, RunDirectory], keys: set[str]) -> StepTimes | 
             except UserError as error:
                 warn(f"{error.message}; steps are timed again")
                 continue
-            if keys <= times["steps"].keys():
+            if keys <= times["steps"].keys() and times["timed_on"] == machine():
                 return times
     return None
 
@@ -113,11 +127,9 @@ def time_steps(recipes: Mapping[str, Recipe], say: Say) -> StepTimes:
     needed = sum(sum(cost_of(one, one.model.vocab_size or 0).training.values()) for one in recipes.values())
     check_room("to time steps in turn, these models", needed, "compare fewer, or over tokens or operations")
     busy = psutil.cpu_percent(0.5) / 100 * (psutil.cpu_count() or 1)
-    states = {}
-    for key, recipe in recipes.items():
-        vocab_size = recipe.model.vocab_size or 0
-        batches, precision = RandomBatches(recipe, vocab_size), select_device(recipe.train.precision).precision
-        states[key] = TrainState(recipe, build_model(recipe, vocab_size, device), batches, precision)
+    states = {
+        key: random_training(recipe, select_device(recipe.train.precision).precision) for key, recipe in recipes.items()
+    }
     times = interleaved({key: partial(train_step, state, 1) for key, state in states.items()}, ROUNDS, device, say)
     return {
         "timed_on": machine(),

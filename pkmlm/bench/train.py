@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pkmlm.bench.models import FEWER, RandomBatches, Variant, decode, prefilled, random_tokens, reading_table
+from pkmlm.bench.models import FEWER, Variant, decode, prefilled, random_tokens, random_training, reading_table
 from pkmlm.bench.rounds import Say, Timing, check_room, interleaved_with_copy
 from pkmlm.console import Column, Table, number
 from pkmlm.device import autocast, default_device, machine
 from pkmlm.model.attention import KVCache
-from pkmlm.model.transformer import Transformer, build_model
-from pkmlm.train.step import TrainState, train_step
+from pkmlm.model.transformer import Transformer
+from pkmlm.train.step import train_step
 
 PHASES = {"forward": "forward", "step": "step", "token": "token, fp32"}  # with their names in tables
 
@@ -79,17 +79,14 @@ def time_training(chosen: list[Variant], precision: str, rounds: int, say: Say) 
     actions: dict[tuple[int, str], Callable[[], object]] = {}
     for index, one in enumerate(chosen):
         say(f"building {one.name}")
-        recipe = one.recipe
-        vocab_size = recipe.model.vocab_size or 0
-        model = build_model(recipe, vocab_size, device)
-        batches = RandomBatches(recipe, vocab_size)
-        state = TrainState(recipe, model, batches, precision)
-        batch = batches.micro_batch(1, 0, recipe.train.micro_batch)
+        state = random_training(one.recipe, precision)
+        recipe, model = one.recipe, state.model
+        batch = state.batches.micro_batch(1, 0, recipe.train.micro_batch)
         tokens_BT, targets_BT = (part.to(device) for part in batch)
         actions[index, "forward"] = partial(forward, model, tokens_BT, targets_BT, precision)
         actions[index, "step"] = partial(train_step, state, 1)
         if recipe.model.attention == "softmax":
-            prompt_1T = random_tokens(vocab_size, 1, max(1, recipe.model.context // 2)).to(device)
+            prompt_1T = random_tokens(recipe.model.vocab_size or 0, 1, max(1, recipe.model.context // 2)).to(device)
             filled = prefilled(model.eval(), prompt_1T[:, :-1])
             actions[index, "token"] = partial(one_token, model, filled, prompt_1T[:, -1:])
     times, bandwidth = interleaved_with_copy(actions, rounds, device, say)

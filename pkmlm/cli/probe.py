@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -86,9 +87,11 @@ def command(
     from pkmlm.analysis.probe import probe_run
     from pkmlm.analysis.tables import probe_notes, probe_table
     from pkmlm.evaluate.load import load_run
+    from pkmlm.export.config import is_attached
 
     folder = free_folder(plots, force)
-    run, *twins = [load_run(run_path, step, base=base), *(load_run(path, step) for path in twin_paths)]
+    run = load_run(run_path, step, base=base)
+    twins = [load_run(path, step, base=base if is_attached(Path(path)) else None) for path in twin_paths]
     record, warnings = probe_run(run, twins, choice, fit_tokens, quiet)
     try:  # files first, so that they are written also if nobody reads the output any more
         if folder is not None:

@@ -12,7 +12,7 @@ from pkmlm.device import default_device, is_finite
 from pkmlm.distributed import World
 from pkmlm.errors import UserError
 from pkmlm.evaluate.attached import open_attached
-from pkmlm.export.config import ATTACHED, is_export
+from pkmlm.export.config import ATTACHED, is_attached, is_export
 from pkmlm.export.folder import read_export
 from pkmlm.model.memory.values import table_ranks
 from pkmlm.model.transformer import Transformer, build_model
@@ -67,7 +67,7 @@ def load_run(
     """
     device = device or default_device()
     path, step = Path(path), str(step)
-    attached = (path / ATTACHED).is_file()
+    attached = is_attached(path)
     if base is not None and not attached:
         raise UserError(f"--base {base}: {path} is nothing attached to a model (no {ATTACHED} in it)", "leave it out")
     if is_export(path):

@@ -5,7 +5,6 @@ B: windows of a batch; T: positions; N: both; D: model width; M: scored position
 
 import itertools
 import math
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from pkmlm.errors import NotFinite, UserError
 from pkmlm.evaluate.documents import Documents
 from pkmlm.evaluate.likelihood import Window, score_targets
 from pkmlm.model.transformer import Transformer
+from pkmlm.runs.results import perplexity
 
 BATCH = 16  # windows of a forward pass
 
@@ -118,10 +118,8 @@ def score(
         raise NotFinite(f"the model's scores on {documents.name} are not finite", exit_code=1)
     if tokens == 0:
         raise UserError(f"{documents.name} holds no tokens")
-    words, size, most = documents.words, documents.bytes, math.log(sys.float_info.max)
-    token_ppl, word_ppl, byte_ppl = (
-        math.exp(total / count) if total / count < most else None for count in (tokens, words, size)
-    )
+    words, size = documents.words, documents.bytes
+    token_ppl, word_ppl, byte_ppl = (perplexity(total / count) for count in (tokens, words, size))
     bits = total / size / math.log(2)
     return Perplexity(documents.name, tokens, words, size, total, token_ppl, word_ppl, byte_ppl, bits)
 

@@ -43,6 +43,11 @@ class Origin(NamedTuple):
     tokens: int
 
 
+def is_attached(path: Path) -> bool:
+    """Whether a folder holds what is attached to a model of `transformers`."""
+    return (path / ATTACHED).is_file()
+
+
 def is_export(path: Path) -> bool:
     """Whether a folder is meant for `transformers`, if only the rest of one, or holds what is attached to one of its
     models: a product that no results are written into. A run directory is not."""

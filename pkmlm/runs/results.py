@@ -18,7 +18,9 @@ listed. `check_json` compares values with them.
 
 import hashlib
 import json
+import math
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import groupby
@@ -496,6 +498,11 @@ def task_scores(run: Path) -> tuple[int | None, dict[str, Any]]:
                     tasks[name] = scores
         return step, tasks
     return None, {}
+
+
+def perplexity(nats: float) -> float | None:
+    """exp of a mean loss; None where that is more than a float holds, and so than JSON does."""
+    return math.exp(nats) if nats < math.log(sys.float_info.max) else None
 
 
 def average_accuracy(tasks: Iterable[Mapping[str, Any]]) -> tuple[float | None, float | None]:

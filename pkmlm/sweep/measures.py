@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pkmlm.analysis.compare import mean
+from pkmlm.analysis.compare import by_table, mean
 from pkmlm.cost import cost_of
 from pkmlm.cost_tables import vocab_size_of
 from pkmlm.evaluate.task_file import SUITES
@@ -47,9 +47,7 @@ def fact(*path: str, scale: float = 1.0) -> Callable[[Mapping[str, Any]], float 
 
 def of_tables(key: str) -> Callable[[Mapping[str, Any]], float | None]:
     """Reads a usage metric by mass: the mean over tables, so that a pool counts once."""
-    return lambda facts: mean(
-        memory["mass"][key] for memory in facts.get("usage") or [] if not memory.get("pool") or memory["name"] == "pool"
-    )
+    return lambda facts: mean(memory["mass"][key] for memory in by_table(facts.get("usage") or []))
 
 
 def of_layers(key: str) -> Callable[[Mapping[str, Any]], float | None]:
@@ -58,9 +56,10 @@ def of_layers(key: str) -> Callable[[Mapping[str, Any]], float | None]:
 
 
 def average_accuracy(facts: Mapping[str, Any]) -> float | None:
-    """The mean over those of the paper's tasks that were scored; a run may have results of others too."""
+    """The mean over the paper's tasks; None where one was not scored. A run may have results of others too."""
     tasks = facts.get("tasks") or {}
-    return mean(tasks.get(name, {}).get("acc") for name in TASKS)
+    found = [tasks.get(name, {}).get("acc") for name in TASKS]
+    return None if None in found else mean(found)
 
 
 MEASURES: dict[str, Measure] = {
@@ -106,10 +105,8 @@ MEASURES: dict[str, Measure] = {
 
 
 def tasks_of(measures: Sequence[str]) -> list[str]:
-    """The zero-shot tasks to score: those that are measured, or all where only their average is."""
-    if not any(MEASURES[name].source == "tasks" for name in measures):
-        return []
-    return [name for name in TASKS if name in measures] or list(TASKS)
+    """The zero-shot tasks to score: those that are measured; all, where their average is."""
+    return list(TASKS) if "average_acc" in measures else [name for name in TASKS if name in measures]
 
 
 def facts_of_cost(recipe: Recipe) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing_extensions import NotRequired
 
 from pkmlm import __version__
 from pkmlm.analysis.compare import Comparison, Group
-from pkmlm.analysis.dense_equivalent import dense_equivalents
+from pkmlm.analysis.dense_equivalent import Equivalent, dense_equivalents
 from pkmlm.analysis.equal import Equal
 from pkmlm.analysis.tables import equal_table, equivalent_tables, with_spread
 from pkmlm.console import Column, Table, number
@@ -159,6 +159,10 @@ class Results:
         facts = [run for group in groups for run in group.runs]
         return Comparison({run["run"]: RunDirectory(runs / run["run"]) for run in facts}, facts, groups, [])
 
+    def equivalents(self) -> dict[str, dict[str, Equivalent]]:
+        """`dense_equivalents` of the runs that count."""
+        return dense_equivalents(self.groups(), self.grid.over)
+
     def verdicts(self) -> list[Verdict]:
         return [
             *(verdict(self.grid, claim, self.by_seed) for claim in self.grid.claims),
@@ -202,6 +206,9 @@ class Results:
             "verdicts": [asdict(each) for each in self.verdicts()],
             "cells": [cell_json(self.grid, outcome, trainers) for outcome in self.in_order()],
             "equal": {each.over: {"amount": each.amount, "shortest": each.shortest} for each in self.equals},
+            "dense_equivalent": {
+                name: {by: size.as_json() for by, size in sizes.items()} for name, sizes in self.equivalents().items()
+            },
             "speed": [
                 {
                     "point": self.grid.place(point),
@@ -223,10 +230,8 @@ class Results:
             found.append(self._points("What each takes", costs))
         if self.grid.tune and len(self.grid.tune.values) > 1:
             found.append(self._tuning(self.grid.tune))
-        if self.equals:
-            groups = self.groups()
-            found += [equal_table(groups, equal) for equal in self.equals]
-            found += equivalent_tables(groups, dense_equivalents(groups, self.grid.over))
+        found += [equal_table(self.groups(), equal) for equal in self.equals]
+        found += equivalent_tables(self.groups(), self.equivalents())
         verdicts = self.verdicts()
         if verdicts:
             columns = [Column("Claim or measure"), number("holds"), number("in every seed"), number("beyond them")]
@@ -431,8 +436,8 @@ class SweepFolder:
         setting = f"Grid `{self.grid}`, base `{record['base']}`, seeds {', '.join(map(str, record['seeds']))}"
         setting += f", scale `{self.scale}`." if self.scale else "."
         if trainers := record["trained_by"]:
-            torch = sorted({facts["versions"]["torch"] for facts in trainers})
-            commits = sorted({(facts["commit"] or "unknown")[:7] for facts in trainers})
+            torch = sorted({(facts.get("versions") or {}).get("torch", "unknown") for facts in trainers})
+            commits = sorted({(facts.get("commit") or "unknown")[:7] for facts in trainers})
             setting += f" Trained with torch {', '.join(torch)}, commit {', '.join(commits)}."
         shown = {path.stem: path for path in sorted(drawn, key=lambda path: path.suffix)}  # not a .pdf
         plots = [f"{'' if path.suffix == '.pdf' else '!'}[{stem}]({path.name})\n" for stem, path in shown.items()]

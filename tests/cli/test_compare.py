@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 
 from pkmlm.analysis.compare import compare_runs, timed_side_by_side
+from pkmlm.analysis.equal import at_equal
+from pkmlm.bench.steps import timed_part
 from pkmlm.errors import UserError
 from pkmlm.export.card import known_scores
 from pkmlm.recipe.schema import dump_recipe
@@ -406,6 +408,11 @@ def test_branches_belong_to_the_run_that_they_left(run: Path) -> None:
     paths = [str(run.with_name(name)) for name in ("mine-200", "mine", "other")]
     assert compare_runs(paths).branches() == {"mine": ["mine-200"], "other": []}
     assert compare_runs(paths[:1]).branches() == {"mine-200": []}, "alone it is a run as others"
+    again, second = (Path(shutil.copytree(run.with_name("mine-200"), run.with_name(name))) for name in ("again", "2nd"))
+    repeats = [paths[0], str(again)]
+    assert compare_runs(repeats).branches() == {"mine-200": [], "again": []}, "neither left the other"
+    (second / "recipe.yaml").write_text((second / "recipe.yaml").read_text().replace("{steps: 220}", "{seed: 2}"))
+    assert compare_runs([*paths, str(second)]).branches() == {"mine": ["mine-200"], "other": [], "2nd": []}
 
 
 @pytest.mark.slow
@@ -466,6 +473,22 @@ def test_seeds_of_a_recipe_are_timed_once_and_busy_machines_named(trained, tmp_p
     assert len(json.loads((runs[1] / "steps.json").read_text())["steps"]) == 1
     assert "other programs" in done.stderr
     assert "other programs" in pkmlm("compare", *runs, "--over", "seconds").stderr, "and later, too"
+    monkeypatch.setattr("pkmlm.bench.steps.machine", lambda: {"device": "another"})
+    again = pkmlm("compare", *runs, "--over", "seconds").stderr
+    assert "timing" in again, "those of another machine say nothing of this one"
+    text = (runs[0] / "recipe.yaml").read_text()
+    for before, after in (("  lr: ", "  lr: 1"), ("  decay_steps: 0", "  decay_steps: 5")):
+        text = text.replace(before, after, 1)
+    (runs[0] / "recipe.yaml").write_text(text)
+    assert timed_part(RunDirectory(runs[0])) == timed_part(RunDirectory(runs[1])), "by its rates no step takes longer"
+
+
+def test_a_loss_whose_perplexity_no_float_holds_has_none() -> None:
+    curve = [{"event": "valid", "step": 10, "loss": 800.0}]
+    found = at_equal("tokens", {"wild": 4.0}, {"wild": curve})
+    assert found is not None
+    wild = found.facts["wild"]
+    assert (wild["equal_tokens_valid_loss"], wild["equal_tokens_valid_token_ppl"]) == (800.0, None)
 
 
 def test_times_that_cannot_be_kept_are_still_told(trained, tmp_path: Path) -> None:
@@ -495,6 +518,8 @@ def test_dense_equivalent_sizes(run: Path, tmp_path: Path) -> None:
     assert sizes(*two, *memory) == {}, "two sizes are no curve"
     dense = [*two, *of_size("l", 40_000, 40.0), *of_size("worse", 80_000, 41.0)]
     found = sizes(*dense, *memory)["memory-{0,1}"]["test"]
+    useless = [*two, *of_size("none", 50_000, 61.0)]
+    assert sizes(*useless, *memory) == {}, "nor is a third that is no better"
     # By hand, in another form: N is proportional to L^-a between the two sizes.
     small, large = (math.log(100) + math.log(96)) / 2, math.log(60)
     a = math.log(20_000 / 10_000) / math.log(small / large)
@@ -512,10 +537,16 @@ def test_dense_equivalent_sizes(run: Path, tmp_path: Path) -> None:
     # Nothing beyond the largest that is of use, nor below the smallest.
     over, under = of_size("over", 1, 39.0, kind="product-key"), of_size("under", 1, 101.0, kind="product-key")
     assert sizes(*dense, *over)["over-0"]["test"] == {
-        "parameters": None, "low": None, "high": None, "more_than": 40_000, "less_than": None
+        "parameters": None, "low": None, "high": None, "more_than": 40_000, "less_than": None,
+        "high_more_than": 40_000, "low_less_than": None,
     }  # fmt: skip
     assert sizes(*dense, *under)["under-0"]["test"]["less_than"] == 10_000
     assert "> 40,000" in pkmlm("compare", *dense, *over).stdout
+    # Seeds of which one would leave out another size than the others: the range still holds the size.
+    mixed = [*of_size("a", 1_000, 148.4, 148.4), *of_size("b", 2_000, 134.3, 181.3)]
+    mixed += [*of_size("c", 4_000, 54.6, 54.6), *of_size("d", 8_000, 50.0)]
+    between = sizes(*mixed, *of_size("between", 1, 134.3, kind="product-key"))["between-0"]["test"]
+    assert between["low"] <= between["parameters"] <= between["high"]
 
 
 def test_torch_is_not_needed(run: Path) -> None:

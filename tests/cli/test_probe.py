@@ -56,6 +56,14 @@ def test_a_dense_twin_has_no_memory_and_as_many_tokens(trained, tmp_path: Path) 
     assert re.search(r"warning: shorter has trained on [\d,]+ tokens, product-key on", told)
 
 
+def test_a_dense_twin_of_another_context_is_named(trained, write_recipe, tmp_path: Path) -> None:
+    settings = ("-s", "model.context=16", "-s", "train.steps=1", "-q")
+    pkmlm("train", write_recipe(tmp_path, "dense"), "-o", tmp_path / "near", *settings)
+    for twin, named in ((trained("dense"), False), (tmp_path / "near", True)):
+        told = pkmlm("probe", trained("product-key"), "--dense", twin, "--fit-tokens", 3000).stderr
+        assert ("near reads 16 tokens at once, product-key 32" in told) == named
+
+
 def test_a_text_of_several_documents_and_what_people_read(trained, tmp_path: Path) -> None:
     text = tmp_path / "twelve.jsonl"
     lines = [f"He said that number {i} was nothing. " * (i + 1) for i in range(12)]

@@ -219,6 +219,9 @@ def test_a_run_under_other_settings_is_not_the_cells(grid, tmp_path):
     assert pkmlm(*sweep, "--table").stdout, "what was noted of others is in nobody's way"
     assert cells_in(folder)["256_seed-1"]["status"] == "measured"
     assert RunDirectory(folder / "cells" / "256_seed-1").done() == 2
+    (folder / "cells" / "256_seed-1" / "run.json").unlink()
+    pkmlm(*sweep, "--table")
+    assert "torch unknown" in (folder / "README.md").read_text(), "it only records how the run was started"
 
 
 def test_tokens_that_have_moved_are_those_of_the_cells(grid, tokens, tmp_path):

@@ -8,12 +8,13 @@ import torch
 
 from pkmlm.bench import LAYERS, rounds
 from pkmlm.bench.memory import Shape, contender, contenders, inputs, product_key_layer, reads_of, time_memory
-from pkmlm.bench.models import RandomBatches, decode, prefilled, random_tokens, variants
+from pkmlm.bench.models import RandomBatches, decode, prefilled, random_tokens, random_training, variants
 from pkmlm.bench.rounds import interleaved
 from pkmlm.errors import UserError
 from pkmlm.evaluate.generate import Sampling, generate
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Memory, Model, Recipe, Train
+from pkmlm.train.step import train_step
 
 CPU = torch.device("cpu")
 SHAPE = Shape(num_keys=16, dim=24, heads=2, topk=4, key_dim=8, tokens=40)
@@ -25,6 +26,14 @@ RECIPE = Recipe(
 
 def quiet(text: str) -> None:
     pass
+
+
+def test_a_training_that_chooses_slots_by_a_background_is_timed_without_it():
+    model = replace(RECIPE.model, vocab_size=64)
+    spec = replace(RECIPE.finetune, slots="kl", top=3, background="gone.npz")
+    state = random_training(replace(RECIPE, model=model, finetune=spec), "fp32")
+    assert train_step(state, 1).loss > 0
+    assert state.slot_choice.top == 3
 
 
 @pytest.mark.parametrize("name", ["plain-adam", "plain-fused", "plain-sparse"])

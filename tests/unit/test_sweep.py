@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
@@ -14,9 +15,9 @@ from pkmlm.recipe.nodes import parse, yaml_text
 from pkmlm.recipe.schema import dump_recipe, recipe_sha256
 from pkmlm.runs.files import write_json
 from pkmlm.runs.results import signed
-from pkmlm.sweep.cells import Cells, Outcome, steps_taken
+from pkmlm.sweep.cells import Cell, Cells, Outcome, steps_taken
 from pkmlm.sweep.grid import Grid, read_grid
-from pkmlm.sweep.measures import MEASURES, facts_of_cost
+from pkmlm.sweep.measures import MEASURES, TASKS, facts_of_cost, tasks_of
 from pkmlm.sweep.plots import picture
 from pkmlm.sweep.results import Results, Speed, SweepFolder
 from pkmlm.sweep.verdicts import pairs_of, rank_correlations, verdict
@@ -263,18 +264,23 @@ def test_rank_correlation_with_the_paper(folder):
     assert not rank_correlations(grid, numbers(opposite | {("perplexity", P[0]): {2: 1.0}})), "no seed is common to all"
 
 
+def measured_by_hand(cell: Cell, facts: Mapping[str, object]) -> Outcome:
+    """The outcome of a cell whose run is of a dense model of no known size."""
+    return Outcome(cell, "measured", {"kind": "dense", "total": None, **facts})
+
+
 def test_other_seeds_count_at_the_best_tuned_value_only(folder):
     cells = Cells(grid_of(folder), folder / "base.yaml")
     results = Results(cells.grid, cells, {point: {"dense": 2_000_000, "memory": 3_000_000} for point in P})
     tuning = cells.tuning(P[2])
     for cell, loss, ppl in zip(tuning, (5.0, 4.0, 4.5), (150.0, 50.0, 80.0), strict=True):
-        results.add(Outcome(cell, "measured", {"valid_loss": loss, "test_token_ppl": ppl, "seconds": 0.4}))
+        results.add(measured_by_hand(cell, {"valid_loss": loss, "test_token_ppl": ppl, "seconds": 0.4}))
     (other,) = cells.others(tuning[1])
-    results.add(Outcome(other, "measured", {"valid_loss": 4.1, "seconds": 0.8}))
+    results.add(measured_by_hand(other, {"valid_loss": 4.1, "seconds": 0.8}))
     half, costs, _, _ = ([row for row in table.rows if tuple(row[:2]) == P[2]] for table in results.tables())
     assert half[0][3:5] == ["1/2", "50.00"], "the other is trained, not evaluated"
     assert (costs[0][3], costs[0][-1]) == (2, "0.6 +-0.2")
-    results.add(Outcome(other, "measured", {"valid_loss": 4.1, "test_token_ppl": 60.0, "seconds": 0.8}))
+    results.add(measured_by_hand(other, {"valid_loss": 4.1, "test_token_ppl": 60.0, "seconds": 0.8}))
     assert results.values("perplexity", P[2]) == (50.0, 60.0)
     table, costs, tried, _ = results.tables()
     row = next(row for row in table.rows if tuple(row[:2]) == P[2])
@@ -297,12 +303,12 @@ def test_nothing_is_chosen_while_values_are_still_to_be_tried(folder):
     results = Results(cells.grid, cells, {point: {} for point in P})
     first, second, third = cells.tuning(P[0])
     for cell in (first, second):
-        results.add(Outcome(cell, "measured", {"valid_loss": 5.0, "test_token_ppl": 9.0}))
+        results.add(measured_by_hand(cell, {"valid_loss": 5.0, "test_token_ppl": 9.0}))
         assert results.values("perplexity", P[0]) == ()
     results.add(Outcome(third, "stopped", {}))
     assert results.values("perplexity", P[0]) == ()
     assert results.tables()[0].title == "Size and norm: 2 of 20 runs"
-    results.add(Outcome(third, "measured", {"valid_loss": 6.0}))
+    results.add(measured_by_hand(third, {"valid_loss": 6.0}))
     assert results.values("perplexity", P[0]) == (9.0,)
     assert results.tables()[0].rows[0][2:5] == ["1e-3", "1/2", "9.00"]
     assert results.tables()[2].rows[0][2:] == [5.0, 5.0, 6.0, "yes"]
@@ -313,7 +319,7 @@ def test_nothing_is_chosen_while_values_are_still_to_be_tried(folder):
         results.add(Outcome(cell, status, {}))
     assert results.tables()[0].rows[1][2:5] == [None, None, "diverged and failed"]
     for cell, facts in ((first, {"valid_loss": 5.0}), (third, {})):
-        results.add(Outcome(cell, "measured", facts))
+        results.add(measured_by_hand(cell, facts))
     with pytest.raises(UserError, match="none_no_4e-3_seed-1 has lost its validation, so that no value can be chosen"):
         results.values("perplexity", P[0])
 
@@ -332,7 +338,7 @@ def test_a_figure_has_a_panel_for_the_paper_and_a_line_for_each_value(folder):
         usage = [] if point[0] == "none" else [{"layer": 2, "name": "memory", "mass": {"usage": 0.5, "kl": 1.0}}]
         facts = {"valid_loss": 1.0, "test_token_ppl": 20.0, "usage": usage}
         for cell in cells.tuning(point):
-            results.add(Outcome(cell, "measured", facts))
+            results.add(measured_by_hand(cell, facts))
     canvas = picture(results, by_slots, LOOK)
     assert canvas is not None
     measured, paper = canvas.axes
@@ -360,9 +366,9 @@ def test_a_stroke_joins_points_that_differ_along_one_axis(folder):
     for cell in cells.first.values():
         dense = cell.recipe.model.memory.kind == "none"
         usage = [] if dense else [{"layer": 2, "name": "memory", "mass": {"usage": 0.5, "kl": 1.0}}]
-        results.add(Outcome(cell, "measured", {"test_token_ppl": 20.0, "usage": usage}))
+        results.add(measured_by_hand(cell, {"test_token_ppl": 20.0, "usage": usage}))
         for other in cells.others(cell):
-            results.add(Outcome(other, "measured", {"test_token_ppl": 21.0, "usage": usage}))
+            results.add(measured_by_hand(other, {"test_token_ppl": 21.0, "usage": usage}))
     canvas = picture(results, cells.grid.figures[0], LOOK)
     (panel,) = canvas.axes
     assert (canvas.get_suptitle(), panel.get_title()) == ("Size and norm", ""), "no point lacks a seed"
@@ -380,7 +386,7 @@ def test_a_speed_is_that_of_the_recipe_that_was_timed(folder):
         results = Results(cells.grid, cells, {point: {} for point in P})
         assert results.values("speed", P[0]) == (), "nothing is there"
         for cell, loss in zip(cells.tuning(P[0]), (4.0, 5.0, 6.0), strict=True):
-            results.add(Outcome(cell, "measured", {"valid_loss": loss}))
+            results.add(measured_by_hand(cell, {"valid_loss": loss}))
         SweepFolder(swept, "grid", None).recall(results)
         return results
 
@@ -436,9 +442,12 @@ def test_a_folder_keeps_to_the_settings_of_its_runs(folder):
 
 def test_the_average_beside_the_papers_is_over_its_tasks():
     average = MEASURES["average_acc"].read
-    tasks = {"piqa": {"acc": 0.5}, "wsc": {"acc": 0.7}, "boolq": {"acc": 0.1}}
-    assert average({"tasks": tasks, "average_acc": 1.3 / 3}) == pytest.approx(0.6)
-    assert average({"tasks": {"boolq": {"acc": 0.1}}}) is None
+    tasks = {name: {"acc": 0.5} for name in TASKS} | {"wsc": {"acc": 0.8}, "boolq": {"acc": 0.1}}
+    assert average({"tasks": tasks, "average_acc": 0.4}) == pytest.approx(0.5 + 0.3 / len(TASKS))
+    del tasks["piqa"]
+    assert average({"tasks": tasks}) is None, "an average over other tasks would stand beside it"
+    assert tasks_of(["wsc", "average_acc"]) == list(TASKS)
+    assert tasks_of(["wsc", "usage"]) == ["wsc"]
 
 
 GRIDS = sorted((ROOT / "recipes").glob("*/grids/*.yaml"))
