@@ -400,7 +400,7 @@ class RowAdamW(torch.optim.AdamW):
     does so for all else, and this for the tables.
 
     Args:
-        groups: torch's parameter groups; the tables have one of their own.
+        groups: torch's parameter groups; the last is that of the tables.
         tables: from now on their backward passes leave the gradients in their `gradient`, not in `.grad`.
         lr, betas: of the groups that do not say.
         attachment: whose steps are counted, and saved with the optimizer.
@@ -421,9 +421,12 @@ class RowAdamW(torch.optim.AdamW):
         attachment: Attachment,
     ):
         for table in tables:
+            table.refuse_second_optimizer()  # before the first of them is changed
+        for table in tables:
             table.keep_reads()
         self.tables, self.attachment = tables, attachment
         super().__init__(groups, lr=lr, betas=betas, weight_decay=0.0)
+        self.tables_group = len(groups) - 1  # more groups may come behind it
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -442,7 +445,7 @@ class RowAdamW(torch.optim.AdamW):
                 even_row_gradients(table.gradient, world)  # of texts that each rank pads by itself
                 all_gather_row_gradients(table.gradient, world)
                 table.gradient.scale /= world.size
-                update_rows(table, partial(adam_rows, self, self.param_groups[-1]))
+                update_rows(table, partial(adam_rows, self, self.param_groups[self.tables_group]))
         self.attachment.step += 1
         return loss
 

@@ -253,18 +253,22 @@ def init_distributed() -> Iterator[World]:
         return
     wait = timedelta(seconds=collective_timeout())
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():  # a launcher may show each rank one GPU alone; NCCL refuses two ranks on one
+        local = os.environ.get("LOCAL_RANK", "0")
+        if not local.isdecimal():
+            raise UserError(f"LOCAL_RANK: found {local[:40]!r} (expected the rank's number on its machine)")
+        torch.cuda.set_device(int(local) % torch.cuda.device_count())
     try:
-        if torch.cuda.is_available():  # a launcher may show each rank one GPU alone; NCCL refuses two ranks on one
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         dist.init_process_group(backend, timeout=wait)
         dist.all_reduce(torch.zeros(1))  # a rank that exits before the others join looks like a crash to them
     except ValueError as error:
         raise UserError(
             f"WORLD_SIZE is set, but a variable that belongs to it is not: {error}", "start with torchrun"
         ) from None
-    except RuntimeError:
+    except RuntimeError as error:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        message = f"rank {os.environ['RANK']} has not met the others at {place}"
+        reason = str(error).strip().partition("\n")[0]
+        message = f"rank {os.environ['RANK']} has not met the others at {place}: {reason}"
         raise UserError(message, "have all been started, and can they reach that place?", exit_code=1) from None
     try:
         yield current_world()

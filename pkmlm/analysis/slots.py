@@ -115,11 +115,11 @@ class Word(NamedTuple):
 class LogitLens:
     """What the values of a memory say through the model's output head.
 
-    A value v adds w * v to the residual stream, which the final LayerNorm and the head then read. The lens gives the
-    head's answer to v alone: normalised without the norm's bias (the same for every slot), and relative to the mean
-    token. It leaves out the size of the rest of the stream, and what later blocks make of v: the earlier the layer, the
-    rougher the approximation (the "logit lens"). Where a map stands between the values and the stream, v goes through
-    it; a gate, whose answer depends on the token that reads, is left out as well.
+    A value v adds w * v to the residual stream, which the final norm and the head then read. The lens gives the head's
+    answer to v alone, brought to length sqrt(D): normalised, without what the norm adds to any v (its bias), and
+    relative to the mean token. It leaves out the size of the rest of the stream, and what later blocks make of v: the
+    earlier the layer, the rougher the approximation (the "logit lens"). Where a map stands between the values and the
+    stream, v goes through it; a gate, whose answer depends on the token that reads, is left out as well.
 
     Args:
         model: whose head speaks.
@@ -140,9 +140,10 @@ class LogitLens:
     def logits(self, slots_S: Tensor) -> Tensor:
         """What each slot's value adds to each token's logit, relative to the mean token, float32 (S, V)."""
         v_SD = self.memory.sign * self.memory.answer(slots_S)
-        v_SD = v_SD - v_SD.mean(dim=1, keepdim=True)
         v_SD = v_SD / v_SD.square().mean(dim=1, keepdim=True).sqrt().clamp(min=1e-12)
-        logits_SV = self.model.head(v_SD * self.model.norm.weight)[:, : self.size]
+        norm = self.model.norm
+        v_SD = v_SD.to(next((weight.dtype for weight in norm.parameters()), v_SD.dtype))
+        logits_SV = self.model.head(norm(v_SD) - norm(torch.zeros_like(v_SD)))[:, : self.size].float()
         return logits_SV - logits_SV.mean(dim=1, keepdim=True)
 
     def top_tokens(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -22,7 +22,7 @@ from pkmlm.errors import UserError
 from pkmlm.export.attached import check_base, read_facts, read_weights
 from pkmlm.export.config import CONFIG, MODEL_TYPE
 from pkmlm.export.folder import verify
-from pkmlm.model.attached import DENSE, NAME, NGRAM, find_blocks, insert, ngram_spec, text_config
+from pkmlm.model.attached import DENSE, NAME, NGRAM, block_owner, find_blocks, insert, ngram_spec, text_config
 from pkmlm.model.attention import AttentionLayout, KVCache
 from pkmlm.model.memory.base import SparseMemory
 from pkmlm.model.transformer import Transformer
@@ -40,7 +40,7 @@ class Hosted(Transformer):
         host: the model, perhaps with a memory attached.
 
     Attributes:
-        embedding, blocks, norm: the host's.
+        embedding, blocks, norm: the host's; where no final norm is found, norm is the identity.
         ngram_ids: of the n-gram memories that are attached to it.
 
     Raises:
@@ -52,15 +52,15 @@ class Hosted(Transformer):
         self.host = host
         config = text_config(host)
         self.context = min(getattr(config, "max_position_embeddings", CONTEXT), CONTEXT)
-        blocks = find_blocks(host)
-        parts = next(list(each.children()) for each in host.modules() if blocks in list(each.children()))
-        after = parts[parts.index(blocks) + 1 :]
-        norm = next((each for each in after if getattr(each, "weight", None) is not None), None)
+        blocks, parts = find_blocks(host), list(block_owner(host).children())
+        place = parts.index(blocks)
+        norms = [each for each in parts[place + 1 :] + parts[:place][::-1] if "norm" in type(each).__name__.lower()]
+        norm = norms[0] if norms else nn.Identity()
         attached = getattr(host, NAME, None)
         ngram_ids = getattr(attached, "ngram_ids", None)
-        for place in () if attached is None else attached.places.values():
-            if place.gate is not None and isinstance(place.layer, SparseMemory):
-                place.layer.sign = copysign(1.0, place.gate.item())
+        for each in () if attached is None else attached.places.values():
+            if each.gate is not None and isinstance(each.layer, SparseMemory):
+                each.layer.sign = copysign(1.0, each.gate.item())
         # Plain attributes: as modules of this one, too, they would be stored twice.
         self.__dict__.update(embedding=host.get_input_embeddings(), blocks=blocks, norm=norm, ngram_ids=ngram_ids)
         named = inspect.signature(type(host).forward).parameters

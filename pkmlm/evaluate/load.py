@@ -52,7 +52,7 @@ class LoadedRun:
 
 
 def load_run(
-    path: str | Path, step: str | int = "best", device: torch.device | None = None, base: str | Path | None = None
+    path: str | Path, step: str | int = "best", device: str | torch.device | None = None, base: str | Path | None = None
 ) -> LoadedRun:
     """Load a checkpoint of a run, an exported folder, or one that `pkmlm.attach`'s `save` wrote; these hold one step.
 
@@ -65,7 +65,7 @@ def load_run(
     Raises:
         UserError: no such run or checkpoint, or it is damaged; another step than that of the export.
     """
-    device = device or default_device()
+    device = torch.device(device) if device else default_device()
     path, step = Path(path), str(step)
     attached = is_attached(path)
     if base is not None and not attached:

@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 
 from pkmlm import __version__
 from pkmlm.errors import UserError
-from pkmlm.export.config import ATTACHED
+from pkmlm.export.config import ATTACHED, is_attached
 from pkmlm.model.attached import NAME, Attached, Mode, base_parameters
 from pkmlm.runs.checkpoint import load_tensors, write_tensors
 from pkmlm.runs.files import MANIFEST, check_files, entry_of, read_json, read_manifest, write_json, writing_folder
@@ -78,8 +78,8 @@ def write_attached(path: Path, attached: Attached, model: nn.Module, step: int, 
     """
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file (expected a folder, or none yet)")
-    if path.exists() and any(path.iterdir()) and not (replace and (path / ATTACHED).is_file()):
-        also = ", or replace=True to write over what it holds" if (path / ATTACHED).is_file() else ""
+    if path.exists() and any(path.iterdir()) and not (replace and is_attached(path)):
+        also = ", or replace=True to write over what it holds" if is_attached(path) else ""
         raise UserError(f"{path} is not empty", f"choose another folder{also}")
     facts: Facts = {
         "kind": attached.kind,
@@ -104,7 +104,7 @@ def read_facts(path: Path) -> Facts:
     Raises:
         UserError: (exit code 1) it is no such folder, damaged or changed.
     """
-    if not (path / ATTACHED).is_file():
+    if not is_attached(path):
         raise UserError(f"{path} is no folder of an attached memory (no {ATTACHED} in it)")
     files = read_manifest(path, "attached memory", VERSION, HINT)["files"]
     if files.keys() != {ATTACHED, WEIGHTS}:

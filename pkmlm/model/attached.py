@@ -231,6 +231,12 @@ def find_blocks(model: nn.Module) -> nn.ModuleList:
     return next(iter(fit.values()))
 
 
+def block_owner(model: nn.Module) -> nn.Module:
+    """The network that the blocks of a causal model are the layers of."""
+    blocks = find_blocks(model)
+    return next(each for each in model.modules() if blocks in list(each.children()))
+
+
 def text_config(model: nn.Module) -> Any:
     """The config of a model of transformers; of one that reads more than text, that of its language model.
 
@@ -308,7 +314,10 @@ def insert(
     initialise(attached, seed)
     attached.train(model.training)
     host: Any = model
-    undo = [] if attached.ngram_ids is None else attached.ngram_ids.watch(host.base_model)
+    undo = []
+    if attached.ngram_ids is not None:  # of a model that reads more than text, only the whole is called with ids
+        reads_more = text_config(model) is not host.config
+        undo += attached.ngram_ids.watch(host.base_model if reads_more else block_owner(model))
     for layer, part in at.items():
         place = attached.places[str(layer)]
         assert isinstance(place, Place)

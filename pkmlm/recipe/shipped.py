@@ -16,12 +16,13 @@ RECIPES = next(
 
 
 def find_recipe(name: str | Path) -> Path:
-    """The file of a recipe or grid: `name` itself, or, where there is no such file, the one of that name in `RECIPES`
-    ("demo", "pkm/cpu", "pkm/grids/table-2").
+    """The file of a recipe or grid: `name` itself, or, where there is none (a folder is none), the one of that name in
+    `RECIPES` ("demo", "pkm/cpu", "pkm/grids/table-2").
     """
     path = Path(name)
     shipped = RECIPES / f"{name}.yaml"
-    return shipped if not path.exists() and ".." not in path.parts and shipped.is_file() else path
+    nothing = not path.exists() or path.is_dir()
+    return shipped if nothing and ".." not in path.parts and shipped.is_file() else path
 
 
 def recipe_text(path: Path) -> str:

@@ -56,6 +56,7 @@ class Validations:
         best_step, best_loss: of the best one (nats per token).
         worse: validations since the best one.
         due: this step asks for one that a stop request has cut short.
+        tokens: that each of them scored; None: not known. With others, the best is sought anew.
     """
 
     step: int | None = None
@@ -63,6 +64,7 @@ class Validations:
     best_loss: float | None = None
     worse: int = 0
     due: bool = False
+    tokens: int | None = None
 
     @classmethod
     def of(cls, events: Iterable[dict[str, Any]]) -> "Validations":
@@ -70,12 +72,14 @@ class Validations:
         found = cls()
         for event in events:
             if event["event"] == "valid" and event.get("loss") is not None:
-                found.add(event["step"], event["loss"])
+                found.add(event["step"], event["loss"], event.get("tokens"))
         return found
 
-    def add(self, step: int, loss: float) -> bool:
+    def add(self, step: int, loss: float, tokens: int | None) -> bool:
         """Note a validation; whether it is the best so far."""
-        self.step, self.due = step, False
+        if tokens != self.tokens and self.tokens is not None:  # of `eval.tokens`, which has changed: another text
+            self.best_step, self.best_loss, self.worse = None, None, 0
+        self.step, self.due, self.tokens = step, False, tokens
         if self.best_loss is None or loss < self.best_loss:
             self.best_step, self.best_loss, self.worse = step, loss, 0
             return True
@@ -128,7 +132,8 @@ def save(
     tables: Tables,
     ranks: ProcessGroups | None = None,
 ) -> None:
-    """Write the checkpoint of `progress.step`, read it back, and point `latest` at it; all ranks together.
+    """Write the checkpoint of `progress.step` and what the files are found to hold, and point `latest` at it; all ranks
+    together.
 
     Args:
         weights, optimizer, tables: see above; of sharded tensors, each rank gives its part.
@@ -175,7 +180,6 @@ def save(
                 write_json(folder / MANIFEST, {"version": CHECKPOINT_VERSION, "step": progress.step, "files": files})
                 run.refuse_replaced()
                 stack.close()
-                verify(path)
                 run.point("latest", progress.step)
 
 
@@ -231,7 +235,7 @@ def read_progress(path: Path) -> Progress:
     state: dict[str, Any] = {**read_state(path)}
     progress = Progress(**{name: state[name] for name in asdict(Progress()) if state.get(name) is not None})
     if found := state.get("validations"):
-        progress.validations = Validations(**{name: found[name] for name in asdict(Validations())})
+        progress.validations = Validations(**{name: found.get(name) for name in asdict(Validations())})
     return progress
 
 

@@ -27,6 +27,7 @@ from typing import IO, Any, NoReturn
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
+from pkmlm.console import warn
 from pkmlm.errors import UserError, read_errors
 
 MANIFEST = "manifest.json"
@@ -451,8 +452,9 @@ def locked(path: Path, what: str) -> Iterator[Callable[[], bool]]:
                     hint = "wait for it, stop it, or choose another -o"
                     raise UserError(f"{what} is in use by {holder}", hint, exit_code=1) from None
                 time.sleep(LOCK_PATIENCE / 20)
-            except OSError:
-                break  # a file system without locks (a cluster's, often): nobody can be kept out
+            except OSError:  # a cluster's, often
+                warn(f"{path.parent}: this file system has no locks, so nothing keeps a second process out of {what}")
+                break
         with write_errors(path):
             file.truncate(0)
             file.write(f"process {os.getpid()}{here()}".encode())

@@ -100,6 +100,7 @@ class ValidationState(TypedDict):
     best_loss: MaybeNumber
     worse: int
     due: bool
+    tokens: NotRequired[int | None]
 
 
 class CheckpointState(TypedDict):

@@ -29,6 +29,7 @@ def dry_run(job: Job, output: str | None, world: World, *, resume: str = "auto")
     lead, run = world.rank == 0, RunDirectory(output) if output else None
     if world.broadcast(run is not None and bool(run.steps())):  # a resume does not read `train.init_from`
         job = replace(job, recipe=replace(job.recipe, train=replace(job.recipe.train, init_from=None)))
+    start = None
     with world.collective_errors():
         settings = device_settings(job.recipe)
         if lead:
@@ -36,13 +37,13 @@ def dry_run(job: Job, output: str | None, world: World, *, resume: str = "auto")
                 refuse_output(run, resume)
                 if run.steps():
                     refuse_changed_recipe(run, job.recipe)
-            warnings = [*job.warnings, *check_init_from(job)]
+            start, warnings = check_init_from(job)
             print(*plan(job, settings, world.size), sep="\n", flush=True)
-            for text in [*warnings, *too_large_warning(job, settings, world.size)]:
+            for text in [*job.warnings, *warnings, *too_large_warning(job, settings, world.size)]:
                 warn(text)
     with explaining_failure(job, settings, world):
         groups = build_process_groups(world, job.recipe.parallel.memory)
-        state = build_state(job, initial_model(job, settings, groups), settings, groups)
+        state = build_state(job, initial_model(job, settings, groups, world.broadcast(start)), settings, groups)
         began = time.monotonic()
         loss = train_step(state, 1).loss
         seconds = time.monotonic() - began

@@ -29,13 +29,16 @@ SHAPELESS = {
 
 
 @torch.no_grad()
-def load_init_from(job: Job, model: Transformer) -> None:
+def load_init_from(job: Job, model: Transformer, step: int) -> None:
     """Fill a model with the weights of `train.init_from`, and draw those that it lacks.
+
+    Args:
+        step: of their checkpoint, as `check_init_from` has found it; all ranks start from the same.
 
     Raises:
         UserError: as `check_init_from`.
     """
-    source, path = _source_checkpoint(job)
+    source, path, _ = _source_checkpoint(job, step)
     with _naming_the_key(job, source):
         weights, tables = model.state_dict(), table_ranks(model)
         missing, _ = check_weights(path, weights, tables, strict=False)
@@ -46,17 +49,18 @@ def load_init_from(job: Job, model: Transformer) -> None:
         model.untied_head.weight.copy_(model.embedding.weight)
 
 
-def check_init_from(job: Job) -> list[str]:
-    """Refuse a `train.init_from`, if there is one, whose weights do not fit this model; return a warning that says
-    which weights are missing there or unexpected here, and what they mean otherwise in this model.
+def check_init_from(job: Job) -> tuple[int | None, list[str]]:
+    """Refuse a `train.init_from`, if there is one, whose weights do not fit this model; return the step of its
+    checkpoint, the best or else the latest, and a warning that says which weights are missing there or unexpected here,
+    and what they mean otherwise in this model.
 
     Raises:
         UserError: there is no such run, it has another tokenizer, a tensor has another shape in this model, or they
             have no tensor in common (exit code 2); its checkpoint is damaged (1).
     """
     if job.recipe.train.init_from is None:
-        return []
-    source, path = _source_checkpoint(job)
+        return None, []
+    source, path, step = _source_checkpoint(job)
     model = build_model(job.recipe, job.vocab_size, "meta")
     with _naming_the_key(job, source):
         missing, unexpected = check_weights(path, model.state_dict(), table_ranks(model), strict=False)
@@ -76,11 +80,11 @@ def check_init_from(job: Job) -> list[str]:
         parts.append(f"its weights mean something else here: {', '.join(changed)}")
     if source.facts().get("data_sha256") == job.corpus.sha256 and before.seed == job.recipe.train.seed:
         parts.append("the text comes in the order that it was trained in; another train.seed gives another")
-    return [f"train.init_from: {'; '.join(parts)}"] if parts else []
+    return step, [f"train.init_from: {'; '.join(parts)}"] if parts else []
 
 
-def _source_checkpoint(job: Job) -> tuple[RunDirectory, Path]:
-    """The run of `train.init_from`, and its checkpoint: the best, else the latest."""
+def _source_checkpoint(job: Job, step: int | None = None) -> tuple[RunDirectory, Path, int]:
+    """The run of `train.init_from`, its checkpoint of a step (None: the best, else the latest), and that step."""
     try:
         source = RunDirectory.existing(str(job.recipe.train.init_from))
     except UserError as error:
@@ -91,7 +95,8 @@ def _source_checkpoint(job: Job) -> tuple[RunDirectory, Path]:
             f"tokenize again with --tokenizer {source.tokenizer_file}",
         )
     try:
-        step = source.resolve("best" if source.best() is not None else "latest")
+        if step is None:
+            step = source.resolve("best" if source.best() is not None else "latest")
         path = source.checkpoint(step)
         verify(path, optimizer=False)
         progress = read_progress(path)
@@ -99,7 +104,7 @@ def _source_checkpoint(job: Job) -> tuple[RunDirectory, Path]:
     except UserError as error:
         hint = "start from another run, or copy that one again"
         raise UserError(f"train.init_from: {error.message}", hint, error.exit_code) from None
-    return source, path
+    return source, path, step
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,7 @@ class Job:
         """Rows of the model's embedding: as the recipe says, or one for each token."""
         return self.recipe.model.vocab_size or self.tokenizer.size
 
-    @property
+    @cached_property
     def canonical_ids(self) -> np.ndarray:
         """The canonical id of each row of the embedding, by which n-gram memories know tokens."""
         return canonical_ids(self.tokenizer, self.vocab_size, self.recipe.model.ngram.canonical)

@@ -91,6 +91,9 @@ class TrainingLog:
         with write_errors(self.folder / "metrics.jsonl"):
             self.metrics.write(json.dumps(line, allow_nan=False) + "\n")
         scalars = {f"{event}/{name}": number for name, number in numbers.items() if isinstance(number, int | float)}
+        for memory in numbers.get("usage") or ():
+            used = {key: memory[key] for key in ("usage", "kl") if memory[key] is not None}
+            scalars |= {f"{event}/layer {memory['layer']} {memory['name']}/{key}": used[key] for key in used}
         for sink in self.sinks:
             sink.write(scalars, step)
         for text in self.monitor.warnings(line) if self.monitor else ():
@@ -176,14 +179,15 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A run of a Weights & Biases project; a resumed run continues it."""
+    """A run of a Weights & Biases project. A resumed run continues it; a new one in its place, or a copy, does not."""
 
     def __init__(self, folder: Path, name: str, project: str):
         try:
             import wandb
         except ImportError:
             raise UserError("log.wandb needs the package wandb", "pip install 'pkmlm[sinks]'") from None
-        identity = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+        place = f"{folder.resolve()} {RunDirectory(folder).facts().get('id')}"
+        identity = hashlib.sha256(place.encode()).hexdigest()[:16]
         self.run = wandb.init(project=project, name=name, dir=str(folder), id=identity, resume="allow")
 
     def write(self, scalars: dict[str, float], step: int) -> None:

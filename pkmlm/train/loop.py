@@ -156,7 +156,7 @@ class Training:
         if numbers is None:
             return
         self.log.event("valid", step, **numbers)
-        is_best = history.add(step, numbers["loss"])
+        is_best = history.add(step, numbers["loss"], numbers.get("tokens"))
         mark = "best so far" if is_best else f"best {history.best_loss:.4f} at step {history.best_step}"
         self.log.say(f"step {step}  validation {numbers['loss']:.4f} nats/token  ({mark})")
         if is_best:

@@ -22,6 +22,7 @@ class TrainingMonitor:
 
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     spiking: bool = False
+    tokens: int | None = None  # of the last validation: more of them read more slots
     highest: dict[str, float] = field(default_factory=dict)
     low: dict[str, int] = field(default_factory=dict)
 
@@ -38,6 +39,8 @@ class TrainingMonitor:
         if event["event"] == "train" and isinstance(event.get("loss"), float):
             return self._loss(event["loss"])
         if event["event"] == "valid":
+            if event.get("tokens") != self.tokens:
+                self.tokens, self.highest = event.get("tokens"), {}
             return [text for memory in event.get("usage") or () for text in self._usage(memory)]
         return []
 

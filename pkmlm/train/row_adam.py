@@ -16,7 +16,7 @@ from pkmlm.model.memory.values import Values
 
 
 class RowOptimizer(torch.optim.Optimizer):
-    """An optimizer of tables of rows that moves the rows read by a step, and no others.
+    """An optimizer of tables of rows that moves the rows read by a step, and no others (but see `every_row`).
 
     Args:
         tables: the `values` of memories and of hash layers. From now on their backward passes leave the gradients in
@@ -34,6 +34,7 @@ class RowOptimizer(torch.optim.Optimizer):
         for table in self.tables:
             if not isinstance(table, Values):
                 raise TypeError(f"found a {type(table).__name__} (expected tables: the `values` of a memory)")
+            table.refuse_second_optimizer()  # before the first of them is changed
         check_settings(**defaults)
         super().__init__([table.weight_KD for table in self.tables], defaults)
         for table in self.tables:

@@ -54,14 +54,16 @@ def train(job: Job, output: str, world: World, *, resume: str = "auto", quiet: b
             training has begun, run.json says how it ended.
     """
     run, lead = RunDirectory(output), world.rank == 0
-    warnings, complete = [], False
+    warnings: list[str] = []
+    complete, start = False, None
     answer = "stopping after this step (again: at once)" if lead and not quiet else ""
     with ExitStack() as held, stop_on_signals(world.all_max, answer) as stop:
         with world.collective_errors():
             settings = device_settings(job.recipe)
             if lead:
                 refuse_output(run, resume)  # before anything is written, not even a folder
-                warnings = [] if run.steps() else check_init_from(job)
+                if not run.steps():
+                    start, warnings = check_init_from(job)
                 check_background(job)
                 held.enter_context(run.locked())
                 if run.steps():
@@ -72,13 +74,17 @@ def train(job: Job, output: str, world: World, *, resume: str = "auto", quiet: b
         if world.broadcast(complete):
             if lead:
                 done = f"run {printable(output)} is complete already at step {run.steps()[-1]}"
-                print(f"{done}; more train.steps, or eval.patience, would train it longer", flush=True)
+                longer = "eval.patience" if run.facts().get("status") == "patience" else "train.steps"
+                print(f"{done}; more {longer} would train it longer", flush=True)
             return 0
+        start = world.broadcast(start)
         with world.collective_errors():
             if lead:
                 warnings += begin(run, job, settings, world.size)
+                if start is not None:
+                    run.note(init_from_step=start)
         with noting_failure(run, world), explaining_failure(job, settings, world):
-            outcome = run_training(run, job, settings, warnings, stop, quiet, world)
+            outcome = run_training(run, job, settings, warnings, stop, quiet, world, start)
         with world.collective_errors():
             if lead:
                 run.note(**asdict(outcome))
@@ -139,8 +145,13 @@ def run_training(
     stop: StopRequest,
     quiet: bool,
     world: World,
+    start: int | None,
 ) -> Outcome:
-    """Open the log, build the model, restore the latest checkpoint, and train."""
+    """Open the log, build the model, restore the latest checkpoint, and train.
+
+    Args:
+        start: as of `initial_model`.
+    """
     recipe = job.recipe
     groups = build_process_groups(world, recipe.parallel.memory)
     log: RunLog = SilentLog()
@@ -162,7 +173,7 @@ def run_training(
                 check_weights(run.checkpoint(step), expected.state_dict(), table_ranks(expected))
                 model = build_model(recipe, job.vocab_size, settings.device, groups, init_weights=False)
             else:
-                model = initial_model(job, settings, groups)
+                model = initial_model(job, settings, groups, start)
         if recipe.train.compile:
             log.say("the first step compiles attention and FFNs, which can take minutes")
         state = build_state(job, model, settings, groups)
@@ -170,12 +181,15 @@ def run_training(
         return Training(run, state, validate, log, stop).train()
 
 
-def initial_model(job: Job, settings: DeviceSettings, groups: ProcessGroups) -> Transformer:
-    """The model with the weights that a new run starts from: of `train.init_from`, or drawn from the seed."""
-    from_seed = job.recipe.train.init_from is None
-    model = build_model(job.recipe, job.vocab_size, settings.device, groups, init_weights=from_seed)
-    if not from_seed:
-        load_init_from(job, model)
+def initial_model(job: Job, settings: DeviceSettings, groups: ProcessGroups, start: int | None) -> Transformer:
+    """The model with the weights that a new run starts from.
+
+    Args:
+        start: the step of the checkpoint of `train.init_from`; None: they are drawn from the seed.
+    """
+    model = build_model(job.recipe, job.vocab_size, settings.device, groups, init_weights=start is None)
+    if start is not None:
+        load_init_from(job, model, start)
     if model.ngram_ids is not None:
         model.ngram_ids.canonical_V.copy_(torch.from_numpy(job.canonical_ids))
     return model

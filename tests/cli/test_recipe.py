@@ -139,6 +139,9 @@ def test_recipes_that_come_along_are_found_by_name():
         assert re.search(rf"^{name} ", listed, re.M), name
         assert find_recipe(name) == file
     assert pkmlm("recipe", "show", "demo").stdout == pkmlm("recipe", "show", ROOT / "recipes/demo.yaml").stdout
+    Path("demo").mkdir()  # as `make demo` leaves it
+    assert find_recipe("demo") == ROOT / "recipes/demo.yaml"
+    Path("demo").rmdir()
     Path("demo").write_text("name: mine")
     assert "name: mine" in pkmlm("recipe", "show", "demo").stdout
     assert "nowhere" in pkmlm("recipe", "show", "nowhere", code=2).stderr

@@ -193,7 +193,21 @@ def test_patience_stops_early(tmp_path, write_recipe):
     assert (facts["status"], facts["exit_code"]) == ("patience", 0)
     assert 2 < facts["step"] < 30
     assert (run / "done").exists()
-    assert "complete already" in pkmlm("train", recipe, "-o", run, *worse).stdout
+    told = pkmlm("train", recipe, "-o", run, *worse, "-s", "train.steps=60").stdout
+    assert "complete already" not in told, "the same patience is at an end again at once, but nobody can know before"
+    told = pkmlm("train", recipe, "-o", run, *worse, "-s", "train.steps=60").stdout
+    assert "complete already" in told
+    assert "train.steps" not in told
+
+
+def test_the_best_is_sought_anew_where_validations_score_another_text(tmp_path, write_recipe):
+    run, recipe = tmp_path / "run", write_recipe(tmp_path, "dense")
+    train = ["train", recipe, "-o", run, "-s", "eval.every=2", "-s", "optim.lr=3"]  # which makes it worse and worse
+    for steps, tokens in ((4, 40), (8, 60)):
+        pkmlm(*train, "-s", f"train.steps={steps}", "-s", f"eval.tokens={tokens}")
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        losses = {line["step"]: line["loss"] for line in lines if line["event"] == "valid" and line["tokens"] == tokens}
+        assert RunDirectory(run).best() == min(losses, key=losses.__getitem__)
 
 
 def trained_in(run: RunDirectory, recipe: Recipe, validate: Callable, stop: StopRequest) -> Outcome:

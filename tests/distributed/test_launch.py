@@ -183,7 +183,7 @@ def test_ranks_that_cannot_meet_say_so_in_a_line(recipe, tmp_path, ranks):
     words = ["train", str(recipe), "-o", str(tmp_path / "run")]
     (done,) = ranks.run(1, "command_with", 1, words=words, environment=place | rank)
     assert done.stderr.startswith("error: rank 1 ")
-    assert "no.such.host.invalid:29876" in done.stderr
+    assert "no.such.host.invalid:29876: " in done.stderr, "and what torch says of it"
     assert done.stderr.count("\n") == 2
 
 

@@ -12,12 +12,16 @@ from torch import nn
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    OlmoConfig,
+    OlmoForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     PreTrainedModel,
@@ -31,8 +35,10 @@ from transformers import (
 from transformers.utils import is_accelerate_available
 
 import pkmlm
+from pkmlm.analysis.slots import LogitLens
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
+from pkmlm.evaluate.attached import Hosted
 from pkmlm.model.attached import base_parameters
 
 SIZES = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -599,6 +605,67 @@ def test_n_grams_are_read_on_from_a_cache_and_never_guessed(name):
         model.generate(IDS[:, :8], cache_implementation="static", max_new_tokens=2, disable_compile=True)
     attachment.detach()
     model(inputs_embeds=torch.zeros(1, 3, 32))
+
+
+def opt() -> PreTrainedModel:
+    torch.manual_seed(1)
+    sizes = {"ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 64, "dropout": 0.0}
+    return OPTForCausalLM(OPTConfig(**SIZES, **sizes, pad_token_id=0, bos_token_id=99, eos_token_id=99)).eval()
+
+
+def test_n_grams_in_a_model_whose_head_calls_an_inner_network():
+    model = opt()
+    grown(pkmlm.attach(model, NGRAMS, layers=[2]))
+    whole, past, parts = logits(model), None, []
+    for ids in IDS.split([8, 1, 11], 1):
+        with torch.no_grad():
+            found = model(input_ids=ids, use_cache=True, past_key_values=past)
+        parts.append(found.logits)
+        past = found.past_key_values
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=2e-5, rtol=1e-4)
+
+
+HOSTS = {
+    **ARCHITECTURES,
+    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**ROTARY, num_key_value_heads=1, head_dim=16)),
+    "olmo": lambda: OlmoForCausalLM(OlmoConfig(**ROTARY)),
+}
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_the_lens_is_the_hosts_norm_and_head_of_a_large_value(name):
+    torch.manual_seed(1)
+    model = HOSTS[name]().eval()
+    attachment = grown(pkmlm.attach(model, KEYS, layers=[1]))
+    hosted, memory = Hosted(model), attachment.module.places["1"].layer
+    slots = torch.arange(0, 256, 37)
+    found = LogitLens(hosted, memory, 100, str).logits(slots)
+    body, final = model.base_model, []
+    hook = hosted.norm.register_forward_hook(lambda norm, inputs, out: final.append(out))
+    body(input_ids=IDS)
+    hook.remove()
+    assert len(final) == 1, "the norm that the host calls last, once a forward"
+    with torch.no_grad():
+        at = hosted.norm(1e4 * memory.sign * memory.answer(slots)) - hosted.norm(torch.zeros(1, 32))
+        said = model.get_output_embeddings()(at)
+    torch.testing.assert_close(found, said - said.mean(1, keepdim=True), atol=1e-4, rtol=1e-3)
+    assert found.std() > 1e-3
+
+
+def test_more_groups_of_parameters_leave_the_tables_theirs():
+    model = base()
+    attachment = pkmlm.attach(model, KEYS, layers=[1])
+    optimizer = attachment.optimizer(lr=0.01)
+    optimizer.add_param_group({"params": [*model.model.norm.parameters()], "lr": 1e-9})
+    values = attachment.module.places["1"].layer.values.weight_KD
+    before = values.detach().clone()
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    with torch.no_grad():  # at a gate of 0 no gradient reaches them
+        attachment.module.places["1"].gate.fill_(1.0)
+    optimizer.zero_grad()
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    assert (values - before).abs().max() > 1e-3
 
 
 def test_n_grams_and_gradient_checkpointing():

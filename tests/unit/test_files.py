@@ -236,7 +236,7 @@ def test_a_lock_that_is_only_looked_at_is_waited_for(tmp_path):
             assert keeps()
 
 
-def test_a_file_system_without_locks_keeps_nobody_out(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_keeps_nobody_out_and_says_so(tmp_path, monkeypatch, capsys):
     def unsupported(*_):
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
@@ -245,3 +245,4 @@ def test_a_file_system_without_locks_keeps_nobody_out(tmp_path, monkeypatch):
     with run.locked(), RunDirectory(run.path).locked():
         run.point("latest", 3)
     assert (run.path / "latest").read_text() == "step-00000003\n"
+    assert f"warning: {run.path}: this file system has no locks" in capsys.readouterr().err

@@ -20,6 +20,7 @@ from pkmlm.runs.files import MANIFEST, entry_of, read_json, write_json
 from pkmlm.train.init_from import check_init_from
 from pkmlm.train.job import Job
 from pkmlm.train.run import initial_model
+from tests.conftest import pkmlm
 
 MEMORY = ["model.memory.kind=product-key", "model.memory.num_keys=16", "model.memory.heads=2", "model.memory.topk=4"]
 MEMORY += ["model.memory.key_dim=16"]
@@ -33,15 +34,20 @@ def job_from(source: Path, *changes: str) -> Job:
 
 
 def started(job: Job) -> Transformer:
-    return initial_model(job, DeviceSettings(torch.device("cpu"), "fp32", ""), ProcessGroups())
+    step = RunDirectory(str(job.recipe.train.init_from)).resolve("best")
+    return initial_model(job, DeviceSettings(torch.device("cpu"), "fp32", ""), ProcessGroups(), step)
+
+
+def warnings_of(job: Job) -> list[str]:
+    return check_init_from(job)[1]
 
 
 def test_the_same_text_in_the_same_order_is_warned_of(trained):
     source = trained("dense")
-    (warning,) = check_init_from(job_from(source, f"train.seed={RunDirectory(source).recipe().train.seed}"))
+    (warning,) = warnings_of(job_from(source, f"train.seed={RunDirectory(source).recipe().train.seed}"))
     assert "train.init_from" in warning
     assert "train.seed" in warning
-    assert not check_init_from(job_from(source))
+    assert not warnings_of(job_from(source))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +66,7 @@ def test_what_both_have_is_loaded_and_the_rest_is_drawn_and_named(trained, kind,
     model, fresh = started(job).state_dict(), build_model(job.recipe, job.vocab_size).state_dict()
     stored = load_file(source.checkpoint(int(source.best() or 0)) / "weights.safetensors")
     assert all(torch.equal(tensor, stored.get(name, fresh[name])) for name, tensor in model.items())
-    (warning,) = check_init_from(job)
+    (warning,) = warnings_of(job)
     there, _, here = warning.partition("left out: ")
     assert all(module in there for module in missing), warning
     assert all(module in here for module in unexpected), warning
@@ -77,11 +83,26 @@ def test_the_same_model_starts_with_all_weights_and_no_warning(trained, tmp_path
     model = started(job).state_dict()
     assert model.keys() == stored.keys()
     assert all(torch.equal(tensor, stored[name]) for name, tensor in model.items())
-    assert check_init_from(job) == []
+    assert warnings_of(job) == []
+
+
+def test_a_run_says_which_step_it_started_from_and_all_ranks_start_from_it(trained, write_recipe, tmp_path):
+    source = Path(shutil.copytree(trained("dense"), tmp_path / "source", symlinks=True))
+    job, (first, last) = job_from(source), RunDirectory(source).steps()
+    (source / "checkpoints" / f"step-{last:08d}").rename(tmp_path / "later")
+    step, _ = check_init_from(job)
+    assert step == first
+    (tmp_path / "later").rename(RunDirectory(source).checkpoint(last))  # meanwhile it trains on
+    device = DeviceSettings(torch.device("cpu"), "fp32", "")
+    model, at = initial_model(job, device, ProcessGroups(), step).state_dict(), RunDirectory(source).checkpoint(first)
+    assert all(torch.equal(model[name], tensor) for name, tensor in load_file(at / "weights.safetensors").items())
+    given = ("-s", f"train.init_from={source}", "-s", "train.steps=1", "-q")
+    pkmlm("train", write_recipe(tmp_path, "dense"), "-o", tmp_path / "run", *given)
+    assert RunDirectory(tmp_path / "run").facts()["init_from_step"] == last
 
 
 def test_what_the_same_weights_mean_is_told_where_it_changes(trained):
-    (warning,) = check_init_from(job_from(trained("dense"), "model.heads=4", "model.rotary_fraction=0.5"))
+    (warning,) = warnings_of(job_from(trained("dense"), "model.heads=4", "model.rotary_fraction=0.5"))
     assert "model.heads is 2 there and 4 here" in warning
     assert "rotary" not in warning, "it has no effect"
 
@@ -92,7 +113,7 @@ def test_a_tied_head_starts_an_untied_one(trained):
     model = started(untied)
     assert torch.equal(model(tokens), started(tied)(tokens))
     assert model.untied_head.weight.data_ptr() != model.embedding.weight.data_ptr()
-    (warning,) = check_init_from(untied)
+    (warning,) = warnings_of(untied)
     assert "untied_head" in warning
     assert "anew" not in warning
 

@@ -8,6 +8,7 @@ import pytest
 
 from pkmlm.errors import UserError
 from pkmlm.recipe.schema import Log
+from pkmlm.runs.files import write_json
 from pkmlm.train.log import TrainingLog
 
 
@@ -80,6 +81,33 @@ def test_a_sink_whose_package_is_missing_is_told(tmp_path, monkeypatch, name):
         TrainingLog(tmp_path, "x", 4, settings),
     ):
         pass
+
+
+def test_a_project_has_a_run_of_its_own_for_each_run_and_the_usage_of_its_memories(tmp_path, monkeypatch):
+    begun, logged = [], []
+
+    class Wandb:
+        """What of Weights & Biases is called here."""
+
+        def init(self, id: str, **_: object) -> "Wandb":
+            begun.append(id)
+            return self
+
+        def log(self, scalars: dict[str, float], step: int) -> None:
+            logged.append((step, scalars))
+
+        def finish(self) -> None: ...
+
+    monkeypatch.setitem(sys.modules, "wandb", Wandb())
+    usage = [{"layer": 3, "name": "memory", "usage": 0.5, "kl": None}]
+    for folder, run in (("one", "a"), ("one", "a"), ("one", "b"), ("copy", "a")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        write_json(tmp_path / folder / "run.json", {"id": run})
+        with TrainingLog(tmp_path / folder, "x", 4, Log(wandb="project"), quiet=True) as log:
+            log.event("valid", 2, loss=4.0, usage=usage)
+    assert begun[0] == begun[1], "a resumed run"
+    assert len(set(begun)) == 3, "neither another in its place nor a copy"
+    assert logged[0] == (2, {"valid/loss": 4.0, "valid/layer 3 memory/usage": 0.5})
 
 
 def test_tensorboard_drops_the_steps_that_a_resume_takes_again(tmp_path):

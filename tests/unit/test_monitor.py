@@ -57,6 +57,13 @@ def test_a_memory_that_goes_out_of_use_is_told_at_each_halving():
     assert told == [False, False, False, True, False, True, False]
 
 
+def test_a_validation_on_fewer_tokens_is_no_collapse():
+    monitor = TrainingMonitor()
+    told = [bool(monitor.warnings(valid(usage) | {"tokens": tokens})) for usage, tokens in ((0.8, 900), (0.3, 90))]
+    assert told == [False, False]
+    assert monitor.warnings(valid(0.1) | {"tokens": 90})
+
+
 def test_a_memory_that_was_never_used_is_told_once():
     monitor = TrainingMonitor()
     told = [monitor.warnings(valid(0.05, 0.9)) for _ in range(DEAD_FOR + 2)]

@@ -212,8 +212,10 @@ def test_a_slot_that_is_first_read_late_moves_far():
 def test_a_table_leaves_its_gradient_with_one_optimizer():
     table = table_of(torch.zeros(3, 2))
     optimizer = RowAdam([table])
+    other = table_of(torch.zeros(3, 2))
     with pytest.raises(ValueError, match="an optimizer already"):
-        RowAdam([table])
+        RowAdam([other, table])
+    RowAdam([other])  # of which the refused one has nothing
     read(table, [1], torch.ones(1, 2))
     optimizer.step()
     assert table.weight_KD[1].abs().sum() > 0

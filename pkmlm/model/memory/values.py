@@ -89,9 +89,13 @@ class Values(nn.Module):
         Raises:
             ValueError: another optimizer has done so.
         """
+        self.refuse_second_optimizer()
+        self.gradient = RowGradient(len(self.weight_KD), every_row=every_row)
+
+    def refuse_second_optimizer(self) -> None:
+        """Raise a ValueError where an optimizer takes this table's reads already."""
         if self.gradient is not None:
             raise ValueError("the table has an optimizer already (to make another, set its `gradient` to None first)")
-        self.gradient = RowGradient(len(self.weight_KD), every_row=every_row)
 
     def init_spec(self) -> dict[str, InitSpec]:
         return {"weight_KD": Normal(self.std, self.width, self.ranks.rank * self.weight_KD.shape[1])}
