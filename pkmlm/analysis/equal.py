@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, get_args
 
-from pkmlm.runs.results import perplexity
-
 Over = Literal["tokens", "operations", "seconds"]
 OVERS: tuple[Over, ...] = get_args(Over)
 
@@ -39,6 +37,8 @@ def at_equal(
         per_step: what a step of each run takes.
         runs: the lines of metrics.jsonl of each.
     """
+    from pkmlm.runs.results import perplexity  # needs numpy, which options of a command do not
+
     curves = {
         name: [(e["step"], e["loss"]) for e in events if e["event"] == "valid" and e.get("loss") is not None]
         for name, events in runs.items()

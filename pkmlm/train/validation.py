@@ -61,11 +61,11 @@ def validator(
         if recipe.eval.sample is not None:
             say(f"sample: {sample(model, tokenizer, recipe.eval.sample)}")
         return {
-            "tokens": result.tokens,
             "loss": result.nats_per_token,
             "token_ppl": result.token_ppl,
             "word_ppl": result.word_ppl,
             "bits_per_byte": result.bits_per_byte,
+            "tokens": result.tokens,
             "usage": [memory.as_event() for memory in counters.memories(groups.data)],
         }
 
