@@ -224,6 +224,11 @@ def is_shard(tensor: Any) -> bool:
     return hasattr(tensor, "to_local")
 
 
+def first_line(error: BaseException) -> str:
+    """What torch says of an error, without the traces and advice below it."""
+    return str(error).strip().partition("\n")[0]
+
+
 def local_part(tensor: Any) -> Tensor:
     """The part of a tensor that this rank holds; all of one that is not divided."""
     return tensor.to_local() if is_shard(tensor) else tensor
@@ -246,7 +251,8 @@ def init_distributed() -> Iterator[World]:
     Tensors on GPUs go over NCCL, those in main memory over gloo. An error of another rank than the first names it.
 
     Raises:
-        UserError: the launcher's environment is not whole (exit code 2), or the others could not be met (1).
+        UserError: the launcher's environment is not whole (exit code 2), or this rank's GPU cannot be used, or the
+            others could not be met (1).
     """
     if launched_processes() == 1:
         yield World()
@@ -257,7 +263,10 @@ def init_distributed() -> Iterator[World]:
         local = os.environ.get("LOCAL_RANK", "0")
         if not local.isdecimal():
             raise UserError(f"LOCAL_RANK: found {local[:40]!r} (expected the rank's number on its machine)")
-        torch.cuda.set_device(int(local) % torch.cuda.device_count())
+        try:
+            torch.cuda.set_device(int(local) % torch.cuda.device_count())
+        except RuntimeError as error:
+            raise UserError(f"the GPU of rank {local} on this machine: {first_line(error)}", exit_code=1) from None
     try:
         dist.init_process_group(backend, timeout=wait)
         dist.all_reduce(torch.zeros(1))  # a rank that exits before the others join looks like a crash to them
@@ -267,8 +276,7 @@ def init_distributed() -> Iterator[World]:
         ) from None
     except RuntimeError as error:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        reason = str(error).strip().partition("\n")[0]
-        message = f"rank {os.environ['RANK']} has not met the others at {place}: {reason}"
+        message = f"rank {os.environ['RANK']} has not met the others at {place}: {first_line(error)}"
         raise UserError(message, "have all been started, and can they reach that place?", exit_code=1) from None
     try:
         yield current_world()

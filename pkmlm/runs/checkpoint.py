@@ -132,8 +132,7 @@ def save(
     tables: Tables,
     ranks: ProcessGroups | None = None,
 ) -> None:
-    """Write the checkpoint of `progress.step` and what the files are found to hold, and point `latest` at it; all ranks
-    together.
+    """Write the checkpoint of `progress.step`, read it back, and point `latest` at it; all ranks together.
 
     Args:
         weights, optimizer, tables: see above; of sharded tensors, each rank gives its part.
@@ -180,6 +179,7 @@ def save(
                 write_json(folder / MANIFEST, {"version": CHECKPOINT_VERSION, "step": progress.step, "files": files})
                 run.refuse_replaced()
                 stack.close()
+                verify(path)
                 run.point("latest", progress.step)
 
 

@@ -177,7 +177,7 @@ def test_a_run_that_is_made_anew_meanwhile_gets_nothing_of_the_old_one(begun, tm
     assert sorted(path.name for path in run.rglob("*")) == [".lock", "checkpoints", "recipe.yaml"]
 
 
-@pytest.mark.parametrize("during", ["write_tensors", "entry_of"])
+@pytest.mark.parametrize("during", ["write_tensors", "entry_of", "verify"])
 def test_a_run_that_is_renamed_while_it_saves_is_not_called_damaged(begun, tmp_path, monkeypatch, during):
     run, function = tmp_path / "run", getattr(checkpoint, during)
 

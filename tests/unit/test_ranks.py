@@ -150,6 +150,21 @@ def test_half_of_a_launchers_environment_is_an_error(monkeypatch):
         pass
 
 
+def test_a_gpu_that_cannot_be_used_is_no_network_error(monkeypatch):
+    def busy(index: int) -> None:
+        raise RuntimeError("CUDA-capable device(s) is/are busy\nCompile with TORCH_USE_CUDA_DSA")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", busy)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for local, says, code in (("3", "GPU of rank 3 on this machine: .* busy$", 1), ("x", "LOCAL_RANK: found 'x'", 2)):
+        monkeypatch.setenv("LOCAL_RANK", local)
+        with pytest.raises(UserError, match=says) as error, init_distributed():
+            pass
+        assert error.value.exit_code == code
+
+
 @pytest.mark.parametrize("gpus", [0, 8])
 @pytest.mark.parametrize("kind", [None, UserError, KeyboardInterrupt])
 def test_a_rank_that_fails_does_not_wait_for_the_others_on_gpus(monkeypatch, gpus, kind):
