@@ -92,7 +92,7 @@ def attach(
             if not fits:
                 raise UserError(f"{name} is {given} (expected none: {memory} says how it is attached)")
         check_base(folder, facts, model)
-        attachment = Attachment(model, facts["kind"], facts["arguments"], facts["layers"], facts["mode"], freeze, seed)
+        attachment = Attachment(model, facts["kind"], facts["arguments"], facts["layers"], facts["mode"], freeze, None)
         read_weights(folder, facts, attachment.module)
         attachment.step = facts["step"]
         return attachment
@@ -171,7 +171,7 @@ class Attachment:
         layers: Sequence[int],
         mode: Mode,
         freeze: bool,
-        seed: int,
+        seed: int | None,
     ):
         """Use `attach` or `attach_dense`."""
         if not isinstance(freeze, bool):
@@ -321,7 +321,8 @@ class Attachment:
         """
         self._check()
         memory = find_memory(self.module, None if layer is None else str(layer))
-        counters, tops = UsageCounters(self.module, [memory.tap]), TopContexts(self.module, taps=[memory.tap])
+        counters = UsageCounters(self.module, [memory.tap], overlap=False)
+        tops = TopContexts(self.module, taps=[memory.tap])
         with evaluating(self.model):
             with counters, tops:
                 rows = self._read(batches, counters, tops)
@@ -404,9 +405,6 @@ class RowAdamW(torch.optim.AdamW):
         tables: from now on their backward passes leave the gradients in their `gradient`, not in `.grad`.
         lr, betas: of the groups that do not say.
         attachment: whose steps are counted, and saved with the optimizer.
-
-    Raises:
-        ValueError: a table has such an optimizer already.
     """
 
     # GradScaler then calls `step` with `grad_scale` set, which is refused there: it cannot unscale the reads.
@@ -420,8 +418,6 @@ class RowAdamW(torch.optim.AdamW):
         betas: tuple[float, float],
         attachment: Attachment,
     ):
-        for table in tables:
-            table.refuse_second_optimizer()  # before the first of them is changed
         for table in tables:
             table.keep_reads()
         self.tables, self.attachment = tables, attachment

@@ -74,11 +74,12 @@ class UsageCounters(ReadListener):
     Args:
         model: any module with memories in it.
         taps: whose reads are counted; None: all of the model's.
+        overlap: also count the slots that two heads both read for a token, which can take as long as the model.
     """
 
-    def __init__(self, model: nn.Module, taps: list[UsageTap] | None = None):
+    def __init__(self, model: nn.Module, taps: list[UsageTap] | None = None, *, overlap: bool = True):
         device = next((parameter.device for parameter in model.parameters()), None)
-        self._counters = [_Counter(tap, device) for tap in (usage_taps(model) if taps is None else taps)]
+        self._counters = [_Counter(tap, device, overlap) for tap in (usage_taps(model) if taps is None else taps)]
         super().__init__([(counter.tap, counter.add) for counter in self._counters])
 
     def memories(self, world: World | None = None) -> list[MemoryUsage]:
@@ -96,8 +97,8 @@ class UsageCounters(ReadListener):
 class _Counter:
     """The counts of one memory: head h's reads of slot s stand at h * K + s, K the slots that one head can read."""
 
-    def __init__(self, tap: UsageTap, device: torch.device | None):
-        self.tap = tap
+    def __init__(self, tap: UsageTap, device: torch.device | None, overlap: bool):
+        self.tap, self.overlap = tap, overlap
         size = tap.slots * tap.heads if tap.shared else tap.slots
         self.tokens = 0
         self.counts = torch.zeros(size, dtype=torch.int64, device=device)
@@ -110,7 +111,8 @@ class _Counter:
     def add(self, slots_NHk: Tensor, weights_NHk: Tensor) -> None:
         self.tokens += len(slots_NHk)
         if self.tap.shared:  # otherwise the number of a slot is its place already
-            self._add_common(slots_NHk)
+            if self.overlap:
+                self._add_common(slots_NHk)
             first_H = torch.arange(self.tap.heads, device=slots_NHk.device) * self.tap.slots
             slots_NHk = slots_NHk + first_H[:, None]
         index = slots_NHk.flatten()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from pkmlm.data.canonical import host_canonical_ids
 from pkmlm.data.tokenizer import Tokenizer
+from pkmlm.distributed import first_line
 from pkmlm.errors import UserError
 from pkmlm.export.attached import check_base, read_facts, read_weights
 from pkmlm.export.config import CONFIG, MODEL_TYPE
@@ -121,7 +122,7 @@ def open_attached(path: Path, base: Path | None, device: torch.device) -> tuple[
     host = load_host(base, facts["base"]["dtype"])
     check_base(path, facts, host)
     host.to(device)
-    attached, _ = insert(host, facts["kind"], facts["arguments"], facts["layers"], facts["mode"])
+    attached, _ = insert(host, facts["kind"], facts["arguments"], facts["layers"], facts["mode"], seed=None)
     read_weights(path, facts, attached)
     host.eval()
     model = Hosted(host)
@@ -136,8 +137,9 @@ def open_attached(path: Path, base: Path | None, device: torch.device) -> tuple[
         merged = host_canonical_ids(config, model.embedding.num_embeddings, tokenizer)
         assert attached.ngram_ids is not None
         if ngram.canonical and not np.array_equal(attached.ngram_ids.canonical_V.cpu(), merged):
-            message = f"{path}: its canonical ids are not those of {tokenizer.name}"
-            raise UserError(message, "put the tokenizer that it was attached with in the model's folder")
+            message = f"{path}: its canonical ids are not those that this Python's Unicode makes of {tokenizer.name}"
+            hint = "put the tokenizer that it was attached with in the model's folder, or use the Python of that time"
+            raise UserError(message, hint)
     elif facts["kind"] != DENSE:
         layers = tuple(f"{layer}{'+' * (facts['mode'] == 'add')}" for layer in facts["layers"])
         memory = Memory(kind=facts["kind"], layers=layers, **facts["arguments"])  # type: ignore[arg-type]
@@ -179,5 +181,5 @@ def load_host(path: Path, dtype: str) -> Any:
     try:
         return kind.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise UserError(f"--base {path}: transformers cannot load it: {reason}") from None

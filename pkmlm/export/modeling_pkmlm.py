@@ -237,12 +237,13 @@ class PkmlmModel(PkmlmPreTrainedModel):
         rotary = self.config.positions == "rotary"
         cos_sin = rotation(position_ids, self.rotary_width) if rotary else None
         ngrams = None if self.ngram_ids is None else self.ngram_ids(input_ids, attention_mask, cache)
+        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         states = []
         for block in self.blocks:
-            states.append(x_BTD)
+            if wanted:
+                states.append(x_BTD)
             x_BTD = block(x_BTD, ngrams, cos_sin, cache, past, attention_mask)
         x_BTD = self.norm(x_BTD)
-        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         return BaseModelOutputWithPast(
             last_hidden_state=x_BTD,
             hidden_states=(*states, x_BTD) if wanted else None,

@@ -96,7 +96,8 @@ def matmul_tn(y_NO: Tensor, x_NI: Tensor) -> Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x_NI, weight_OI)
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x_NI if needs_weight else None, weight_OI if needs_x else None)
         return matmul_nt(x_NI, weight_OI, bias_O)
 
     @staticmethod

@@ -281,7 +281,7 @@ def find_ffn(block: nn.Module, layer: int, dim: int) -> nn.Module:
 
 
 def insert(
-    model: nn.Module, kind: str, arguments: Mapping[str, Any], layers: Sequence[int], mode: Mode, seed: int = 1
+    model: nn.Module, kind: str, arguments: Mapping[str, Any], layers: Sequence[int], mode: Mode, seed: int | None
 ) -> tuple[Attached, Callable[[], None]]:
     """Attach a new layer at each of the blocks of a network.
 
@@ -289,7 +289,8 @@ def insert(
         layers: blocks, counted from 1.
         mode: "add" or "replace"; a replaced FFN stays in the network, without being called. An n-gram memory is added
             to the stream before the block; its canonical ids are each token's own number until they are filled in.
-        seed: the initial weights are drawn from it and from their names alone.
+        seed: the initial weights are drawn from it and from their names alone; None: they are left as they are, to be
+            loaded.
 
     Returns:
         what was attached, and a function that takes it away again.
@@ -311,7 +312,8 @@ def insert(
     except ValueError as error:
         raise UserError(f"memory: {error}") from None
     attached.to_empty(device=next(at[chosen[0]].parameters()).device)
-    initialise(attached, seed)
+    if seed is not None:
+        initialise(attached, seed)
     attached.train(model.training)
     host: Any = model
     undo = []

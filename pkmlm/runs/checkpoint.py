@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pkmlm.device import is_finite
-from pkmlm.distributed import ProcessGroups, World, is_shard, local_part
+from pkmlm.distributed import ProcessGroups, World, first_line, is_shard, local_part
 from pkmlm.errors import UserError
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import (
@@ -357,7 +357,7 @@ def open_safetensors(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except RuntimeError as error:  # torch maps the file: it is gone since safetensors looked
-        raise OSError(str(error).splitlines()[0]) from None
+        raise OSError(first_line(error)) from None
 
 
 @contextmanager

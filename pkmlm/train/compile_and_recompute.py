@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from pkmlm.distributed import first_line
 from pkmlm.errors import UserError
 from pkmlm.model.attention import Attention
 from pkmlm.model.memory.base import memories
@@ -33,7 +34,7 @@ def compile_dense_parts(model: Transformer) -> None:
     try:  # what is missing shows with one addition, not in the middle of a step
         torch.compile(torch.add, options=OPTIONS)(torch.ones(8, device=next(model.parameters()).device), 1)
     except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise UserError(
             f"train.compile: torch.compile does not work here: {reason}",
             "install a C++ compiler (g++ or clang), or leave train.compile false",

@@ -13,6 +13,7 @@ from pkmlm.train.job import Job
 from pkmlm.train.out_of_memory import too_large_warning, training_bytes
 from pkmlm.train.resume_check import refuse_changed_recipe, refuse_output
 from pkmlm.train.run import build_state, device_settings, explaining_failure, initial_model
+from pkmlm.train.slot_choice import check_background
 from pkmlm.train.step import train_step
 
 
@@ -38,6 +39,7 @@ def dry_run(job: Job, output: str | None, world: World, *, resume: str = "auto")
                 if run.steps():
                     refuse_changed_recipe(run, job.recipe)
             start, warnings = check_init_from(job)
+            check_background(job)
             print(*plan(job, settings, world.size), sep="\n", flush=True)
             for text in [*job.warnings, *warnings, *too_large_warning(job, settings, world.size)]:
                 warn(text)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from pkmlm.data.canonical import canonical_sha256
 from pkmlm.errors import UserError
 from pkmlm.model.init import initialise
 from pkmlm.model.memory.values import table_ranks
@@ -76,7 +77,12 @@ def check_init_from(job: Job) -> tuple[int | None, list[str]]:
         parts.append(f"has no place in this model, so left out: {_modules(unexpected, loaded)}")
     if job.background is not None and job.background.checkpoint != sha256_of(path / MANIFEST):
         parts.append(f"{path} is another checkpoint than that of finetune.background, which may read other slots")
-    if changed := [text for key, text in differing.items() if key in SHAPELESS]:
+    changed = [text for key, text in differing.items() if key in SHAPELESS]
+    if "ngram_ids.canonical_V" in loaded and "model.ngram.canonical" not in differing:
+        ids = read_progress(path).data.get("canonical")
+        if ids != canonical_sha256(job.canonical_ids):  # by which n-grams find their rows
+            changed.append("this Python's Unicode makes other canonical ids of its tokenizer")
+    if changed:
         parts.append(f"its weights mean something else here: {', '.join(changed)}")
     if source.facts().get("data_sha256") == job.corpus.sha256 and before.seed == job.recipe.train.seed:
         parts.append("the text comes in the order that it was trained in; another train.seed gives another")

@@ -117,7 +117,7 @@ class Training:
         counts_bytes = self.world.size > 1 and not self.recipe.parallel.shard  # FSDP2 does not say what it sends
         first, *others = state.param_groups
         rates = {f"lr_{group.name}": group.schedule.lr_at(progress.step) for group in others}
-        norms = {("grad_norm" if name == "dense" else f"grad_norm_{name}"): norm for name, norm in result.norms.items()}
+        norms = {("grad_norm" if name == first.name else f"grad_norm_{name}"): x for name, x in result.norms.items()}
         self.log.event(
             "train",
             progress.step,

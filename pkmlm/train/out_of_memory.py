@@ -17,9 +17,10 @@ def out_of_memory_error(job: Job, precision: Precision, ranks: int) -> UserError
     training = training_bytes(job, precision, ranks)
     parts = ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in training.items() if size >= 1e6)
     key, value = key_to_lower(job.recipe, training)
+    elsewhere = "" if key == "train.micro_batch" else " (under another -o, if the run has a checkpoint)"
     return UserError(
         f"out of memory: {needed(training, ranks)} and the framework ({parts or 'little of each part'})",
-        f"lower {key}, which is {value} (under another -o, if the run has a checkpoint)",
+        f"lower {key}, which is {value}{elsewhere}",
         exit_code=1,
     )
 

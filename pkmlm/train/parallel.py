@@ -113,7 +113,8 @@ def all_gather_row_gradients(gradient: RowGradient, ranks: World) -> None:
 
 def even_row_gradients(gradient: RowGradient, ranks: World) -> None:
     """Let ranks whose batches differ in size send equally much, as `all_gather_row_gradients` needs it: one with fewer
-    tokens repeats the reads of its last one, with weight 0, which changes no row. Where one has sums, all make them.
+    tokens repeats the reads of its last one, with weight 0, which changes no row. Where one has sums, or no token, all
+    make sums.
 
     Args:
         gradient, ranks: as there; each rank has had a backward pass.
@@ -124,7 +125,7 @@ def even_row_gradients(gradient: RowGradient, ranks: World) -> None:
     device = (sums or reads[0])[0].device
     own_12 = torch.tensor([[sum(len(x) for x, _, _ in reads), sums is not None]], device=device)
     tokens_W, summed_W = ranks.all_gather(own_12).unbind(1)
-    if summed_W.any():
+    if summed_W.any() or not tokens_W.all():
         gradient.fold()
         return
     x_ND, slots_Nr, weights_Nr = (cat(parts) for parts in zip(*reads, strict=True))

@@ -46,7 +46,7 @@ def validator(
             return None
         model.eval()
         documents = documents_of_split(corpus, tokenizer, recipe.eval.tokens)
-        with UsageCounters(model) as counters, autocast(state.device, state.precision):
+        with UsageCounters(model, overlap=False) as counters, autocast(state.device, state.precision):
             result = score(
                 model,
                 documents,

@@ -406,8 +406,10 @@ def failing_rank(words: list[str]) -> None:
     command(words)
 
 
-def row_gradients_of_other_sizes(rows: int) -> None:
-    """Two ranks with batches of other sizes, in other numbers of passes, whose reads are those of one process."""
+def row_gradients_of_other_sizes(rows: int, other: int) -> None:
+    """Two ranks with batches of other sizes (the second has one of so many tokens), in other numbers of passes, whose
+    reads are those of one process.
+    """
     draw = torch.Generator().manual_seed(1)
     reads = [
         [
@@ -418,7 +420,7 @@ def row_gradients_of_other_sizes(rows: int) -> None:
             )
             for n in sizes
         ]
-        for sizes in ((4, 2), (9,))
+        for sizes in ((4, 2), (other,))
     ]
     one = RowGradient(rows)
     for each in (*reads[0], *reads[1]):

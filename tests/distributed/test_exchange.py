@@ -34,9 +34,10 @@ def test_divergence_on_one_rank_ends_all_and_is_told_once(ranks):
     assert second.stdout == ""
 
 
-@pytest.mark.parametrize("rows", [100, 5, 1])  # reads travel; sums do; one rank has made sums by itself
-def test_ranks_with_batches_of_other_sizes_have_the_gradient_of_all(ranks, rows):
-    ranks.run(2, "row_gradients_of_other_sizes", rows=rows)
+# Reads travel; sums do; one rank has made sums by itself; one has read nothing.
+@pytest.mark.parametrize(("rows", "other"), [(100, 9), (5, 9), (1, 9), (100, 0)])
+def test_ranks_with_batches_of_other_sizes_have_the_gradient_of_all(ranks, rows, other):
+    ranks.run(2, "row_gradients_of_other_sizes", rows=rows, other=other)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -105,6 +106,16 @@ def test_what_the_same_weights_mean_is_told_where_it_changes(trained):
     (warning,) = warnings_of(job_from(trained("dense"), "model.heads=4", "model.rotary_fraction=0.5"))
     assert "model.heads is 2 there and 4 here" in warning
     assert "rotary" not in warning, "it has no effect"
+
+
+def test_other_canonical_ids_than_those_of_the_source_are_warned_of(trained):
+    """Another Python's Unicode may merge a token more, which numbers all later rows of the n-gram tables anew."""
+    job = job_from(trained("ngram"))
+    assert not warnings_of(job)
+    vars(job)["canonical_ids"] = np.roll(job.canonical_ids, 1)
+    (warning,) = warnings_of(job)
+    assert "its weights mean something else here: this Python's Unicode" in warning
+    assert not warnings_of(job_from(trained("product-key"))), "there are none"
 
 
 def test_a_tied_head_starts_an_untied_one(trained):

@@ -297,7 +297,9 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(trained, background_of, tmp_p
     for name in ("weights.safetensors", "optimizer.safetensors"):
         whole, half = ((tmp_path / run / "checkpoints/step-00000008" / name).read_bytes() for run in ("whole", "half"))
         assert whole == half
-    assert {line["event"] for line in read_metrics(tmp_path / "half/metrics.jsonl")} >= {"train", "valid"}
+    events = read_metrics(tmp_path / "half/metrics.jsonl")
+    assert {line["event"] for line in events} >= {"train", "valid"}
+    assert all(line["grad_norm"] > 0 for line in events if line["event"] == "train")
     halve(tmp_path / "half")
     pkmlm("usage-report", start, "--split", "test", "--background", moved, "--force", "-q")
     assert "was trained by another background than" in train("half", moved, code=2).stderr
