@@ -275,6 +275,20 @@ def stage_progress(quiet: bool) -> Iterator[tuple[Callable[[str, int, int | None
         yield report, seconds
 
 
+@contextmanager
+def status_line(quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows what is being done: on one line of standard error, on a terminal only."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(file=sys.stderr)
+    if quiet or not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status("") as status:
+        yield lambda text: status.update(escape(printable(text)))
+
+
 class BestEffortStream:
     """A text stream that ignores its own write errors: hours of training must not end because nobody reads a log line.
 

@@ -98,7 +98,7 @@ def vocab_size_of(recipe: Recipe) -> int:
     folder = Path(recipe.data.dir) if recipe.data.dir else None
     if folder and (folder / FILE).exists():
         return read_index(folder).vocab_size
-    where = f"and data.dir {folder} holds no tokens" if folder else "and data.dir is not set"
+    where = f"and there are no tokens in data.dir {folder}" if folder else "and data.dir is not set"
     raise UserError(f"model.vocab_size is open {where}", "add -s data.dir=DIR or -s model.vocab_size=8192")
 
 
@@ -139,13 +139,13 @@ def rank_tables(recipe: Recipe, world: dict[str, Any]) -> list[Table]:
     sent_names = ("dense gradients", "reads, outputs", "table gradients", "statistics", "total")
     tables = [
         Table(
-            f"Memory of each of {world['ranks']} ranks (GB), by how many divide a table",
-            [number("memory"), *(number(name, "{:,.2f}") for name in held_names)],
+            f"Memory of each of {world['ranks']} ranks (GB), by parallel.memory (M)",
+            [number("M"), *(number(name, "{:,.2f}") for name in held_names)],
             held,
         ),
         Table(
             f"Sent by each in a step of {recipe.train.batch_tokens:,} tokens (MB)",
-            [number("memory"), *(number(name, "{:,.1f}") for name in sent_names)],
+            [number("M"), *(number(name, "{:,.1f}") for name in sent_names)],
             sent,
         ),
     ]
@@ -159,7 +159,7 @@ def rank_tables(recipe: Recipe, world: dict[str, Any]) -> list[Table]:
                 else (None,) * 3
             )
             rows.append((each["memory"], *sizes))
-        columns = [number(name) for name in ("memory", "num_keys", "slots a layer", "values a layer")]
+        columns = [number(name) for name in ("M", "num_keys", "slots", "entries of tables")]
         title = f"Largest memory that fits, with {world['device_bytes'] / GIGA:,.4g} GB for each rank"
         tables.append(Table(title, columns, rows))
     return tables

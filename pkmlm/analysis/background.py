@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pkmlm.console import token_progress
+from pkmlm.console import token_progress, warn_each
 from pkmlm.errors import UserError, printable
 from pkmlm.evaluate.documents import TextChoice, chosen_documents
 from pkmlm.runs.directory import RunDirectory
@@ -158,6 +158,8 @@ def count_background(
                     score_windows(model, batch[start : start + BATCH], counters.only)
                 counters.end_batch()
             counted += 1
+    if world.rank == 0:
+        warn_each(documents.warnings)
     return Background(
         run=loaded.name,
         step=loaded.step,

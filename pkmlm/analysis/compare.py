@@ -1,6 +1,6 @@
 """Runs side by side, from what training, `eval` and `usage-report` left in their folders; nothing is measured.
 
-Needs neither torch nor numpy. The tables of it are in `tables`.
+Needs no torch. The tables of it are in `tables`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -15,7 +15,7 @@ class Equal(NamedTuple):
         over: what all of them have taken.
         amount: how much: what the shortest run took up to its last validation.
         shortest: that run.
-        facts: of each run: equal_OVER_step, when it had taken so much; equal_OVER_valid_loss (nats a
+        facts: of each run: equal_OVER_step, when it had taken so much; equal_OVER_valid_loss (nats per
             token) and equal_OVER_valid_token_ppl then; and equal_OVER_between: how many steps apart the validations are
             between which these were interpolated, 0 where it is one. None where it has none so early.
     """
@@ -24,6 +24,10 @@ class Equal(NamedTuple):
     amount: float
     shortest: str
     facts: dict[str, dict[str, float | None]]
+
+    def as_json(self) -> dict[str, Any]:
+        """Where, without the facts, which stand with their runs."""
+        return {"amount": self.amount, "shortest": self.shortest}
 
 
 def at_equal(

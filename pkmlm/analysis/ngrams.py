@@ -29,6 +29,7 @@ class NGrams:
         self.mask_N: Tensor | None = None
         self._order = 0  # the largest; 0: the model has no n-gram memory
         self._parts: list[Tensor] = []
+        self._distinct: dict[int, tuple[Tensor, NDArray[np.int64]]] = {}
 
     @contextmanager
     def listening(self, model: Transformer) -> Iterator[None]:
@@ -54,11 +55,15 @@ class NGrams:
             self._parts = [torch.tensor(part, dtype=torch.int64).view(-1, self._order) for part in parts]
 
     def distinct(self, order: int) -> tuple[Tensor, NDArray[np.int64]]:
-        """The distinct n-grams of an order, newest id first (U, G), zeros beyond it, and how often each was seen."""
-        ids_NG = torch.cat(self._parts).clone()
-        ids_NG[:, order:] = 0
-        ids_UG, counts_U = ids_NG.unique(dim=0, return_counts=True)
-        return ids_UG, counts_U.numpy()
+        """The distinct n-grams of an order, newest id first (U, G), zeros beyond it, and how often each was seen, once
+        all has been seen.
+        """
+        if order not in self._distinct:
+            ids_NG = torch.cat(self._parts)
+            ids_NG[:, order:] = 0
+            ids_UG, counts_U = ids_NG.unique(dim=0, return_counts=True)
+            self._distinct[order] = ids_UG, counts_U.numpy()
+        return self._distinct[order]
 
 
 def in_row(memory: NGramMemory, ngrams: NGrams, slot: int) -> list[tuple[list[int], int]]:

@@ -4,6 +4,7 @@ N: tokens; H: heads, or tables; k: slots a head reads; r: H * k; R: reads of a b
 that a batch reads; c: contexts kept of each slot.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -26,7 +27,8 @@ class TopPositions(NamedTuple):
     """The positions that give each slot of a memory most weight, strongest first; of equal ones the earlier first.
 
     Attributes:
-        weights_Kc: float32, the weight of the slot's value in the memory's answer there (summed over heads); -1: none.
+        weights_Kc: float32, the weight of the slot's value in the memory's answer there (summed over heads);
+            -inf: none.
         positions_Kc: int64, scored positions of the text, counted from 0; -1: none.
     """
 
@@ -60,7 +62,7 @@ class _Top:
 
     def __init__(self, tap: UsageTap, device: torch.device, contexts: int):
         self.tap, self.contexts, self.tokens = tap, contexts, 0
-        self.weights_Kc = torch.full((tap.slots, contexts), -1.0, device=device)
+        self.weights_Kc = torch.full((tap.slots, contexts), -math.inf, device=device)
         self.positions_Kc = torch.full((tap.slots, contexts), -1, dtype=torch.int64, device=device)
 
     @torch.no_grad()
@@ -77,7 +79,7 @@ class _Top:
         rank_R = torch.arange(len(slot_R), device=slot_R.device) - (count_U.cumsum(0) - count_U)[group_R]
         kept_R = rank_R < self.contexts
         at = group_R[kept_R], rank_R[kept_R]
-        weights_Uc = self.weights_Kc.new_full((len(slots_U), self.contexts), -1.0)
+        weights_Uc = self.weights_Kc.new_full((len(slots_U), self.contexts), -math.inf)
         positions_Uc = self.positions_Kc.new_full((len(slots_U), self.contexts), -1)
         weights_Uc[at], positions_Uc[at] = weight_R[kept_R], position_R[kept_R]
         both_Uc = torch.cat([self.weights_Kc[slots_U], weights_Uc], dim=1)

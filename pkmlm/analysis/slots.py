@@ -366,7 +366,7 @@ def page_slots(run: LoadedRun, indexes: Sequence[SlotIndex], documents: Document
         indexes: of its memories.
         documents: those of the index, to be read again for the text of contexts.
     """
-    each = max(1, MOST_HELD // max(1, len(indexes)))
+    each = max(1, MOST_HELD // len(indexes))
     details = slot_details(run, indexes, [most_read(index.usage, each) for index in indexes], documents)
     found = []
     for index, slots in zip(indexes, details, strict=True):

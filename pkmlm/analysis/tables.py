@@ -1,6 +1,6 @@
 """Reports as tables: how memories are used, runs side by side, what slots hold, zero-shot tasks.
 
-Each table is made from what the report prints as JSON, and needs neither torch nor numpy.
+Each table is made from what the report prints as JSON, and needs no torch.
 """
 
 from collections import defaultdict
@@ -129,7 +129,7 @@ def compare_tables(
         return [group.name, *(len(group.runs) for _ in seeds)]
 
     def at_step(key: str) -> list[Column]:  # a column for what was not measured at the last step of every run
-        return [number("at step")] if any(run[key] not in (None, run["step"]) for run in runs) else []
+        return [number("at step", "{:,.0f}")] if any(run[key] not in (None, run["step"]) for run in runs) else []
 
     parameters = {
         "kind": Column("Kind"),
@@ -139,8 +139,8 @@ def compare_tables(
         "read_per_token": number("Read per token"),
     }
     training = {
-        "step": number("Steps"),
-        "tokens": number("Tokens"),
+        "step": number("Steps", "{:,.0f}"),
+        "tokens": number("Tokens", "{:,.0f}"),
         "seconds": number("sec ~", "{:,.0f}"),
         "tokens_per_second": number("Tokens/s ~", "{:,.0f}"),
     }
@@ -150,12 +150,12 @@ def compare_tables(
         training["status"] = Column("Status")
     quality = {
         "valid_loss": number("Valid (nats)", NATS),
-        "valid_step": number("at step"),
+        "valid_step": number("at step", "{:,.0f}"),
         "valid_token_ppl": number("Valid ppl", "{:,.2f}"),
         "test_token_ppl": number("Test ppl", "{:,.2f}"),
         "test_word_ppl": number("word ppl", "{:,.1f}"),
         "test_bits_per_byte": number("bits per byte", NATS),
-        "test_step": number("at step"),
+        "test_step": number("at step", "{:,.0f}"),
     }
     apart = "~: of each training by itself, not timed side by side"
     tables = []
@@ -220,7 +220,7 @@ def equal_table(groups: Sequence[Group], equal: Equal) -> Table:
     shown = {
         f"{over}_per_step": number(f"{over} per step", AMOUNTS[over]),
         f"equal_{over}_step": number("at step", "{:,.0f}"),
-        f"equal_{over}_between": number("between"),
+        f"equal_{over}_between": number("between", "{:,.0f}"),
         f"equal_{over}_valid_loss": number("Valid (nats)", NATS),
         f"equal_{over}_valid_token_ppl": number("Valid ppl", "{:,.2f}"),
     }
@@ -450,7 +450,7 @@ def probe_notes(record: Entry) -> str:
     for twin in record["dense"]:
         name = f"{printable(twin['run'])} at step {twin['step']}"
         if twin["low"] is not None and twin["low"] <= 0 <= twin["high"]:
-            notes.append(f"The model is neither better nor worse than {name}, beyond the interval.")
+            notes.append(f"Whether the model is better or worse than {name} is not known: the interval holds 0.")
         else:
             side = "better" if twin["nats"] > 0 else "worse"
             notes.append(f"The model is {abs(twin['nats']):.3f} nats {side} than {name}.")
@@ -458,7 +458,9 @@ def probe_notes(record: Entry) -> str:
 
 
 def task_report(record: dict[str, Any]) -> str:
-    """What people read of a record with "run", "step", "tasks" (see `task_facts`), "average_acc" and "harness"."""
+    """What people read of a record with "run", "step", "tasks" (see `evaluate.lm_eval.task_record`), "average_acc" and
+    "harness".
+    """
     tasks, harness = record["tasks"], record["harness"]
     right = {name: facts for name, facts in tasks.items() if facts["acc"] is not None}
     keys = ("n", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "chance")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pkmlm.bench import MODELS, short
-from pkmlm.console import Column, Table, number
+from pkmlm.console import Column, Table, number, warn
 from pkmlm.cost import Cost, cost_of
 from pkmlm.cost_tables import vocab_size_of
 from pkmlm.data.batches import Batch, Batches
@@ -18,7 +18,7 @@ from pkmlm.evaluate.generate import next_logits
 from pkmlm.model.attention import KVCache
 from pkmlm.model.transformer import Transformer, build_model
 from pkmlm.recipe.constraints import check_recipe
-from pkmlm.recipe.schema import Hash, Memory, Model, NGram, Recipe
+from pkmlm.recipe.schema import Finetune, Hash, Memory, Model, NGram, Parallel, Recipe
 from pkmlm.seeds import generator
 from pkmlm.train.step import TrainState
 
@@ -81,9 +81,14 @@ def variants(recipe: Recipe, vocab_size: int, num_keys: Sequence[int], kinds: Se
 
 
 def variant(kind: str, name: str, recipe: Recipe, model: Model) -> Variant:
-    """The recipe with another model. There is nothing to compile in a MemoryFormer."""
-    compiled = recipe.train.compile and model.projections == "dense"
-    recipe = check_recipe(replace(recipe, model=model, train=replace(recipe.train, compile=compiled)))
+    """The recipe with another model, for one process. There is nothing to compile in a MemoryFormer, and nothing to
+    fine-tune by slots without a memory.
+    """
+    train = replace(recipe.train, compile=recipe.train.compile and model.projections == "dense")
+    recipe = replace(recipe, model=model, train=train, parallel=Parallel())
+    if model.memory.kind == "none":
+        recipe = replace(recipe, train=replace(train, only="all"), finetune=Finetune())
+    recipe = check_recipe(recipe)
     return Variant(kind, name, recipe, cost_of(recipe, model.vocab_size or 0))
 
 
@@ -92,6 +97,8 @@ def chosen_models(recipe: Recipe, num_keys: Sequence[int], kinds: Sequence[str])
     model = recipe.model
     possible = {"memory": model.memory.kind != "none", "hash": model.dim % model.hash.bits == 0}
     kinds = [kind for kind in MODELS if (kind in kinds if kinds else possible.get(kind, True))]
+    if model.ngram.layers:
+        warn("n-gram memories are left out of all models here")
     if num_keys and "memory" not in kinds:
         raise UserError("--slots: no model here has a memory", "leave it out")
     return variants(recipe, vocab_size_of(recipe), num_keys, kinds)

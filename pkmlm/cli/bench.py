@@ -2,15 +2,14 @@
 
 import json
 import math
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from pkmlm.bench import LAYERS, MODELS, short
 from pkmlm.cli.options import RECIPE, json_option, quiet_option, set_option, several
+from pkmlm.console import status_line
 
 if TYPE_CHECKING:
     from pkmlm.console import Table
@@ -33,22 +32,6 @@ class Slots(click.ParamType):
         return keys
 
 
-@contextmanager
-def waiting(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows what is being done: on one line of standard error, on a terminal only."""
-    from rich.console import Console
-    from rich.markup import escape
-
-    from pkmlm.errors import printable
-
-    console = Console(file=sys.stderr)
-    if quiet or not console.is_terminal:
-        yield lambda text: None
-        return
-    with console.status("") as status:
-        yield lambda text: status.update(escape(printable(text)))
-
-
 def show(found: dict[str, Any], tables: "Sequence[Table]", as_json: bool, end: str = "") -> None:
     """Print results as JSON or as tables, with a few lines after these."""
     text = json.dumps(found, indent=2) if as_json else "\n".join([*(table.render() for table in tables), end]).rstrip()
@@ -57,7 +40,7 @@ def show(found: dict[str, Any], tables: "Sequence[Table]", as_json: bool, end: s
 
 def rounds_option(default: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     return click.option(
-        "--rounds", default=default, show_default=True, metavar="N", type=SIZE, help="Times that each is timed."
+        "--rounds", default=default, show_default=True, metavar="N", type=SIZE, help="How often each is timed."
     )
 
 
@@ -85,8 +68,8 @@ def command() -> None:
     \b
     Examples:
       pkmlm bench memory
-      pkmlm bench generate recipes/demo.yaml
-      pkmlm bench train recipes/demo.yaml --rounds 9
+      pkmlm bench generate demo -s model.vocab_size=4096
+      pkmlm bench train demo -s model.vocab_size=4096 --rounds 9
     """
 
 
@@ -131,7 +114,7 @@ def memory(
     from pkmlm.bench import memory as bench
 
     shapes = [bench.Shape(keys, **shape) for keys in num_keys]
-    with waiting(quiet) as say:
+    with status_line(quiet) as say:
         results = bench.time_sizes(shapes, only, rounds, say)
     show(bench.as_json(results), [result.table() for result in results], as_json, bench.growth(results))
 
@@ -147,7 +130,14 @@ def memory(
     callback=several(click.IntRange(1, 4096)),
     help="Sequences at once.",
 )
-@click.option("--tokens", default=16, show_default=True, metavar="N", type=SIZE, help="To decode in a sequence.")
+@click.option(
+    "--tokens",
+    default=16,
+    show_default=True,
+    metavar="N",
+    type=SIZE,
+    help="Decoded in a sequence; at most half of the context.",
+)
 def generate(
     recipe_file: str,
     overrides: tuple[str, ...],
@@ -181,7 +171,7 @@ def generate(
     recipe = load_recipe(recipe_file, overrides)
     require_softmax(recipe.model, recipe.name, "decode: it has no cache")
     chosen = chosen_models(recipe, num_keys, kinds)
-    with waiting(quiet) as say:
+    with status_line(quiet) as say:
         times = time_inference(chosen, batches, tokens, rounds, say)
     show(times.as_json(), times.tables(), as_json)
 
@@ -217,6 +207,6 @@ def train(
     recipe = load_recipe(recipe_file, overrides)
     precision = select_device(recipe.train.precision).precision
     chosen = chosen_models(recipe, num_keys, kinds)
-    with waiting(quiet) as say:
+    with status_line(quiet) as say:
         times = time_training(chosen, precision, rounds, say)
     show(times.as_json(), times.tables(), as_json)

@@ -1,14 +1,21 @@
 """`pkmlm compare`: runs side by side."""
 
 import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from pkmlm.analysis.equal import Over
-from pkmlm.cli.options import PATH, force_option, format_option, over_option, plot_options
-from pkmlm.cli.outputs import free_folder
-from pkmlm.console import Format, warn_each
-from pkmlm.errors import printable
+from pkmlm.analysis.equal import Equal, Over
+from pkmlm.cli.options import PATH, force_option, format_option, over_option, plot_options, quiet_option
+from pkmlm.cli.outputs import free_folder, say_drawn
+from pkmlm.console import Format, status_line, warn_each
+
+if TYPE_CHECKING:
+    from pkmlm.analysis.compare import Comparison
+    from pkmlm.analysis.dense_equivalent import Equivalent
+    from pkmlm.analysis.plots import Look
 
 
 @click.command()
@@ -21,6 +28,7 @@ from pkmlm.errors import printable
 @over_option
 @click.option("--plot-log", is_flag=True, help="Draw curves over a logarithmic axis, for long runs.")
 @force_option
+@quiet_option
 def command(
     run_paths: tuple[str, ...],
     format: Format,
@@ -30,6 +38,7 @@ def command(
     over: tuple[Over, ...],
     plot_log: bool,
     force: bool,
+    quiet: bool,
 ) -> None:
     """Show RUNs side by side: size, training, perplexity, tasks, memory use, speed.
 
@@ -48,7 +57,6 @@ def command(
     """
     from pkmlm.analysis.compare import compare_runs
     from pkmlm.analysis.dense_equivalent import dense_equivalents
-    from pkmlm.analysis.tables import compare_rows, compare_tables
 
     folder = free_folder(plots, force)
     comparison = compare_runs(run_paths)
@@ -56,11 +64,49 @@ def command(
     equals = []
     if over:
         from pkmlm.bench.steps import step_amounts  # needs torch
-    for each in over:
-        amounts = step_amounts(each, comparison.runs, lambda text: click.echo(f"timing steps: {text}", err=True))
-        if equal := comparison.at_equal(each, amounts):
-            equals.append(equal)
-    sizes = dense_equivalents(comparison.groups, over)
+
+        with status_line(quiet) as say:
+            for each in over:
+                if equal := comparison.at_equal(each, step_amounts(each, comparison.runs, say)):
+                    equals.append(equal)
+    try:  # pictures first, so that they are drawn also if nobody reads the output any more
+        if folder is not None:
+            from pkmlm.analysis.plots import Look
+
+            draw(folder, comparison, over or ("steps",), Look(plot_format, plot_width), plot_log)
+    finally:
+        show(comparison, equals, dense_equivalents(comparison.groups, over), format)
+
+
+def draw(folder: Path, comparison: "Comparison", axes: Sequence[str], look: "Look", log: bool) -> None:
+    """Draw learning curves over each of some axes, and memory use over tokens; say how many pictures that made."""
+    from pkmlm.analysis.plots import draw_curves, draw_over_tokens
+
+    branches, drawn = comparison.branches(), []
+    for axis in axes:
+        curves = comparison.curves(axis)
+        families = {name: [seed for one in (name, *ends) for seed in curves[one]] for name, ends in branches.items()}
+        drawn += draw_curves(folder, families, axis, look, log)
+    kinds = {group.name: group.runs[0]["kind"] for group in comparison.groups}
+    dense = next((name for name in branches if kinds[name] == "dense"), None)
+    drawn += draw_over_tokens(folder, comparison.curves("tokens"), branches, dense, look)
+    if drawn:
+        say_drawn(len(drawn), folder)
+    else:
+        click.echo("nothing to draw: no run has logged a loss yet", err=True)
+
+
+def show(
+    comparison: "Comparison", equals: list[Equal], sizes: "dict[str, dict[str, Equivalent]]", format: Format
+) -> None:
+    """Print what runs are, side by side.
+
+    Args:
+        equals: where they are compared at equal amounts.
+        sizes: of `dense_equivalents`.
+    """
+    from pkmlm.analysis.tables import compare_rows, compare_tables
+
     if format == "json":
         groups = [
             group.as_json() | {"dense_equivalent": {by: size.as_json() for by, size in sizes[group.name].items()}}
@@ -68,7 +114,7 @@ def command(
             else group.as_json()
             for group in comparison.groups
         ]
-        shared = {each.over: {"amount": each.amount, "shortest": each.shortest} for each in equals}
+        shared = {each.over: each.as_json() for each in equals}
         record = {"runs": comparison.facts, "groups": groups} | ({"equal": shared} if shared else {})
         click.echo(json.dumps(record, indent=2, allow_nan=False))
     elif format == "csv":
@@ -76,20 +122,3 @@ def command(
     else:
         tables = compare_tables(comparison.groups, equals, sizes)
         click.echo("\n".join(table.render(format) for table in tables), nl=False)
-    if folder is not None:
-        from pkmlm.analysis.plots import Look, draw_curves, draw_over_tokens
-
-        look, branches, drawn = Look(plot_format, plot_width), comparison.branches(), []
-        for axis in over or ("steps",):
-            curves = comparison.curves(axis)
-            families = {
-                name: [seed for one in (name, *ends) for seed in curves[one]] for name, ends in branches.items()
-            }
-            drawn += draw_curves(folder, families, axis, look, plot_log)
-        kinds = {group.name: group.runs[0]["kind"] for group in comparison.groups}
-        dense = next((name for name in branches if kinds[name] == "dense"), None)
-        drawn += draw_over_tokens(folder, comparison.curves("tokens"), branches, dense, look)
-        for path in drawn:
-            click.echo(f"drew {printable(str(path))}", err=True)
-        if not drawn:
-            click.echo("nothing to draw: no run has logged a loss yet", err=True)

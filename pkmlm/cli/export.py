@@ -18,12 +18,12 @@ from pkmlm.errors import UserError, printable
     type=click.Choice(["fp32", "bf16", "fp16"]),
     default="fp32",
     show_default=True,
-    help="Of the weights; what finds a memory's slots (queries, keys) stays in fp32.",
+    help="Precision of the weights; a memory's queries and keys stay in fp32.",
 )
 @click.option(
     "--table-bits",
     type=click.Choice(["8", "4"]),
-    help="Of the entries of a memory's or a MemoryFormer's tables, with a scale a row; without it they have --dtype.",
+    help="Bits of an entry of the tables of memories or a MemoryFormer, with one scale per row. Default: as --dtype.",
 )
 @force_option
 def command(run_path: str, output: str, step: str, dtype: str, table_bits: str | None, force: bool) -> None:

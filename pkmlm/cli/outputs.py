@@ -45,7 +45,7 @@ def free_folder(path: str | None, force: bool) -> Path | None:
         for name in ("plot_format", "plot_width", "plot_log"):
             if given(context, name):
                 option = "--" + name.replace("_", "-")
-                raise UserError(f"{option} is of pictures, and none are drawn", "name their folder with --plots DIR")
+                raise UserError(f"{option} goes with --plots", "name a folder for pictures: --plots DIR")
         return None
     folder = Path(path)
     if exists(folder) and not folder.is_dir():

@@ -29,7 +29,7 @@ GPU = re.compile(r"[0-9]+|(GPU|MIG)-[\w/-]+", re.ASCII)  # as CUDA_VISIBLE_DEVIC
     "--table",
     "table_only",
     is_flag=True,
-    help="Train nothing: print the table of what DIR holds, with the -s of its training.",
+    help="Train nothing: print the table of DIR's runs; without -s, with the overrides that they were trained with.",
 )
 @over_option
 @plot_options

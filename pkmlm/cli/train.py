@@ -62,6 +62,8 @@ def command(
         job = open_job(recipe_file, overrides, nproc or 1, verify=verify and not launching)
     if not output and not dry:
         raise UserError("Missing option '-o': the run directory to write", "add -o RUN, or --dry-run")
+    if not output and resume != "auto":
+        raise UserError(f"--resume {resume} goes with a run directory", "add -o RUN")
     if launching:
         return launch(nproc or 1, output)
 

@@ -12,6 +12,7 @@ from pkmlm.cli.options import (
     base_option,
     force_option,
     format_option,
+    given,
     plot_options,
     plots_option,
     quiet_option,
@@ -117,14 +118,23 @@ def command(
     from pkmlm.analysis.compare import open_runs
     from pkmlm.analysis.tables import background_table, usage_rows, usage_tables
     from pkmlm.analysis.usage_report import Reading, export_usage, run_or_export, usage_reports
+    from pkmlm.export.config import is_attached
     from pkmlm.runs.directory import RunDirectory
 
     with launched() as world:
         runs = open_runs(run_paths, run_or_export)
         if export_file is not None and len(runs) * len(steps) > 1:
             raise UserError("--export takes one run at one step", "write a file for each")
+        folder, page = free_folder(plots, force), free_file("--html", html, force)
         background = free_file("--background", background_file, force)
-        if background is not None:
+        if base is not None and (others := [name for name, run in runs.items() if not is_attached(run.path)]):
+            raise UserError(f"--base goes with an attached memory, and {others[0]} is none", "leave it out")
+        if background is None:
+            context = click.get_current_context()
+            for name in ("batches", "batch_tokens"):
+                if given(context, name):
+                    raise UserError(f"--{name.replace('_', '-')} goes with --background", "add --background FILE")
+        else:
             if len(runs) * len(steps) > 1 or any((plots, html, export_file)):
                 raise UserError("--background takes one run at one step, and no --plots, --html or --export")
             run = RunDirectory.existing(run_paths[0])
@@ -132,9 +142,11 @@ def command(
             if world is None or world.rank == 0:
                 counted.write(background)
                 record = counted.as_json()
-                click.echo(json.dumps(record) if format == "json" else background_table(record).render(format))
+                if format == "json":
+                    click.echo(json.dumps(record))
+                else:
+                    click.echo(background_table(record).render(format), nl=False)
             return
-        folder, page = free_folder(plots, force), free_file("--html", html, force)
         arrays = free_file("--export", export_file, force)
         if page is not None and page == arrays:
             raise UserError(f"--html and --export name one file, {page}", "name two")

@@ -81,10 +81,12 @@ class Batches:
         start = (step - 1) * self.batch + first
         drawn = np.arange(start, start + size)
         epochs, positions = drawn // self.pieces, drawn % self.pieces
-        return np.concatenate([self._shuffled(int(epoch), positions[epochs == epoch]) for epoch in np.unique(epochs)])
-
-    def _shuffled(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        return permute(positions, self.pieces, derived_seed(self.seed, "order", epoch))
+        return np.concatenate(
+            [
+                permute(positions[epochs == epoch], self.pieces, derived_seed(self.seed, "order", int(epoch)))
+                for epoch in np.unique(epochs)
+            ]
+        )
 
 
 def permute(positions: np.ndarray, size: int, seed: int) -> np.ndarray:

@@ -300,12 +300,11 @@ class Corpus:
         return self.read(start, stop - 1)
 
     def verify(self) -> None:
-        """Read and check everything, the tokenizer included.
+        """Read and check all tokens.
 
         Raises:
             UserError: something is damaged; it is named.
         """
-        open_tokenizer(self.folder)
         for file in [*self._files, self._documents]:
             file.read(0, file.size)
 

@@ -57,6 +57,8 @@ def overlaps(folder: Path, tokenizer: Tokenizer) -> list[Overlap]:
             for length, digest in document_hashes(splits[name], newline):
                 counts[name][digest] += 1
                 lengths.add(length)
+    if not counts:
+        return []
     wanted = set().union(*counts.values())
     in_train = {digest for _, digest in document_hashes(splits["train"], newline, lengths) if digest in wanted}
     seen: dict[str, Collection[bytes]] = {"train": in_train, **counts}

@@ -101,6 +101,8 @@ def tokenize(
     """
     sources = {split: find_sources(names, format) for split, names in files.items() if names}
     every = [source for inputs in sources.values() for source in inputs]
+    if sum(source.name == STANDARD_INPUT for source in every) > 1:
+        raise UserError("standard input is named for several splits (expected for one)")
     if part and any(source.name == STANDARD_INPUT for source in every):
         raise UserError("standard input cannot be divided", "give --shard files that every machine can read")
     check_separator_and_field(every, separator, field)
@@ -108,7 +110,7 @@ def tokenize(
         tokenizer = Tokenizer.load(model)
     else:
         sources["train"] = [rereadable(source) for source in sources["train"]]
-        reader = SplitReader(LEARNING, sources["train"], separator, field, progress)
+        reader = SplitReader(LEARNING, sources["train"], separator, field, progress, counts=False)
         texts = (chunk.text for batch in reader.batches() for chunk in batch)
         tokenizer = Tokenizer.learn(texts, vocab_size, model_type)
         reader.report()
@@ -200,7 +202,7 @@ def assign_parts(sources: Sequence[Source], parts: int) -> tuple[PartFile, ...]:
 
 @dataclass
 class SplitReader:
-    """One pass over the sources of a split; `tally` and `origins` are complete when `batches` has ended."""
+    """One pass over the sources of a split; `origins` and, if it `counts`, `tally` are complete when it has ended."""
 
     stage: str
     sources: Sequence[Source]
@@ -208,6 +210,7 @@ class SplitReader:
     field: str
     progress: Progress
     cuts: Cuts = AT_LINES
+    counts: bool = True
     tally: Tally = dataclasses.field(default_factory=Tally)
     origins: list[Origin] = dataclasses.field(default_factory=list)
     done: int = 0
@@ -227,7 +230,8 @@ class SplitReader:
         for source in self.sources:
             with source.open() as stream:
                 for chunk in read_chunks(stream, self.separator, self.field, self.cuts):
-                    self.tally.add(chunk)
+                    if self.counts:
+                        self.tally.add(chunk)
                     if chunk.text:
                         batch.append(chunk)
                         size += len(chunk.text)

@@ -213,8 +213,10 @@ def expand_glob(pattern: str) -> list[str]:
     """The files that one argument stands for; the name of an existing file is that file, even if it has a * or [.
 
     Raises:
-        UserError: a glob matches no file.
+        UserError: it is empty, or a glob that matches no file.
     """
+    if not pattern:
+        raise UserError("the name of a file is empty")
     if pattern == STANDARD_INPUT or os.path.lexists(pattern) or not glob.has_magic(pattern):
         return [pattern]
     names = [name for name in glob.glob(pattern, recursive=True) if not os.path.isdir(name)]

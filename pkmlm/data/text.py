@@ -229,8 +229,9 @@ def unescape(separator: str) -> str:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # Python only warns of an escape that it does not know
             text = separator.encode("ascii", "backslashreplace").decode("unicode_escape")
-    except (UnicodeDecodeError, Warning) as error:
-        raise UserError(f"--separator: {separator!r}: {error} (expected \\n, \\t, \\\\, \\xNN, \\uNNNN)") from None
+    except (UnicodeDecodeError, Warning):
+        expected = "\\n, \\t, \\\\, \\xNN or \\uNNNN"
+        raise UserError(f"--separator {separator} has an unknown escape (expected {expected})") from None
     if not text or has_surrogate(text):
         raise UserError(f"--separator: {separator!r} is {'not Unicode' if text else 'empty'} (expected some text)")
     return text

@@ -109,11 +109,15 @@ class Tokenizer:
         Raises:
             UserError: the text has a lone surrogate (which no UTF-8 text has), or would not come back from decoding.
         """
+        ids: list[int] = self.encode_array(text).tolist()
+        return ids
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """`encode` as an array, which takes a tenth of the memory of a list: int64, (n,)."""
         if has_surrogate(text):
             raise UserError("the text has a lone surrogate, which is not Unicode text")
         chunks = self.encode_chunks(chunks_of(text, self.cuts))
-        ids: list[int] = np.concatenate(chunks).tolist() if chunks else []
-        return ids
+        return np.concatenate(chunks).astype(np.int64) if chunks else np.empty(0, np.int64)
 
     def encode_chunks(self, texts: Sequence[str], threads: int = 1) -> list[np.ndarray]:
         """The ids (int32) of each text, which is not cut into chunks again; the same for any number of threads.

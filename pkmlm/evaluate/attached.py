@@ -13,13 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from pkmlm.data.canonical import host_canonical_ids
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.distributed import first_line
-from pkmlm.errors import UserError
+from pkmlm.errors import UserError, is_out_of_memory
 from pkmlm.export.attached import check_base, read_facts, read_weights
 from pkmlm.export.config import CONFIG, MODEL_TYPE
 from pkmlm.export.folder import verify
@@ -173,13 +172,15 @@ def load_host(path: Path, dtype: str) -> Any:
         raise UserError(f"--base {path} is no folder of a model (no {CONFIG} in it)")
     disable_progress_bar()  # of a second, where it would stand between our lines
     kind: Any = AutoModelForCausalLM
-    if read_json(path / CONFIG, "the model's configuration").get("model_type") == MODEL_TYPE:
+    if read_json(path / CONFIG, "the model's configuration", schema=dict[str, Any]).get("model_type") == MODEL_TYPE:
         from pkmlm.export.modeling_pkmlm import PkmlmForCausalLM as kind
 
         if (path / MANIFEST).exists():
             verify(path)
     try:
         return kind.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+    except Exception as error:  # what a config may hold, transformers checks in many ways
+        if is_out_of_memory(error):
+            raise
         reason = first_line(error)
         raise UserError(f"--base {path}: transformers cannot load it: {reason}") from None

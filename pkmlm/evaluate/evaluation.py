@@ -104,13 +104,15 @@ def evaluate_run(
     record: dict[str, Any] = {"run": run.name, "step": run.step, **NO_PERPLEXITY, **NO_TASKS}
     samples: list[dict[str, Any]] = []
     warnings: list[str] = []
-    if tasks is None or choice.explicit:  # before the hours that tasks may take
+    if tasks is None or choice.explicit:
         documents = chosen_documents(choice, run)
         with token_progress("scoring", documents.tokens, quiet) as advance:
             found = score(run.model, documents, run.tokenizer.eos, stride=stride, advance=advance, world=world)
         assert found is not None
         record |= {"stride": stride or run.model.context, "source": documents.source, "perplexity": asdict(found)}
         warnings += documents.warnings
+        if tasks is not None and world.rank == 0:  # these may fail, or be stopped, after hours
+            Evaluation(run, choice, stride, record, samples, warnings).keep()
     if tasks is not None:
         with token_progress("scoring", 0, quiet) as advance:
             scored, samples = score_tasks(run, loaded, limit=limit, batch_size=batch_size, advance=advance)

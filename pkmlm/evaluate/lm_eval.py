@@ -8,7 +8,6 @@ from importlib.metadata import version
 from statistics import fmean, stdev
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -144,7 +143,8 @@ class PkmLM(TemplateLM):
         """The sum of log p of each whole text, in the windows and batches of `pkmlm eval`."""
         found: list[tuple[int, Window]] = []
         for owner, request in enumerate(requests):
-            ids = np.array(self.tok_encode(request.args[0]), dtype=np.int64)
+            self.requests[request.task_name or ""] += 1
+            ids = self.run.tokenizer.encode_array(request.args[0])
             found += [(owner, each) for each in windows(ids, self.prefix_token_id, self.max_length, self.max_length)]
 
         def score(group: list[tuple[int, Window]]) -> Iterator[tuple[int, torch.Tensor]]:

@@ -69,7 +69,8 @@ def load_run(
     path, step = Path(path), str(step)
     attached = is_attached(path)
     if base is not None and not attached:
-        raise UserError(f"--base {base}: {path} is nothing attached to a model (no {ATTACHED} in it)", "leave it out")
+        message = f"--base {base} is for an attached memory, and {path} is none (no {ATTACHED} in it)"
+        raise UserError(message, "leave it out")
     if is_export(path):
         model: Transformer
         if attached:
@@ -119,7 +120,8 @@ def load_on_all_ranks(path: str | Path, step: str, world: World | None, base: st
     with world.collective_errors():
         run = load_run(path, step, base=base)
     newest = max(world.gather_objects(run.step))
-    return run if run.step == newest else load_run(path, str(newest), base=base)
+    with world.collective_errors():
+        return run if run.step == newest else load_run(path, str(newest), base=base)
 
 
 def check_values(model: Transformer, path: Path) -> None:

@@ -153,7 +153,10 @@ def read_task_file(path: Path, includers: tuple[Path, ...] = ()) -> dict[str, An
     included: dict[str, Any] = {}
     names = own.pop("include", None) or []
     for name in [names] if isinstance(names, str) else names:
-        included |= read_task_file(path.parent / name, (*includers, path.resolve()))
+        try:
+            included |= read_task_file(path.parent / name, (*includers, path.resolve()))
+        except UserError as error:
+            raise UserError(f"{path}: include: {error.message}", error.hint, error.exit_code) from None
     return {key: value for key, value in (included | own).items() if value is not None}
 
 
@@ -168,7 +171,9 @@ def misfit(error: ValidationError, tree: Node) -> str:
         if (isinstance(inside, dict) and part in inside) or (isinstance(inside, list) and isinstance(part, int)):
             node = inside[part]  # type: ignore[index]
             names.append(str(part))
-    where = f"{node.place}: {'.'.join(names)}"
+    where = ": ".join(filter(None, (node.place, ".".join(names))))
+    if not first["loc"]:
+        return f"{where}: found {node.shown()} (expected a mapping of keys)"
     if first["type"] == "extra_forbidden":
         return f"{where}: a task of your own has no such key"
     if first["type"] == "missing":

@@ -8,7 +8,7 @@ import contextlib
 import json
 import shlex
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,15 +81,23 @@ def read_rows(file: Path) -> Rows:
             raise UserError(f"{where}: not UTF-8 ({error.reason})") from None
     if not rows:
         raise UserError(f"{file} holds no rows (expected one JSON object on each line)")
+    if not any(rows):
+        raise UserError(f"{file}:{lines[0]}: no row has a field")
     try:
-        datasets.Dataset.from_list(rows)
+        data_set(rows)
     except (ValueError, TypeError, OverflowError) as error:  # pyarrow's among them
-        count, found = first_failure(lambda count: datasets.Dataset.from_list(rows[:count]), len(rows), error)
-        message = (
-            f"{file}:{lines[count - 1]}: its fields are of other types than in the rows before it: {one_line(found)}"
-        )
-        raise UserError(message) from None
+        count, found = first_failure(lambda count: data_set(rows, count), len(rows), error)
+        what = "its fields are of other types than in the rows before it" if count > 1 else "a field cannot be read"
+        raise UserError(f"{file}:{lines[count - 1]}: {what}: {one_line(found)}") from None
     return Rows(file, sha256_of(file), rows, lines)
+
+
+def data_set(rows: Sequence[Json], count: int | None = None) -> datasets.Dataset:
+    """The first `count` rows (None: all) as a data set with the fields of all of them; `from_list` would take those of
+    the first row alone.
+    """
+    names = dict.fromkeys(name for row in rows for name in row)
+    return datasets.Dataset.from_list([{name: row.get(name) for name in names} for row in rows[:count]])
 
 
 def first_failure(attempt: Callable[[int], object], most: int, error: Exception) -> tuple[int, Exception]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import datasets
 import lm_eval.tasks
 import lm_eval.utils
 from jinja2 import Template
@@ -30,6 +29,7 @@ from pkmlm.evaluate.task_rows import (
     bad_row,
     check_examples,
     check_rows,
+    data_set,
     first_failure,
     how_to_write,
     one_line,
@@ -163,10 +163,10 @@ def load_task(
         if rows is None:
             return manager.load([config])["tasks"][name]
         scored, *others = dict.fromkeys(filter(None, named))
-        data = datasets.Dataset.from_list(rows.rows[:count])
+        data = data_set(rows.rows, count)
         splits = {split: data.select([]) for split in others} | {scored: data}
         if examples is not None:
-            splits[shots_split] = datasets.Dataset.from_list(examples.rows)
+            splits[shots_split] = data_set(examples.rows)
         return manager.load([{**config, "custom_dataset": lambda **_: splits}])["tasks"][name]
 
     try:

@@ -7,7 +7,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -18,7 +18,7 @@ from pkmlm.errors import UserError
 from pkmlm.recipe.constraints import check_recipe
 from pkmlm.recipe.nodes import Node, parse, parse_override, shorten
 from pkmlm.recipe.schema import Recipe, expectation, leaves
-from pkmlm.recipe.shipped import find_recipe, recipe_text
+from pkmlm.recipe.shipped import find_base, find_recipe, recipe_text
 
 INTEGER = re.compile(r"[+-]?(0|[1-9][0-9]*(_[0-9]+)*)")
 NUMBER = re.compile(r"[+-]?((0|[1-9][0-9]*(_[0-9]+)*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,4})?")
@@ -80,7 +80,7 @@ def read_tree(path: Path, inheritors: tuple[str, ...] = (), named_at: str = "") 
     if not isinstance(base.value, str) or base.is_null:
         raise UserError(f"{base.place}: base: found {base.shown()} (expected one file name)")
     own = Node({key: value for key, value in tree.value.items() if key != "base"}, tree.place)
-    return merge(read_tree(path.parent / base.value, (*inheritors, whole), base.place), own)
+    return merge(read_tree(find_base(path, base.value), (*inheritors, whole), base.place), own)
 
 
 def merge(base: Node, over: Node) -> Node:
@@ -191,5 +191,6 @@ def unknown_key(node: Node, dotted: str, siblings: list[str], section: str, root
 
 def wrong(node: Node, name: str, expected: str) -> UserError:
     """The error of a node that is not what its key expects."""
-    hint = "`pkmlm recipe keys` explains every key"
+    of_a_recipe = name.partition(".")[0] in {section.name for section in fields(Recipe)}
+    hint = "`pkmlm recipe keys` explains every key" if of_a_recipe else ""
     return UserError(f"{node.place}: {name}: found {node.shown()} (expected {expected})", hint)

@@ -117,7 +117,7 @@ def parse(text: str, file: str, *, lines: bool = True) -> Node:
     except (ValueError, OverflowError):  # PyYAML lets chr() fail on "\UFFFFFFFF"
         raise UserError(f"{place(composer.get_mark() if composer else None)}: an escape names no character") from None
     if root is None:
-        raise UserError(f"{file}: empty (expected a recipe)", "`pkmlm recipe keys` lists what may stand in one")
+        raise UserError(f"{file}: empty (expected key: value)")
     return convert(root, place)
 
 
@@ -134,7 +134,7 @@ def convert(node: yaml.Node, place: Callable[[yaml.Mark], str]) -> Node:
         if not isinstance(key, yaml.ScalarNode):
             raise UserError(f"{at}: a key is a mapping or a list (expected a word)")
         if key.value == "<<":
-            raise UserError(f"{at}: merge keys (<<) are refused", "`base: other.yaml` inherits a whole recipe")
+            raise UserError(f"{at}: merge keys (<<) are refused", "write the keys out")
         if key.value in entries:
             raise UserError(f"{at}: {key.value} is given twice: first at {entries[key.value].place}")
         child = convert(value, place)

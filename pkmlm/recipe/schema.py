@@ -32,7 +32,7 @@ EXPECTED = {
     "bool_type": "true or false",
     "string_type": "text",
     "dict_type": "a mapping",
-    "tuple_type": "a tuple",
+    "tuple_type": "a list",
     "greater_than": "more than {gt:g}",
     "greater_than_equal": "{ge:g} or more",
     "less_than": "less than {lt:g}",
@@ -64,8 +64,17 @@ Share = Annotated[float, Field(ge=0, le=1)]
 WeightDecay = Annotated[float, Field(ge=0, le=1e30)]  # finite in fp32 when multiplied by a learning rate
 Clip = Annotated[float, Field(ge=0)]
 Epsilon = Annotated[float, Field(ge=1e-30)]  # less is 0 in fp32: unread rows would give 0 / 0
+
+
+def one_or_list(item: dict[str, Any]) -> WithJsonSchema:
+    """The JSON Schema of a list for which a single item may stand."""
+    return WithJsonSchema({"anyOf": [item, {"type": "array", "items": item}]})
+
+
 LAYER = {"type": ["integer", "string"], "minimum": 1, "pattern": "^(auto:)?[0-9]{1,9}[+]?$"}
-MemoryLayers = Annotated[tuple[str, ...], WithJsonSchema({"anyOf": [LAYER, {"type": "array", "items": LAYER}]})]
+MemoryLayers = Annotated[tuple[str, ...], one_or_list(LAYER)]
+NGramLayers = Annotated[tuple[Size, ...], one_or_list({"type": "integer", "minimum": 1, "maximum": MAX_INT})]
+Orders = Annotated[tuple[Order, ...], one_or_list({"type": "integer", "minimum": 1, "maximum": 8})]
 
 
 def key(default: Any, text: str, **limits: Any) -> Any:
@@ -161,8 +170,8 @@ class Memory:
 
 @dataclass(frozen=True, config=STRICT)
 class NGram:
-    layers: tuple[Size, ...] = key((), "layers, counted from 1, before whose attention an n-gram memory is added")
-    orders: tuple[Order, ...] = key((2, 3), "n-gram lengths: how many tokens, including the current one, choose a row")
+    layers: NGramLayers = key((), "layers, counted from 1, before whose attention an n-gram memory is added")
+    orders: Orders = key((2, 3), "n-gram lengths: how many tokens, including the current one, choose a row")
     heads: Size = key(8, "tables per order, each with its own hash")
     rows: Size = key(65537, "rows of a table, a prime; 1: the control without a memory")
     row_dim: Size = key(24, "width of a row; fusion add: dim")
@@ -231,7 +240,7 @@ class Model:
     residual: Literal["sequential", "parallel"] = key("sequential", "parallel: attention and FFN read the same input")
     ffn_dim: Size | None = key(None, "inner width of the FFN; null: 4 * dim")
     activation: Literal["gelu", "relu"] = key("gelu", "activation of the FFN")
-    bias: bool = key(True, "biases in linear maps; a memory's queries always have them")
+    bias: bool = key(True, "biases in the maps of attention and FFN; those of memories always have them")
     tie_embeddings: bool = key(True, "the output head shares the token embedding")
     dropout: Fraction = key(
         0.0, "dropout probability, of embeddings, attention (softmax, linformer) and blocks' outputs"
@@ -347,7 +356,8 @@ class Train:
     seed: int = key(1, "seed of initial weights, data order and dropout", ge=0, le=2**63 - 1)
     init_from: str | None = key(
         None,
-        "start from the weights of another run (its best checkpoint); modules that it lacks start from initial weights",
+        "start from the weights of another run (its best checkpoint, else its latest); modules that it lacks are drawn "
+        "anew",
     )
     only: Literal["all", "values"] = key(
         "all", "values: train only the memory's values; all else stays the same, bit for bit"

@@ -8,11 +8,7 @@ from pkmlm.errors import UserError
 from pkmlm.recipe.nodes import yaml_text
 
 # Within an installed package; or beside it, in a checkout.
-RECIPES = next(
-    folder
-    for folder in (Path(__file__).parents[1] / "recipes", Path(__file__).parents[2] / "recipes", Path())
-    if folder.is_dir()
-)
+RECIPES = next(folder / "recipes" for folder in Path(__file__).parents[1:3] if (folder / "recipes").is_dir())
 
 
 def find_recipe(name: str | Path) -> Path:
@@ -21,8 +17,15 @@ def find_recipe(name: str | Path) -> Path:
     """
     path = Path(name)
     shipped = RECIPES / f"{name}.yaml"
-    nothing = not path.exists() or path.is_dir()
-    return shipped if nothing and ".." not in path.parts and shipped.is_file() else path
+    nothing = not os.path.exists(path) or os.path.isdir(path)
+    elsewhere = path.is_absolute() or ".." in path.parts
+    return shipped if nothing and not elsewhere and os.path.isfile(shipped) else path
+
+
+def find_base(inheritor: Path, name: str) -> Path:
+    """The file that a recipe or grid names as its base: beside it, or the one of that name in `RECIPES`."""
+    beside, shipped = inheritor.parent / name, find_recipe(name)
+    return beside if os.path.exists(beside) or shipped == Path(name) else shipped
 
 
 def recipe_text(path: Path) -> str:
@@ -41,7 +44,7 @@ def recipe_text(path: Path) -> str:
     beside = {file.stem: str(file) for file in files}
     known = {name: name for name in shipped_names()} | beside
     near = [known[name] for name in difflib.get_close_matches(path.stem, known)]
-    near += difflib.get_close_matches(str(path), known)
+    near += [known[name] for name in difflib.get_close_matches(str(path), known)]
     meant = f"did you mean {' or '.join(dict.fromkeys(near))}?"
     hint = meant if near else "`pkmlm recipe list` lists those that come along"
     raise UserError(message, hint)

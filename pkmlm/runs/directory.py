@@ -195,7 +195,8 @@ class RunDirectory:
             best = self.best()
             if best is None:
                 raise UserError(
-                    f"run {self.path} has no best checkpoint: never validated, or deleted", "use --step latest"
+                    f"run {self.path} has no best checkpoint: never validated, or deleted",
+                    "use the latest: --step latest, or step='latest' in Python",
                 )
             return best
         if not STEP.fullmatch(step) or int(step) not in steps:

@@ -66,13 +66,6 @@ MaybeNumber = Number | None
 MaybeText = str | None
 
 
-class Extent(TypedDict):
-    """How far a file went when it was signed."""
-
-    bytes: int
-    sha256: str
-
-
 class RunFacts(TypedDict):
     """run.json."""
 
@@ -84,7 +77,7 @@ class RunFacts(TypedDict):
     data_sha256: NotRequired[MaybeText]
     data_dir: NotRequired[MaybeText]
     recipe_sha256: NotRequired[MaybeText]
-    log: NotRequired[Extent | None]
+    log: NotRequired[ManifestEntry | None]  # how far it went when it was signed
     versions: NotRequired[dict[str, str] | None]
     device: NotRequired[MaybeText]
     precision: NotRequired[MaybeText]

@@ -177,13 +177,15 @@ class Outcome:
 
 def best(outcomes: Sequence[Outcome]) -> Outcome | None:
     """The outcome with the lowest validation loss; None where none was measured, or where one was stopped or has failed
-    and runs again. A single outcome needs no validation.
+    and runs again. A single one, where nothing is chosen, needs no validation and may have diverged.
 
     Raises:
         UserError: one of several was measured, but its validation loss is unknown.
     """
     if any(outcome.status in ("stopped", "failed") for outcome in outcomes):
         return None
+    if len(outcomes) == 1:
+        return outcomes[0]
     measured = [outcome for outcome in outcomes if outcome.status == "measured"]
     unknown = [outcome.cell.name for outcome in measured if outcome.loss == float("inf")]
     if len(measured) > 1 and unknown:

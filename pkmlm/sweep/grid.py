@@ -136,11 +136,11 @@ class Grid:
         return [text for tree in ([self.set] if self.set else []) + trees for text in assignments(tree)]
 
     def varied(self) -> list[tuple[str, str]]:
-        """The keys in which cells differ, each with what sets it: an axis, the seeds or `tune`."""
+        """The keys in which cells differ, each with what sets it: an axis, the seeds, `tune` or its `set`."""
         keys = [("train.seed", "its seeds")]
         if self.tune:
             trial = assignments(self.tune.set) if self.tune.set else ()
-            keys += [(key.partition("=")[0], "its tune") for key in (self.tune.key, *trial)]
+            keys += [(self.tune.key, "its tune")] + [(text.partition("=")[0], "its tune.set") for text in trial]
         for axis, trees in self.axes.items():
             texts = [text for tree in trees.values() for text in assignments(tree)]
             keys += [(key, f"its axis {axis}") for key in dict.fromkeys(text.partition("=")[0] for text in texts)]
@@ -275,6 +275,8 @@ def check_grid(grid: Grid, path: Path, places: Mapping[str, str]) -> None:
         key = f"figures.{number}"
         require(figure.x, [*grid.axes, *grid.measure], key, "an axis or a measure of this grid")
         require(figure.y, [m for m in grid.measure if m != figure.x], key, "another measure of this grid")
+        if "x" in figure.log and figure.x in grid.axes:
+            fail(key, f"figures: log: found x (expected y alone: {figure.x} is an axis, whose values have equal steps)")
         if figure.line is not None:
             require(figure.line, [axis for axis in grid.axes if axis != figure.x], key, "another axis")
     cells = prod(len(grid.names(axis)) for axis in grid.axes)

@@ -113,7 +113,8 @@ def panel(axes: Axes, grid: Grid, figure: Figure, value: Values) -> list[Named]:
             run = list(stroke)
             found = [value(figure.y, p) for p in run]
             means = [fmean(seeds) for seeds in found]
-            bars = [[fmean(seeds) - min(seeds) for seeds in found], [max(seeds) - fmean(seeds) for seeds in found]]
+            # A mean of equal numbers can lie beyond them by a rounding, which is no bar.
+            bars = [[max(0.0, fmean(s) - min(s)) for s in found], [max(0.0, max(s) - fmean(s)) for s in found]]
             where = [position(grid, figure, p, value) for p in run]
             axes.errorbar(where, means, yerr=bars, **style, label=shown if run[0] == points[0] else None)
             for x, seeds, p in zip(where, found, run, strict=True) if not along_axis else ():

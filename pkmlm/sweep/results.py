@@ -52,7 +52,7 @@ class Results:
     """What is known of a grid so far.
 
     Attributes:
-        costs: what `facts_of_cost` says of each point's recipe.
+        costs: what `facts_of_cost` says of the recipe of each point and tuned value.
         outcomes: of the cells that have ended, by name.
         speeds: of the points' models, all timed in one call; perhaps an earlier one, when a point had another recipe.
         equals: where runs are compared at equal amounts of what the grid says.
@@ -60,7 +60,7 @@ class Results:
 
     grid: Grid
     cells: Cells
-    costs: Mapping[Point, Mapping[str, Any]]
+    costs: Mapping[tuple[Point, str | None], Mapping[str, Any]]
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     speeds: dict[Point, Speed] = field(default_factory=dict)
     equals: list[Equal] = field(default_factory=list)
@@ -104,14 +104,19 @@ class Results:
         tried = [self.outcomes[cell.name] for cell in tuning if cell.name in self.outcomes]
         return best(tried) if len(tried) == len(tuning) else None
 
+    def cost(self, point: Point) -> Mapping[str, Any]:
+        """What a point's model costs at its best tuned value; while that is not known, at the first."""
+        winner = self.winner(point)
+        return self.costs[point, winner.cell.tuned if winner else self.cells.values[0]]
+
     def chosen(self, point: Point) -> list[Outcome]:
         """The measured cells of a point that count: those at its best tuned value, without trials."""
         winner = self.winner(point)
         if winner is None:
             return []
         others = [self.outcomes.get(cell.name) for cell in self.cells.others(winner.cell)]
-        found = [one for one in others if one is not None and one.status == "measured"]
-        return found if winner.cell.trial else [winner, *found]
+        counted = others if winner.cell.trial else [winner, *others]
+        return [one for one in counted if one is not None and one.status == "measured"]
 
     def rounds(self, point: Point) -> list[float]:
         """Tokens a second of a point's model, one number for each round; empty where it has not been timed."""
@@ -126,7 +131,7 @@ class Results:
         read = MEASURES[measure].read
         if MEASURES[measure].source in ("cost", "speed"):
             rounds = self.rounds(point)
-            facts = {"cost": self.costs[point], "speed": median(rounds) if rounds else None}
+            facts = {"cost": self.cost(point), "speed": median(rounds) if rounds else None}
             found = {self.grid.seeds[0]: read(facts)}
         else:
             found = {outcome.cell.seed: read(outcome.facts) for outcome in self.chosen(point)}
@@ -187,7 +192,7 @@ class Results:
                         for measure, values in measured.items()
                     },
                     "paper": {measure: self.grid.paper_value(measure, point) for measure in self.grid.paper},
-                    "cost": dict(self.costs[point]),
+                    "cost": dict(self.cost(point)),
                 }
             )
         return {
@@ -205,7 +210,7 @@ class Results:
             "points": points,
             "verdicts": [asdict(each) for each in self.verdicts()],
             "cells": [cell_json(self.grid, outcome, trainers) for outcome in self.in_order()],
-            "equal": {each.over: {"amount": each.amount, "shortest": each.shortest} for each in self.equals},
+            "equal": {each.over: each.as_json() for each in self.equals},
             "dense_equivalent": {
                 name: {by: size.as_json() for by, size in sizes.items()} for name, sizes in self.equivalents().items()
             },
@@ -245,7 +250,7 @@ class Results:
         grid = self.grid
         rows = []
         for point in grid.points():
-            cost, train = self.costs[point], self.cells.whole[point, self.cells.values[0]].recipe.train
+            cost, train = self.cost(point), self.cells.whole[point, self.cells.values[0]].recipe.train
             sizes = [cost["dense"], cost["memory"], cost["operations"] / 1e6]
             tokens = train.steps * train.batch_tokens / 1e6
             rows.append([*point, *sizes, train.steps, tokens, self.cells.runs_of_a_point])
@@ -382,7 +387,7 @@ class SweepFolder:
                 raise UserError(f"-s: {self.path} holds the sweep with {was} (expected {asked})", hint)
         for speed in found.get("speed") or []:
             point = tuple(speed["point"].values())
-            if point in results.costs:
+            if point in results.grid.points():
                 results.speeds[point] = Speed(speed.get("recipe"), speed["tokens_per_second"], speed.get("timed_on"))
 
     def read(self) -> dict[str, Any]:

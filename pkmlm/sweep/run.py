@@ -26,7 +26,7 @@ from pkmlm.analysis.plots import Look, draw_curves
 from pkmlm.bench.generate import score
 from pkmlm.bench.rounds import Say, interleaved
 from pkmlm.bench.steps import step_amounts
-from pkmlm.console import progress_bars, warn_each
+from pkmlm.console import progress_bars, status_line, warn_each
 from pkmlm.data.batches import Batches
 from pkmlm.device import default_device, machine
 from pkmlm.environment import usable_cores
@@ -34,6 +34,7 @@ from pkmlm.errors import UserError, is_out_of_memory, printable
 from pkmlm.evaluate.documents import open_split
 from pkmlm.evaluate.load import load_run
 from pkmlm.recipe.schema import dump_recipe, recipe_sha256
+from pkmlm.recipe.shipped import find_base
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import locked, make_folder, write_text
 from pkmlm.signals import StopRequest, stop_on_signals
@@ -76,8 +77,8 @@ def open_sweep(
     folder = SweepFolder(Path(output), grid_file.stem, scale) if output else None
     if folder and table_only and not overrides:
         overrides = folder.read().get("set") or ()
-    cells = Cells(grid, grid_file.parent / grid.base, overrides)
-    costs = {point: facts_of_cost(cells.tuning(point)[0].recipe) for point in grid.points()}
+    cells = Cells(grid, find_base(grid_file, grid.base), overrides)
+    costs = {place: facts_of_cost(cell.recipe) for place, cell in cells.whole.items()}
     return Results(grid, cells, costs), folder
 
 
@@ -111,7 +112,6 @@ def run_sweep(
             models could not be timed, and the tables lack their speeds.
     """
     folder.recall(results)
-    show: Say = (lambda text: None) if quiet else (lambda text: print(f"timing: {text}", file=sys.stderr))
     code, problem = 0, None
     if table_only:
         folder.collect(results)
@@ -129,7 +129,8 @@ def run_sweep(
         if not code and results.lack_speeds:
             folder.write(results)  # now: the timing may fail
             try:
-                time_models(results, folder.runs, show)
+                with status_line(quiet) as say:
+                    time_models(results, folder.runs, say)
             except UserError as error:
                 problem = UserError(f"nothing was timed: {error.message}", error.hint, exit_code=1)
     if results.ended or not results.grid.trains:  # an empty table must not replace one that is there
@@ -141,7 +142,8 @@ def run_sweep(
         comparison = results.comparison(folder.runs)
         for over in results.grid.over if comparison.runs and not code else ():
             try:
-                amounts = step_amounts(over, comparison.runs, show)
+                with status_line(quiet) as say:
+                    amounts = step_amounts(over, comparison.runs, say)
             except UserError as error:
                 problem = UserError(f"no table over {over}: {error.message}", error.hint, exit_code=1)
                 continue
@@ -151,8 +153,8 @@ def run_sweep(
         tables = folder.write(results, drawn)
         sys.stdout.write("\n".join(table.render() for table in tables))
         if drawn:
-            plots = "1 plot" if len(drawn) == 1 else f"{len(drawn)} plots"
-            print(f"{plots} in {printable(str(folder.path))}", file=sys.stderr)
+            pictures = f"{len(drawn)} picture{'' if len(drawn) == 1 else 's'}"
+            print(f"{pictures} in {printable(str(folder.path))}", file=sys.stderr)
     if problem:
         raise problem
     if code:
@@ -213,7 +215,7 @@ def cell_progress(folder: SweepFolder, quiet: bool) -> Iterator[tuple[Say, Calla
         def show_running(running: list[Cell]) -> None:
             for name in bars.keys() - {cell.name for cell in running}:
                 progress.remove_task(bars.pop(name))
-            for cell in running:
+            for cell in running if not progress.disable else ():
                 if cell.name not in bars:
                     bars[cell.name] = progress.add_task(escape(cell.name), total=cell.recipe.train.steps)
                 progress.update(bars[cell.name], completed=steps_taken(cell, folder.runs))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -151,8 +152,18 @@ def test_gpt2_of_transformers_with_its_own_tokenizer(tmp_path, novels):
 
 def test_a_wrong_base_is_refused(base, attached, trained, tmp_path, novels):
     text = ["--text", novels / "test.txt"]
-    assert "attached to" in pkmlm("eval", base, "--base", base, *text, code=2).stderr
+    assert "is for an attached memory" in pkmlm("eval", base, "--base", base, *text, code=2).stderr
     assert "no folder of a model" in pkmlm("eval", attached / "new", "--base", tmp_path, *text, code=2).stderr
+    broken = tmp_path / "broken"
+    for change in ({"vocab_size": 32}, {"dim": "wide"}, None):
+        shutil.copytree(base, broken)
+        (broken / "manifest.json").unlink()
+        config = json.loads((broken / "config.json").read_text())
+        (broken / "config.json").write_text(json.dumps([] if change is None else config | change))
+        said = pkmlm("eval", attached / "new", "--base", broken, *text, code=2).stderr
+        assert str(broken) in said.splitlines()[-2 if "hint: " in said else -1], said
+        assert "Traceback" not in said
+        shutil.rmtree(broken)
     package.attach_dense(
         PkmlmForCausalLM.from_pretrained(base),
         like=package.attach(PkmlmForCausalLM.from_pretrained(base), MEMORY, layers=[1]),

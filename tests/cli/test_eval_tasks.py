@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from pkmlm.distributed import World
 from pkmlm.errors import UserError
+from pkmlm.evaluate.documents import TextChoice
+from pkmlm.evaluate.evaluation import evaluate_run
 from pkmlm.evaluate.load import load_run
 from pkmlm.evaluate.tasks import load_tasks
 from pkmlm.runs.results import read_evaluation, tasks_file
@@ -53,6 +56,7 @@ def test_every_stock_task_of_the_readme_in_one_command(run, rows):
         assert (facts["acc"] is None) == (name == "wikitext")
     tasks = record["tasks"]
     assert tasks["wikitext"]["metrics"].keys() == {"word_perplexity", "byte_perplexity", "bits_per_byte"}
+    assert tasks["wikitext"]["requests"] == len(ROWS["wikitext"])
     assert tasks["lambada_openai"]["metrics"]["perplexity"] > 1
     assert tasks["arc_easy"]["chance"] == pytest.approx((1 / 4 + 1 / 3 + 1 / 4) / 3)
     assert tasks["wsc"]["always"] == {"no": pytest.approx(2 / 3), "yes": pytest.approx(1 / 3)}
@@ -155,6 +159,22 @@ def test_tables_for_people_fit_a_terminal(run, rows):
     both = pkmlm("eval", run, "--tasks", "wsc", "--task-data", rows, "--split", "valid").stdout
     assert "nats per token" in both
     assert "wsc   yes" in both
+
+
+def test_a_perplexity_is_kept_though_the_tasks_behind_it_end_early(run, rows, tmp_path, monkeypatch):
+    """As by Ctrl-C, in the hours that tasks may take."""
+
+    def stopped(*_, **__):
+        raise KeyboardInterrupt
+
+    (tmp_path / "mine.txt").write_text("A text of one's own.")
+    monkeypatch.setattr("pkmlm.evaluate.lm_eval.score_tasks", stopped)
+    choice = TextChoice(text=str(tmp_path / "mine.txt"))
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_run(str(run), "latest", choice, World(), tasks="piqa", task_data=str(rows), quiet=True)
+    (kept,) = (run / "eval").glob("text-mine*")
+    assert read_evaluation(kept)["perplexity"]["tokens"] > 0
+    kept.unlink()
 
 
 def test_a_disk_that_takes_no_samples_costs_no_result(run, tmp_path):

@@ -117,10 +117,10 @@ def test_quiet_may_stand_before_the_command(tmp_path, write_recipe):
 
 @pytest.mark.parametrize(("words", "quiet"), [([], False), (["-q"], True)])
 def test_quiet_reaches_commands_of_commands(monkeypatch, words, quiet):
-    def waiting(quiet):
+    def status_line(quiet):
         raise UserError(f"quiet: {quiet}")
 
-    monkeypatch.setattr("pkmlm.cli.bench.waiting", waiting)
+    monkeypatch.setattr("pkmlm.cli.bench.status_line", status_line)
     assert pkmlm(*words, "bench", "memory", "--slots", "16k", code=2).stderr == f"error: quiet: {quiet}\n"
 
 

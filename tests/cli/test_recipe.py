@@ -145,6 +145,11 @@ def test_recipes_that_come_along_are_found_by_name():
     Path("demo").write_text("name: mine")
     assert "name: mine" in pkmlm("recipe", "show", "demo").stdout
     assert "nowhere" in pkmlm("recipe", "show", "nowhere", code=2).stderr
+    Path("elsewhere.yaml").write_text("base: pkm/cpu\nname: mine\n")
+    assert "layers: 6" in pkmlm("recipe", "show", "elsewhere.yaml").stdout
+    Path("tiny.yaml").write_text("name: tiny")
+    assert "did you mean tiny.yaml?" in pkmlm("recipe", "show", "tiny", code=2).stderr
+    assert "No such file" in pkmlm("recipe", "show", Path("tiny").absolute(), code=2).stderr, "not that of another name"
     Path("mine.yaml").write_text("name: mine")
     for misspelt, meant in (("pkm/cp", "pkm/cpu"), ("demo.yml", "demo"), ("mime.yaml", "mine.yaml")):
         assert re.search(rf"hint: did you mean .*\b{meant}\b", pkmlm("recipe", "show", misspelt, code=2).stderr)

@@ -196,11 +196,13 @@ def test_force_replaces_nothing_but_tokens(texts):
         (["train.txt", "--test", "bad.txt"], r"bad\.txt: .* byte 3 "),
         (["train.txt", "--vocab-size", "100000"], r"--vocab-size: 100,000 .* at most \d+"),
         (["train.txt", "--tokenizer", "train.txt"], r"train\.txt is not a SentencePiece model"),
-        (["train.txt", "--separator", r"\d"], "--separator: .*escape"),
+        (["train.txt", "--separator", r"\d"], r"--separator .*escape"),
         (["a.jsonl", "--separator", "x"], "--separator is for text"),
         (["train.txt", "--field", "body"], "--field is for JSON lines"),
         (["cut.txt.gz"], r"cut\.txt\.gz: damaged"),
         (["empty.txt"], "too small to learn"),
+        (["-", "--valid", "-"], "standard input is named for several splits"),
+        ([""], "name of a file is empty"),
     ],
 )
 def test_a_mistake_is_named_and_leaves_nothing(texts, monkeypatch, arguments, message):

@@ -211,6 +211,11 @@ def test_errors_are_one_line(run_of: Callable[[str], Path], tmp_path: Path) -> N
         ([run, "--split", "unknown"], "unknown"),
         ([run, "--format", "xml"], "xml"),
         ([run, "--html", tmp_path / "one", "--export", tmp_path / "one"], str(tmp_path / "one")),
+        ([run, "--batches", 9], "--batches goes with --background"),
+        ([run, "--batch-tokens", 64], "--batch-tokens goes with --background"),
+        ([run, "--base", run], "--base goes with an attached memory"),
+        ([run, "--background", tmp_path / "b.npz", "--base", run], "--base goes with an attached memory"),
+        ([run, "--background", tmp_path / "b.npz", "--plot-width", 3], "--plot-width goes with --plots"),
         ([], "RUN"),
     ):
         done = pkmlm("usage-report", *arguments, code=2)

@@ -13,7 +13,7 @@ from pkmlm.bench.rounds import interleaved
 from pkmlm.errors import UserError
 from pkmlm.evaluate.generate import Sampling, generate
 from pkmlm.model.transformer import build_model
-from pkmlm.recipe.schema import Memory, Model, Recipe, Train
+from pkmlm.recipe.schema import Memory, Model, Parallel, Recipe, Train
 from pkmlm.train.step import train_step
 
 CPU = torch.device("cpu")
@@ -34,6 +34,20 @@ def test_a_training_that_chooses_slots_by_a_background_is_timed_without_it():
     state = random_training(replace(RECIPE, model=model, finetune=spec), "fp32")
     assert train_step(state, 1).loss > 0
     assert state.slot_choice.top == 3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train": replace(RECIPE.train, only="values")},
+        {"finetune": replace(RECIPE.finetune, slots="count", top=3)},
+        {"parallel": Parallel(memory=2)},
+    ],
+)
+def test_models_without_the_memory_follow_from_any_recipe_of_one(changes):
+    found = variants(replace(RECIPE, **changes), 64, [], ["dense", "memory", "double"])
+    assert [one.name for one in found] == ["dense-2L", "memory-64", "dense-4L"]
+    assert found[1].recipe.train.only == replace(RECIPE, **changes).train.only, "its own is trained as it says"
 
 
 @pytest.mark.parametrize("name", ["plain-adam", "plain-fused", "plain-sparse"])

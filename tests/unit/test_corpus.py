@@ -164,6 +164,7 @@ def test_full_shards_end_at_any_token(tmp_path):
 
 
 def read_everything(folder):
+    open_tokenizer(folder)
     for split in ("train", "valid"):
         Corpus(folder, split).verify()
 

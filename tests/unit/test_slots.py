@@ -69,7 +69,7 @@ def test_the_kept_positions_are_those_of_a_full_sort(contexts: int) -> None:
         kept = top.positions_Kc[slot] >= 0
         assert top.positions_Kc[slot][kept].tolist() == [at for _, at in expected]
         assert top.weights_Kc[slot][kept].tolist() == [-weight for weight, _ in expected]
-        assert (top.weights_Kc[slot][~kept] == -1).all()
+        assert (top.weights_Kc[slot][~kept] == -np.inf).all()
 
 
 def reads_of(run: LoadedRun, tokens: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,6 +102,15 @@ def test_index_equals_one_forward_a_window(run: LoadedRun) -> None:
         np.testing.assert_allclose(there, [weight for weight, _ in found], rtol=1e-4)
     contexts = contexts_at(np.arange(position), documents(run), run.tokenizer, run.model.context)
     assert [contexts[p].place for p in range(position)] == places
+
+
+def test_a_read_of_any_weight_has_a_context(run: LoadedRun) -> None:
+    """Where scores are weights (`scores: none`), a slot may only be read with weights below -1."""
+    tap = memories(run.model)[0].tap
+    with TopContexts(run.model, 2, [tap]) as tops:
+        tap(torch.tensor([[[3, 5]], [[3, 7]]]), torch.tensor([[[-2.0, -1.0]], [[-1.5, 0.5]]]))
+    (top,) = tops.positions()
+    assert top.positions_Kc[[3, 5, 7, 9]].tolist() == [[1, 0], [0, -1], [1, -1], [-1, -1]]
 
 
 def test_contexts_are_the_text_around_a_position(run: LoadedRun) -> None:

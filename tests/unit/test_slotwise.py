@@ -234,6 +234,19 @@ def test_a_background_counts_the_batches_that_read_a_slot(kind, trained, tmp_pat
         assert read_by.tolist() == expected.tolist(), path
 
 
+def test_text_that_is_not_divided_as_the_runs_is_warned_of(trained, tmp_path):
+    """As by the other commands: the demo's novels are single documents, and this run's tokens know no separator."""
+    run, text = tmp_path / "run", tmp_path / "text.txt"
+    text.write_text("One document.\n\n\nAnother one.\n" * 20)
+    pkmlm("tokenize", text, "--separator", r"\n\n\n", "--vocab-size", 300, "-o", tmp_path / "tokens")
+    recipe = trained("product-key") / "recipe.yaml"
+    keys = f"data.dir={tmp_path / 'tokens'}", "train.steps=1", "optim.warmup_steps=0", "eval.every=0"
+    pkmlm("train", recipe, "-o", run, "-q", *given(*keys))
+    told = pkmlm("usage-report", run, "--text", text, "--background", tmp_path / "b.npz", "-q", "--format", "csv")
+    assert "--separator" in told.stderr
+    assert not told.stdout.endswith("\n\n")
+
+
 def test_what_has_no_background_is_refused(trained, tmp_path):
     file = tmp_path / "b.npz"
     assert "no memory" in pkmlm("usage-report", trained("dense"), "--background", file, code=2).stderr

@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -165,6 +166,8 @@ def test_the_papers_numbers_are_found_in_lists_and_mappings(folder):
         ("y: perplexity, line", "y: kl, line", "figures: found kl"),
         ("y: perplexity, line: norm", "y: perplexity, line: slots", "figures: found slots|norm"),
         ("{x: usage, y: perplexity}", "{x: slots, y: perplexity}", "figures: found perplexity by slots twice"),
+        ("line: norm}", "line: norm, log: [x]}", "figures: log: found x"),
+        ("tune: {", "tune: {set: {optim.lr: 5e-3}, ", "optim.lr is set by its tune and by its tune.set"),
         ("large: {axes: {slots: {256: {model.memory.heads: 2}}}}", "large: 5", "scales.large: found 5"),
     ],
 )
@@ -271,7 +274,7 @@ def measured_by_hand(cell: Cell, facts: Mapping[str, object]) -> Outcome:
 
 def test_other_seeds_count_at_the_best_tuned_value_only(folder):
     cells = Cells(grid_of(folder), folder / "base.yaml")
-    results = Results(cells.grid, cells, {point: {"dense": 2_000_000, "memory": 3_000_000} for point in P})
+    results = Results(cells.grid, cells, {place: {"dense": 2_000_000, "memory": 3_000_000} for place in cells.whole})
     tuning = cells.tuning(P[2])
     for cell, loss, ppl in zip(tuning, (5.0, 4.0, 4.5), (150.0, 50.0, 80.0), strict=True):
         results.add(measured_by_hand(cell, {"valid_loss": loss, "test_token_ppl": ppl, "seconds": 0.4}))
@@ -300,7 +303,7 @@ def test_other_seeds_count_at_the_best_tuned_value_only(folder):
 
 def test_nothing_is_chosen_while_values_are_still_to_be_tried(folder):
     cells = Cells(grid_of(folder), folder / "base.yaml")
-    results = Results(cells.grid, cells, {point: {} for point in P})
+    results = Results(cells.grid, cells, {place: {} for place in cells.whole})
     first, second, third = cells.tuning(P[0])
     for cell in (first, second):
         results.add(measured_by_hand(cell, {"valid_loss": 5.0, "test_token_ppl": 9.0}))
@@ -324,9 +327,43 @@ def test_nothing_is_chosen_while_values_are_still_to_be_tried(folder):
         results.values("perplexity", P[0])
 
 
+def test_costs_are_those_of_the_best_tuned_value(folder):
+    text = GRID.replace("tune: {values: [1e-3, 2e-3, 4e-3]}", "tune: {key: model.layers, values: [2, 4]}")
+    cells = Cells(grid_of(folder, text), folder / "base.yaml")
+    results = Results(cells.grid, cells, {place: facts_of_cost(cell.recipe) for place, cell in cells.whole.items()})
+    two, four = (results.costs[P[0], layers]["dense"] for layers in ("2", "4"))
+    assert results.values("dense", P[0]) == pytest.approx([two / 1e6]), "nothing is chosen yet"
+    for cell, loss in zip(cells.tuning(P[0]), (4.0, 3.0), strict=True):
+        results.add(measured_by_hand(cell, {"valid_loss": loss}))
+    assert results.values("dense", P[0]) == pytest.approx([four / 1e6])
+    assert results.as_json("grid", None)["points"][0]["cost"]["dense"] == four > two
+
+
+def test_where_nothing_is_chosen_other_seeds_count_though_the_first_diverged(folder):
+    text = GRID.replace("tune: {values: [1e-3, 2e-3, 4e-3]}\n", "")
+    cells = Cells(grid_of(folder, text), folder / "base.yaml")
+    results = Results(cells.grid, cells, {place: {} for place in cells.whole})
+    (first,) = cells.tuning(P[0])
+    results.add(Outcome(first, "diverged", {}))
+    (other,) = cells.others(first)
+    results.add(measured_by_hand(other, {"test_token_ppl": 20.0}))
+    assert results.values("perplexity", P[0]) == (20.0,)
+    assert [outcome.cell.seed for outcome in results.in_order()] == [1, 2]
+
+
+def test_seeds_that_agree_can_be_drawn(folder):
+    cells = Cells(grid_of(folder, GRID.replace("seeds: [1, 2]", "seeds: [1, 2, 3]")), folder / "base.yaml")
+    results = Results(cells.grid, cells, {place: {} for place in cells.whole})
+    for cell in cells.first.values():
+        for each in (cell, *cells.others(cell)):
+            results.add(measured_by_hand(each, {"valid_loss": 1.0, "test_token_ppl": 1.2e-2}))
+    assert fmean([1.2e-2] * 3) != 1.2e-2, "else this shows nothing"
+    assert picture(results, cells.grid.figures[0], LOOK) is not None
+
+
 def test_a_figure_has_a_panel_for_the_paper_and_a_line_for_each_value(folder):
     cells = Cells(grid_of(folder), folder / "base.yaml")
-    results = Results(cells.grid, cells, {point: {} for point in P})
+    results = Results(cells.grid, cells, {place: {} for place in cells.whole})
     by_slots, by_usage = cells.grid.figures
     assert picture(results, by_slots, LOOK) is None, "nothing measured, nothing drawn"
     lines = [[point for point in P if point[1] == norm] for norm in ("yes", "no")]
@@ -362,7 +399,7 @@ def test_a_stroke_joins_points_that_differ_along_one_axis(folder):
     figures = "measure: [perplexity, usage]\nfigures: [{x: usage, y: perplexity, line: norm}]\n"
     text = GRID.split("without:")[0].replace("axes:\n", axes) + figures
     cells = Cells(grid_of(folder, text, None), folder / "base.yaml")
-    results = Results(cells.grid, cells, {point: {} for point in cells.grid.points()})
+    results = Results(cells.grid, cells, {place: {} for place in cells.whole})
     for cell in cells.first.values():
         dense = cell.recipe.model.memory.kind == "none"
         usage = [] if dense else [{"layer": 2, "name": "memory", "mass": {"usage": 0.5, "kl": 1.0}}]
@@ -383,7 +420,7 @@ def test_a_speed_is_that_of_the_recipe_that_was_timed(folder):
     other = Cells(grid_of(folder, GRID.replace("model.dim: 16", "model.dim: 32")), folder / "base.yaml")
 
     def recalled(cells: Cells) -> Results:
-        results = Results(cells.grid, cells, {point: {} for point in P})
+        results = Results(cells.grid, cells, {place: {} for place in cells.whole})
         assert results.values("speed", P[0]) == (), "nothing is there"
         for cell, loss in zip(cells.tuning(P[0]), (4.0, 5.0, 6.0), strict=True):
             results.add(measured_by_hand(cell, {"valid_loss": loss}))
@@ -411,7 +448,7 @@ def test_a_speed_is_that_of_the_recipe_that_was_timed(folder):
 def test_a_folder_keeps_to_the_settings_of_its_runs(folder):
     def results(*extra: str, text: str = GRID) -> Results:
         cells = Cells(grid_of(folder, text), folder / "base.yaml", extra)
-        return Results(cells.grid, cells, {point: {} for point in cells.grid.points()})
+        return Results(cells.grid, cells, {place: {} for place in cells.whole})
 
     swept = SweepFolder(folder / "swept", "grid", None)
     swept.runs.mkdir(parents=True)
@@ -461,7 +498,7 @@ def test_the_papers_grids_are_possible_at_every_scale(path, monkeypatch):
         grid, _ = read_grid(path, scale)
         cells = Cells(grid, path.parent / grid.base, ["model.vocab_size=50000"])
         assert len(cells) >= len(grid.points())
-        costs = {point: facts_of_cost(cells.tuning(point)[0].recipe) for point in grid.points()}
+        costs = {place: facts_of_cost(cell.recipe) for place, cell in cells.whole.items()}
         plan = Results(grid, cells, costs).plan().render()
         assert max(map(len, plan.splitlines())) <= 80, "a dry run fits a terminal"
         for measure in grid.paper:

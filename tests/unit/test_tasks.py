@@ -125,10 +125,31 @@ def test_fields_that_a_task_reads_are_needed(tmp_path):
             assert refused(task, tmp_path).message.startswith(f"{path}:1: "), (task, field)
 
 
+def test_a_field_that_the_first_row_lacks_is_not_lost(tmp_path):
+    rows = [{"q": "A?", "label": 0}, {"q": "B?", "label": 1, "passage": "P."}]
+    definition = OWN.replace("doc_to_target: a", "doc_to_target: label")
+    (tmp_path / "own.yaml").write_text(definition + "doc_to_text: '{{passage or \"\"}}{{q}}'\n")
+    prompts = []
+    for ordered in (rows, rows[::-1]):
+        (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ordered))
+        (loaded,) = load_tasks(str(tmp_path / "own.yaml"), tmp_path, None)
+        prompts.append({loaded.task.doc_to_text(row) for row in loaded.task.eval_docs})
+    assert prompts == [{"A?", "P.B?"}] * 2
+
+
+@pytest.mark.parametrize("value", [10**30, [1, "a"]])
+def test_a_field_of_a_lone_row_is_not_compared_with_others(value, tmp_path):
+    (tmp_path / "piqa.jsonl").write_text(json.dumps({**ROWS["piqa"][0], "more": value}))
+    message = refused("piqa", tmp_path).message
+    assert "piqa.jsonl:1: a field cannot be read" in message
+    assert "before it" not in message
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
         (b'{"goal": "a"', ":1: "),
+        (b"\n{}", ":2: no row has a field"),
         (b"\n[1, 2]", ":2: "),
         (b"\xff", ":1: "),
         (b"\n \n", " "),
