@@ -43,6 +43,7 @@ from torch import Tensor, nn
 
 from pkmlm.console import token_progress
 from pkmlm.data.corpus import Corpus
+from pkmlm.device import free_bytes
 from pkmlm.errors import NotFinite, UserError, printable
 from pkmlm.evaluate.documents import Documents, TextChoice, chosen_documents, open_split
 from pkmlm.evaluate.load import LoadedRun
@@ -227,10 +228,16 @@ class Means:
         """The means; `rows`, each (P, T), say which ones a position counts for (-1: none) beside the last one."""
         sums: dict[SparseMemory, Tensor] = {}
         kinds: dict[SparseMemory, torch.dtype] = {}
+        free, needed = free_bytes(self.device), 0
 
         def add(memory: SparseMemory, own: Tensor) -> None:
+            nonlocal needed
             own_NW = own.flatten(0, 1).double()
             if memory not in sums:
+                needed += 8 * (last + 1) * own_NW.shape[1]
+                if needed > free:
+                    message = f"the mean answers need {needed / 1e9:.1f} GB or more, {free / 1e9:.1f} GB are free"
+                    raise UserError(message, "give a smaller --fit-tokens or a shorter text", exit_code=1)
                 sums[memory], kinds[memory] = own_NW.new_zeros(last + 1, own_NW.shape[1]), own.dtype
             sums[memory][last] += own_NW.sum(0)
             for at_BT in batch:
@@ -247,7 +254,7 @@ class Means:
         counts = np.bincount(counted, minlength=last + 1)
         counts[last] = ids_PT.size
         counts_R1 = torch.from_numpy(counts).to(self.device)[:, None]
-        return {memory: sums[memory].div_(counts_R1).to(kinds[memory]) for memory in group}
+        return {memory: sums.pop(memory).div_(counts_R1).to(kinds[memory]) for memory in group}
 
 
 def evenly_spaced(corpus: Corpus, length: int, most: int) -> Ints:

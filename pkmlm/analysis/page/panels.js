@@ -136,6 +136,8 @@ function overlap(facts, colours) {
   return panel("overlap", "Slots that two heads have in common", scrolled(whole));
 }
 
+const MOST_ROWS = 1000; // of the table behind the chart of a table's rows
+
 function buckets(facts, counts) {
   if (!facts.tables) return null;
   const each = facts.slots / facts.tables.length, row = facts.kind === "hash" ? "bucket" : "row";
@@ -149,9 +151,14 @@ function buckets(facts, counts) {
       { label: "uniform", values: own.map(() => 100 / each), colour: "red", dash: DASHED },
     ];
     const options = { xLabel: row, yLabel: "reads (%)" };
+    let shown = own.map((n, i) => [i, n]), title = `Reads of table ${choice.value}`;
+    if (shown.length > MOST_ROWS) {
+      shown = shown.sort((a, b) => b[1] - a[1]).slice(0, MOST_ROWS);
+      title += `: the ${count(MOST_ROWS)} ${row}s read most`;
+    }
     place.replaceChildren(
       chart(`Reads of each ${row}`, own.map((_, i) => i), lines, options),
-      behind(`Reads of table ${choice.value}`, [row, "Reads"], own.map((n, i) => [String(i), [n, count]])),
+      behind(title, [row, "Reads"], shown.map(([i, n]) => [String(i), [n, count]])),
     );
   };
   choice.addEventListener("change", () => {

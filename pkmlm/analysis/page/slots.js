@@ -159,6 +159,7 @@ function slotForm({ facts, shape }, map, go, missing) {
 
 function mostMass({ facts, data, codes, shape }, go) {
   const { patterned, slots, shuffled } = data.patterns; // of the slots that are listed
+  if (!slots) return note(facts.pool ? "The slots of a pool are described with its layers." : "No slot was read.");
   const best = Object.keys(data.slots).map(Number).sort((a, b) => codes[b] - codes[a]);
   const rows = best.slice(0, slots).map((slot) => {
     const known = data.slots[slot];
