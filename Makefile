@@ -129,11 +129,10 @@ memoryformer-figure-1: recipes/memoryformer/grids/figure-1.yaml | .venv/installe
 	$(PKMLM) sweep $< -o sweeps/$@
 
 memoryformer-%: recipes/memoryformer/grids/%.yaml $(TOKENS)/index.json
-	$(PKMLM) sweep $< -o sweeps/$@-$(SCALE) --scale $(SCALE) $(AT_A_TIME) -s data.dir=$(TOKENS) \
-	  $(if $(TASK_DATA),--task-data $(TASK_DATA))
+	$(SWEEP) $(if $(TASK_DATA),--task-data $(TASK_DATA))
 
 memoryformer-figure-4: recipes/memoryformer/grids/figure-4.yaml $(TOKENS)/index.json
-	$(PKMLM) sweep $< -o sweeps/$@-$(SCALE) --scale $(SCALE) $(AT_A_TIME) -s data.dir=$(TOKENS)
+	$(SWEEP)
 	$(PKMLM) usage-report sweeps/$@-$(SCALE)/cells/* --plots sweeps/$@-$(SCALE) --force
 
 $(TOKENS)/index.json: | .venv/installed

@@ -152,6 +152,11 @@ def described(facts: dict[str, Any]) -> str:
         lines.append(section)
         for name, value in facts[section].items():
             shown = f"{value / GIGA:.1f} GB" if name.endswith("_bytes") and value is not None else value
+            if name == "cuda":
+                shown = [
+                    f"{gpu['name']} ({gpu['memory_bytes'] / GIGA:.1f} GB, capability {gpu['capability']})"
+                    for gpu in value
+                ]
             shown = ", ".join(map(str, shown)) or "none" if isinstance(shown, list) else shown
             lines.append(f"  {name.removesuffix('_bytes').replace('_', ' '):<18}{'-' if shown is None else shown}")
     for problem in facts["problems"]:
