@@ -225,6 +225,9 @@ def verify(path: Path) -> None:
     files = read_manifest(path, "export", VERSION, CHANGED, version_exit_code=1)["files"]
     if CONFIG not in files or files.keys().isdisjoint(TOKENIZERS) or any("/" in name for name in files):
         raise UserError(f"{path / MANIFEST} is no manifest of an export", CHANGED, exit_code=1)
+    for name in files:
+        if not exists(path / name):  # which no deleted manifest would make whole
+            raise UserError(f"{path / name} is missing", HINT, exit_code=1)
     check_files(path, files, files, CHANGED)
 
 
