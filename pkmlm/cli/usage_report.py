@@ -123,20 +123,24 @@ def command(
 
     with launched() as world:
         runs = open_runs(run_paths, run_or_export)
-        if export_file is not None and len(runs) * len(steps) > 1:
+        several_reports = len(runs) * len(steps) > 1
+        if export_file is not None and several_reports:
             raise UserError("--export takes one run at one step", "write a file for each")
-        folder, page = free_folder(plots, force), free_file("--html", html, force)
-        background = free_file("--background", background_file, force)
         if base is not None and (others := [name for name, run in runs.items() if not is_attached(run.path)]):
             raise UserError(f"--base goes with an attached memory, and {others[0]} is none", "leave it out")
-        if background is None:
+        if background_file is None:
             context = click.get_current_context()
             for name in ("batches", "batch_tokens"):
                 if given(context, name):
                     raise UserError(f"--{name.replace('_', '-')} goes with --background", "add --background FILE")
-        else:
-            if len(runs) * len(steps) > 1 or any((plots, html, export_file)):
-                raise UserError("--background takes one run at one step, and no --plots, --html or --export")
+        elif several_reports or any((plots, html, export_file)):
+            raise UserError("--background takes one run at one step, and no --plots, --html or --export")
+        folder, page = free_folder(plots, force), free_file("--html", html, force)
+        arrays = free_file("--export", export_file, force)
+        background = free_file("--background", background_file, force)
+        if page is not None and page == arrays:
+            raise UserError(f"--html and --export name one file, {page}", "name two")
+        if background is not None:
             run = RunDirectory.existing(run_paths[0])
             counted = count_background(run, steps[0], choice, batches, batch_tokens, quiet, world)
             if world is None or world.rank == 0:
@@ -147,9 +151,6 @@ def command(
                 else:
                     click.echo(background_table(record).render(format), nl=False)
             return
-        arrays = free_file("--export", export_file, force)
-        if page is not None and page == arrays:
-            raise UserError(f"--html and --export name one file, {page}", "name two")
         choice.refuse_standard_input("a text is read more than once")
         reports = usage_reports(runs, steps, Reading(choice, quiet, world, details=page is not None, base=base))
     if world and world.rank > 0:
