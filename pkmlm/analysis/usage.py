@@ -101,9 +101,9 @@ class MemoryUsage:
     @cached_property
     def overlap_HH(self) -> NDArray[np.float64] | None:
         """float64 (H, H): the mean share of its slots that a head has in common with another for one token; None where
-        there is one head, or each has its own table.
+        there is one head, or each has its own table, or it was not counted.
         """
-        if self.common_HH is None or self.heads == 1 or not self.reads:
+        if self.common_HH is None or self.heads == 1 or not self.common_HH.any():  # a head has its own in common
             return None
         return self.common_HH / (self.reads / self.heads)
 

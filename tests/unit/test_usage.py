@@ -143,6 +143,14 @@ def test_uniform_mass_is_what_sampling_gives(kind: str, slots: int, topk: int) -
     assert np.mean(of_heads) == pytest.approx(np.mean(head_floors), rel=error)
 
 
+def test_an_overlap_that_was_not_counted_is_not_known() -> None:
+    tap = UsageTap(1, "memory", "product-key", 8, 2)
+    for overlap, expected in ((True, 0.5), (False, None)):
+        with UsageCounters(model := Reader(tap), overlap=overlap) as counters:
+            model((torch.tensor([[[0, 1], [1, 2]]]), torch.full((1, 2, 2), 0.5)))
+        assert counters.memories()[0].as_json()["head_overlap"] == expected
+
+
 def test_reads_of_a_slot_have_the_binomial_s_moments() -> None:
     for slots, reads in ((10, 3), (1000, 10**6), (10**6, 10**9)):
         n, chance = reads_of_a_slot(slots, reads)
