@@ -8,7 +8,7 @@
 #              SCALE=cpu|gpu|paper; CORPUS=FOLDER with train.txt, valid.txt and test.txt (or .gz, .zst), for the first one;
 #              TASK_DATA=FOLDER with the rows of zero-shot tasks; JOBS=N runs at a time, or DEVICES=0,1,... one a GPU
 # make worth-width-512, worth-width-256, worth-long: what a memory is worth (recipes/worth); hours. CORPUS=FOLDER with
-#              train*.txt, valid.txt and test.txt (or .zst) of 68 million tokens or more
+#              train*.txt, valid.txt and test.txt (or .zst): 10 million tokens for the widths, 68 million for worth-long
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin

@@ -187,11 +187,12 @@ def train(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Time whole models of RECIPE's shape in training: forward, step, and a token at batch 1 (softmax attention only).
+    """Time whole models of RECIPE's shape: a forward pass, a training step, and decoding one token at batch size 1.
 
     dense: its layers without a memory; memory: with it; double: twice the layers; hash: a MemoryFormer. Random
     weights and tokens; a step is `pkmlm train`'s own, in the recipe's precision, a forward that of one micro-batch.
-    M ops are millions of multiply-adds of a token's forward, MB the weights that it reads in fp32.
+    Decoding is timed with softmax attention only. M ops are millions of multiply-adds of a token's forward, MB the
+    weights that it reads in fp32.
 
     \b
     Examples:

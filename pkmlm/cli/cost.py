@@ -26,7 +26,7 @@ def byte_size(context: click.Context, parameter: click.Parameter, value: str | N
 
 
 @click.command()
-@click.argument("recipe_file", required=False, type=RECIPE, metavar="RECIPE")
+@click.argument("recipe_file", required=False, type=RECIPE, metavar="[RECIPE]")
 @set_option
 @click.option(
     "--entry-bytes",

@@ -3,8 +3,7 @@
 A recipe is a tree of frozen dataclasses that pydantic validates, however they are made: a value of another type, beyond
 its range or none of the choices raises `pydantic.ValidationError`. `load.py` fills the tree from YAML and turns such an
 error into one line with its place; `constraints.py` says what must hold between keys. `pkmlm recipe keys` and `pkmlm
-recipe schema` print what stands here, and `dump_recipe` writes a recipe out. A key's unit is in its help. PKM is Lample
-et al. 2019, MF is MemoryFormer (Ding et al. 2024).
+recipe schema` print what stands here, and `dump_recipe` writes a recipe out. A key's unit is in its help.
 """
 
 import hashlib
@@ -129,7 +128,7 @@ class Memory:
     query: QueryMap = key(
         "linear", "the query network: one linear map; or two with a ReLU between them, the first shared by all heads"
     )
-    query_norm: QueryNorm = key("batch", "normalisation of the queries; batch is the paper's (PKM table 2)")
+    query_norm: QueryNorm = key("batch", "normalisation of the queries; batch is that of Lample et al. 2019, table 2")
     key_norm: KeyNorm = key(
         "none",
         "rms: normalise each sub-key and each half of a query, with one learnt gain for sub-keys and one for queries",
@@ -203,12 +202,10 @@ class NGram:
 @dataclass(frozen=True, config=STRICT)
 class Hash:
     bits: int = key(8, "bits of a bucket code (tau): dim / bits tables of 2^bits rows", ge=1, le=16)
-    extra_bits: int = key(2, "additional bits in the second layer of the Memory Block (MF table 5)", ge=0, le=15)
+    extra_bits: int = key(2, "additional bits in the second layer of the Memory Block", ge=0, le=15)
     temperature: float = key(1.0, "temperature t of the score p(z)", ge=1e-30)  # 2 / t must be finite in fp32
     score: HashScore = key("paper", "p(z) as in the paper, or sum|z| * p(z) as in its released code")
-    activation: Literal["none", "gelu"] = key(
-        "none", "activation between the two layers of the Memory Block (MF table 6)"
-    )
+    activation: Literal["none", "gelu"] = key("none", "activation between the two layers of the Memory Block")
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -298,7 +295,7 @@ class TablesOptim:
     optimizer: Literal["row-adam", "adam"] = key("adam", "row-adam updates only the rows that were read")
     lr_scale: LearningRate = key(
         3.0,
-        "peak learning rate of the tables, as a multiple of optim.lr; 1 in MF, where optim.lr is that of the tables",
+        "peak learning rate of the tables, as a multiple of optim.lr (MemoryFormer's recipes set 1)",
     )
     betas: tuple[Fraction, Fraction] | None = key(None, "Adam's decay rates; null: those of optim")
     schedule: Schedule | None = key(None, "learning-rate schedule; null: that of optim")
