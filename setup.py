@@ -42,6 +42,7 @@ setup(
         "huggingface-hub>=1.31,<3",
         "jinja2>=3.1,<4",
         "pydantic>=2.11,<3",
+        "typing-extensions>=4.12,<5",
     ],
     extras_require={
         "hf": ["transformers>=5.1,<6"],

@@ -375,8 +375,8 @@ def checked(inputs: Mapping[str, Any], name: str, vocab_size: int) -> tuple[Tens
     mask_BT = inputs.get("attention_mask")
     mask_BT = torch.ones_like(ids_BT) if mask_BT is None else mask_BT
     if mask_BT.shape != ids_BT.shape:
-        shapes = tuple(mask_BT.shape), tuple(ids_BT.shape)
-        raise UserError("{} has a mask of shape {} (expected {}, that of its ids)".format(name, *shapes))
+        shape = tuple(mask_BT.shape)
+        raise UserError(f"{name} has a mask of shape {shape} (expected {tuple(ids_BT.shape)}, that of its ids)")
     return ids_BT, mask_BT.bool()
 
 

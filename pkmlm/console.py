@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import zip_longest
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, get_args
 
 from pkmlm.errors import printable
@@ -199,6 +200,11 @@ class Table:
         names = [column.name for column in self.columns]
         rows = [dict(zip(names, row, strict=True)) for row in self.rows]
         return json.dumps(rows, indent=2, allow_nan=False) + "\n"
+
+
+def say_drawn(pictures: int, folder: Path) -> None:
+    """Say on standard error where the pictures are."""
+    print(f"{pictures} picture{'' if pictures == 1 else 's'} in {printable(str(folder))}", file=sys.stderr)
 
 
 def warn(text: str) -> None:

@@ -61,7 +61,7 @@ class BlockCost:
 
     Attributes:
         layer: counted from 1.
-        parts: what it is made of, in order: "attention" or "qkv", "ffn" or "ffn1" and "ffn2", "memory".
+        parts: what it is made of, in order: "ngram", "attention" or "qkv", "ffn" or "ffn1" and "ffn2", "memory".
         dense: parameters that are not in tables.
         keys: those of them that are keys of memories, which `parallel.shard` leaves whole on each rank.
         tables: in the order in which the block reads them.

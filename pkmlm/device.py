@@ -1,7 +1,9 @@
 """Which device and which arithmetic a command uses, and why."""
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
 from typing import Any, Literal
 
 import psutil
@@ -14,6 +16,12 @@ Precision = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+# Of cgroups, by their controllers in /proc/self/cgroup (none: version 2): the root's folder, the files of limit and
+# use, and the entry of memory.stat.
+CGROUP_FILES = {
+    "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 # What torch calls the instructions that multiply in half precision, on x86 and on ARM.
 CPU_INSTRUCTIONS = {
     "bf16": ("avx512_bf16", "amx_bf16", "bf16"),
@@ -41,12 +49,30 @@ def machine() -> dict[str, str]:
 
 def free_bytes(device: torch.device) -> int:
     """What can still be allocated: of a GPU's memory, with the blocks that torch has cached, or of main memory without
-    swapping.
+    swapping, within the limits of a container or a job.
     """
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return kept + int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
+    return min(int(psutil.virtual_memory().available), *free_bytes_of_cgroups())
+
+
+def free_bytes_of_cgroups(root: str = "/") -> list[int]:
+    """What each cgroup of this process still lets it allocate: its limit less what is held, of which the pages of files
+    that were read once can be dropped. Empty where there are none.
+    """
+    free = []
+    with suppress(OSError):  # no Linux
+        for line in Path(root, "proc/self/cgroup").read_text().splitlines():
+            _, controllers, own = line.split(":", 2)
+            if controllers in CGROUP_FILES:
+                folder, limit, held, droppable = CGROUP_FILES[controllers]
+                for place in accumulate(Path(own.lstrip("/")).parts, Path.joinpath, initial=Path(root, folder)):
+                    with suppress(OSError, ValueError):  # of another container, or "max"
+                        most, now = (int((place / name).read_text()) for name in (limit, held))
+                        stat = dict(each.split() for each in (place / "memory.stat").read_text().splitlines())
+                        free.append(max(0, most - now + int(stat.get(droppable, 0))))
+    return free
 
 
 def held_bytes(device: torch.device) -> tuple[int, str]:

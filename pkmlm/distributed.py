@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pkmlm.environment import TIMEOUT, collective_timeout, launched_processes
-from pkmlm.errors import UserError
+from pkmlm.errors import UserError, first_line
 
 # torch 2.13 has new names for these, and warns of the old ones.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -222,11 +222,6 @@ def _part(world: World, parts: list[list[int]]) -> World:
 def is_shard(tensor: Any) -> bool:
     """Whether this rank holds a part of the tensor (a DTensor)."""
     return hasattr(tensor, "to_local")
-
-
-def first_line(error: BaseException) -> str:
-    """What torch says of an error, without the traces and advice below it."""
-    return str(error).strip().partition("\n")[0]
 
 
 def local_part(tensor: Any) -> Tensor:

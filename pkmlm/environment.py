@@ -77,4 +77,4 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.gnu_get_libc_version()
         libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD in malloc.h
-        libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
+        libc.mallopt(-3, 1 << 30) or libc.mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD; before glibc 2.35 at most 32 MiB

@@ -37,6 +37,11 @@ def without_middle(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most // 2]}...{text[3 - most // 2 :]}"
 
 
+def first_line(error: BaseException) -> str:
+    """What torch says of an error, without the traces and advice below it."""
+    return str(error).strip().partition("\n")[0]
+
+
 def printable(text: str) -> str:
     """`text` with control characters escaped, so that a file name or a document cannot drive the terminal."""
     if text.isprintable():
@@ -55,6 +60,17 @@ def read_errors(what: object, exit_code: int = 2) -> Iterator[None]:
         reason = getattr(error, "strerror", None) or error
         code = 1 if getattr(error, "errno", None) in SHORTAGES else exit_code
         raise UserError(f"cannot read {what}: {reason}", exit_code=code) from None
+
+
+@contextmanager
+def memory_errors(message: str, hint: str = "") -> Iterator[None]:
+    """Turn an error that says that memory has run out into these words (exit code 1)."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            raise UserError(message, hint, exit_code=1) from None
+        raise
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -28,6 +28,16 @@ from pkmlm.runs.results import (
 Facts = dict[str, Any]
 
 
+class Member(NamedTuple):
+    """A group in a family of those that differ in the ends of their schedules only: `train.steps`, `optim.decay_steps`,
+    and its name.
+    """
+
+    decay: int
+    steps: int
+    name: str
+
+
 class Group(NamedTuple):
     """Runs of one recipe that differ in their seed only, or a single run.
 
@@ -95,19 +105,20 @@ class Comparison:
         """The groups without those that branched off another; and of each, those that did: of the same recipe and seeds
         but for the steps and the decay with which they end. If none is without a decay, the longest is the main one.
         """
-        families: dict[tuple[str, ...], list[tuple[int, int, str]]] = {}
+        families: dict[tuple[str, ...], list[Member]] = {}
         for group in self.groups:
             recipe = self.runs[group.runs[0]["run"]].recipe()
             steps, decay = recipe.train.steps, recipe.optim.decay_steps
             train, optim = replace(recipe.train, seed=0, steps=1), replace(recipe.optim, decay_steps=0)
             settings = dump_recipe(replace(recipe, train=train, optim=optim))
             seeds = (str(run["seed"]) for run in group.runs)
-            families.setdefault((settings, *seeds), []).append((decay, steps, group.name))
+            families.setdefault((settings, *seeds), []).append(Member(decay, steps, group.name))
         found: dict[str, list[str]] = {}
         for family in families.values():
-            *repeats, main = min(family, key=lambda one: (one[0] > 0, -one[1]))
-            found |= {name: [] for decay, steps, name in family if decay == 0 or [decay, steps] == repeats}
-            found[main] += [name for _, _, name in family if name not in found]
+            main = min(family, key=lambda member: (member.decay > 0, -member.steps))
+            trunks = [member.name for member in family if member.decay == 0 or member[:2] == main[:2]]
+            found |= {name: [] for name in trunks}
+            found[main.name] += [member.name for member in family if member.name not in trunks]
         return found
 
 

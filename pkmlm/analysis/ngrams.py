@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pkmlm.data.tokenizer import Tokenizer
@@ -17,9 +16,12 @@ from pkmlm.distributed import World
 from pkmlm.model.memory.ngram import NGramIds, NGramMemory, Past
 from pkmlm.model.transformer import Transformer
 
+LEAST_TO_COUNT = 1 << 20  # n-grams: a sort of fewer is not worth a call
+
 
 class NGrams:
-    """The n-grams that a model sees while `listening`, at the positions that `mask_N` leaves, as canonical ids.
+    """The n-grams that a model sees while `listening`, at the positions that `mask_N` leaves, as canonical ids. What is
+    held grows with the distinct ones, not with the text.
 
     Attributes:
         mask_N: bool, the positions of the next forward that count; None: all.
@@ -28,8 +30,9 @@ class NGrams:
     def __init__(self) -> None:
         self.mask_N: Tensor | None = None
         self._order = 0  # the largest; 0: the model has no n-gram memory
-        self._parts: list[Tensor] = []
-        self._distinct: dict[int, tuple[Tensor, NDArray[np.int64]]] = {}
+        self._ids_UG, self._counts_U = torch.empty(0, 0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+        self._seen: list[Tensor] = []  # and not counted yet
+        self._shorter: dict[int, tuple[Tensor, Tensor]] = {}
 
     @contextmanager
     def listening(self, model: Transformer) -> Iterator[None]:
@@ -39,31 +42,46 @@ class NGrams:
             return
 
         self._order = model.ngram_ids.order
+        self._ids_UG = torch.empty(0, self._order, dtype=torch.int64)
 
         def take(module: NGramIds, inputs: Any, past: Past) -> None:
             ids_NG = past.ids_BTG.flatten(0, 1)
-            self._parts.append((ids_NG if self.mask_N is None else ids_NG[self.mask_N]).cpu())
+            self._seen.append((ids_NG if self.mask_N is None else ids_NG[self.mask_N]).cpu())
+            if sum(map(len, self._seen)) > max(LEAST_TO_COUNT, len(self._ids_UG)):
+                self._count()
 
         with model.ngram_ids.register_forward_hook(take):
             yield
+        self._count()
+
+    def _count(self) -> None:
+        ids_NG = torch.cat([self._ids_UG, *self._seen])
+        counts_N = torch.cat([self._counts_U, torch.ones(len(ids_NG) - len(self._ids_UG), dtype=torch.int64)])
+        self._ids_UG, self._counts_U = summed(ids_NG, counts_N)
+        self._seen = []
 
     def gather(self, world: World) -> None:
-        """Have the distinct n-grams of all ranks, without their counts; all ranks call this."""
+        """Add up the n-grams of all ranks; all ranks call this, when all has been seen."""
         if self._order and world.size > 1:
-            own = torch.cat(self._parts).unique(dim=0).tolist() if self._parts else []
-            parts = world.gather_objects(own)
-            self._parts = [torch.tensor(part, dtype=torch.int64).view(-1, self._order) for part in parts]
+            parts = world.gather_objects((self._ids_UG.numpy(), self._counts_U.numpy()))
+            ids_NG, counts_N = (torch.from_numpy(np.concatenate(each)) for each in zip(*parts, strict=True))
+            self._ids_UG, self._counts_U = summed(ids_NG, counts_N)
 
-    def distinct(self, order: int) -> tuple[Tensor, NDArray[np.int64]]:
+    def distinct(self, order: int) -> tuple[Tensor, Tensor]:
         """The distinct n-grams of an order, newest id first (U, G), zeros beyond it, and how often each was seen, once
         all has been seen.
         """
-        if order not in self._distinct:
-            ids_NG = torch.cat(self._parts)
-            ids_NG[:, order:] = 0
-            ids_UG, counts_U = ids_NG.unique(dim=0, return_counts=True)
-            self._distinct[order] = ids_UG, counts_U.numpy()
-        return self._distinct[order]
+        if order not in self._shorter:
+            ids_UG = self._ids_UG.clone()
+            ids_UG[:, order:] = 0
+            self._shorter[order] = summed(ids_UG, self._counts_U)
+        return self._shorter[order]
+
+
+def summed(ids_NG: Tensor, counts_N: Tensor) -> tuple[Tensor, Tensor]:
+    """The distinct rows of ids in order (U, G), and the sum of the counts of each (U,); both int64."""
+    ids_UG, group_N = ids_NG.unique(dim=0, return_inverse=True)
+    return ids_UG, counts_N.new_zeros(len(ids_UG)).index_add_(0, group_N, counts_N)
 
 
 def in_row(memory: NGramMemory, ngrams: NGrams, slot: int) -> list[tuple[list[int], int]]:
@@ -72,7 +90,7 @@ def in_row(memory: NGramMemory, ngrams: NGrams, slot: int) -> list[tuple[list[in
     order = memory.orders_H[table]
     ids_UG, counts_U = ngrams.distinct(order)
     here_U = memory.rows_of(ids_UG.to(memory.multipliers_HG.device))[:, table].cpu() == slot
-    found = zip(ids_UG[here_U, :order].flip(1).tolist(), counts_U[here_U.numpy()].tolist(), strict=True)
+    found = zip(ids_UG[here_U, :order].flip(1).tolist(), counts_U[here_U].tolist(), strict=True)
     return sorted(found, key=lambda pair: -pair[1])
 
 

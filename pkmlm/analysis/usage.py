@@ -30,8 +30,8 @@ class MemoryUsage:
 
     Attributes:
         layer: the block, counted from 1; 0: several, which share a table.
-        name: which memory of the block: "memory", or for hash layers "qkv", "ffn1", "ffn2"; "pool" for a shared table.
-        kind: of memory, as its tap says: "product-key", "flat-key", "peer", "hash".
+        name: which of the block: "memory", "ngram", or "qkv", "ffn1", "ffn2" of hash layers; "pool": a shared table.
+        kind: of memory, as its tap says: "product-key", "flat-key", "peer", "hash", "ngram".
         tokens: positions that were counted.
         counts_HK: int64, reads of each slot by each head; of a pool, by those of all layers, one after the other.
         masses_HK: float64, the same reads, each weighing the size of its weight.

@@ -13,7 +13,7 @@ import numpy as np
 
 from pkmlm.analysis.usage import SPREAD, MemoryUsage, with_pool
 from pkmlm.console import token_progress, warn
-from pkmlm.data.corpus import read_index
+from pkmlm.data.corpus import Corpus
 from pkmlm.data.sources import expand_glob, find_source
 from pkmlm.errors import UserError, printable
 from pkmlm.evaluate.documents import TextChoice, chosen_documents
@@ -136,9 +136,10 @@ def _report(run: RunDirectory, step: str, reading: Reading) -> RunUsage:
         name = text_name(Path(choice.text).name, sha256, choice.separator, choice.field)
     else:
         name = split = choice.split or "test"
-        source["tokens"] = read_index(Path(choice.tokens_folder(run.path, run.recipe()))).sha256
+        corpus = Corpus(choice.tokens_folder(run.path, run.recipe()), split)
+        source |= {"sha256": corpus.sha256, "corpus": corpus.hashes}  # of those, a run refuses others than its own
         if choice.data is not None and first:
-            name = split_name(run.path / USAGE, split, "tokens", source["tokens"])
+            name = split_name(run.path / USAGE, split, source["sha256"])
             if name != split:
                 warn(f"--data: the run has results of {split} on other tokens: these are kept as {name}")
     stem = usage_stem(run.path, name, number)

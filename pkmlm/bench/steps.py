@@ -19,7 +19,7 @@ from pkmlm.console import warn
 from pkmlm.cost import cost_of
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.device import default_device, machine, select_device
-from pkmlm.errors import UserError, is_out_of_memory
+from pkmlm.errors import UserError, memory_errors
 from pkmlm.recipe.schema import Checkpoint, Data, Eval, Log, Parallel, Recipe, recipe_sha256
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import write_json
@@ -128,16 +128,12 @@ def time_steps(recipes: Mapping[str, Recipe], say: Say) -> StepTimes:
     needed = sum(sum(cost_of(one, one.model.vocab_size or 0).training.values()) for one in recipes.values())
     check_room("to time steps in turn, these models", needed, FEWER)
     busy = psutil.cpu_percent(0.5) / 100 * (psutil.cpu_count() or 1)
-    try:
+    with memory_errors("memory does not hold all models, which are timed in turn", FEWER):
         states = {
             key: random_training(recipe, select_device(recipe.train.precision).precision)
             for key, recipe in recipes.items()
         }
         times = interleaved({key: partial(train_step, state, 1) for key, state in states.items()}, ROUNDS, device, say)
-    except (RuntimeError, MemoryError) as error:
-        if is_out_of_memory(error):
-            raise UserError("memory does not hold all models, which are timed in turn", FEWER, exit_code=1) from None
-        raise
     return {
         "timed_on": machine(),
         "busy_cores": round(busy, 2),

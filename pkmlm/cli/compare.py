@@ -9,8 +9,8 @@ import click
 
 from pkmlm.analysis.equal import Equal, Over
 from pkmlm.cli.options import PATH, force_option, format_option, over_option, plot_options, quiet_option
-from pkmlm.cli.outputs import free_folder, say_drawn
-from pkmlm.console import Format, status_line, warn_each
+from pkmlm.cli.outputs import free_folder
+from pkmlm.console import Format, say_drawn, status_line, warn_each
 
 if TYPE_CHECKING:
     from pkmlm.analysis.compare import Comparison

@@ -20,6 +20,7 @@ from pkmlm.errors import printable
 NEEDED = (
     *("torch", "numpy", "numba", "sentencepiece", "tokenizers", "click", "rich", "pyyaml", "safetensors", "zstandard"),
     *("pyarrow", "matplotlib", "psutil", "pydantic", "lm-eval", "datasets", "huggingface-hub", "jinja2"),
+    "typing-extensions",
 )
 OPTIONAL = ("transformers", "tensorboard", "wandb")  # setup.py's extras hf and sinks
 OLDEST_TORCH = (2, 11)

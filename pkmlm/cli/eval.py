@@ -91,14 +91,14 @@ def command(
     from pkmlm.evaluate.evaluation import evaluate_run
     from pkmlm.runs.files import write_text
 
-    if options["tasks"] is None:
-        for name, value in {**options, "log_samples": log_samples}.items():
-            if value is not None:
-                raise UserError(f"--{name.replace('_', '-')} goes with --tasks")
-    elif stride is not None and not choice.explicit:
-        raise UserError("--stride goes with a perplexity", "with --tasks, also give --split or --text")
-    samples = free_file("--log-samples", log_samples, force)
     with init_distributed() as world, world.errors_on_rank_zero():
+        if options["tasks"] is None:
+            for name, value in {**options, "log_samples": log_samples}.items():
+                if value is not None:
+                    raise UserError(f"--{name.replace('_', '-')} goes with --tasks")
+        elif stride is not None and not choice.explicit:
+            raise UserError("--stride goes with a perplexity", "with --tasks, also give --split or --text")
+        samples = free_file("--log-samples", log_samples, force)
         found = evaluate_run(run_path, step, choice, world, stride=stride, base=base, quiet=quiet, **options)
     if world.rank > 0:
         return

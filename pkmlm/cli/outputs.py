@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from pkmlm.cli.options import given
-from pkmlm.errors import UserError, printable
+from pkmlm.errors import UserError
 from pkmlm.runs.files import exists, is_leftover, remove_leftovers
 
 
@@ -56,11 +56,6 @@ def free_folder(path: str | None, force: bool) -> Path | None:
             raise UserError(f"--plots {path} is not empty", "choose another folder, or add --force to overwrite")
         remove_leftovers(folder)
     return folder
-
-
-def say_drawn(pictures: int, folder: Path) -> None:
-    """Say on standard error where the pictures are."""
-    click.echo(f"{pictures} picture{'' if pictures == 1 else 's'} in {printable(str(folder))}", err=True)
 
 
 def free_tokens(shown: str, force: bool) -> Path:

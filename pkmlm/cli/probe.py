@@ -18,8 +18,8 @@ from pkmlm.cli.options import (
     step_option,
     text_options,
 )
-from pkmlm.cli.outputs import free_folder, say_drawn
-from pkmlm.console import warn_each
+from pkmlm.cli.outputs import free_folder
+from pkmlm.console import say_drawn, warn_each
 
 if TYPE_CHECKING:
     from pkmlm.evaluate.documents import TextChoice

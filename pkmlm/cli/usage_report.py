@@ -19,8 +19,8 @@ from pkmlm.cli.options import (
     several,
     text_options,
 )
-from pkmlm.cli.outputs import free_file, free_folder, say_drawn
-from pkmlm.console import Format, warn_each
+from pkmlm.cli.outputs import free_file, free_folder
+from pkmlm.console import Format, say_drawn, warn_each
 from pkmlm.environment import launched_processes
 from pkmlm.errors import UserError, printable
 
@@ -156,12 +156,14 @@ def command(
     if world and world.rank > 0:
         return
     entries = [report.entry for report in reports]
+    if folder is not None or page is not None:  # which show the run's log, too
+        warn_each(text for run in runs.values() for text in run.alterations())
     try:  # files first, so that they are written also if nobody reads the output any more
         if folder is not None:
             from pkmlm.analysis.plots import Look, draw_usage
 
             look = Look(plot_format, plot_width)
-            drawn = [draw_usage(folder, r.entry["run"], r.memories, r.run.metrics(), look) for r in reports]
+            drawn = [draw_usage(folder, r.entry["run"], r.memories, r.run.sound_metrics(), look) for r in reports]
             say_drawn(sum(map(len, drawn)), folder)
         if page is not None:
             from pkmlm.analysis.page import usage_page

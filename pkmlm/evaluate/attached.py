@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from pkmlm.data.canonical import host_canonical_ids
 from pkmlm.data.tokenizer import Tokenizer
-from pkmlm.distributed import first_line
-from pkmlm.errors import UserError, is_out_of_memory
+from pkmlm.errors import UserError, first_line, is_out_of_memory
 from pkmlm.export.attached import check_base, read_facts, read_weights
 from pkmlm.export.config import CONFIG, MODEL_TYPE
 from pkmlm.export.folder import verify

@@ -50,7 +50,7 @@ class Evaluation:
                     name = text_name(name, source["sha256"], source["separator"], source["field"])
                 elif self.choice.data is not None:
                     split = name
-                    name = split_name(self.run.path / EVAL, split, "sha256", source["sha256"])
+                    name = split_name(self.run.path / EVAL, split, source["sha256"])
                     if name != split:
                         warnings.append(f"--data: the run has results of {split} on other tokens: kept as {name}")
                 alone = {key: value for key, value in record.items() if key != "harness"}

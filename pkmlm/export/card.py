@@ -103,7 +103,7 @@ def known_scores(run: RunDirectory, step: int) -> dict[str, dict[str, Any]]:
     if "valid split" not in scores:
         tokens = run.recipe().eval.tokens
         part = f"first {tokens:,} tokens of the valid split" if tokens else "valid split"
-        for line in run.metrics():
+        for line in run.sound_metrics():
             if line["event"] == "valid" and line["step"] == step:
                 scores[part] = line
     return {name: found for name, found in scores.items() if found.get("token_ppl") and found.get("bits_per_byte")}

@@ -17,7 +17,7 @@ from pkmlm.kernels import reference
 
 def of(x: Tensor) -> ModuleType:
     """The module whose kernels take tensors like x: numba's for fp32 on the CPU, Triton's for up to 32-bit floats on
-    CUDA, else the reference. All define the functions of `reference` by the same names.
+    CUDA, else the reference. All define what `ops` asks of them, by the names that `reference` has for it.
 
     Raises:
         UserError: Triton cannot build its kernels on this machine.

@@ -1,8 +1,7 @@
 """Matrix products and the linear layer, in fp32 on a CPU by the faster one of the two libraries that torch carries.
 
 torch takes MKL's, which on an AMD CPU leaves half the width of AVX-512 unused. oneDNN, torch's choice for half
-precision, uses all of it: 1.7 to 2.3 times as fast (pkmlm/manual/speed.md). Anywhere else
-torch is left to choose.
+precision, uses all of it: 1.7 to 2.3 times as fast (pkmlm/manual/speed.md). Anywhere else torch is left to choose.
 
 N: rows; I, O: widths of the input and of the output.
 """

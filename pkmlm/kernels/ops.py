@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import softplus
 
 from pkmlm.kernels import backend, reference
 from pkmlm.kernels.matmul import SCORES, cat, matmul_nt, row_chunks
@@ -246,11 +245,6 @@ def _check_frozen(x: Tensor) -> None:
         raise ValueError("a table in 8 or 4 bits has no gradient: load the run itself to train it")
 
 
-def bucket_scores(z_NTb: Tensor, temperature: float) -> Tensor:
-    """`reference.bucket_scores` (N, T), through logarithms: no overflow, and finite gradients, for any z."""
-    return torch.exp(-softplus(-2 / temperature * z_NTb.abs()).sum(-1))
-
-
 def bucket_reads(z_NTb: Tensor, temperature: float, *, scaled: bool) -> tuple[Tensor, Tensor]:
     """`reference.bucket_reads`; the weights have a gradient, where z has.
 
@@ -261,7 +255,4 @@ def bucket_reads(z_NTb: Tensor, temperature: float, *, scaled: bool) -> tuple[Te
     """
     if len(z_NTb) <= FEW and z_NTb.device.type == "cpu" and not (z_NTb.requires_grad and torch.is_grad_enabled()):
         return backend.of(z_NTb).bucket_reads(z_NTb, temperature, scaled=scaled)
-    tables, bits = z_NTb.shape[1:]
-    rows_NT = reference.bucket_codes(z_NTb) + (torch.arange(tables, device=z_NTb.device) << bits)
-    weights_NT = bucket_scores(z_NTb, temperature)
-    return rows_NT, weights_NT * z_NTb.abs().sum(-1) if scaled else weights_NT
+    return reference.bucket_reads(z_NTb, temperature, scaled=scaled)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import pad, softplus
 
 
 def top_k(scores_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -230,8 +230,8 @@ def bucket_codes(z_NTb: Tensor) -> Tensor:
 
 def bucket_scores(z_NTb: Tensor, temperature: float) -> Tensor:
     """p(z) = 1 / prod over i of (1 + exp(-2|z_i|/t)) (eq. 12): the softmax over all sign patterns of <z, pattern>/t;
-    (N, T), in the dtype of z."""
-    return 1 / (1 + torch.exp(-2 * z_NTb.abs() / temperature)).prod(-1)
+    (N, T), in the dtype of z. By logarithms, softplus(x) = log(1 + exp(x)), gradients are finite for any z."""
+    return torch.exp(-softplus(-2 / temperature * z_NTb.abs()).sum(-1))
 
 
 def bucket_reads(z_NTb: Tensor, temperature: float, *, scaled: bool) -> tuple[Tensor, Tensor]:

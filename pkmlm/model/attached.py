@@ -270,7 +270,7 @@ def find_ffn(block: nn.Module, layer: int, dim: int) -> nn.Module:
         raise UserError(f"block {layer}, a {type(block).__name__}, has {parts} (expected one of {', '.join(FFNS)})")
     (name, ffn), weight = next(iter(found.items())), next(block.parameters())
     try:
-        with torch.no_grad(), torch.random.fork_rng():
+        with torch.no_grad(), torch.random.fork_rng([weight.device] if weight.is_cuda else []):
             out = ffn(torch.zeros(1, 1, dim, dtype=weight.dtype, device=weight.device))
     except (TypeError, RuntimeError) as error:
         raise UserError(f"block {layer}: its {name} does not take one tensor of width {dim}: {error}") from None

@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 from pkmlm.device import at_least_fp32
 from pkmlm.kernels.matmul import matmul_nt, matmul_tn
 
-# Logits at a time, by device: 8 MB in fp32 stay in a CPU's cache (vocabularies above 4,096 take
-# more, see LEAST_TOKENS); a GPU wants few large calls (512 MB, not measured).
+# Logits at a time, by device: 8 MB in fp32 stay in a CPU's cache (vocabularies above 4,096 take more, see
+# LEAST_TOKENS); a GPU wants few large calls (512 MB, not measured).
 LOGITS = {"cpu": 1 << 21, "cuda": 1 << 27}
 LEAST_TOKENS = 512  # with fewer at a time, adding up the head's gradient would cost time
 

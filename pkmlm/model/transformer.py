@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, relu
 
 from pkmlm.distributed import ProcessGroups
-from pkmlm.errors import UserError, is_out_of_memory
+from pkmlm.errors import memory_errors
 from pkmlm.kernels.matmul import Linear, linear
 from pkmlm.model.attention import Attention, AttentionLayout, KVCache, rotation
 from pkmlm.model.init import Constant, InitSpec, Normal, initialise, linear_std
@@ -281,14 +281,10 @@ def build_model(
             for table in tables_of(model).values():
                 table.hold_bits(table_bits)
     if torch.device(device).type != "meta":
-        try:
+        size = sum(parameter.numel() for parameter in model.parameters())
+        message = f"the model does not fit into memory: {size:,} parameters, {4 * size / 1e9:,.1f} GB in fp32"
+        with memory_errors(message, "`pkmlm cost` shows what a recipe needs"):
             model.to_empty(device=device)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            size = sum(parameter.numel() for parameter in model.parameters())
-            message = f"the model does not fit into memory: {size:,} parameters, {4 * size / 1e9:,.1f} GB in fp32"
-            raise UserError(message, "`pkmlm cost` shows what a recipe needs", exit_code=1) from error
         if init_weights:
             initialise(model, recipe.train.seed)
     return model

@@ -199,17 +199,13 @@ def check_training(check: Check, recipe: Recipe) -> None:
             "train.batch_tokens",
             "model.context",
         )
-    optim = recipe.optim
-    groups = {"optim": optim, "optim.values": optim.values, "optim.tables": optim.filled(optim.tables)}
-    if recipe.model.ngram.layers:
-        groups["optim.ngram"] = optim.filled(optim.ngram)
-    for prefix, group in groups.items():
+    for prefix, group in recipe.optim_groups.items():
         if group.schedule == "inverse-sqrt" and group.warmup_steps < 1:
             message = "found 0 with the inverse-sqrt schedule"
             check.fail(f"{prefix}.warmup_steps", message, "1 or more", f"{prefix}.schedule")
-    if optim.values.schedule == "relative" and not any(optim.values.times):
-        message = "found [0, 0], with which values never learn"
-        check.fail("optim.values.times", message, "one above 0", "optim.values.schedule")
+        if group.schedule == "relative" and not any(group.times):
+            message = "found [0, 0], with which values never learn"
+            check.fail(f"{prefix}.times", message, "one above 0", f"{prefix}.schedule")
 
 
 def check_hash(check: Check, model: Model) -> None:

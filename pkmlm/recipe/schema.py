@@ -423,16 +423,26 @@ class Recipe:
         return self.train.batch_tokens // self.model.context
 
     @property
-    def schedules(self) -> set[ValuesSchedule]:
-        """The learning-rate schedules of the groups of parameters that the model has."""
-        found: set[ValuesSchedule] = {self.optim.schedule}
+    def optim_groups(self) -> dict[str, Any]:
+        """The sections that say how the parameters of this model learn, by the key of each; null keys have the values
+        of `optim`.
+        """
+        optim, everything = self.optim, self.train.only == "all"
+        groups: dict[str, Any] = {}
+        if everything or optim.values.schedule == "relative":  # relative to the schedule of `optim`
+            groups["optim"] = optim
         if self.model.memory.kind != "none":
-            found.add(self.optim.values.schedule)
-        if self.model.projections == "hash":
-            found.add(self.optim.filled(self.optim.tables).schedule)
-        if self.model.ngram.layers:
-            found.add(self.optim.filled(self.optim.ngram).schedule)
-        return found
+            groups["optim.values"] = optim.filled(optim.values)
+        if self.model.projections == "hash" and everything:
+            groups["optim.tables"] = optim.filled(optim.tables)
+        if self.model.ngram.layers and everything:
+            groups["optim.ngram"] = optim.filled(optim.ngram)
+        return groups
+
+    @property
+    def schedules(self) -> set[ValuesSchedule]:
+        """The learning-rate schedules of `optim_groups`."""
+        return {group.schedule for group in self.optim_groups.values()}
 
     def micro_batches(self, ranks: int = 1) -> int:
         """Micro-batches of an optimizer step on each of `ranks` ranks."""

@@ -89,14 +89,15 @@ def unused_keys(recipe: Recipe) -> dict[str, str]:
         f"model.attention_options.{name}" for name, kind in options.items() if kind != model.attention
     ]
     decays = recipe.optim.decay_steps > 0
-    if not ({"cosine", "linear"} & recipe.schedules or decays):
-        disabled["optim.schedule"] = ["optim.final_lr"]
     if model.memory.kind != "none":
         relative = recipe.optim.values.schedule == "relative"
         idle = ["lr", "warmup_steps"] if relative else ["times"]
         falls = recipe.optim.values.schedule in ("cosine", "linear") or (decays and not relative)
         idle += [] if falls else ["final_lr"]
         disabled["optim.values.schedule"] = [f"optim.values.{name}" for name in idle]
+    if not ({"cosine", "linear"} & recipe.schedules or decays):
+        switch = "optim.schedule" if "optim" in recipe.optim_groups else "optim.values.schedule"
+        disabled.setdefault(switch, []).append("optim.final_lr")
     if recipe.optim.values.optimizer == "row-sgd":
         disabled["optim.values.optimizer"] = ["optim.values.betas", "optim.values.eps"]
     if recipe.train.only == "values":

@@ -23,8 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pkmlm.device import is_finite
-from pkmlm.distributed import ProcessGroups, World, first_line, is_shard, local_part
-from pkmlm.errors import UserError
+from pkmlm.distributed import ProcessGroups, World, is_shard, local_part
+from pkmlm.errors import UserError, first_line
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import (
     MANIFEST,
@@ -159,8 +159,8 @@ def save(
         contents = {WEIGHTS: (weights, tables), OPTIMIZER: (optimizer, moments_of(tables))}
         with world.collective_errors():
             own: dict[str, dict[str, Tensor]] = {}  # the tensors that this rank writes, by file
-            for name, (tensors, tables) in contents.items():
-                divided = tables if ranks.memory.size > 1 else {}
+            for name, (tensors, own_tables) in contents.items():
+                divided = own_tables if ranks.memory.size > 1 else {}
                 if lead:
                     own[name] = {key: tensor for key, tensor in tensors.items() if key not in divided}
                 if divided and ranks.data.rank == 0:  # the first ranks that hold different columns

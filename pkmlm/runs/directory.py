@@ -297,7 +297,7 @@ class RunDirectory:
             facts = read_signed(file, "the run's record", RunFacts) if file.exists() else {}
         except Altered:
             facts, altered = self.facts(), [file]
-        if facts.get("recipe_sha256") not in (None, sha256_of(self.recipe_file)):
+        if (sha256 := facts.get("recipe_sha256")) and sha256 != sha256_of(self.recipe_file):
             altered.append(self.recipe_file)
         if (log := facts.get("log")) and log["sha256"] != self._log_sha256(log["bytes"]):
             altered.append(self.metrics_file)

@@ -294,7 +294,7 @@ def text_name(name: str, sha256: str, separator: str | None, field: str) -> str:
     return f"text-{file_part(name)}-{digest(json.dumps([sha256, separator, field]))}"
 
 
-def split_name(folder: Path, split: str, key: str, sha256: str) -> str:
+def split_name(folder: Path, split: str, sha256: str) -> str:
     """What the results of a split of other tokens than the recipe names (`--data`) are called.
 
     They have the split's name, which `pkmlm compare` looks for, unless `folder` already holds results of other tokens
@@ -302,14 +302,13 @@ def split_name(folder: Path, split: str, key: str, sha256: str) -> str:
 
     Args:
         folder: RUN/eval or RUN/usage.
-        key: of the sha256 of the tokens in the "source" of results.
-        sha256: of the tokens that are measured.
+        sha256: of the tokens that are measured (`Corpus.sha256`), as the "source" of results has it.
     """
     kept = set()
     for file in folder.glob("*.json"):
         if file.name.startswith(f"{split}-step-"):
             with suppress(UserError):  # damaged, or written before results had a source
-                kept.add(read_signed(file, "the results", Sourced)["source"].get(key))
+                kept.add(read_signed(file, "the results", Sourced)["source"].get("sha256"))
     kept -= {None}
     return split if not kept or sha256 in kept else f"{split}-{sha256[:8]}"
 

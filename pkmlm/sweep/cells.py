@@ -201,7 +201,7 @@ def facts_at_end(cell: Cell, run: RunDirectory) -> Facts:
     """
     facts, last, recorded = facts_of(cell.name, run), run.done(), run.facts()
     facts["trained_by"] = {key: recorded[key] for key in PROVENANCE if key in recorded}
-    valid = [event for event in run.metrics() if event["event"] == "valid"][-1:]
+    valid = [event for event in run.sound_metrics() if event["event"] == "valid"][-1:]
     for key in ("step", "loss", "token_ppl", "bits_per_byte"):
         facts[f"valid_{key}"] = valid[0].get(key) if valid else None
     if facts["test_step"] != last:

@@ -26,11 +26,11 @@ from pkmlm.analysis.plots import Look, draw_curves
 from pkmlm.bench.generate import score
 from pkmlm.bench.rounds import Say, interleaved
 from pkmlm.bench.steps import step_amounts
-from pkmlm.console import progress_bars, status_line, warn_each
+from pkmlm.console import progress_bars, say_drawn, status_line, warn_each
 from pkmlm.data.batches import Batches
 from pkmlm.device import default_device, machine
 from pkmlm.environment import usable_cores
-from pkmlm.errors import UserError, is_out_of_memory, printable
+from pkmlm.errors import UserError, memory_errors, printable
 from pkmlm.evaluate.documents import open_split
 from pkmlm.evaluate.load import load_run
 from pkmlm.recipe.schema import dump_recipe, recipe_sha256
@@ -153,8 +153,7 @@ def run_sweep(
         tables = folder.write(results, drawn)
         sys.stdout.write("\n".join(table.render() for table in tables))
         if drawn:
-            pictures = f"{len(drawn)} picture{'' if len(drawn) == 1 else 's'}"
-            print(f"{pictures} in {printable(str(folder.path))}", file=sys.stderr)
+            say_drawn(len(drawn), folder.path)
     if problem:
         raise problem
     if code:
@@ -391,7 +390,7 @@ def time_models(results: Results, runs: Path, say: Say) -> None:
     actions: dict[Point, Callable[[], object]] = {}
     counted: dict[Point, int] = {}
     cells = {point: chosen[0].cell for point in results.grid.points() if (chosen := results.chosen(point))}
-    try:
+    with memory_errors("memory does not hold all models together"):
         for point, cell in cells.items():
             run = load_run(runs / cell.name, "latest")
             context = run.recipe.model.context
@@ -401,10 +400,6 @@ def time_models(results: Results, runs: Path, say: Say) -> None:
             counted[point] = tokens_BT.numel()
             actions[point] = partial(score, run.model, tokens_BT)
         times = interleaved(actions, ROUNDS, default_device(), say)
-    except (RuntimeError, MemoryError) as error:
-        if is_out_of_memory(error):
-            raise UserError("memory does not hold all models together", exit_code=1) from None
-        raise
     results.speeds = {
         point: Speed(recipe_sha256(cells[point].recipe), [counted[point] / each for each in timing.seconds], machine())
         for point, timing in times.items()

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pkmlm.distributed import first_line
-from pkmlm.errors import UserError
+from pkmlm.errors import UserError, first_line
 from pkmlm.model.attention import Attention
 from pkmlm.model.memory.base import memories
 from pkmlm.model.memory.query import QueryBatchNorm

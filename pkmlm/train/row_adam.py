@@ -1,6 +1,5 @@
 """Adam, and plain gradient descent, on tables of rows, straight from the reads of a step."""
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from functools import partial
 from math import inf
@@ -49,11 +48,11 @@ class RowOptimizer(torch.optim.Optimizer):
         for table in self.tables:
             update_rows(table, partial(self.move_rows, group))
 
-    @abstractmethod
     def move_rows(
         self, group: dict[str, Any], values_KD: Tensor, copy_KD: Tensor | None, gradient: RowGradient
     ) -> None:
         """Move the rows of the gradient, and, rounded, those of the copy in half precision, if there is one."""
+        raise NotImplementedError
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""

@@ -4,6 +4,7 @@ Every process imports torch, which takes seconds: what needs none of its own (a 
 that a cell still lacks) is done in this one.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -18,7 +19,8 @@ import pytest
 from pkmlm.cli.sweep import parse_devices
 from pkmlm.recipe.load import load_recipe
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.files import locked
+from pkmlm.runs.files import locked, write_json
+from pkmlm.runs.results import signed
 from pkmlm.signals import StopRequest, handled
 from pkmlm.sweep.cells import Cell, Cells, Outcome, facts_at_end
 from pkmlm.sweep.grid import read_grid
@@ -251,6 +253,11 @@ def test_validation_is_that_of_the_last_step(grid, tmp_path, trained):
     shutil.copytree(trained("flat-key"), run.path, symlinks=True)
     lines = [line | {"loss": 0.5} if line["step"] == 15 else line for line in run.metrics()]
     run.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    altered = facts_at_end(cells_of(grid, 30)["256_seed-1"], run)
+    assert (altered["valid_step"], altered["valid_loss"]) == (None, None)
+    log = run.metrics_file.read_bytes()
+    signed_log = {"bytes": len(log), "sha256": hashlib.sha256(log).hexdigest()}
+    write_json(run.path / "run.json", signed(run.facts() | {"log": signed_log}))
     last = next(line for line in lines if line["event"] == "valid" and line["step"] == 30)
     facts = facts_at_end(cells_of(grid, 30)["256_seed-1"], run)
     assert (facts["valid_step"], facts["valid_loss"]) == (30, last["loss"])

@@ -198,6 +198,31 @@ def test_plots_and_force(run_of: Callable[[str], Path], tmp_path: Path) -> None:
     assert json.loads(done.stdout), "standard output stays JSON"
     assert len(list(folder.glob("product-key-*.png"))) == len(list(folder.iterdir())) == 4
     assert (folder / "product-key-slot-mass.png").stat().st_size > 10_000
+    assert done.stderr.count("warning") == 0
+
+
+def test_a_log_that_was_altered_is_not_drawn(run_of: Callable[[str], Path], tmp_path: Path) -> None:
+    run = run_of("product-key")
+    log = run / "metrics.jsonl"
+    log.write_text(log.read_text().replace('"usage": 0.', '"usage": 0.9'))
+    done = pkmlm("usage-report", run, "--plots", tmp_path / "pictures")
+    assert f"{log} is not as training wrote it" in done.stderr
+    assert len(list((tmp_path / "pictures").iterdir())) == 3, "all but usage over training"
+
+
+def test_the_same_text_of_files_with_other_names_has_the_same_results(
+    run_of: Callable[[str], Path], novels: Path, tmp_path: Path
+) -> None:
+    run = run_of("product-key")
+    before = report(run)
+    for split in ("train", "valid", "test"):
+        shutil.copy(novels / f"{split}.txt", tmp_path / f"renamed-{split}.txt")
+    train, valid, test = (tmp_path / f"renamed-{split}.txt" for split in ("train", "valid", "test"))
+    options = ("--valid", valid, "--test", test, "--tokenizer", run / "tokenizer.model", "-o", tmp_path / "tokens")
+    pkmlm("tokenize", train, *options)
+    again = pkmlm("usage-report", run, "--data", tmp_path / "tokens", "--format", "json")
+    assert again.stderr == "", "kept from before"
+    assert json.loads(again.stdout)["runs"] == before
 
 
 def test_errors_are_one_line(run_of: Callable[[str], Path], tmp_path: Path) -> None:

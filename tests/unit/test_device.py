@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pkmlm.bench.models import RandomBatches
-from pkmlm.device import is_finite, resolve_precision
+from pkmlm.device import free_bytes_of_cgroups, is_finite, resolve_precision
 from pkmlm.errors import UserError, is_out_of_memory
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Memory, Model, Optim, Recipe, Train
@@ -84,3 +84,33 @@ def test_one_number_that_is_not_finite_is_found(dtype, size, number):
 @pytest.mark.parametrize("x", [torch.empty(0, 3), torch.tensor(3), torch.tensor([True, False]), torch.tensor(2.0)])
 def test_tensors_of_any_kind_may_be_finite(x):
     assert is_finite(x)
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "names", "unlimited"),
+    [
+        ("0::", "", ("memory.max", "memory.current", "inactive_file"), "max"),
+        (
+            "4:memory:",
+            "memory",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+            "9223372036854771712",
+        ),
+    ],
+)
+def test_what_is_free_in_a_container_is_what_its_cgroups_leave(tmp_path, line, folder, names, unlimited):
+    """As the kernel writes them: the job has 2 GB, and its step, which has no limit of its own, a part of these."""
+    assert free_bytes_of_cgroups(str(tmp_path)) == []
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(f"7:cpuset:/elsewhere\n{line}/job/step\n1:name=systemd:/\n")
+    assert free_bytes_of_cgroups(str(tmp_path)) == []
+    limit, use, file = names
+    for place, most, held, dropped in (("job", "2000000000", 900, 400), ("job/step", unlimited, 300, 0)):
+        here = tmp_path / "sys/fs/cgroup" / folder / place
+        here.mkdir(parents=True)
+        (here / limit).write_text(f"{most}\n")
+        (here / use).write_text(f"{held * 10**6}\n")
+        (here / "memory.stat").write_text(f"anon 5\n{file} {dropped * 10**6}\n")
+    assert min(free_bytes_of_cgroups(str(tmp_path))) == 1_500_000_000
+    (tmp_path / "sys/fs/cgroup" / folder / "job" / limit).write_text("100000000\n")
+    assert min(free_bytes_of_cgroups(str(tmp_path))) == 0  # over its limit

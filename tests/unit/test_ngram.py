@@ -425,10 +425,34 @@ def test_the_ngrams_of_a_row_are_those_that_read_it(trained):
         ]
 
 
+@torch.no_grad()
+def test_ngrams_are_counted_as_they_are_seen_and_not_kept(monkeypatch):
+    monkeypatch.setattr("pkmlm.analysis.ngrams.LEAST_TO_COUNT", 64)
+    model, ngrams = model_of("far"), NGrams()
+    expected, order = Counter(), model.ngram_ids.order
+    with ngrams.listening(model):
+        for seed in range(40):
+            tokens = torch.randint(4, 10, (2, 16), generator=torch.Generator().manual_seed(seed))
+            ngrams.mask_N = torch.arange(32) % 3 > 0
+            model(tokens)
+            for b, ids in enumerate(model.ngram_ids.canonical_V[tokens].tolist()):
+                for t in range(16):
+                    if (16 * b + t) % 3:
+                        expected[tuple(ids[t - back] if t >= back else 0 for back in range(order))] += 1
+            assert len(ngrams._ids_UG) <= len(expected)
+            assert sum(map(len, ngrams._seen)) <= max(64, len(expected))
+    for short in range(1, order + 1):
+        shorter = Counter()
+        for ids, count in expected.items():
+            shorter[(*ids[:short], *[0] * (order - short))] += count
+        ids_UG, counts_U = ngrams.distinct(short)
+        assert dict(zip(map(tuple, ids_UG.tolist()), counts_U.tolist(), strict=True)) == shorter
+
+
 def test_the_share_that_is_alone_is_that_of_rows_drawn_at_random():
     layer, ngrams = NGramMemory(D, orders=(3,), heads=4, rows=8191, row_dim=2), NGrams()
     ids = torch.randint(1, 3000, (6000, 3), generator=torch.Generator().manual_seed(1))
-    ngrams._parts.append(ids)
+    ngrams._ids_UG, ngrams._counts_U = ids, torch.ones(len(ids), dtype=torch.int64)
     (found,) = collisions(layer, ngrams)
     assert found["distinct"] == 6000
     assert found["alone_expected"] == pytest.approx(math.exp(-6000 / 8191), rel=1e-3)

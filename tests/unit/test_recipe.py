@@ -148,7 +148,10 @@ def test_numbers_are_read_by_the_type_of_their_key(recipe_file: Path) -> None:
         ("model: {memory: {value_dim: 0}}", "model.memory.value_dim: found 0"),
         ("optim: {schedule: relative}", "optim.schedule: found relative"),
         ("optim: {values: {times: [4]}}", "optim.values.times"),
-        ("optim: {values: {schedule: relative, times: [0, 0]}}", "optim.values.times: found [0, 0]"),
+        (
+            "{model: {memory: {kind: flat-key, layers: 2}}, optim: {values: {schedule: relative, times: [0, 0]}}}",
+            "optim.values.times: found [0, 0]",
+        ),
         ("base: nowhere.yaml", ":1:1: base: cannot read "),
         ("base: bad.yaml", ":1:1: base: "),
         ("base: " + "a" * 6000, ":1:1: base: cannot read "),
@@ -464,6 +467,9 @@ def test_keys_that_have_an_effect_are_not_warned_of(tmp_path: Path) -> None:
     assert told == "optim.lr: without effect, as train.only is values"
     relative = ("optim.values.schedule=relative", "train.only=values", "optim.lr=1e-2")
     assert unused(tmp_path, MEMORY, *relative) == []
+    (told,) = unused(tmp_path, MEMORY, "train.only=values", "optim.final_lr=0.5")
+    assert told == "optim.final_lr: without effect, as optim.values.schedule is constant"
+    assert unused(tmp_path, MEMORY, *relative, "optim.schedule=cosine", "optim.final_lr=0.5") == []
     (told,) = unused(tmp_path, MEMORY, "optim.values.optimizer=row-sgd", "optim.values.eps=1e-6")
     assert told == "optim.values.eps: without effect, as optim.values.optimizer is row-sgd"
     (told,) = unused(tmp_path, MEMORY, "finetune.slots=count", "finetune.top=8", "finetune.background=file")
@@ -478,6 +484,16 @@ def test_keys_that_have_an_effect_are_not_warned_of(tmp_path: Path) -> None:
     assert told == "eval.patience: without effect, as eval.every is 0"
     (told,) = unused(tmp_path, DENSE, "model.projections=hash", "model.ffn_dim=128", "model.bias=false")
     assert told == "model.ffn_dim, model.bias: without effect, as model.projections is hash"
+
+
+def test_groups_of_parameters_that_a_model_lacks_or_freezes_are_not_checked(recipe_file: Path) -> None:
+    for group in ("tables", "ngram"):
+        load_recipe(recipe_file, [f"optim.{group}.schedule=inverse-sqrt", f"optim.{group}.warmup_steps=0"])
+    dense = "model.memory.kind=none"
+    load_recipe(recipe_file, [dense, "optim.values.schedule=inverse-sqrt"])
+    load_recipe(recipe_file, [dense, "optim.values={schedule: relative, times: [0, 0]}"])
+    load_recipe(recipe_file, ["train.only=values", "optim.warmup_steps=0"])
+    error_of(recipe_file, "train.only=values", "optim.values.schedule=inverse-sqrt")
 
 
 def test_a_memory_without_a_kind_is_warned_of(tmp_path: Path) -> None:
