@@ -28,6 +28,9 @@ from pkmlm.runs.results import (
 Facts = dict[str, Any]
 
 
+VALIDATED_ON = ("tokenizer", "valid_tokens_sha256")  # facts that say on which text
+
+
 class Member(NamedTuple):
     """A group in a family of those that differ in the ends of their schedules only: `train.steps`, `optim.decay_steps`,
     and its name.
@@ -101,6 +104,23 @@ class Comparison:
 
         return {group.name: [curve(run) for run in group.runs] for group in self.groups}
 
+    def comparable_with_dense(self) -> tuple[str | None, list[str]]:
+        """The first dense group (None: there is none), and the groups whose losses can be compared with its: those that
+        were validated on the same tokens. What is not known of one is taken to be the same.
+        """
+        dense = next((group for group in self.groups if group.runs[0]["kind"] == "dense"), None)
+        if dense is None:
+            return None, []
+
+        def alike(group: Group) -> bool:
+            pairs = ((group.runs[0][key], dense.runs[0][key]) for key in VALIDATED_ON)
+            return all(None in pair or pair[0] == pair[1] for pair in pairs) and tokens(group) == tokens(dense)
+
+        def tokens(group: Group) -> int | None:
+            return self.runs[group.runs[0]["run"]].recipe().eval.tokens
+
+        return dense.name, [group.name for group in self.groups if alike(group)]
+
     def branches(self) -> dict[str, list[str]]:
         """The groups without those that branched off another; and of each, those that did: of the same recipe and seeds
         but for the steps and the decay with which they end. If none is without a decay, the longest is the main one.
@@ -144,11 +164,22 @@ def compare_runs(paths: Sequence[str]) -> Comparison:
         elif logged < last:
             ends = f"metrics.jsonl ends at step {logged:,} of {last:,}"
             warnings.append(f"{run['run']}: {ends}: its totals and curves end there")
+    for run in facts:  # over other tasks, an average would say nothing
+        run["average_acc"], _ = average_accuracy(run["tasks"].get(name, {}) for name in shared_tasks(facts))
+        if run["test_step"] not in (None, run["step"], saved[run["run"]], run["valid_step"]):
+            what = f"test perplexity is that of step {run['test_step']:,}, and neither of the latest nor of the best"
+            warnings.append(f"{run['run']}: {what}: run `pkmlm eval` again")
     for label, measured in runs.items():
         if partial := partial_tasks(measured.path):
             names = ", ".join(sorted(partial))
             warnings.append(f"{label}: left out {names}: measured in part only, with --limit")
     return Comparison(runs, facts, seed_groups(runs, facts), warnings + differences(runs))
+
+
+def shared_tasks(facts: Sequence[Facts]) -> list[str]:
+    """The tasks that all runs have, but for those that have none."""
+    names = dict.fromkeys(name for run in facts for name in run["tasks"])
+    return [name for name in names if all(name in run["tasks"] for run in facts if run["tasks"])]
 
 
 def open_runs(paths: Iterable[str], opener: Callable[[str], RunDirectory]) -> dict[str, RunDirectory]:
@@ -210,7 +241,8 @@ def timed_side_by_side(runs: Mapping[str, RunDirectory]) -> dict[str, float]:
 def facts_of(label: str, run: RunDirectory) -> Facts:
     """What is known of a run; None where a measurement is missing.
 
-    Keys: run, kind, dim, layers, lr (the peak), seed, init_from (the run whose weights it started from), dense, memory,
+    Keys: run, kind, dim, layers, lr (the peak), seed, init_from (the run whose weights it started from), tokenizer and
+    valid_tokens_sha256 (the sha256 of what it was trained with and validated on), dense, memory,
     read_per_token, total (parameters), status, step, tokens (trained so far), tokens_per_second (median over steps),
     seconds (in training steps, up to the latest checkpoint, or, where that is gone, to the end), valid_step, valid_loss
     (nats per token), valid_token_ppl, valid_bits_per_byte (of the best validation), test_step, test_token_ppl,
@@ -219,7 +251,7 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
     report of the test split). The kind is dense, hash, the kind of memory, ngram, or several of them with + between.
     """
     recorded, metrics, recipe, latest = run.facts(), run.sound_metrics(), run.recipe(), run.latest_state()
-    parameters = recorded.get("parameters") or {}
+    parameters, data = recorded.get("parameters") or {}, latest["data"] if latest else {}
     train = [event for event in metrics if event["event"] == "train"]
     speeds = [speed for event in train if (speed := event.get("tokens_per_second")) is not None]
     valid = [event for event in metrics if event["event"] == "valid" and event.get("loss") is not None]
@@ -236,6 +268,8 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
         "lr": recipe.optim.lr,
         "seed": recipe.train.seed,
         "init_from": recipe.train.init_from,
+        "tokenizer": data.get("tokenizer"),
+        "valid_tokens_sha256": data.get("valid"),
         **{key: parameters.get(key) for key in ("dense", "memory", "read_per_token")},
         "total": parameters["dense"] + parameters["memory"] if {"dense", "memory"} <= parameters.keys() else None,
         "status": run.status(),

@@ -6,7 +6,7 @@ that nothing global is kept.
 """
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import groupby
@@ -188,10 +188,11 @@ def draw_over_tokens(
     runs: Mapping[str, Sequence[Curves]],
     branches: Mapping[str, Sequence[str]],
     dense: str | None,
+    comparable: Collection[str],
     look: Look,
 ) -> list[Path]:
     """Draw `over_tokens` into a folder and return the files: none where no run has two validations."""
-    figure = over_tokens(runs, branches, dense, look)
+    figure = over_tokens(runs, branches, dense, comparable, look)
     return look.save(folder, "perplexity-and-use-over-tokens", figure) if figure else []
 
 
@@ -380,7 +381,11 @@ def learning_curves(runs: Mapping[str, Sequence[Curves]], over: str, look: Look,
 
 
 def over_tokens(
-    runs: Mapping[str, Sequence[Curves]], branches: Mapping[str, Sequence[str]], dense: str | None, look: Look
+    runs: Mapping[str, Sequence[Curves]],
+    branches: Mapping[str, Sequence[str]],
+    dense: str | None,
+    comparable: Collection[str],
+    look: Look,
 ) -> Figure | None:
     """Perplexity, the lead over a dense run, and how memories are used, at each validation; None where no run has two.
     What has no data has no panel.
@@ -389,12 +394,13 @@ def over_tokens(
         runs: of each name one run, or several that differ in their seed, over tokens.
         branches: the names that have curves, and of each those that branched off it: of these, the last point is drawn.
         dense: that the others are compared with: curves with its curves, a branch with its branch of the same length.
+        comparable: the names whose losses can be compared with its.
         look: of the figure.
     """
     lines = {name: [token_lines(*seed) for seed in seeds] for name, seeds in runs.items()}
     if all(len(seed["loss"]) < 2 for name in branches for seed in lines[name]):
         return None
-    twins = [seed["loss"] for seed in lines.get(dense or "", ())]
+    twins, led = [seed["loss"] for seed in lines.get(dense or "", ())], set(comparable) - {dense}
     shorter: dict[float, list[NDArray[np.float64]]] = {}  # branches of the dense run, by their length
     for twin in (seed["loss"] for end in branches.get(dense or "", ()) for seed in lines[end]):
         if len(twin):
@@ -404,10 +410,10 @@ def over_tokens(
         style = line_style(number)
         for index, seed in enumerate(lines[name]):
             shown = {"label": None if index else label(name), "marker": "o" if len(seed["loss"]) == 1 else None}
-            drawn.append((style | shown, seed | {"lead": lead(seed["loss"], [] if name == dense else twins)}))
+            drawn.append((style | shown, seed | {"lead": lead(seed["loss"], twins if name in led else [])}))
         mark = {"color": style["color"], "linestyle": "none", "marker": "D", "markersize": 4}
         for seed in (seed for end in ends for seed in lines[end] if len(seed["loss"])):
-            alike = [] if name == dense else shorter.get(seed["loss"][-1, 0], [])
+            alike = shorter.get(seed["loss"][-1, 0], []) if name in led else []
             whole = seed | {"lead": lead(seed["loss"], alike)}
             drawn.append((mark, {panel: line[-1:] for panel, line in whole.items()}))
     panels = [panel for panel in OVER_TOKENS if any(len(found[panel]) for _, found in drawn)]
@@ -424,7 +430,8 @@ def over_tokens(
                 axes.plot(x, np.exp(y) if panel == "loss" else y, **style)
         axes.grid(True)
         axes.set(xscale="log", ylabel=OVER_TOKENS[panel], xlabel="tokens" if place > len(panels) - columns else "")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+        low, high = axes.dataLim.intervalx
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 3) if high > 10 * low else (1, 2, 3, 5, 7)))
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.xaxis.set_minor_formatter("")
         if panel in ("usage", "kl", "dead"):

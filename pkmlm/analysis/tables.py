@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from pkmlm.analysis.compare import Group, flat_facts
+from pkmlm.analysis.compare import Group, flat_facts, shared_tasks
 from pkmlm.analysis.dense_equivalent import Equivalent
 from pkmlm.analysis.equal import Equal
 from pkmlm.console import NATS, SHARE, Column, Table, number
@@ -152,11 +152,14 @@ def compare_tables(
         "valid_loss": number("Valid (nats)", NATS),
         "valid_step": number("at step", "{:,.0f}"),
         "valid_token_ppl": number("Valid ppl", "{:,.2f}"),
+        "valid_bits_per_byte": number("bits per byte", NATS),
         "test_token_ppl": number("Test ppl", "{:,.2f}"),
         "test_word_ppl": number("word ppl", "{:,.1f}"),
         "test_bits_per_byte": number("bits per byte", NATS),
         "test_step": number("at step", "{:,.0f}"),
     }
+    if len({run["tokenizer"] for run in runs} - {None}) < 2:  # else perplexities of tokens say nothing
+        del quality["valid_bits_per_byte"]
     apart = "~: of each training by itself, not timed side by side"
     tables = []
     for title, shown, *notes in (
@@ -169,21 +172,18 @@ def compare_tables(
     tables += [equal_table(groups, equal) for equal in equals] + equivalent_tables(groups, sizes)
 
     names = list(dict.fromkeys(name for run in runs for name in run["tasks"]))
-    step = at_step("tasks_step")
-    # The average is over the tasks that all runs with any have: over others it would say nothing.
-    shared = [name for name in names if all(name in run["tasks"] for run in runs if run["tasks"])]
-    average_of = "average" if shared == names else f"average of {len(shared)}"
-    columns = [*numbers("{:.3f}", *names, average_of), *step]
+    step, shared = at_step("tasks_step"), shared_tasks(runs)
+    notes = [] if shared == names else [f"average: of the tasks that all runs have: {', '.join(shared) or 'none'}"]
+    columns = [*numbers("{:.3f}", *names, "average"), *step]
     rows = []
     for group in groups:
         found = []
         for run in group.runs:
             acc = [run["tasks"].get(name, {}).get("acc") for name in names]
-            average, _ = average_accuracy(run["tasks"].get(name, {}) for name in shared)
-            found.append([*acc, average, run["tasks_step"]])
+            found.append([*acc, run["average_acc"], run["tasks_step"]])
         cells = [_cell(values, column) for values, column in zip(zip(*found, strict=True), columns, strict=False)]
         rows.append([*start(group), *cells])
-    tables.append(noted("Zero-shot accuracy", [Column("Run"), *seeds, *columns], rows))
+    tables.append(noted("Zero-shot accuracy", [Column("Run"), *seeds, *columns], rows, *notes))
 
     step = at_step("usage_step")
     columns = [*numbers(SHARE, "Usage", "random"), *numbers(NATS, "KL (nats)", "random"), number("Gini", GINI)]

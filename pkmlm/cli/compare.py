@@ -75,7 +75,9 @@ def command(
 
             draw(folder, comparison, over or ("steps",), Look(plot_format, plot_width), plot_log)
     finally:
-        show(comparison, equals, dense_equivalents(comparison.groups, over), format)
+        _, comparable = comparison.comparable_with_dense()
+        groups = [group for group in comparison.groups if group.name in comparable]
+        show(comparison, equals, dense_equivalents(groups, over), format)
 
 
 def draw(folder: Path, comparison: "Comparison", axes: Sequence[str], look: "Look", log: bool) -> None:
@@ -87,13 +89,13 @@ def draw(folder: Path, comparison: "Comparison", axes: Sequence[str], look: "Loo
         curves = comparison.curves(axis)
         families = {name: [seed for one in (name, *ends) for seed in curves[one]] for name, ends in branches.items()}
         drawn += draw_curves(folder, families, axis, look, log)
-    kinds = {group.name: group.runs[0]["kind"] for group in comparison.groups}
-    dense = next((name for name in branches if kinds[name] == "dense"), None)
-    drawn += draw_over_tokens(folder, comparison.curves("tokens"), branches, dense, look)
+    dense, comparable = comparison.comparable_with_dense()
+    dense = next((name for name, ends in branches.items() if dense in (name, *ends)), None)
+    drawn += draw_over_tokens(folder, comparison.curves("tokens"), branches, dense, comparable, look)
     if drawn:
         say_drawn(len(drawn), folder)
     else:
-        click.echo("nothing to draw: no run has logged a loss yet", err=True)
+        click.echo("nothing to draw: the logs hold no loss", err=True)
 
 
 def show(

@@ -60,6 +60,11 @@ def command(topic: str | None) -> None:
     from rich.markdown import Markdown
 
     os.environ.setdefault("LESS", "-FRX")  # colours, and no pager for what fits the screen
+    if topic == "keys":  # a table that no terminal is wide enough for
+        from pkmlm.cli.recipe import keys_by_section
+
+        click.echo_via_pager(keys_by_section())
+        return
     console = Console(width=min(100, Console().width))
     with console.pager(styles=True):
         console.print(Markdown(text, hyperlinks=False))

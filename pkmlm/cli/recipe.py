@@ -127,6 +127,13 @@ def keys(format: Format) -> None:
         columns = [Column("key"), Column("type"), Column("default"), Column("help")]
         click.echo(Table("", columns, list_keys()).render(format), nl=False)
         return
+    click.echo(keys_by_section(), nl=False)
+
+
+def keys_by_section() -> str:
+    """Every key of a recipe as a terminal shows them."""
+    from pkmlm.recipe.schema import list_keys
+
     sections: dict[str, list[tuple[str, str]]] = {}
     for key in list_keys():
         section, _, leaf = key.name.rpartition(".")
@@ -135,7 +142,7 @@ def keys(format: Format) -> None:
     for section, rows in sections.items():
         with formatter.section(section or "(top level)"):
             formatter.write_dl(rows, col_max=32)
-    click.echo(formatter.getvalue().lstrip(), nl=False)
+    return formatter.getvalue().lstrip()
 
 
 @command.command()

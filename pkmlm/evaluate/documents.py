@@ -184,7 +184,7 @@ def documents_of_text(
 
     Args:
         usual: what separates the documents of the run's tokens: a text that it would divide, and that nothing divides,
-            gets a warning.
+            gets a warning, as does one that `separator` does not divide.
 
     Raises:
         UserError: it cannot be read, holds no text, or is none that a separator could divide.
@@ -211,6 +211,8 @@ def documents_of_text(
             few = f"{len(texts):,} document{'s' * (len(texts) > 1)}"
             more = f"--separator {usual!r}, as the run's tokens had it, divides it into {divided:,}"
             warnings = (f"{name}: read as {few}, but {more}",)
+    if separator is not None and plain and len(texts) <= len(sources):
+        warnings = (f"{name}: {separator!r} occurs nowhere: each file is one document",)
     read = {"file": path, "sha256": digest.hexdigest(), "separator": separator, "field": field, "documents": len(texts)}
     documents = documents_of_texts(name, [tokenizer.encode_array(text) for text in texts], texts)
     return replace(documents, source=read, warnings=warnings)

@@ -47,7 +47,9 @@ def recipe_of(tree: Node, overrides: Iterable[str] = ()) -> Recipe:
     places: dict[str, str] = {}
     recipe: Recipe = bind(tree, Recipe, "", places)
     folder = recipe.data.dir
-    if folder and not os.path.exists(folder) and not places["data.dir"].startswith("-s "):
+    if folder and folder.startswith("~"):  # in a recipe or behind -s, no shell has seen it
+        recipe = replace(recipe, data=replace(recipe.data, dir=os.path.expanduser(folder)))
+    elif folder and not os.path.exists(folder) and not places["data.dir"].startswith("-s "):
         beside = os.path.join(os.path.dirname(places["data.dir"].rsplit(":", 2)[0]), folder)
         if os.path.exists(beside):
             recipe = replace(recipe, data=replace(recipe.data, dir=beside))

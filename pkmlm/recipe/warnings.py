@@ -18,16 +18,21 @@ def warnings(recipe: Recipe, path: str | Path, overrides: Iterable[str] = ()) ->
 
 
 def warmup_warnings(recipe: Recipe) -> list[str]:
-    """Warm-ups that are longer than training, so that the learning rate never reaches its peak."""
+    """Warm-ups and decays that are too long for the learning rate to reach its peak."""
     values, steps, unused = flatten(recipe), recipe.train.steps, unused_keys(recipe)
     keys = (f"optim.{group}warmup_steps" for group in ("", "values.", "tables.", "ngram."))
     warmups = {key: values[key] for key in keys if key not in unused}
     training = "1 step" if steps == 1 else f"{steps:,} steps"
-    return [
+    found = [
         f"{key}: {warmup:,} for {training} of training: the learning rate ends at {steps / warmup:.0%} of its peak"
         for key, warmup in warmups.items()
         if warmup is not None and warmup > steps
     ]
+    decay, longest = recipe.optim.decay_steps, max(warmup or 0 for warmup in warmups.values())
+    if longest <= steps < longest + decay and decay:
+        what = f"{decay:,} for {training} of training, of which {longest:,} are warm-up"
+        found.append(f"optim.decay_steps: {what}: the learning rate falls before it is at its peak")
+    return found
 
 
 def unused_key_warnings(recipe: Recipe, path: str | Path, overrides: Iterable[str] = ()) -> list[str]:

@@ -193,6 +193,9 @@ def read_grid(path: Path, scale: str | None = None) -> tuple[Grid, str | None]:
     if scale is not None:
         tree = merge(tree, scales.value[scale])
     places: dict[str, str] = {}
+    for key, node in tree.value.items() if isinstance(tree.value, dict) else ():
+        if key == "seeds" and not isinstance(node.value, list):  # three of them, or the one seed 3?
+            raise wrong(node, key, "a list, such as [1, 2, 3]")
     grid: Grid = bind(tree, Grid, "", places)
     check_grid(grid, path, places)
     return replace(grid, title=grid.title or path.stem), scale

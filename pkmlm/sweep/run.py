@@ -75,8 +75,10 @@ def open_sweep(
         raise UserError(f"--over: {grid_file} trains nothing (expected a grid with runs)")
     grid = replace(grid, over=tuple(over) or grid.over)
     folder = SweepFolder(Path(output), grid_file.stem, scale) if output else None
-    if folder and table_only and not overrides:
-        overrides = folder.read().get("set") or ()
+    if folder and table_only:
+        if not folder.path.exists():
+            raise UserError(f"{folder.path} holds no run of this grid", "leave --table out to train them")
+        overrides = overrides or folder.read().get("set") or ()
     cells = Cells(grid, find_base(grid_file, grid.base), overrides)
     costs = {place: facts_of_cost(cell.recipe) for place, cell in cells.whole.items()}
     return Results(grid, cells, costs), folder

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from pkmlm.analysis.drift import Drift, RecentReads
-from pkmlm.data.canonical import canonical_sha256
 from pkmlm.errors import NotFinite, UserError
 from pkmlm.model.memory.key_memory import KeyMemory
 from pkmlm.runs import checkpoint
@@ -49,6 +48,7 @@ class Training:
 
     Args:
         state: filled from the latest checkpoint, if there is one.
+        hashes: of all that a resumed run must find again, see `job.hashes_of`; each checkpoint holds them.
         validate: measures the model; returns the numbers of a "valid" event, "loss" (nats per token) among them, or
             None when the stop request came while it measured. None: there is nothing to validate on.
 
@@ -56,17 +56,21 @@ class Training:
         UserError: the checkpoint cannot be read (exit code 1).
     """
 
-    def __init__(self, run: RunDirectory, state: TrainState, validate: Validate | None, log: RunLog, stop: StopRequest):
+    def __init__(
+        self,
+        run: RunDirectory,
+        state: TrainState,
+        hashes: dict[str, str],
+        validate: Validate | None,
+        log: RunLog,
+        stop: StopRequest,
+    ):
         self.run, self.state, self.validate, self.log, self.stop = run, state, validate, log, stop
         self.recipe, self.world = state.recipe, state.process_groups.world
         self.calibrated = 0  # the step whose running statistics the model has
         self.history = self._restore()
         state.progress.validations, state.progress.recipe = self.history, fixed_keys(self.recipe)
-        state.progress.data |= state.batches.corpus.hashes
-        if state.background is not None:
-            state.progress.data["background"] = state.background.digest
-        if state.model.ngram_ids is not None:
-            state.progress.data["canonical"] = canonical_sha256(state.model.ngram_ids.canonical_V.cpu())
+        state.progress.data = {**state.progress.data, **hashes}
         if self.world.rank == 0:
             state.progress.run = run.facts().get("id")
         self.drift = Drift(

@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 import torch
 
 from pkmlm.data.batches import Batches
-from pkmlm.data.canonical import canonical_sha256
 from pkmlm.device import DeviceSettings, select_device
 from pkmlm.distributed import ProcessGroups, World, build_process_groups, is_network_error
 from pkmlm.errors import UserError, is_out_of_memory, printable
@@ -20,7 +19,7 @@ from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import remove_file, write_text
 from pkmlm.signals import StopRequest, stop_on_signals
 from pkmlm.train.init_from import check_init_from, load_init_from
-from pkmlm.train.job import Job, no_validation_warning
+from pkmlm.train.job import Job, hashes_of, no_validation_warning
 from pkmlm.train.log import RunLog, SilentLog, TrainingLog
 from pkmlm.train.loop import Outcome, Training
 from pkmlm.train.monitor import TrainingMonitor
@@ -131,8 +130,6 @@ def begin(run: RunDirectory, job: Job, settings: DeviceSettings, ranks: int) -> 
         warnings += no_validation_warning(job) + lost_metrics_warning(run)
     data = {"data_dir": os.path.abspath(job.corpus.folder), "data_sha256": job.corpus.sha256}
     data["tokenizer_sha256"] = job.tokenizer.sha256
-    if recipe.model.ngram.layers:
-        data["canonical_sha256"] = canonical_sha256(job.canonical_ids)
     run.note(**data, **facts, status="running", exit_code=None, seconds=None, rank=None, message=None)
     return warnings + too_large_warning(job, settings, ranks)
 
@@ -178,7 +175,7 @@ def run_training(
             log.say("the first step compiles attention and FFNs, which can take minutes")
         state = build_state(job, model, settings, groups)
         validate = validator(state, job.tokenizer, log.say) if "valid" in job.corpus.splits else None
-        return Training(run, state, validate, log, stop).train()
+        return Training(run, state, hashes_of(job), validate, log, stop).train()
 
 
 def initial_model(job: Job, settings: DeviceSettings, groups: ProcessGroups, start: int | None) -> Transformer:

@@ -64,7 +64,6 @@ class TrainState:
         background: Background | None = None,
     ):
         self.recipe, self.model, self.batches, self.precision = recipe, model, batches, precision
-        self.background = background
         self.process_groups = process_groups or ProcessGroups()
         self.device = next(model.parameters()).device
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")

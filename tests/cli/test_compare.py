@@ -97,6 +97,8 @@ def test_json_gathers_what_the_run_holds(run: Path) -> None:
         "lr": 1e-3,
         "seed": 1,
         "init_from": None,
+        "tokenizer": None,
+        "valid_tokens_sha256": None,
         "dense": 1000,
         "memory": 2000,
         "read_per_token": 1100,
@@ -335,9 +337,12 @@ def test_accuracies_are_averaged_over_shared_tasks(run: Path, tmp_path: Path) ->
     tasks = {"piqa": {"acc": 0.4}, "wsc": {"acc": 0.8}}
     (more / "eval/tasks-step-200.json").write_text(json.dumps({"step": 200, "tasks": tasks}))
     (none / "eval/tasks-step-200.json").unlink()
-    table = pkmlm("compare", run, more, none).stdout.partition("Zero-shot")[2].partition("Memory")[0].splitlines()
-    assert table[2].split() == ["Run", "piqa", "wsc", "average", "of", "1"]
+    shown = pkmlm("compare", run, more, none).stdout.partition("Zero-shot")[2]
+    table = shown.partition("Memory")[0].splitlines()
+    assert table[2].split() == ["Run", "piqa", "wsc", "average"]
     assert [line.split()[-1] for line in table[4:7]] == ["0.600", "0.400", "-"]
+    assert "tasks that all runs have: piqa\n" in shown
+    assert [found["average_acc"] for found in facts(run, more, none)] == [0.6, 0.4, None]
     table = pkmlm("compare", more, none).stdout.partition("Zero-shot")[2].splitlines()
     assert table[2].split() == ["Run", "piqa", "wsc", "average"]
     assert table[4].split()[-1] == "0.600"
@@ -435,6 +440,28 @@ def test_branches_belong_to_the_run_that_they_left(run: Path) -> None:
     assert compare_runs(repeats).branches() == {"mine-200": [], "again": []}, "neither left the other"
     (second / "recipe.yaml").write_text((second / "recipe.yaml").read_text().replace("{steps: 220}", "{seed: 2}"))
     assert compare_runs([*paths, str(second)]).branches() == {"mine": ["mine-200"], "other": [], "2nd": []}
+
+
+def test_only_what_was_validated_on_the_same_tokens_is_ahead_of_the_dense_model(run: Path, tmp_path: Path) -> None:
+    recipe, known = (run / "recipe.yaml").read_text(), {"tokenizer": "a", "valid": "b"}
+    folders = {name: copy_of(run, tmp_path / name, **known) for name in ("dense", "like", "fewer")}
+    folders["text"] = copy_of(run, tmp_path / "text", **known | {"valid": "c"})
+    folders["tokens"] = copy_of(run, tmp_path / "tokens", **known | {"tokenizer": "d", "valid": "d"})
+    (folders["dense"] / "recipe.yaml").write_text(recipe.replace("product-key", "none"))
+    (folders["fewer"] / "recipe.yaml").write_text(recipe + "eval: {tokens: 64}\n")
+    comparison = compare_runs([str(run), *map(str, folders.values())])
+    assert comparison.comparable_with_dense() == ("dense", ["mine", "dense", "like"])
+    assert compare_runs([str(run)]).comparable_with_dense() == (None, [])
+    for other, columns in (("like", 1), ("tokens", 2)):  # of validation, too, where tokens differ
+        shown = pkmlm("compare", folders["dense"], folders[other], "--format", "md").stdout
+        assert shown.count("bits per byte") == columns
+
+
+def test_a_perplexity_of_an_older_checkpoint_is_told(run: Path) -> None:
+    assert warnings(run) == []
+    (run / "eval/test-step-200.json").unlink()
+    (warned,) = warnings(run)
+    assert "mine: test perplexity is that of step 90" in warned
 
 
 @pytest.mark.slow

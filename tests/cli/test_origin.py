@@ -128,7 +128,7 @@ def train_on(run: RunDirectory, changes: list[str], losses: Iterator[float | Non
     request = StopRequest()
     request.agree = lambda code: code or (75 if stop_at and state.progress.step >= stop_at else 0)
     with TrainingLog(run.path, "x", recipe.train.steps, recipe.log, quiet=True) as log:
-        return Training(run, state, validate, log, request).train()
+        return Training(run, state, state.batches.corpus.hashes, validate, log, request).train()
 
 
 @pytest.fixture

@@ -214,7 +214,9 @@ def trained_in(run: RunDirectory, recipe: Recipe, validate: Callable, stop: Stop
     """Train in this process, with another validation."""
     state = TrainState(recipe, build_model(recipe, 600), Batches.of(Corpus(recipe.data.dir, "train"), recipe), "fp32")
     with TrainingLog(run.path, "x", recipe.train.steps, recipe.log, quiet=True) as log:
-        return Training(run, state, lambda request: validate(request, state.model), log, stop).train()
+        return Training(
+            run, state, state.batches.corpus.hashes, lambda request: validate(request, state.model), log, stop
+        ).train()
 
 
 def test_a_validation_cut_short_is_repeated(tmp_path, write_recipe):

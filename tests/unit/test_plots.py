@@ -199,7 +199,7 @@ def test_over_tokens() -> None:
         "dense-2": [(100, run([6.0, 5.0, 3.5]))],
     }
     branches = {"dense": ["dense-2"], "memory": ["memory-2"]}
-    figure = plots.over_tokens(curves, branches, "dense", LOOK)
+    figure = plots.over_tokens(curves, branches, "dense", list(curves), LOOK)
     assert figure is not None
     perplexity, lead, usage, _, dead = figure.axes  # effective reads were not logged
     assert [line.get_xdata().tolist() for line in perplexity.lines] == [
@@ -218,10 +218,10 @@ def test_over_tokens() -> None:
     assert usage.lines[2].get_ydata() == pytest.approx([10, 20, 30, 40])
     assert dead.lines[2].get_ydata() == pytest.approx([100 * 2 / 16])
     assert {axes.get_xscale() for axes in figure.axes} == {"log"}
-    only = plots.over_tokens({"dense": curves["dense"]}, {"dense": []}, "dense", LOOK)
+    only = plots.over_tokens({"dense": curves["dense"]}, {"dense": []}, "dense", ["dense"], LOOK)
     assert only is not None
     assert "lead" not in " ".join(axes.get_ylabel() for axes in only.axes)
-    alone = plots.over_tokens({"one": [(1, [valid(1)])]}, {"one": []}, None, LOOK)
+    alone = plots.over_tokens({"one": [(1, [valid(1)])]}, {"one": []}, None, [], LOOK)
     assert alone is None, "one validation is not over tokens"
 
 

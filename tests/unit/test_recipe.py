@@ -30,7 +30,7 @@ from pkmlm.recipe.schema import (
     leaves,
     list_keys,
 )
-from pkmlm.recipe.warnings import unused_key_warnings
+from pkmlm.recipe.warnings import unused_key_warnings, warmup_warnings
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 RECIPE_FILES = sorted(path for path in RECIPES.rglob("*.yaml") if path.parent.name != "grids")
@@ -484,6 +484,23 @@ def test_keys_that_have_an_effect_are_not_warned_of(tmp_path: Path) -> None:
     assert told == "eval.patience: without effect, as eval.every is 0"
     (told,) = unused(tmp_path, DENSE, "model.projections=hash", "model.ffn_dim=128", "model.bias=false")
     assert told == "model.ffn_dim, model.bias: without effect, as model.projections is hash"
+
+
+def test_a_decay_that_leaves_no_step_at_the_peak_is_warned_of(recipe_file: Path) -> None:
+    steps = ["optim.warmup_steps=10", "train.steps=100"]
+
+    def told(decay: int) -> list[str]:
+        return warmup_warnings(load_recipe(recipe_file, [*steps, f"optim.decay_steps={decay}"]))
+
+    assert told(0) == told(90) == []
+    for decay in (91, 500):
+        (text,) = told(decay)
+        assert text.startswith(f"optim.decay_steps: {decay} for 100 steps")
+
+
+def test_a_home_folder_is_found(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert load_recipe(recipe_file, ["data.dir=~/tokens"]).data.dir == "/home/me/tokens"
 
 
 def test_groups_of_parameters_that_a_model_lacks_or_freezes_are_not_checked(recipe_file: Path) -> None:

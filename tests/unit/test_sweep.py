@@ -169,6 +169,7 @@ def test_the_papers_numbers_are_found_in_lists_and_mappings(folder):
         ("line: norm}", "line: norm, log: [x]}", "figures: log: found x"),
         ("tune: {", "tune: {set: {optim.lr: 5e-3}, ", "optim.lr is set by its tune and by its tune.set"),
         ("large: {axes: {slots: {256: {model.memory.heads: 2}}}}", "large: 5", "scales.large: found 5"),
+        ("seeds: [1, 2]", "seeds: 3", "seeds: found 3|a list"),
     ],
 )
 def test_what_is_wrong_in_a_grid_is_named_in_one_line(folder, before, after, words):
