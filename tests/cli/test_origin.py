@@ -95,6 +95,8 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, write_recipe):
         said = pkmlm(*words, code=1).stderr
         assert said.startswith("error: "), words
         assert "step-00000001 is a checkpoint of another run" in said, words
+    (runs[0] / "run.json").write_text("{}")
+    assert "run.json was changed after training: it has no id" in pkmlm("eval", runs[0], "-q", code=1).stderr
     (runs[0] / "run.json").unlink()  # only a record: nothing is known then
     pkmlm("eval", runs[0], "-q")
 
