@@ -3,6 +3,7 @@
 Each table is made from what the report prints as JSON, and needs no torch.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
@@ -102,11 +103,16 @@ def usage_rows(entries: Sequence[Entry]) -> Table:
     return Table("", [Column(name) for name in ("run", "step", "split", *names)], rows)
 
 
+def table_label(path: str) -> str:
+    """What people call a table, by its path in the model: "3 memory" for "blocks.2.parts.memory.values"."""
+    found = re.fullmatch(r"blocks\.(\d+)\.(?:parts\.)?(.+)", path)
+    return f"{int(found[1]) + 1} {found[2].removesuffix('.values').replace('.', ' ')}" if found else path
+
+
 def background_table(record: Entry) -> Table:
     """What a background holds: for each table, how its slots are read over batches."""
-    rows = [
-        [each[key] for key in ("table", "slots", "read", "every_batch", "mean_batches")] for each in record["tables"]
-    ]
+    keys = ("slots", "read", "every_batch", "mean_batches")
+    rows = [[table_label(each["table"]), *(each[key] for key in keys)] for each in record["tables"]]
     title = f"Slots over {record['batches']:,} batches of {record['batch_tokens']:,} tokens"
     where = f"{record['run']} at step {record['step']}, {record['split']}"
     columns = [Column("Table"), *numbers(COUNT, "Slots", "Read", "In every batch"), number("Batches a slot", "{:,.1f}")]

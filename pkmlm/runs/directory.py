@@ -350,8 +350,8 @@ class RunDirectory:
         path, own, file = self.checkpoint(step), self.facts().get("id"), self.path / "run.json"
         if origin and own != origin and file.exists():
             if own is None or file in self.altered():
-                found = "it has no id" if own is None else f"its id is {own[:40]}"
-                message = f"{file} was changed after training: {found} (expected {origin}, as in {path})"
+                its_id = "it has no id" if own is None else f"its id is {own[:40]}"
+                message = f"{file} was changed after training: {its_id} (expected {origin}, as in {path})"
                 raise UserError(message, f"set its id back to {origin}", exit_code=1)
             message = f"{path} is a checkpoint of another run: id {origin[:20]} (expected {own[:20]}, as in run.json)"
             raise UserError(message, "use it in the run that it was copied from, and here another --step", exit_code=1)

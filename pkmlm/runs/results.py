@@ -601,7 +601,10 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
         with open_file(path) as stored, np.load(stored, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
     except Exception as error:  # zip, zlib, the headers' parser and the allocator: each says it in its own way
-        raise UserError(f"{path} is missing or damaged: {type(error).__name__}: {error}", exit_code=1) from None
+        why = f"{type(error).__name__}: {error}"
+        if "allow_pickle" in why:  # numpy's advice on what is neither .npy nor .npz
+            why = "no .npz file"
+        raise UserError(f"{path} is missing or damaged: {why}", exit_code=1) from None
     if DIGEST in arrays and str(arrays[DIGEST]) != arrays_digest(arrays):
         raise Altered(path)
     arrays.pop(DIGEST, None)

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from pkmlm.analysis.tables import table_label
 from pkmlm.console import FORMATS, Column, Table, number
 
 COLUMNS = [
@@ -138,3 +139,16 @@ def test_no_rows_and_wrong_rows(format: str) -> None:
     assert Table("", COLUMNS, []).render(format).endswith("\n")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="zip"):
         Table("", COLUMNS, [["too", "short"]]).render(format if format != "csv" else "md")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("path", "label"),
+    [
+        ("blocks.2.parts.memory.values", "3 memory"),
+        ("blocks.0.ngram.values", "1 ngram"),
+        ("blocks.10.parts.memory.downs", "11 memory downs"),
+        ("pool.values", "pool.values"),
+    ],
+)
+def test_a_table_is_called_by_its_layer(path, label):
+    assert table_label(path) == label
