@@ -5,9 +5,9 @@ N: tokens; G: largest order; U: distinct n-grams; P: rows of a table.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,9 +63,10 @@ class NGrams:
     def gather(self, world: World) -> None:
         """Add up the n-grams of all ranks; all ranks call this, when all has been seen."""
         if self._order and world.size > 1:
-            parts = world.gather_objects((self._ids_UG.numpy(), self._counts_U.numpy()))
-            ids_NG, counts_N = (torch.from_numpy(np.concatenate(each)) for each in zip(*parts, strict=True))
-            self._ids_UG, self._counts_U = summed(ids_NG, counts_N)
+            parts = world.gather_objects([self._ids_UG.tolist(), self._counts_U.tolist()])
+            ids, counts = (list(chain(*each)) for each in zip(*parts, strict=True))
+            ids_NG = torch.tensor(ids, dtype=torch.int64).view(-1, self._order)
+            self._ids_UG, self._counts_U = summed(ids_NG, torch.tensor(counts, dtype=torch.int64))
 
     def distinct(self, order: int) -> tuple[Tensor, Tensor]:
         """The distinct n-grams of an order, newest id first (U, G), zeros beyond it, and how often each was seen, once

@@ -66,11 +66,7 @@ class KernelCache(FunctionCache):
         return self._files._load_data(self._file_name(key))
 
     def save(self, key: Any, data: Any) -> None:
-        """Write the file of a key, and delete those of older sources, which nobody can load any more."""
-        newest = max(changed for _, changed, _ in self._stamp)
-        for file in Path(self.cache_path).glob(f"{self._impl.filename_base}.*.nbc"):
-            if file.stat().st_mtime_ns < newest:
-                file.unlink(missing_ok=True)
+        """Write the file of a key."""
         self._files._save_data(self._file_name(key), data)
 
     def _file_name(self, key: Any) -> str:
