@@ -434,7 +434,8 @@ def probe_table(record: Entry) -> Table:
         number("of the gain", SHARE),
         number("Perplexity", "{:,.2f}"),
     ]
-    where = f"{record['run']} at step {record['step']}, {record['split']} ({record['tokens']:,} tokens)"
+    tokens = f"{record['tokens']:,} token{'s' * (record['tokens'] != 1)}"
+    where = f"{record['run']} at step {record['step']}, {record['split']} ({tokens})"
     return Table(f"What the memory is worth: {where}", columns, rows)
 
 

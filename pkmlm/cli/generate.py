@@ -71,7 +71,7 @@ def command(
     from pkmlm.recipe.constraints import require_softmax
 
     if not temperature < float("inf"):
-        raise UserError(f"--temperature {temperature} is not a number to divide by (expected 0 or more)")
+        raise UserError(f"--temperature {temperature} is no number to divide by (expected a finite one, 0 or more)")
     if top_p is not None and not top_p <= 1:  # NaN, which the option's range lets pass
         raise UserError(f"--top-p {top_p} is no probability (expected more than 0, at most 1)")
     run = load_run(run_path, step, base=base)

@@ -74,9 +74,9 @@ def read_parts(places: Sequence[Path]) -> list[tuple[Path, Part]]:
             raise UserError(f"part {part.part} of {part.parts} is there twice: {parts[part.part][0]} and {place}")
         parts[part.part] = place, part
     if missing := [str(number) for number in range(1, first.parts + 1) if number not in parts]:
-        some = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
+        some = f"{'s' * (len(missing) > 1)} {', '.join(missing[:8])}{', ...' * (len(missing) > 8)}"
         raise UserError(
-            f"missing of {first.parts} parts: {some} (found {len(parts)} parts)",
+            f"of {first.parts} parts, part{some} {'are' if len(missing) > 1 else 'is'} missing",
             f"make it: pkmlm tokenize ... --shard {missing[0]}/{first.parts}, with the options of the others",
         )
     return [parts[number] for number in sorted(parts)]

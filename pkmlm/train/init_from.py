@@ -85,7 +85,7 @@ def check_init_from(job: Job) -> tuple[int | None, list[str]]:
     if changed:
         parts.append(f"its weights mean something else here: {', '.join(changed)}")
     if source.facts().get("data_sha256") == job.corpus.sha256 and before.seed == job.recipe.train.seed:
-        parts.append("the text comes in the order that it was trained in; another train.seed gives another")
+        parts.append("it reads the same batches in the same order as that run; set train.seed for another order")
     return step, [f"train.init_from: {'; '.join(parts)}"] if parts else []
 
 

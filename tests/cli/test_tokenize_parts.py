@@ -145,7 +145,7 @@ def refused(folder, names):
 
 
 def test_missing_and_doubled_parts_are_named(parts):
-    assert "missing of 3 parts: 2 " in refused(parts, "13")
+    assert "of 3 parts, part 2 is missing" in refused(parts, "13")
     shutil.copytree(parts / "2", parts / "copy")
     assert f"{parts}/2 and {parts}/copy" in refused(parts, ["1", "2", "copy", "3"])
     assert f"{parts}/4 holds no part" in refused(parts, "14")
