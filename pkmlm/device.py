@@ -54,7 +54,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return kept + int(torch.cuda.mem_get_info(device)[0])
-    return min(int(psutil.virtual_memory().available), *free_bytes_of_cgroups())
+    return min([int(psutil.virtual_memory().available), *free_bytes_of_cgroups()])
 
 
 def free_bytes_of_cgroups(root: str = "/") -> list[int]:

@@ -28,12 +28,9 @@ from pkmlm.runs.results import (
 Facts = dict[str, Any]
 
 
-VALIDATED_ON = ("tokenizer", "valid_tokens_sha256")  # facts that say on which text
-
-
 class Member(NamedTuple):
-    """A group in a family of those that differ in the ends of their schedules only: `train.steps`, `optim.decay_steps`,
-    and its name.
+    """A group in a family of those that differ in the ends of their schedules only: its `optim.decay_steps`,
+    `train.steps` and name.
     """
 
     decay: int
@@ -113,7 +110,7 @@ class Comparison:
             return None, []
 
         def alike(group: Group) -> bool:
-            pairs = ((group.runs[0][key], dense.runs[0][key]) for key in VALIDATED_ON)
+            pairs = ((group.runs[0][key], dense.runs[0][key]) for key in ("tokenizer", "valid_tokens_sha256"))
             return all(None in pair or pair[0] == pair[1] for pair in pairs) and tokens(group) == tokens(dense)
 
         def tokens(group: Group) -> int | None:
@@ -164,8 +161,9 @@ def compare_runs(paths: Sequence[str]) -> Comparison:
         elif logged < last:
             ends = f"metrics.jsonl ends at step {logged:,} of {last:,}"
             warnings.append(f"{run['run']}: {ends}: its totals and curves end there")
-    for run in facts:  # over other tasks, an average would say nothing
-        run["average_acc"], _ = average_accuracy(run["tasks"].get(name, {}) for name in shared_tasks(facts))
+    shared = shared_tasks(facts)  # over other tasks, an average would say nothing
+    for run in facts:
+        run["average_acc"], _ = average_accuracy(run["tasks"].get(name, {}) for name in shared)
         if run["test_step"] not in (None, run["step"], saved[run["run"]], run["valid_step"]):
             what = f"test perplexity is that of step {run['test_step']:,}, and neither of the latest nor of the best"
             warnings.append(f"{run['run']}: {what}: run `pkmlm eval` again")

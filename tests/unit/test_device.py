@@ -1,10 +1,11 @@
 """Which precision is chosen, with which reason, and what bf16 does to a loss."""
 
+import psutil
 import pytest
 import torch
 
 from pkmlm.bench.models import RandomBatches
-from pkmlm.device import free_bytes_of_cgroups, is_finite, resolve_precision
+from pkmlm.device import free_bytes, free_bytes_of_cgroups, is_finite, resolve_precision
 from pkmlm.errors import UserError, is_out_of_memory
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Memory, Model, Optim, Recipe, Train
@@ -114,3 +115,8 @@ def test_what_is_free_in_a_container_is_what_its_cgroups_leave(tmp_path, line, f
     assert min(free_bytes_of_cgroups(str(tmp_path))) == 1_500_000_000
     (tmp_path / "sys/fs/cgroup" / folder / "job" / limit).write_text("100000000\n")
     assert min(free_bytes_of_cgroups(str(tmp_path))) == 0  # over its limit
+
+
+def test_without_cgroups_the_memory_of_the_machine_is_free(monkeypatch):
+    monkeypatch.setattr("pkmlm.device.free_bytes_of_cgroups", list)
+    assert 0 < free_bytes(torch.device("cpu")) <= psutil.virtual_memory().total
