@@ -253,18 +253,6 @@ def saved_per_token(module: nn.Module, model: Model) -> int:
     return own + sum(saved_per_token(child, model) for child in module.children())
 
 
-def hash_layer_cost(bits: int, tables: int, width: int, tokens: int) -> tuple[int, int]:
-    """Parameters and operations of one Memory Layer (MemoryFormer, sec. 2.3), which need not fit any model.
-
-    Args:
-        bits: of a bucket code (tau): a table has 2^bits rows.
-        tables: how many (K); the layer's input is bits * tables wide.
-        width: of the output (h), and so of a row.
-        tokens: of the sequence (s).
-    """
-    return tables * 2**bits * width, tokens * (bits + width) * tables
-
-
 def attention_flops(model: Model) -> int:
     """Multiply-adds of attention over one sequence, without its maps; not halved for causality, as MemoryFormer counts.
 

@@ -1,4 +1,4 @@
-"""What `pkmlm cost` prints, as JSON and as tables or text."""
+"""What `pkmlm cost` prints, as JSON and as tables."""
 
 from dataclasses import replace
 from itertools import groupby
@@ -6,33 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from pkmlm.console import Column, Table, number
-from pkmlm.cost import BlockCost, Cost, bytes_held, bytes_sent, cost_of, divisions, hash_layer_cost, most_keys
+from pkmlm.cost import BlockCost, Cost, bytes_held, bytes_sent, cost_of, divisions, most_keys
 from pkmlm.data.corpus import FILE, read_index
 from pkmlm.errors import UserError
 from pkmlm.recipe.constraints import check_ranks
 from pkmlm.recipe.schema import Parallel, Recipe
 
 MEGA, GIGA = 10**6, 10**9
-
-
-def hash_layer_report(bits: int, tables: int, width: int, tokens: int, entry_bytes: int) -> tuple[dict[str, int], str]:
-    """One Memory Layer of MemoryFormer (the arguments of `hash_layer_cost`), as JSON and as text.
-
-    Raises:
-        UserError: a code of more than 16 bits.
-    """
-    if bits > 16:
-        raise UserError(f"--hash-layer: found {bits} bits (expected at most 16)", "a table has 2^bits rows")
-    parameters, flops = hash_layer_cost(bits, tables, width, tokens)
-    size = parameters * entry_bytes
-    text = (
-        f"{tables} tables of {2**bits:,} rows, {bits * tables} wide in, {width} out\n"
-        f"parameters  {parameters:,}\n"
-        f"tables      {size / MEGA:,.1f} MB at {entry_bytes} bytes an entry\n"
-        f"operations  {flops / GIGA:.3g} GFLOP for {tokens:,} tokens\n"
-        f"gathered    {tables * width * entry_bytes:,} bytes per token"
-    )
-    return {"parameters": parameters, "flops": flops, "table_bytes": size}, text
 
 
 def recipe_report(

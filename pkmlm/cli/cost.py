@@ -2,7 +2,6 @@
 
 import json
 import re
-from typing import Any
 
 import click
 
@@ -10,7 +9,6 @@ from pkmlm.cli.options import RECIPE, json_option, set_option
 from pkmlm.console import warn
 from pkmlm.errors import printable
 
-SIZE = click.IntRange(1, 1 << 40)  # beyond it, counts would not fit into floating point
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -26,7 +24,7 @@ def byte_size(context: click.Context, parameter: click.Parameter, value: str | N
 
 
 @click.command()
-@click.argument("recipe_file", required=False, type=RECIPE, metavar="[RECIPE]")
+@click.argument("recipe_file", type=RECIPE, metavar="RECIPE")
 @set_option
 @click.option(
     "--entry-bytes",
@@ -34,19 +32,6 @@ def byte_size(context: click.Context, parameter: click.Parameter, value: str | N
     default="2",
     show_default=True,
     help="Bytes per entry of values and tables: 2 as the papers count (fp16), 4 for fp32.",
-)
-@click.option(
-    "--hash-layer",
-    nargs=3,
-    type=SIZE,
-    metavar="BITS TABLES WIDTH",
-    help="Cost of one MemoryFormer layer instead of a recipe: bits of a code, tables, width out.",
-)
-@click.option(
-    "--tokens",
-    metavar="N",
-    type=SIZE,
-    help="Tokens of the sequence, for --hash-layer. Default: 2048.",
 )
 @click.option(
     "--world", type=click.IntRange(1, 1 << 16), metavar="W", help="Also what each of W ranks needs and sends."
@@ -59,11 +44,9 @@ def byte_size(context: click.Context, parameter: click.Parameter, value: str | N
 )
 @json_option
 def command(
-    recipe_file: str | None,
+    recipe_file: str,
     overrides: tuple[str, ...],
     entry_bytes: str,
-    hash_layer: tuple[int, int, int] | None,
-    tokens: int | None,
     world: int | None,
     device_memory: int | None,
     as_json: bool,
@@ -82,28 +65,16 @@ def command(
       pkmlm cost recipes/demo.yaml -s model.vocab_size=4096 --json
       pkmlm cost recipes/pkm/16-layers.yaml -s model.memory.num_keys=1024
       pkmlm cost recipes/pkm/16-layers.yaml --world 8 --device-memory 80GB
-      pkmlm cost --hash-layer 8 64 512
     """
-    if (recipe_file is None) == (hash_layer is None):
-        raise click.UsageError("Give either a RECIPE or --hash-layer BITS TABLES WIDTH.")
     if world is None and device_memory is not None:
         raise click.UsageError("--device-memory goes with --world (1 for one device).")
-    if hash_layer is not None and (overrides or world is not None):
-        raise click.UsageError(f"{'-s' if overrides else '--world'} is for a RECIPE.")
-    if recipe_file is not None and tokens is not None:
-        raise click.UsageError("--tokens is for --hash-layer; a RECIPE's sequences have model.context tokens.")
 
-    from pkmlm import cost_tables
+    from pkmlm.cost_tables import recipe_report
     from pkmlm.recipe.load import load_recipe
     from pkmlm.recipe.warnings import unused_key_warnings
 
-    result: dict[str, Any]
-    if hash_layer is not None:
-        result, text = cost_tables.hash_layer_report(*hash_layer, tokens or 2048, int(entry_bytes))
-    elif recipe_file is not None:
-        recipe = load_recipe(recipe_file, overrides)
-        result, tables = cost_tables.recipe_report(recipe, recipe_file, int(entry_bytes), world, device_memory)
-        text = "\n".join(table.render() for table in tables).rstrip()
-        for unused in unused_key_warnings(recipe, recipe_file, overrides):
-            warn(unused)
-    click.echo(json.dumps(result, indent=2) if as_json else text)
+    recipe = load_recipe(recipe_file, overrides)
+    result, tables = recipe_report(recipe, recipe_file, int(entry_bytes), world, device_memory)
+    for unused in unused_key_warnings(recipe, recipe_file, overrides):
+        warn(unused)
+    click.echo(json.dumps(result, indent=2) if as_json else "\n".join(table.render() for table in tables).rstrip())

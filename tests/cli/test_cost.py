@@ -46,14 +46,6 @@ def test_layers_with_a_memory_have_a_line_of_their_own() -> None:
     assert layers == ["1-5", "6", "7-11", "12", "13-16"]
 
 
-def test_one_memory_layer() -> None:
-    text = pkmlm("cost", "--hash-layer", "10", "51", "512").stdout
-    assert "53.5 MB at 2 bytes an entry" in text
-    assert "0.0545 GFLOP for 2,048 tokens" in text
-    done = pkmlm("cost", "--hash-layer", "8", "64", "512", "--tokens", "1", "--json")
-    assert json.loads(done.stdout) == {"parameters": 8_388_608, "flops": 520 * 64, "table_bytes": 16_777_216}
-
-
 def test_an_open_vocabulary_is_asked_for(tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text("model: {dim: 64, heads: 4, context: 32}\ntrain: {batch_tokens: 512}\n")
@@ -78,18 +70,7 @@ def test_the_vocabulary_of_tokenized_data_is_used(tmp_path: Path, monkeypatch: p
 
 def test_wrong_usage() -> None:
     pkmlm("cost", code=2)
-    pkmlm("cost", TINY, "--hash-layer", "8", "64", "512", code=2)
-    assert "--hash-layer" in pkmlm("cost", TINY, "--tokens", "9", code=2).stderr
-    assert "RECIPE" in pkmlm("cost", "--hash-layer", "8", "64", "512", "-s", "model.dim=3", code=2).stderr
-    assert "17 bits" in pkmlm("cost", "--hash-layer", "17", "64", "512", code=2).stderr
     assert "nothing.yaml" in pkmlm("cost", "nothing.yaml", code=2).stderr
-
-
-def test_numbers_that_no_layer_has_are_refused() -> None:
-    most = str(1 << 40)
-    for arguments in (["16", "9" * 400, most], ["16", most, "9" * 91], ["16", most, most, "--tokens", "9" * 320]):
-        assert "1099511627776" in pkmlm("cost", "--hash-layer", *arguments, code=2).stderr
-    assert pkmlm("cost", "--hash-layer", "16", most, most, "--tokens", most).stderr == ""
 
 
 def test_several_ranks_side_by_side() -> None:
@@ -118,6 +99,5 @@ def test_impossible_worlds_are_refused() -> None:
         ([recipe, "--device-memory", "80GB"], "--world"),
         ([recipe, "--world", "2", "--device-memory", "80XB"], "'80XB'"),
         ([recipe, "--world", "2", "--device-memory", "0"], "'0'"),
-        (["--hash-layer", "8", "64", "512", "--world", "2"], "--world"),
     ):
         assert named in pkmlm("cost", *arguments, code=2).stderr

@@ -15,11 +15,11 @@ from pkmlm.cost import (
     bytes_sent,
     cost_of,
     divisions,
-    hash_layer_cost,
     most_keys,
     row_gradient_bytes,
 )
 from pkmlm.kernels.row_gradient import exchange_bytes
+from pkmlm.model.memory.hash_layer import HashLayer
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.constraints import check_recipe
 from pkmlm.recipe.load import load_recipe
@@ -69,13 +69,13 @@ def test_table_1_of_memoryformer(name: str) -> None:
 def test_table_3_of_memoryformer() -> None:
     rows = {(4, 128, 512): (2.1, 0.14), (8, 64, 512): (16.8, 0.07), (10, 51, 512): (53.5, 0.05)}
     for (bits, tables, width), (megabytes, giga) in rows.items():  # the last prints 0.06 G for 0.054
-        parameters, flops = hash_layer_cost(bits, tables, width, tokens=2048)
-        assert (round(2 * parameters / MEGA, 1), round(flops / GIGA, 2)) == (megabytes, giga)
-    assert f"{hash_layer_cost(10, 51, 512, 2048)[1] / GIGA:.4f}" == "0.0545"
+        layer = HashLayer(bits * tables, width, bits=bits)
+        flops = 2048 * layer.flops_per_token()
+        assert (round(2 * layer.values.weight_KD.numel() / MEGA, 1), round(flops / GIGA, 2)) == (megabytes, giga)
 
 
 def test_table_5_of_memoryformer() -> None:
-    qkv, _ = hash_layer_cost(8, 64, 3 * 512, 2048)
+    qkv = 64 * 2**8 * 3 * 512
     for extra, megabytes in ((0, 33.6), (1, 52.4), (2, 88.1), (3, 157.3)):
         cost = preset("memoryformer/tiny.yaml", f"model.hash.extra_bits={extra}")
         block = cost.as_json()["block"][0]
@@ -274,7 +274,8 @@ def test_a_dense_model_costs_what_its_products_do(changes: dict[str, object]) ->
 def test_hash_layers_cost_what_the_papers_formula_says(bits: int, extra: int) -> None:
     model = Model(dim=32, layers=1, heads=4, context=10, projections="hash", hash=Hash(bits=bits, extra_bits=extra))
     wide = 8 * (bits + extra)
-    layers = [hash_layer_cost(*each, 10) for each in ((bits, 8, 96), (bits, 8, wide), (bits + extra, 8, 32))]
+    shapes = ((bits, 96), (bits, wide), (bits + extra, 32))  # tau and h; K = 8 tables, s = 10 tokens
+    layers = [(8 * 2**tau * width, 10 * (tau + width) * 8) for tau, width in shapes]
     block = cost_of(Recipe(model=model), 30).blocks[0]
     assert block.memory == sum(parameters for parameters, _ in layers)
     assert block.flops_without_attention == sum(flops for _, flops in layers)
