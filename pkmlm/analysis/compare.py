@@ -23,6 +23,7 @@ from pkmlm.runs.results import (
     task_scores,
     test_perplexity,
     test_usage,
+    validations,
 )
 
 Facts = dict[str, Any]
@@ -252,7 +253,7 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
     parameters, data = recorded.get("parameters") or {}, latest["data"] if latest else {}
     train = [event for event in metrics if event["event"] == "train"]
     speeds = [speed for event in train if (speed := event.get("tokens_per_second")) is not None]
-    valid = [event for event in metrics if event["event"] == "valid" and event.get("loss") is not None]
+    valid = [event for event in validations(metrics) if event.get("loss") is not None]
     best = min(valid, key=lambda event: float(event["loss"]), default={})
     test_step, test = test_perplexity(run.path)
     tasks_step, tasks = task_scores(run.path)

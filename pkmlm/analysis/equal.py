@@ -41,10 +41,10 @@ def at_equal(
         per_step: what a step of each run takes.
         runs: the lines of metrics.jsonl of each.
     """
-    from pkmlm.runs.results import perplexity  # needs numpy, which options of a command do not
+    from pkmlm.runs.results import perplexity, validations  # need numpy, which options of a command do not
 
     curves = {
-        name: [(e["step"], e["loss"]) for e in events if e["event"] == "valid" and e.get("loss") is not None]
+        name: [(event["step"], event["loss"]) for event in validations(events) if event.get("loss") is not None]
         for name, events in runs.items()
     }
     ends = {name: curve[-1][0] * per_step[name] for name, curve in curves.items() if curve}

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from pkmlm.analysis.usage import MemoryUsage, memory_label, reads_of_a_slot
 from pkmlm.errors import printable
 from pkmlm.runs.files import make_folder, writing
+from pkmlm.runs.results import validations
 
 Metrics = Sequence[Mapping[str, Any]]
 Curves = tuple[float, Metrics]  # what a step of a run takes of what is drawn along x; the lines of metrics.jsonl
@@ -354,7 +355,8 @@ def learning_curves(runs: Mapping[str, Sequence[Curves]], over: str, look: Look,
     for number, (name, seeds) in enumerate(runs.items()):
         style = line_style(number)
         for per_step, metrics in seeds:
-            train, valid = smoothed(points(metrics, "train", per_step)), points(metrics, "valid", per_step)
+            train = smoothed(points((event for event in metrics if event["event"] == "train"), per_step))
+            valid = points(validations(metrics), per_step)
             early = 0 if log else len(train) // 20  # steep, and on a linear axis a line straight up
             scaled += [valid[:, 1], train[early:, 1]]
             cut.append(train[:early, 1])
@@ -451,18 +453,18 @@ def token_lines(per_step: float, metrics: Metrics) -> dict[str, NDArray[np.float
     memories it is the mean, without their pool.
     """
     measured: dict[str, list[tuple[float, float]]] = {panel: [] for panel in ("usage", "kl", "effective", "dead")}
-    for event in metrics:
-        found: dict[str, list[Any]] = {}
-        if event["event"] == "valid":
+    validated = validations(metrics)
+    for event in (*validated, *(event for event in metrics if event["event"] == "drift")):
+        if event["event"] == "drift":
+            found = {"dead": [1 - memory["read"] / memory["slots"] for memory in event["memories"]]}
+        else:
             of_layers = [memory for memory in event.get("usage") or () if memory["layer"]]
             found = {key: [memory.get(key) for memory in of_layers] for key in ("usage", "kl", "effective")}
-        elif event["event"] == "drift":
-            found = {"dead": [1 - memory["read"] / memory["slots"] for memory in event["memories"]]}
         for panel, values in found.items():
             if values and None not in values:
                 percent = 100 if panel in ("usage", "dead") else 1
                 measured[panel].append((event["step"] * per_step, percent * float(np.mean(values))))
-    losses = points(metrics, "valid", per_step)
+    losses = points(validated, per_step)
     lines = {panel: np.array(pairs).reshape(-1, 2) for panel, pairs in measured.items()}
     return {"loss": losses[np.isfinite(losses[:, 1])], **lines}
 
@@ -499,8 +501,8 @@ def uniform_mass(memory: MemoryUsage) -> Line:
 def training_lines(metrics: Metrics) -> dict[tuple[int, str], NDArray[np.float64]]:
     """Of each memory, by layer and name: step, usage, KL, and those of random reading at each validation, (n, 5)."""
     lines: dict[tuple[int, str], list[tuple[float, ...]]] = {}
-    for event in metrics:
-        for entry in (event.get("usage") or []) if event["event"] == "valid" else []:
+    for event in validations(metrics):
+        for entry in event.get("usage") or ():
             floor = entry["uniform"]
             if entry.get("kl") is not None and floor.get("kl") is not None:
                 point = (event["step"], entry["usage"], entry["kl"], floor["usage"], floor["kl"])
@@ -508,9 +510,9 @@ def training_lines(metrics: Metrics) -> dict[tuple[int, str], NDArray[np.float64
     return {memory: np.array(points) for memory, points in lines.items()}
 
 
-def points(events: Metrics, kind: str, per_step: float) -> NDArray[np.float64]:
-    """(steps times `per_step`, loss) of the events of one kind that have a loss, (n, 2)."""
-    pairs = [(e["step"] * per_step, e["loss"]) for e in events if e["event"] == kind and e.get("loss") is not None]
+def points(events: Iterable[Mapping[str, Any]], per_step: float) -> NDArray[np.float64]:
+    """(steps times `per_step`, loss) of the events that have a loss, (n, 2)."""
+    pairs = [(event["step"] * per_step, event["loss"]) for event in events if event.get("loss") is not None]
     return np.array(pairs, dtype=np.float64).reshape(-1, 2)
 
 

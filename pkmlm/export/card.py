@@ -101,9 +101,8 @@ def known_scores(run: RunDirectory, step: int) -> dict[str, dict[str, Any]]:
             except Altered as error:
                 warn(f"{error.message}; it is left out")
     if "valid split" not in scores:
-        tokens = run.recipe().eval.tokens
-        part = f"first {tokens:,} tokens of the valid split" if tokens else "valid split"
         for line in run.sound_metrics():
             if line["event"] == "valid" and line["step"] == step:
-                scores[part] = line
+                tokens = line.get("tokens")
+                scores["valid split" if tokens is None else f"first {tokens:,} tokens of the valid split"] = line
     return {name: found for name, found in scores.items() if found.get("token_ppl") and found.get("bits_per_byte")}

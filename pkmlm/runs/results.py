@@ -620,3 +620,11 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
             with suppress(ValueError, RecursionError, TypeError):  # torn by a kill, or no event
                 line = check_json(json.loads(text), Event)
                 yield check_json(line, DriftEvent) if line["event"] == "drift" else line
+
+
+def validations(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The validations of a log on as many tokens as the last one: `eval.tokens` may change at a resume, and losses and
+    usage before that are of another text. (Older logs do not say on how many tokens.)
+    """
+    found = [event for event in events if event["event"] == "valid"]
+    return [event for event in found if event.get("tokens") in (None, found[-1].get("tokens"))]

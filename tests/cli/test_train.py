@@ -207,7 +207,10 @@ def test_the_best_is_sought_anew_where_validations_score_another_text(tmp_path, 
         pkmlm(*train, "-s", f"train.steps={steps}", "-s", f"eval.tokens={tokens}")
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         losses = {line["step"]: line["loss"] for line in lines if line["event"] == "valid" and line["tokens"] == tokens}
-        assert RunDirectory(run).best() == min(losses, key=losses.__getitem__)
+        best = RunDirectory(run).best()
+        assert best == min(losses, key=losses.__getitem__)
+        compared = json.loads(pkmlm("compare", run, "--format", "json").stdout)["runs"][0]
+        assert (compared["valid_step"], compared["valid_loss"]) == (best, losses[best])
 
 
 def trained_in(run: RunDirectory, recipe: Recipe, validate: Callable, stop: StopRequest) -> Outcome:
