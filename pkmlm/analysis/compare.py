@@ -246,7 +246,7 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
     seconds (in training steps, up to the latest checkpoint, or, where that is gone, to the end), valid_step, valid_loss
     (nats per token), valid_token_ppl, valid_bits_per_byte (of the best validation), test_step, test_token_ppl,
     test_word_ppl, test_bits_per_byte (of the newest evaluation of the test split), tasks_step, tasks ({name: {"acc",
-    ...}}, see `task_scores`), average_acc (see `average_accuracy`), usage_step, usage (memories of the newest usage
+    ...}}, see `task_scores`), usage_step, usage (memories of the newest usage
     report of the test split). The kind is dense, hash, the kind of memory, ngram, or several of them with + between.
     """
     recorded, metrics, recipe, latest = run.facts(), run.sound_metrics(), run.recipe(), run.latest_state()
@@ -282,18 +282,18 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
         **{f"test_{key}": scores.get(key) for key in ("token_ppl", "word_ppl", "bits_per_byte")},
         "tasks_step": tasks_step,
         "tasks": tasks,
-        "average_acc": average_accuracy(tasks.values())[0],
         "usage_step": usage_step,
         "usage": usage.get("memories") or [],
     }
 
 
 def flat_facts(run: Facts) -> Facts:
-    """The facts of a run without lists: each task's accuracy, and the mean usage and KL over memories."""
+    """The facts of a run without lists: the mean usage and KL over memories, and each task's accuracy by its name (of a
+    user's task called "memory", say, by "memory_acc").
+    """
     plain = {key: value for key, value in run.items() if key not in ("tasks", "usage")}
-    tasks = {name: task.get("acc") for name, task in run["tasks"].items()}
-    used = {f"mean_{key}": mean(memory["mass"][key] for memory in by_table(run["usage"])) for key in ("usage", "kl")}
-    return plain | tasks | used
+    plain |= {f"mean_{key}": mean(memory["mass"][key] for memory in by_table(run["usage"])) for key in ("usage", "kl")}
+    return plain | {f"{name}_acc" if name in plain else name: task.get("acc") for name, task in run["tasks"].items()}
 
 
 def by_table(usage: Iterable[Facts]) -> list[Facts]:

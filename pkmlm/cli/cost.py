@@ -1,7 +1,7 @@
 """`pkmlm cost`: parameters, operations, bytes and memory of a recipe."""
 
 import json
-import re
+from contextlib import suppress
 
 import click
 
@@ -9,18 +9,17 @@ from pkmlm.cli.options import RECIPE, json_option, set_option
 from pkmlm.console import warn
 from pkmlm.errors import printable
 
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-
 
 def byte_size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
     """A number of bytes such as 80GB or 79.1GiB."""
     if value is None:
         return None
-    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?) ?([KMGT]?I?B|)", value.strip().upper(), re.ASCII)
-    if not found or found[2] not in UNITS or not float(found[1]):
-        raise click.BadParameter(f"found {printable(value)!r} (expected bytes, as 80GB or 79.1GiB)")
-    return int(float(found[1]) * UNITS[found[2]])
+    from pydantic import ByteSize, TypeAdapter
+
+    with suppress(ValueError):
+        if size := TypeAdapter(ByteSize).validate_python(value):
+            return int(size)
+    raise click.BadParameter(f"found {printable(value)!r} (expected bytes, as 80GB or 79.1GiB)")
 
 
 @click.command()

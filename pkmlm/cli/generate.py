@@ -1,10 +1,11 @@
 """`pkmlm generate`: continue a text."""
 
+import math
 import sys
 
 import click
 
-from pkmlm.cli.options import PATH, base_option, prompt_argument, step_option
+from pkmlm.cli.options import PATH, base_option, prompt_argument, refuse_nan, step_option
 from pkmlm.errors import UserError, printable
 
 
@@ -25,7 +26,8 @@ from pkmlm.errors import UserError, printable
     default=0.8,
     show_default=True,
     metavar="X",
-    type=click.FloatRange(min=0),
+    type=click.FloatRange(min=0, max=math.inf, max_open=True),
+    callback=refuse_nan,
     help="Flattens (above 1) or sharpens the choice; 0 takes the most likely token.",
 )
 @click.option("--top-k", metavar="N", type=click.IntRange(min=1), help="Choose among the k most likely tokens.")
@@ -33,6 +35,7 @@ from pkmlm.errors import UserError, printable
     "--top-p",
     metavar="X",
     type=click.FloatRange(min=0, max=1, min_open=True),
+    callback=refuse_nan,
     help="Choose among the most likely tokens that together have this probability.",
 )
 @click.option(
@@ -70,10 +73,6 @@ def command(
     from pkmlm.evaluate.load import load_run
     from pkmlm.recipe.constraints import require_softmax
 
-    if not temperature < float("inf"):
-        raise UserError(f"--temperature {temperature} is no number to divide by (expected a finite one, 0 or more)")
-    if top_p is not None and not top_p <= 1:  # NaN, which the option's range lets pass
-        raise UserError(f"--top-p {top_p} is no probability (expected more than 0, at most 1)")
     run = load_run(run_path, step, base=base)
     require_softmax(run.recipe.model, run_path, "generate")
     if prompt is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from pkmlm.data.corpus import Index, Part, open_files, open_tokenizer, read_part
-from pkmlm.data.shards import SHARD_BYTES, Progress, TokenStream, Warn, warn_of_documents, write_index, write_splits
+from pkmlm.data.shards import Progress, TokenStream, Warn, warn_of_documents, write_index, write_splits
 from pkmlm.data.text import Tally
 from pkmlm.errors import UserError
 from pkmlm.runs.files import writing_folder
@@ -18,7 +18,6 @@ def join_parts(
     places: Sequence[Path],
     *,
     replace: bool = False,
-    shard_bytes: int = SHARD_BYTES,
     progress: Progress = lambda stage, done, total: None,
     warn: Warn = lambda text: None,
 ) -> Index:
@@ -30,7 +29,6 @@ def join_parts(
         folder: where to write.
         places: the folders of the parts, in any order.
         replace: whether a folder that is not empty is replaced, once the new one is whole.
-        shard_bytes: the size of a full shard.
         progress: called with a split, the bytes of its tokens that have been read, and all of them.
         warn: called with each warning about the documents.
 
@@ -52,7 +50,7 @@ def join_parts(
         origins = [origin for about in read for origin in about.sources]
         streams[split] = TokenStream(joined_tokens(parts, split, progress), Tally(**counts), origins)
     with writing_folder(folder, replace=replace) as place:
-        index = write_splits(place, streams, tokenizer, first.separator, shard_bytes)
+        index = write_splits(place, streams, tokenizer, first.separator)
         write_index(place, index)
     warn_of_documents(folder, index, tokenizer, warn)
     return index

@@ -33,7 +33,7 @@ from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
 from pkmlm.runs.files import writing, writing_folder
 
-SHARD_BYTES = 1 << 30
+SHARD_BYTES = 1 << 30  # of a full shard; a multiple of HASHED
 BATCH_CHARACTERS = 1 << 20
 BATCH_CHUNKS = 1 << 13
 LEARNING = "tokenizer"  # the stage of `tokenize` that learns one; the other stages are the splits
@@ -50,7 +50,6 @@ class Encoding:
         tokenizer: what encodes it.
         separator, field: where the text and its documents are; see `read_chunks`.
         jobs: threads that encode.
-        shard_bytes: the size of a full shard, a multiple of 256 KiB.
         progress: called with a split, the bytes of its sources that have been read, and all of them; at least before
             and after each split.
     """
@@ -59,7 +58,6 @@ class Encoding:
     separator: str | None = None
     field: str = FIELD
     jobs: int = 1
-    shard_bytes: int = SHARD_BYTES
     progress: Progress = lambda stage, done, total: None
 
 
@@ -180,7 +178,7 @@ def write_corpus(
         arrays = encode_batches(reader, encoding.tokenizer, encoding.jobs)
         streams[split] = TokenStream(arrays, reader.tally, reader.origins)
     with writing_folder(folder, replace=replace) as place:
-        index = write_splits(place, streams, encoding.tokenizer, encoding.separator, encoding.shard_bytes)
+        index = write_splits(place, streams, encoding.tokenizer, encoding.separator)
         if part:
             Part(*part, encoding.field, files, index).write(place)
         else:
@@ -291,18 +289,16 @@ class TokenStream(NamedTuple):
     origins: Sequence[Origin]
 
 
-def write_splits(
-    place: Path, streams: Mapping[str, TokenStream], tokenizer: Tokenizer, separator: str | None, shard_bytes: int
-) -> Index:
+def write_splits(place: Path, streams: Mapping[str, TokenStream], tokenizer: Tokenizer, separator: str | None) -> Index:
     """Write the files of a corpus, or of a part of one, without its index, which is returned; splits may be empty."""
     with writing(place / tokenizer.file) as file:
         file.write(tokenizer.model_bytes)
-    splits = {name: write_tokens(place, name, stream, tokenizer.eos, shard_bytes) for name, stream in streams.items()}
+    splits = {name: write_tokens(place, name, stream, tokenizer.eos) for name, stream in streams.items()}
     dtype = dtype_for(tokenizer.size)
     return Index(dtype, tokenizer.size, tokenizer.eos, tokenizer.sha256, separator, splits)
 
 
-def write_tokens(folder: Path, split: str, stream: TokenStream, eos: int, shard_bytes: int) -> Split:
+def write_tokens(folder: Path, split: str, stream: TokenStream, eos: int) -> Split:
     """Write the shards of a split, its list of documents and its hashes; return its part of the index."""
     shards: list[Shard] = []
     digests: list[bytes] = []
@@ -315,7 +311,7 @@ def write_tokens(folder: Path, split: str, stream: TokenStream, eos: int, shard_
             path = folder / f"{split}-{len(shards):05d}.bin"
             begin = written
             with writing(path) as file:
-                for block in itertools.chain([first], itertools.islice(blocks, shard_bytes // HASHED - 1)):
+                for block in itertools.chain([first], itertools.islice(blocks, SHARD_BYTES // HASHED - 1)):
                     file.write(block.data)
                     digests.append(hashlib.sha256(block.data).digest())
                     documents.write((np.flatnonzero(block == eos) + (written + 1)).astype("<i8").tobytes())

@@ -23,6 +23,7 @@ from pkmlm.export.config import CONFIG, MODEL_TYPE
 from pkmlm.export.folder import verify
 from pkmlm.model.attached import DENSE, NAME, NGRAM, block_owner, find_blocks, insert, ngram_spec, text_config
 from pkmlm.model.attention import AttentionLayout, KVCache
+from pkmlm.model.host_ngrams import CACHES
 from pkmlm.model.memory.base import SparseMemory
 from pkmlm.model.transformer import Transformer
 from pkmlm.recipe.schema import Memory, Model, NGram, Recipe
@@ -63,7 +64,7 @@ class Hosted(Transformer):
         # Plain attributes: as modules of this one, too, they would be stored twice.
         self.__dict__.update(embedding=host.get_input_embeddings(), blocks=blocks, norm=norm, ngram_ids=ngram_ids)
         named = inspect.signature(type(host).forward).parameters
-        self.cache_name = "cache" if "cache" in named else "past_key_values"  # until transformers 5.23
+        self.cache_name = next(name for name in CACHES if name in named)
         ids_1T = torch.arange(min(8, self.embedding.num_embeddings), device=host.device)[None]
         with torch.no_grad():
             own, whole = self.head(self.hidden(ids_1T)).float(), host(input_ids=ids_1T, use_cache=False).logits.float()

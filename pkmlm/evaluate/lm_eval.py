@@ -135,8 +135,7 @@ class PkmLM(TemplateLM):
         for owner, (value, greedy) in zip(owners, self._from_all(scored_N2).tolist(), strict=True):
             results[owner] = (results[owner][0] + value, results[owner][1] and bool(greedy))
         for (key, _, _), result in zip(requests, results, strict=True):
-            if key is not None:
-                self.cache_hook.add_partial("loglikelihood", key, result)
+            self.cache_hook.add_partial("loglikelihood", key, result)
         return results
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:

@@ -4,5 +4,5 @@
 YAML and keeps the lines; `load.py` makes a recipe of files and overrides; `constraints.py` says what must hold between
 keys and with the ranks, `warnings.py` what is valid but probably not meant; `shipped.py` finds the recipes that come
 with the package.
-All of pkmlm reads recipes; this folder imports `errors.py` and pydantic.
+All of pkmlm reads recipes; this folder imports `errors.py`, pydantic and PyYAML.
 """

@@ -96,8 +96,7 @@ def check_ranks(recipe: Recipe, ranks: int, file: str) -> None:
             of `parallel.memory`, or a memory has more slots than ranks can exchange.
     """
     check = Check(dict.fromkeys(("parallel.memory", "train.micro_batch", "model.memory.num_keys"), file))
-    micro_batch, sequences, parts = recipe.train.micro_batch, recipe.sequences, recipe.parallel.memory
-    memory = recipe.model.memory
+    memory, parts = recipe.model.memory, recipe.parallel.memory
     if ranks > 1 and memory.kind != "none" and memory.slots > MAX_SLOTS:
         message = f"found {memory.num_keys}, {memory.slots:.2g} slots"
         check.fail("model.memory.num_keys", message, f"at most {math.isqrt(MAX_SLOTS)} with more than one process")
@@ -105,12 +104,21 @@ def check_ranks(recipe: Recipe, ranks: int, file: str) -> None:
         check.fail(
             "parallel.memory", f"{parts} does not divide the number of processes, {ranks}", f"a divisor of {ranks}"
         )
+    check_micro_batches(check, recipe, ranks)
+
+
+def check_micro_batches(check: Check, recipe: Recipe, ranks: int = 1) -> None:
+    """The sequences of a step fall into whole micro-batches on every rank."""
+    sequences, micro_batch = recipe.sequences, recipe.train.micro_batch
     if sequences % (micro_batch * ranks):
+        divisible = f"a train.batch_tokens that {micro_batch * ranks * recipe.model.context} divides"
         check.fail(
             "train.micro_batch",
             f"the {sequences} sequences of a step (train.batch_tokens / model.context) do not fall into micro-batches "
-            f"of {micro_batch} on each of {ranks} processes",
-            f"a train.batch_tokens that {micro_batch * ranks * recipe.model.context} divides, or another micro-batch",
+            f"of {micro_batch}" + f" on each of {ranks} processes" * (ranks > 1),
+            divisible if sequences % ranks else f"a divisor of {sequences // ranks}",
+            "train.batch_tokens",
+            "model.context",
         )
 
 
@@ -189,16 +197,7 @@ def check_training(check: Check, recipe: Recipe) -> None:
     memory = recipe.model.memory
     if memory.kind != "none" and memory.query_norm == "batch" and context * micro_batch < 2:
         check.fail("train.micro_batch", "a batch norm of queries sees one token", "2 or more", "model.context")
-    sequences = tokens // context
-    if sequences % micro_batch:
-        check.fail(
-            "train.micro_batch",
-            f"the {sequences} sequences of a step (train.batch_tokens / model.context) do not fall into "
-            f"micro-batches of {micro_batch}",
-            f"a divisor of {sequences}",
-            "train.batch_tokens",
-            "model.context",
-        )
+    check_micro_batches(check, recipe)
     for prefix, group in recipe.optim_groups.items():
         if group.schedule == "inverse-sqrt" and group.warmup_steps < 1:
             message = "found 0 with the inverse-sqrt schedule"
@@ -249,9 +248,8 @@ def check_ngram(check: Check, model: Model) -> None:
             check.fail("model.ngram.layers", f"found layer {layer}", expected, "model.layers")
     if not ngram.orders or len(set(ngram.orders)) < len(ngram.orders):
         check.fail("model.ngram.orders", f"found {list(ngram.orders)}", "one order or more, each once")
-    if ngram.rows > 1 and (divisor := smallest_divisor(ngram.rows)) < ngram.rows:
-        larger = next(rows for rows in itertools.count(ngram.rows) if smallest_divisor(rows) == rows)
-        check.fail("model.ngram.rows", f"found {ngram.rows}, which {divisor} divides", f"a prime, such as {larger}")
+    if ngram.rows > 1 and (prime := next_prime(ngram.rows)) > ngram.rows:
+        check.fail("model.ngram.rows", f"found {ngram.rows}", f"a prime, such as {prime}")
     if ngram.tables * ngram.rows > MAX_SLOTS:
         message = f"{ngram.tables} tables of {ngram.rows} rows"
         check.fail("model.ngram.rows", message, "at most 2^31 rows in a layer", "model.ngram.heads")
@@ -260,9 +258,9 @@ def check_ngram(check: Check, model: Model) -> None:
         check.fail("model.ngram.row_dim", f"found {ngram.row_dim}, and fusion add adds rows", f"{model.dim}", *others)
 
 
-def smallest_divisor(number: int) -> int:
-    """The smallest divisor above 1 of a number above 1: itself, if it is prime."""
-    return next((each for each in range(2, math.isqrt(number) + 1) if number % each == 0), number)
+def next_prime(number: int) -> int:
+    """The smallest prime that is no less than a number above 1: itself, if it is prime."""
+    return next(n for n in itertools.count(number) if all(n % each for each in range(2, math.isqrt(n) + 1)))
 
 
 def check_finetuning(check: Check, recipe: Recipe) -> None:

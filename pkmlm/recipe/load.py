@@ -46,10 +46,12 @@ def recipe_of(tree: Node, overrides: Iterable[str] = ()) -> Recipe:
         tree = merge(tree, parse_override(override))
     places: dict[str, str] = {}
     recipe: Recipe = bind(tree, Recipe, "", places)
+    for section, key in (("data", "dir"), ("train", "init_from"), ("finetune", "background")):
+        part = getattr(recipe, section)
+        if (path := getattr(part, key)) and path.startswith("~"):  # in a recipe or behind -s, no shell has seen it
+            recipe = replace(recipe, **{section: replace(part, **{key: os.path.expanduser(path)})})
     folder = recipe.data.dir
-    if folder and folder.startswith("~"):  # in a recipe or behind -s, no shell has seen it
-        recipe = replace(recipe, data=replace(recipe.data, dir=os.path.expanduser(folder)))
-    elif folder and not os.path.exists(folder) and not places["data.dir"].startswith("-s "):
+    if folder and not os.path.exists(folder) and not places["data.dir"].startswith("-s "):
         beside = os.path.join(os.path.dirname(places["data.dir"].rsplit(":", 2)[0]), folder)
         if os.path.exists(beside):
             recipe = replace(recipe, data=replace(recipe.data, dir=beside))

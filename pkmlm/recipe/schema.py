@@ -320,7 +320,7 @@ class KeysOptim:
 class Optim:
     lr: LearningRate = key(2.5e-4, "peak learning rate")
     betas: tuple[Fraction, Fraction] = key((0.9, 0.98), "Adam's decay rates")
-    eps: Epsilon = key(1e-8, "Adam's epsilon, for every group")
+    eps: Epsilon = key(1e-8, "Adam's epsilon; optim.values may have its own")
     schedule: Schedule = key("inverse-sqrt", "learning-rate schedule")
     warmup_steps: Steps = key(4000, "steps of linear warm-up; inverse-sqrt needs at least 1")
     final_lr: Share = key(0.1, "cosine and linear end at this share of the peak")
@@ -387,13 +387,16 @@ class Eval:
 
 @dataclass(frozen=True, config=STRICT)
 class Checkpoint:
-    every: Size = key(1000, "steps between checkpoints; one is also saved at the end and on request")
+    every: Size = key(
+        1000,
+        "steps between checkpoints; one is also saved after each best validation, on request and at the end",
+    )
     keep: int = key(2, "how many of the newest checkpoints to keep, besides the best one; at least 2", ge=2, le=MAX_INT)
 
 
 @dataclass(frozen=True, config=STRICT)
 class Log:
-    every: Size = key(20, "steps between progress lines when the output is not a terminal")
+    every: Size = key(20, "steps between progress lines in train.log, and on standard error unless it is a terminal")
     tensorboard: bool = key(False, "also write TensorBoard events (pip install pkmlm[sinks])")
     wandb: str | None = key(None, "also log to this Weights & Biases project (pip install pkmlm[sinks])")
 

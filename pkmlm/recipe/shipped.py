@@ -24,6 +24,7 @@ def find_recipe(name: str | Path) -> Path:
 
 def find_base(inheritor: Path, name: str) -> Path:
     """The file that a recipe or grid names as its base: beside it, or the one of that name in `RECIPES`."""
+    name = os.path.expanduser(name)
     beside, shipped = inheritor.parent / name, find_recipe(name)
     return beside if os.path.exists(beside) or shipped == Path(name) else shipped
 

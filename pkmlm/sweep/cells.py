@@ -209,7 +209,7 @@ def facts_at_end(cell: Cell, run: RunDirectory) -> Facts:
     if facts["usage_step"] != last:
         facts |= {"usage_step": None, "usage": []}
     if facts["tasks_step"] != last:
-        facts |= {"tasks_step": None, "tasks": {}, "average_acc": None}
+        facts |= {"tasks_step": None, "tasks": {}}
     facts["tasks"] = {name: task for name, task in facts["tasks"].items() if not task.get("num_fewshot")}
     return facts
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from functools import cached_property
 from itertools import combinations, product
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -304,8 +304,8 @@ def paper_numbers(node: Node, key: str, axes: Sequence[tuple[str, list[str]]]) -
         return
     if not axes:
         number = bind(node, float, key, {})
-        if not isinstance(number, float):
-            raise wrong(node, key, "a number")
+        if not isinstance(number, float) or not isfinite(number):
+            raise wrong(node, key, "a finite number")
         yield (), number
         return
     (axis, names), *rest = axes

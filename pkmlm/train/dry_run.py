@@ -1,7 +1,6 @@
 """A run that is tried: its plan, and its first step in memory. Nothing is written."""
 
 import time
-from dataclasses import replace
 
 from pkmlm.console import warn
 from pkmlm.cost import cost_of
@@ -28,9 +27,8 @@ def dry_run(job: Job, output: str | None, world: World, *, resume: str = "auto")
         UserError: as `train`.
     """
     lead, run = world.rank == 0, RunDirectory(output) if output else None
-    if world.broadcast(run is not None and bool(run.steps())):  # a resume does not read `train.init_from`
-        job = replace(job, recipe=replace(job.recipe, train=replace(job.recipe.train, init_from=None)))
-    start = None
+    start: int | None = None
+    warnings: list[str] = []
     with world.collective_errors():
         settings = device_settings(job.recipe)
         if lead:
@@ -38,7 +36,8 @@ def dry_run(job: Job, output: str | None, world: World, *, resume: str = "auto")
                 refuse_output(run, resume)
                 if run.steps():
                     refuse_changed_recipe(run, job.recipe)
-            start, warnings = check_init_from(job)
+            if run is None or not run.steps():  # a resume does not read it
+                start, warnings = check_init_from(job)
             check_background(job)
             print(*plan(job, settings, world.size), sep="\n", flush=True)
             for text in [*job.warnings, *warnings, *too_large_warning(job, settings, world.size)]:

@@ -102,7 +102,8 @@ def _source_checkpoint(job: Job, step: int | None = None) -> tuple[RunDirectory,
         )
     try:
         if step is None:
-            step = source.resolve("best" if source.best() is not None else "latest")
+            best = source.best()
+            step = source.resolve("latest") if best is None else best
         path = source.checkpoint(step)
         verify(path, optimizer=False)
         progress = read_progress(path)

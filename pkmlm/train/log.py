@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 
+from pkmlm.analysis.usage import memory_label
 from pkmlm.errors import UserError, printable
 from pkmlm.recipe.schema import Log
 from pkmlm.runs.directory import RunDirectory
@@ -93,7 +94,8 @@ class TrainingLog:
         scalars = {f"{event}/{name}": number for name, number in numbers.items() if isinstance(number, int | float)}
         for memory in numbers.get("usage") or ():
             used = {key: memory[key] for key in ("usage", "kl") if memory[key] is not None}
-            scalars |= {f"{event}/layer {memory['layer']} {memory['name']}/{key}": used[key] for key in used}
+            label = memory_label(memory["layer"], memory["name"])
+            scalars |= {f"{event}/{label}/{key}": used[key] for key in used}
         for sink in self.sinks:
             sink.write(scalars, step)
         for text in self.monitor.warnings(line) if self.monitor else ():

@@ -5,6 +5,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from pkmlm.analysis.usage import memory_label
+
 WINDOW = 50  # steps that a loss is compared with
 FEWEST = 20
 SPIKE = 10.0  # times the median deviation of the window (6.7 standard deviations of normal noise) ...
@@ -57,7 +59,11 @@ class TrainingMonitor:
         return warnings
 
     def _usage(self, memory: dict[str, Any]) -> list[str]:
-        name, usage, uniform = f"layer {memory['layer']} {memory['name']}", memory["usage"], memory["uniform"]["usage"]
+        name, usage, uniform = (
+            memory_label(memory["layer"], memory["name"]),
+            memory["usage"],
+            memory["uniform"]["usage"],
+        )
         warnings = []
         if usage < COLLAPSE * self.highest.get(name, 0.0):
             warnings.append(f"{name} is used less: {usage:.1%} of its slots are read, after {self.highest[name]:.1%}")

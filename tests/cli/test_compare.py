@@ -142,6 +142,13 @@ def test_tasks_of_several_files_are_merged(run: Path) -> None:
     assert found["average_acc"] == pytest.approx(0.25)
 
 
+def test_a_task_with_the_name_of_a_fact_does_not_replace_it(run: Path) -> None:
+    tasks = {"step": 200, "tasks": {"memory": {"n": 10, "acc": 0.25}}}
+    (run / "eval" / "tasks-memory-step-200.json").write_text(json.dumps(tasks))
+    (row,) = csv.DictReader(pkmlm("compare", run, "--format", "csv").stdout.splitlines())
+    assert (row["memory"], row["memory_acc"]) == ("2000", "0.25")
+
+
 def test_results_of_an_earlier_step_say_so(run: Path) -> None:
     assert pkmlm("compare", run).stdout.count("at step") == 2, "of validation and test, in every table"
     line = {"event": "train", "step": 300, "loss": 5.0}

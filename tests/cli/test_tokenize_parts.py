@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pkmlm.data import shards
 from pkmlm.data.corpus import HASHED, Corpus
 from pkmlm.data.join_parts import join_parts
 from pkmlm.data.shards import Encoding, assign_parts, write_corpus
@@ -92,16 +93,18 @@ def test_parts_make_what_one_machine_makes(texts, tmp_path, parts):
     assert sum((place / "valid-00000.bin").exists() for place in places) == 1
 
 
-def test_shards_of_joined_parts_are_full(texts, tmp_path):
+def test_shards_of_joined_parts_are_full(texts, tmp_path, monkeypatch):
     """Shards of 256 KiB, which end within parts, and parts that end within blocks."""
     for name in "abcd":
         rows = [json.dumps({"text": prose(1500, i % 9)}) + "\n" for i in range(50)]
         (tmp_path / f"{name}.jsonl").write_text("".join(rows))
     sources, tokenizer = {"train": find_sources([f"{tmp_path}/*.jsonl"])}, Tokenizer.load(texts / "m.model")
-    write_corpus(tmp_path / "one", sources, Encoding(tokenizer, shard_bytes=HASHED))
+    monkeypatch.setattr(shards, "SHARD_BYTES", 2 * HASHED)
     for part in range(1, 4):
-        write_corpus(tmp_path / str(part), sources, Encoding(tokenizer, shard_bytes=2 * HASHED), (part, 3))
-    join_parts(tmp_path / "joined", [tmp_path / str(part) for part in (1, 2, 3)], shard_bytes=HASHED)
+        write_corpus(tmp_path / str(part), sources, Encoding(tokenizer), (part, 3))
+    monkeypatch.setattr(shards, "SHARD_BYTES", HASHED)
+    write_corpus(tmp_path / "one", sources, Encoding(tokenizer))
+    join_parts(tmp_path / "joined", [tmp_path / str(part) for part in (1, 2, 3)])
     assert (tmp_path / "one/train-00002.bin").exists()
     assert_same_folders(tmp_path / "one", tmp_path / "joined")
 

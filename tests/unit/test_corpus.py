@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pkmlm.data import shards
 from pkmlm.data.corpus import FORMAT, HASHED, Corpus, open_tokenizer, read_index
 from pkmlm.data.shards import Encoding, TokenStream, write_corpus, write_tokens
 from pkmlm.data.sources import find_sources
@@ -43,7 +44,9 @@ def made(tmp_path_factory, tokenizer):
     (folder / "train.txt").write_text(SEPARATOR.join(texts), newline="")
     (folder / "valid.txt").write_text("abc\u2581d")
     sources = {split: find_sources([f"{folder}/{split}.txt"]) for split in ("train", "valid")}
-    write_corpus(folder / "tokens", sources, Encoding(tokenizer, SEPARATOR, shard_bytes=2 * HASHED))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "SHARD_BYTES", 2 * HASHED)
+        write_corpus(folder / "tokens", sources, Encoding(tokenizer, SEPARATOR))
     tokens = np.concatenate([[*tokenizer.encode(text), tokenizer.eos] for text in texts])
     return folder / "tokens", texts, tokens
 
@@ -151,11 +154,12 @@ def test_a_character_that_a_foreign_tokenizer_lacks_is_named(tmp_path, tokenizer
     assert not (tmp_path / "out").exists()
 
 
-def test_full_shards_end_at_any_token(tmp_path):
+def test_full_shards_end_at_any_token(tmp_path, monkeypatch):
     """Tokens that fill their shards exactly, in arrays of odd sizes."""
     tokens = np.arange(HASHED, dtype="<u2") % 9
     stream = TokenStream(np.array_split(tokens, 7), Tally(documents=int((tokens == 1).sum())), [])
-    about = write_tokens(tmp_path, "train", stream, 1, HASHED)
+    monkeypatch.setattr(shards, "SHARD_BYTES", HASHED)
+    about = write_tokens(tmp_path, "train", stream, 1)
     assert [(shard.tokens, shard.bytes) for shard in about.shards] == [(HASHED // 2, HASHED)] * 2
     assert (tmp_path / "train.hashes").stat().st_size == 32 * (2 + -(-8 * (about.documents + 1) // HASHED))
 

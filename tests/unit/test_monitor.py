@@ -57,6 +57,15 @@ def test_a_memory_that_goes_out_of_use_is_told_at_each_halving():
     assert told == [False, False, False, True, False, True, False]
 
 
+def test_a_shared_table_is_told_by_its_name():
+    monitor = TrainingMonitor()
+    for usage in (0.5, 0.1):
+        event = valid(usage)
+        event["usage"][0] |= {"layer": 0, "name": "pool"}
+        told = monitor.warnings(event)
+    assert told[0].startswith("pool is used less")
+
+
 def test_a_validation_on_fewer_tokens_is_no_collapse():
     monitor = TrainingMonitor()
     told = [bool(monitor.warnings(valid(usage) | {"tokens": tokens})) for usage, tokens in ((0.8, 900), (0.3, 90))]

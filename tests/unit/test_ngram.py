@@ -380,7 +380,7 @@ def test_a_map_that_is_not_the_runs_is_refused(tmp_path, trained, monkeypatch):
     [
         ("layers=[3]", "found layer 3 .expected layers from 1 to 2"),
         ("layers=[1, 1]", "each once"),
-        ("rows=65536", "which 2 divides .expected a prime, such as 65537"),
+        ("rows=65536", "found 65536 .expected a prime, such as 65537"),
         ("rows=0", "1 or more"),
         ("orders=[]", "one order or more"),
         ("orders=[2, 2]", "each once"),

@@ -6,10 +6,10 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from pkmlm.data import overlap
+from pkmlm.data import overlap, shards
 from pkmlm.data.corpus import HASHED, Index
 from pkmlm.data.overlap import LEAST, Overlap, overlaps
-from pkmlm.data.shards import SHARD_BYTES, Encoding, TokenStream, write_corpus, write_tokens
+from pkmlm.data.shards import Encoding, TokenStream, write_corpus, write_tokens
 from pkmlm.data.sources import find_sources
 from pkmlm.data.text import Tally
 from pkmlm.data.tokenizer import Tokenizer
@@ -50,7 +50,8 @@ def test_shared_documents_are_those_whose_texts_are_the_same(tmp_path, tokenizer
     for split, documents in texts.items():
         (tmp_path / f"{split}.txt").write_text(SEPARATOR.join(documents), newline="")
     sources = {split: find_sources([f"{tmp_path}/{split}.txt"]) for split in texts}
-    index = write_corpus(tmp_path / "out", sources, Encoding(tokenizer, SEPARATOR, shard_bytes=HASHED))
+    monkeypatch.setattr(shards, "SHARD_BYTES", HASHED)
+    index = write_corpus(tmp_path / "out", sources, Encoding(tokenizer, SEPARATOR))
     assert len(index.splits["train"].shards) > 1
     expected = []
     for earlier, later in (("train", "valid"), ("train", "test"), ("valid", "test")):
@@ -68,7 +69,7 @@ def written(folder, splits):
     for split, ids in splits.items():
         ids[:, -1] = 1
         stream = TokenStream([ids.astype("<u2").ravel()], Tally(documents=len(ids)), [])
-        about[split] = write_tokens(folder, split, stream, 1, SHARD_BYTES)
+        about[split] = write_tokens(folder, split, stream, 1)
     Index("uint16", 290, 1, "", None, about).write(folder)
     return folder
 

@@ -500,7 +500,13 @@ def test_a_decay_that_leaves_no_step_at_the_peak_is_warned_of(recipe_file: Path)
 
 def test_a_home_folder_is_found(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    assert load_recipe(recipe_file, ["data.dir=~/tokens"]).data.dir == "/home/me/tokens"
+    recipe = load_recipe(recipe_file, ["data.dir=~/tokens", "train.init_from=~/run", "finetune.background=~/news"])
+    found = recipe.data.dir, recipe.train.init_from, recipe.finetune.background
+    assert found == ("/home/me/tokens", "/home/me/run", "/home/me/news")
+    monkeypatch.setenv("HOME", str(recipe_file.parent))
+    heir = recipe_file.with_name("heir.yaml")
+    heir.write_text(f"base: ~/{recipe_file.name}\n")
+    assert load_recipe(heir).model == load_recipe(recipe_file).model
 
 
 def test_groups_of_parameters_that_a_model_lacks_or_freezes_are_not_checked(recipe_file: Path) -> None:

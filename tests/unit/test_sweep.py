@@ -153,6 +153,7 @@ def test_the_papers_numbers_are_found_in_lists_and_mappings(folder):
         ("measure: [perplexity, usage", "measure: [perplexity, usag", "15:23: measure: found usag"),
         ("  perplexity: {none", "  perplexities: {}\n  perplexity: {none", "17:3: paper: found perplexities"),
         ("no: 20.5", "no: abc", "paper.perplexity.256.no: found abc"),
+        ("no: 20.5", "no: 1e999", "paper.perplexity.256.no: found 1e999|finite"),
         ("no: 20.5", "no: [20.5]", "paper.perplexity.256.no: found a list"),
         ("[22.0, 21.0]", "[22.0, 21.0, 20.0]", "paper.perplexity.64: found a list of 3|norm: no, yes"),
         ("{no: 20.5", "{on: 20.5", "paper.perplexity.256: found a mapping|norm: no, yes"),

@@ -154,7 +154,7 @@ class KeyMemory(SparseMemory):
     @uncompiled
     def forward(self, x_BTD: Tensor) -> Tensor:
         """(..., D) to (..., D), in the dtype of the rows read, or of the map W2; search and softmax are in fp32."""
-        x_ND = x_BTD.flatten(0, -2)
+        x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
         q_NHq = self.query(x_ND)
         with without_autocast(x_BTD.device):
             scores_NHk, slots_NHk = self.select(at_least_fp32(q_NHq))

@@ -18,7 +18,7 @@ from pkmlm.model.init import Constant, Counting, InitSpec, Multipliers
 from pkmlm.model.memory.base import SparseMemory, UsageTap, uncompiled
 from pkmlm.model.memory.query import RMS_EPSILON
 from pkmlm.model.memory.values import Values
-from pkmlm.recipe.constraints import smallest_divisor
+from pkmlm.recipe.constraints import next_prime
 from pkmlm.recipe.schema import NGram, section
 
 TAPS = 4  # positions that the convolution sees, `G` apart
@@ -160,8 +160,8 @@ class NGramMemory(SparseMemory):
             raise ValueError(f"dim: found {dim} (expected 1 or more)")
         if not orders or len(set(orders)) < len(orders):
             raise ValueError(f"orders: found {orders} (expected one or more, each once)")
-        if rows > 1 and smallest_divisor(rows) < rows:
-            raise ValueError(f"rows: found {rows} (expected a prime, or 1)")
+        if rows > 1 and (prime := next_prime(rows)) > rows:
+            raise ValueError(f"rows: found {rows} (expected a prime, such as {prime}, or 1)")
         if fusion == "add" and row_dim != dim:
             raise ValueError(f"row_dim: found {row_dim} (expected {dim}, the width of the stream)")
         self.rows, self.tables = rows, spec.tables
