@@ -57,6 +57,7 @@ setup(
             "types-PyYAML>=6,<7",
             "transformers>=5.1,<6",
             "accelerate>=1.1,<2",
+            "tensorboard>=2.16,<3",
         ],
     },
     entry_points={

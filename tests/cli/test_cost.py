@@ -17,8 +17,9 @@ def test_the_table_of_memoryformer_tiny() -> None:
     assert max(map(len, text.splitlines())) <= 80
     row = next(line for line in text.splitlines() if line.startswith("1-6"))
     assert row.split() == ["1-6", "qkv", "ffn1", "ffn2", "3,328", "69,206,016", "4.65", "0.356", "4.7", "0.403"]
-    assert "parameters, memory values and tables           415,236,096" in text
-    assert "total " in text
+    assert ["parameters,", "memory", "values", "and", "tables", "415,236,096"] in [
+        line.split() for line in text.splitlines()
+    ]
 
 
 def test_a_key_that_does_nothing_is_warned_of_beside_the_table() -> None:

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 
 import click
 import pytest
@@ -52,23 +51,23 @@ def test_help_needs_nothing_heavy_and_comes_at_once(words):
         "try:\n    pkmlm.cli.main()\n"
         "finally:\n    print({'torch', 'numpy', 'sentencepiece', 'pyarrow', 'rich'} & set(sys.modules))"
     )
-    began = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", code, *words, "--help"], capture_output=True, text=True, cwd=ROOT, timeout=300
+        [sys.executable, "-c", code, *words, "--help"], capture_output=True, text=True, cwd=ROOT, timeout=60
     )
     assert done.stdout.splitlines()[-1] == "set()"
-    assert time.monotonic() - began < 5  # hangs, not speed: speed has benchmarks
 
 
 def test_versions_and_wrong_words():
     assert pkmlm("--version").stdout.startswith("pkmlm 0.")
-    hint = "hint: `pkmlm {}--help` shows how it is used\n"
-    told = "error: No such command 'trian'. Did you mean 'train'?\n" + hint.format("")
-    assert pkmlm("trian", code=2).stderr == told
-    told = "error: No such option '--frob\\x1b'\n" + hint.format("train ")
-    assert pkmlm("train", "--frob\x1b", code=2).stderr == told
-    told = "error: Invalid value for '--jobs': 0 is not in the range 1<=x<=1024\n" + hint.format("tokenize ")
-    assert pkmlm("tokenize", "a.txt", "-o", "b", "--jobs", "0", code=2).stderr == told
+    for words, command, names in (
+        (["trian"], "", ("trian", "'train'")),
+        (["train", "--frob\x1b"], "train ", ("'--frob\\x1b'",)),
+        (["tokenize", "a.txt", "-o", "b", "--jobs", "0"], "tokenize ", ("--jobs", "1024")),
+    ):
+        error, hint = pkmlm(*words, code=2).stderr.splitlines()
+        assert error.startswith("error: ")
+        assert all(name in error for name in names)
+        assert hint.startswith(f"hint: `pkmlm {command}--help`")
     assert pkmlm(code=2).stderr.startswith("Usage: pkmlm [OPTIONS] COMMAND")
 
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from pkmlm.recipe.schema import Recipe
+from pkmlm.recipe.schema import Recipe, flatten
 from pkmlm.runs import checkpoint
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.train.resume_check import change_warnings
+from pkmlm.train.resume_check import change_warnings, fixed_keys
 from pkmlm.train.step import TrainState
 from tests.conftest import after_step, pkmlm
 
@@ -140,6 +140,13 @@ def test_changed_keys_are_listed_in_one_warning(begun, copy):
     for change in ("train.steps was 8", "train.micro_batch was 4 and is now 2", "eval.tokens was 600 and is now 300"):
         assert change in warned
     assert "log.every" not in warned
+
+
+def test_keys_that_decide_a_runs_numbers_are_fixed():
+    may_change = flatten(Recipe()).keys() - fixed_keys(Recipe()).keys()
+    decisive = {key for key in may_change if key.partition(".")[0] in ("model", "optim", "train", "finetune")}
+    free = {f"train.{key}" for key in ("steps", "micro_batch", "recompute", "init_from")}
+    assert decisive == free | {"optim.decay_steps", "finetune.background"}
 
 
 def test_only_what_changes_numbers_is_listed():

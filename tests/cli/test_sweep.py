@@ -16,6 +16,7 @@ from threading import Thread
 
 import pytest
 
+from pkmlm.bench.rounds import Timing
 from pkmlm.cli.sweep import parse_devices
 from pkmlm.recipe.load import load_recipe
 from pkmlm.runs.directory import RunDirectory
@@ -24,7 +25,7 @@ from pkmlm.runs.results import signed
 from pkmlm.signals import StopRequest, handled
 from pkmlm.sweep.cells import Cell, Cells, Outcome, facts_at_end
 from pkmlm.sweep.grid import read_grid
-from pkmlm.sweep.run import Runner
+from pkmlm.sweep.run import TIMED_TOKENS, Runner
 from tests.conftest import pkmlm
 
 GRID = """title: Two memories
@@ -262,6 +263,25 @@ def test_validation_is_that_of_the_last_step(grid, tmp_path, trained):
     facts = facts_at_end(cells_of(grid, 30)["256_seed-1"], run)
     assert (facts["valid_step"], facts["valid_loss"]) == (30, last["loss"])
     assert facts["valid_token_ppl"] == last["token_ppl"]
+
+
+def test_other_seeds_run_at_the_best_value(grid, tmp_path, monkeypatch):
+    """All runs are done already, so that nothing trains here."""
+    folder = tmp_path / "swept"
+    text = GRID.replace("{none: {model.memory.kind: none}, 64", "{64").replace("dense", "speed")
+    grid.write_text(text + "seeds: [1, 2]\ntune: {values: [3e-3, 1e-9]}\n")
+    settings = ["train.steps=2", "optim.warmup_steps=0"]
+    cells = Cells(read_grid(grid)[0], grid.parent / "product-key.yaml", settings)
+    first = list(cells.first.values())
+    for cell in (*first, *cells.others(first[0])):
+        words = [word for text in cell.overrides for word in ("-s", text)]
+        pkmlm("train", grid.parent / "product-key.yaml", "-o", folder / "cells" / cell.name, "-q", *words)
+    monkeypatch.setattr("pkmlm.sweep.run.interleaved", lambda actions, *_: {each: Timing([0.5]) for each in actions})
+    pkmlm("sweep", grid, "-o", folder, "-q", *(word for text in settings for word in ("-s", text)))
+    (point,) = json.loads((folder / "results.json").read_text())["points"]
+    assert point["tuned"] == "3e-3"
+    assert len(point["measured"]["valid_loss"]["values"]) == 2
+    assert point["measured"]["speed"]["values"] == [TIMED_TOKENS / 0.5 / 1000]
 
 
 def test_an_error_in_timing_leaves_the_table(grid, tmp_path, tokens, monkeypatch):

@@ -55,6 +55,8 @@ def test_a_run_directory_holds_what_the_design_says(trained, kind):
     train = [line for line in lines if line["event"] == "train"]
     assert [line["step"] for line in train] == list(range(1, 31))
     assert {"loss", "lr", "grad_norm", "tokens", "tokens_per_second"} <= train[0].keys()
+    assert [line["lr"] for line in train[:5]] == pytest.approx([3e-3 * step / 5 for step in range(1, 6)])  # the warm-up
+    assert sum(256 / line["tokens_per_second"] for line in train) == pytest.approx(facts["seconds"], rel=0.01)
     group = {"dense": None, "hash": "tables"}.get(kind, "values")
     assert {key for key in train[0] if key.startswith("lr_")} == ({f"lr_{group}"} if group else set())
     assert 29 * 256 < train[-1]["tokens"] <= 30 * 256  # the corpus's last piece is short
@@ -91,6 +93,8 @@ def test_stopped_and_resumed_is_the_same_run_to_the_bit(tmp_path, write_recipe, 
         assert tensors(run, 30, name) == tensors(straight, 30, name)
     states = [json.loads((r / "checkpoints/step-00000030/state.json").read_text()) for r in (run, straight)]
     assert states[0]["scaler"] == states[1]["scaler"]
+    steps = [line for line in RunDirectory(run).metrics() if line["event"] == "train"]
+    assert sum(256 / line["tokens_per_second"] for line in steps) == pytest.approx(states[0]["seconds"], rel=0.01)
     assert (run / "best").read_text() == (straight / "best").read_text()
 
 

@@ -307,22 +307,19 @@ def recalibrated_and_recomputed() -> None:
             torch.testing.assert_close(tensor, buffers[1][name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-def bytes_sent(memory: int) -> None:
-    """8,192 tokens of 128 reads from 2^20 slots of 512, by two ranks; then what a rank has sent, on standard output."""
+def resumed_to_the_bit() -> None:
+    """A state that has taken two steps, and a new one that is given what it holds: the next two have the same bits."""
     with init_distributed() as world:
-        ranks = ranks_among(world, 2, memory)
-        with torch.device("meta"):
-            table = Values(1 << 20, 512, std=1.0, group="values")
-        table.divide(ranks.memory)
-        table.weight_KD = nn.Parameter(torch.zeros(table.weight_KD.shape))
-        table.gradient = RowGradient(1 << 20)
-        slots = (
-            torch.arange(4096 * 128).view(4096, 128) % 1000
-        )  # few rows, for speed: what is sent does not depend on it
-        table(slots, torch.ones(4096, 128, requires_grad=True)).sum().backward()
-        all_gather_row_gradients(table.gradient, ranks.data)
-        assert len(table.gradient.joined()[0]) == 8192
-        print(world.comm_stats.sent)
+        first, second = (state_of(recipe_of("layer"), ranks_among(world, 4, 1)) for _ in range(2))
+        for step in (1, 2):
+            train_step(first, step)
+        for theirs, ours in zip(first.tensors()[:2], second.tensors()[:2], strict=True):
+            for name, tensor in theirs.items():
+                ours[name].data.copy_(tensor)
+        for step in (3, 4):
+            assert train_step(first, step) == train_step(second, step)
+        for name, tensor in first.model.state_dict().items():
+            assert torch.equal(tensor, second.model.state_dict()[name]), name
 
 
 def beside_the_cost(cases: list[list[Any]]) -> None:

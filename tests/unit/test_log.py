@@ -111,7 +111,6 @@ def test_a_project_has_a_run_of_its_own_for_each_run_and_the_usage_of_its_memori
 
 
 def test_tensorboard_drops_the_steps_that_a_resume_takes_again(tmp_path):
-    pytest.importorskip("tensorboard", reason="an extra: pip install 'pkmlm[sinks]'")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     def train(first: int, last: int, loss: float) -> None:

@@ -12,10 +12,10 @@ from pkmlm.distributed import ProcessGroups
 from pkmlm.model.memory import values as values_module
 from pkmlm.model.memory.values import Values
 from pkmlm.model.transformer import build_model
-from pkmlm.recipe.schema import Hash, KeysOptim, Memory, Model, Optim, Recipe, TablesOptim, Train, ValuesOptim
+from pkmlm.recipe.schema import Hash, KeysOptim, Memory, Model, NGram, Optim, Recipe, TablesOptim, Train, ValuesOptim
 from pkmlm.train.lr_schedule import LrSchedule, RelativeLrSchedule
 from pkmlm.train.optim import parameter_groups
-from pkmlm.train.row_adam import RowAdam
+from pkmlm.train.row_adam import RowAdam, RowSGD
 
 MODEL = Model(
     dim=16,
@@ -387,7 +387,7 @@ def test_a_half_precision_copy_follows_its_table(monkeypatch, precision):
 
 
 @pytest.mark.parametrize("optimizer", ["row-adam", "adam"])
-def test_gradient_norms_and_clipping(optimizer):
+def test_gradient_norms(optimizer):
     recipe = replace(RECIPE, optim=Optim(values=ValuesOptim(optimizer=optimizer)))
     model = build_model(recipe, 20)
     groups = {group.name: group for group in parameter_groups(model, recipe)}
@@ -398,3 +398,30 @@ def test_gradient_norms_and_clipping(optimizer):
         assert group.own_square(ProcessGroups()).sqrt().item() == pytest.approx(norm, rel=1e-4)
         group.scale_gradient(0.25)
         assert group.own_square(ProcessGroups()).sqrt().item() == pytest.approx(norm / 4, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["values", "tables", "ngram"])
+def test_a_group_moves_as_its_own_section_says(name):
+    how = {"betas": (0.5, 0.75), "weight_decay": 0.25, "schedule": "linear", "warmup_steps": 4, "clip": 0.125}
+    optim = Optim(lr=2.0, final_lr=0.5)
+    optim = replace(optim, **{name: replace(getattr(optim, name), **how)})
+    model = replace(MODEL, projections="hash", ngram=NGram(layers=(1,), orders=(2,), heads=1, rows=7, row_dim=4))
+    recipe = replace(RECIPE, model=model, optim=optim, train=replace(RECIPE.train, steps=12))
+    (group,) = [each for each in parameter_groups(build_model(recipe, 20), recipe) if each.name == name]
+    (settings,) = group.optimizer.param_groups
+    assert (settings["betas"], settings["weight_decay"], group.clip) == ((0.5, 0.75), 0.25, 0.125)
+    peak = {"values": 1e-3, "tables": 2.0 * 3, "ngram": 2.0 * 5}[name]
+    assert [group.schedule.lr_at(step) / peak for step in (1, 4, 8, 12)] == pytest.approx([0.25, 1, 0.75, 0.5])
+
+
+def test_row_sgd_scales_decays_and_keeps_its_copy(monkeypatch):
+    monkeypatch.setattr(values_module, "HALF_ON", ("cpu",))
+    table, slots, weights = table_of(torch.ones(3, 2)), torch.tensor([[1]]), torch.ones(1, 1)
+    optimizer = RowSGD([table], lr=0.5, weight_decay=0.25)
+    with autocast(torch.device("cpu"), "bf16"):
+        table(slots, weights).sum().backward()
+    table.gradient.scale *= 0.5  # as clipping or a loss scale sets it
+    optimizer.step()
+    assert table.weight_KD[:, 0].tolist() == [1, 1 - 0.5 * 0.25 - 0.5 * 0.5, 1]
+    with autocast(torch.device("cpu"), "bf16"):
+        assert table(slots, weights).tolist() == [[0.625] * 2]

@@ -9,7 +9,6 @@ import torch
 
 from pkmlm.data.batches import Batches
 from pkmlm.data.corpus import Corpus
-from pkmlm.distributed import ProcessGroups
 from pkmlm.errors import UserError
 from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.model.transformer import build_model
@@ -66,6 +65,12 @@ def test_batch_norm_counts_each_forward_once_and_weighs_a_step_the_same(recipe):
             mean.lerp_(each.mean(0), norm.momentum)
         torch.testing.assert_close(norm.running_mean, mean)
         assert 1 - (1 - norm.momentum) ** (8 // size) == pytest.approx(0.1)
+
+
+def test_half_precision_has_the_norms_of_fp32(recipe):
+    norms = [train_step(state_of(recipe, precision), 1).norms for precision in ("fp32", "fp16", "bf16")]
+    for half in norms[1:]:
+        assert half == pytest.approx(norms[0], rel=0.05)
 
 
 @pytest.mark.parametrize(("precision", "optimizer"), [("fp32", "adam"), ("bf16", "row-adam"), ("fp16", "adam")])
@@ -133,18 +138,17 @@ def test_a_loss_that_is_not_finite_ends_training_before_the_update(recipe, preci
         assert torch.equal(parameter.nan_to_num(), before[name].nan_to_num()), name
 
 
-def test_gradients_are_clipped_group_by_group(recipe):
-    clipped = replace(recipe.optim, clip=1e-4, values=replace(recipe.optim.values, clip=0.0))
-    state = state_of(replace(recipe, optim=clipped))
-    seen = {}
-    for group in state.param_groups:
-        group.optimizer.register_step_pre_hook(
-            lambda *_, group=group: seen.__setitem__(group.name, float(group.own_square(ProcessGroups()).sqrt()))
-        )
+@pytest.mark.parametrize(("precision", "optimizer"), [("fp32", "row-adam"), ("fp16", "adam")])
+def test_what_moves_is_the_clipped_gradient(recipe, precision, optimizer):
+    """After one step the first moments are a tenth of it."""
+    values = replace(recipe.optim.values, clip=1e-5, optimizer=optimizer, betas=(0.9, 0.999))
+    optim = replace(recipe.optim, clip=1e-4, values=values, betas=(0.9, 0.98))
+    state = state_of(replace(recipe, optim=optim), precision)
     norms = train_step(state, 1).norms
-    assert norms["dense"] > 1e-4
-    assert seen["dense"] == pytest.approx(1e-4, rel=1e-3)
-    assert seen["values"] == pytest.approx(norms["values"])
+    for group in state.param_groups:
+        assert norms[group.name] > group.clip
+        moments = [each["exp_avg"].flatten() for each in group.optimizer.state.values()]
+        assert float(torch.cat(moments).norm()) == pytest.approx(0.1 * group.clip, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -184,3 +188,19 @@ def test_recalibration_takes_the_statistics_of_the_last_weights(recipe):
     assert len(queries) == 3 + state.recipe.micro_batches(1), "no step that has not been trained on"
     assert norm.momentum == twin.model.blocks[1].parts["memory"].query.norm.momentum
     assert train_step(state, 4).loss == train_step(twin, 4).loss
+
+
+def test_the_loss_scale_is_that_of_torchs_scaler(recipe):
+    state = state_of(recipe, "fp16")
+    state.scaler, theirs = (torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3) for _ in range(2))
+    parameter = torch.zeros(1, requires_grad=True)
+    sgd = torch.optim.SGD([parameter], lr=1.0)
+    for step, factor in enumerate((1, 1, math.inf, 1, 1, 1, 1, math.inf, 1), 1):
+        hook = state.model.norm.weight.register_hook(lambda grad, factor=factor: grad * factor)
+        train_step(state, step)
+        hook.remove()
+        theirs.scale(torch.ones(()))
+        parameter.grad = torch.tensor([float(factor)])
+        theirs.step(sgd)
+        theirs.update()
+        assert state.scaler.get_scale() == theirs.get_scale(), step

@@ -116,6 +116,11 @@ def test_every_cell_is_its_recipe(folder):
     assert [(other.seed, other.tuned, other.recipe.train.seed) for other in others] == [(2, "2e-3", 2)]
     for each in (cell, *others):
         assert load_recipe(folder / "base.yaml", each.overrides) == each.recipe
+    trials = Cells(grid_of(folder, GRID.replace("tune: {", "tune: {set: {train.steps: 3}, ")), folder / "base.yaml")
+    trial = trials.first[("64", "no"), "2e-3"]
+    assert (trial.recipe.train.steps, trial.name) == (3, "64_no_2e-3_seed-1_trial")
+    assert [(other.seed, other.trial) for other in trials.others(trial)] == [(1, False), (2, False)]
+    assert len(trials) == 5 * (3 + 2)
     (folder / "base.yaml").unlink()
     assert cells.others(cell) == others, "the base as it was at first"
     assert cell.name == "256_yes_2e-3_seed-1"
@@ -477,6 +482,16 @@ def test_a_folder_keeps_to_the_settings_of_its_runs(folder):
     kept = json.loads((swept.path / "results.json").read_text())
     write_json(swept.path / "results.json", {key: kept[key] for key in kept if key not in ("set", "digest")})
     swept.recall(results())  # nothing says with which settings
+
+
+def test_measures_are_in_the_units_that_they_say():
+    cost = {"read": 250_000, "tables": 500_000, "block_flops": 1e9, "map_flops": 1e9, "operations": 1e6, "dense": 1e6}
+    for name in ("bytes", "table_mb", "block_flops", "map_flops", "operations", "dense"):
+        assert MEASURES[name].read({"cost": cost}) == pytest.approx(1.0), name
+    assert MEASURES["speed"].read({"speed": 1000.0}) == 1.0
+    pool = [{"name": "memory", "pool": [1, 2], "mass": {"usage": 0.2}}] * 2
+    pool.append({"name": "pool", "pool": [1, 2], "mass": {"usage": 0.3}})
+    assert MEASURES["usage"].read({"usage": pool}) == 0.3
 
 
 def test_the_average_beside_the_papers_is_over_its_tasks():
