@@ -178,15 +178,15 @@ def whole_weights(model: Transformer) -> dict[str, np.ndarray]:
     return found
 
 
-def curves(folder: str, cases: list[list[Any]], steps: dict[str, int]) -> None:
+def curves(folder: str, cases: list[list[Any]], steps: int) -> None:
     """Train each case (kind, ranks, memory, micro_batch) and write losses, norms and weights into folder/NAME.npz."""
     with init_distributed() as world:
         alone = [case for case in cases if case[1] == 1]
         for case in alone[world.rank :: world.size]:
-            curve(Path(folder), *case, steps[case[0]], None)
+            curve(Path(folder), *case, steps, None)
         for kind, size, memory, micro_batch in [case for case in cases if case[1] > 1]:
             ranks = ranks_among(world, size, memory)
-            curve(Path(folder), kind, size, memory, micro_batch, steps[kind], ranks)
+            curve(Path(folder), kind, size, memory, micro_batch, steps, ranks)
 
 
 def curve(

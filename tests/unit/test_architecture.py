@@ -4,11 +4,9 @@ import ast
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 PACKAGE, TESTS = (Path(__file__).parents[2] / name for name in ("pkmlm", "tests"))
-FILES = sorted(PACKAGE.rglob("*.py"))
-OWN = [path for path in FILES if not path.stem.endswith("_pkmlm")]  # the others go out with exported models
+FILES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+OWN = {path: tree for path, tree in FILES.items() if not path.stem.endswith("_pkmlm")}  # others leave with exports
 # A room may import from rooms of a lower number, and from itself.
 FLOORS = {
     "errors": 0,
@@ -56,52 +54,49 @@ def imports(tree: ast.AST) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", OWN, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_go_one_way(path):
-    own, tree = room(path), ast.parse(path.read_text())
-    assert not any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(tree)), "relative import"
-    for name in imports(tree):
-        parts = name.split(".")
-        needs_host = path.match("evaluate/attached.py") or path.match("model/host_ngrams.py")
-        assert parts[0] != "transformers" or needs_host, "it is no package that pkmlm needs"
-        if parts[0] != "pkmlm" or len(parts) < 2 or parts[1] not in FLOORS:
-            continue
-        assert parts[1] == own or FLOORS[parts[1]] < FLOORS[own], f"{path.name} imports {name}"
+def test_imports_go_one_way():
+    for path, tree in OWN.items():
+        own = room(path)
+        assert not any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(tree)), path
+        for name in imports(tree):
+            parts = name.split(".")
+            needs_host = path.match("evaluate/attached.py") or path.match("model/host_ngrams.py")
+            assert parts[0] != "transformers" or needs_host, f"{path} imports what pkmlm does not need"
+            if parts[0] == "pkmlm" and len(parts) > 1 and parts[1] in FLOORS:
+                assert parts[1] == own or FLOORS[parts[1]] < FLOORS[own], f"{path} imports {name}"
 
 
 def test_no_imports_go_in_a_circle():
     modules = {".".join(("pkmlm", *path.relative_to(PACKAGE).with_suffix("").parts)): path for path in OWN}
     order = TopologicalSorter()
     for module, path in modules.items():
-        for name in imports(ast.parse(path.read_text())):
+        for name in imports(OWN[path]):
             owner = name if name in modules else name.rpartition(".")[0]
             if owner in modules and owner != module:
                 order.add(module, owner)
     order.prepare()  # raises CycleError, which names the circle
 
 
-@pytest.mark.parametrize(
-    "path", sorted((PACKAGE / "cli").rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
-)
-def test_commands_import_heavy_packages_only_when_they_run(path):
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            for name in imports(node):
-                assert name.split(".")[0] not in HEAVY, f"{path.name} imports {name} at the top"
+def test_commands_import_heavy_packages_only_when_they_run():
+    commands = {path: tree for path, tree in FILES.items() if room(path) == "cli"}
+    assert commands
+    for path, tree in commands.items():
+        for node in tree.body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                for name in imports(node):
+                    assert name.split(".")[0] not in HEAVY, f"{path} imports {name} at the top"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_no_data_is_ever_run_as_code(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call):
-            called = ast.unparse(node.func)
-            assert called not in {"eval", "exec", "compile", "__import__", "os.system", "torch.load", "yaml.load"}, (
-                called
-            )
-            assert not called.startswith(("pickle.", "marshal.", "shelve.")), called
-            for keyword in node.keywords:
-                assert ast.unparse(keyword) not in {"shell=True", "weights_only=False", "allow_pickle=True"}
-    assert not {"pickle", "marshal", "shelve"} & {name.split(".")[0] for name in imports(ast.parse(path.read_text()))}
+def test_no_data_is_ever_run_as_code():
+    runs = {"eval", "exec", "compile", "__import__", "os.system", "torch.load", "yaml.load"}
+    for path, tree in FILES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                assert called not in runs, f"{path} calls {called}"
+                for keyword in node.keywords:
+                    assert ast.unparse(keyword) not in {"shell=True", "weights_only=False", "allow_pickle=True"}, path
+        assert not {"pickle", "marshal", "shelve"} & {name.split(".")[0] for name in imports(tree)}, path
 
 
 # Calls that change files. One file makes them, so that whatever is written is whole or absent and can be made to fail.
@@ -130,11 +125,11 @@ def changes(tree: ast.AST) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", OWN, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_files_are_changed_in_one_place(path):
-    inside = path.relative_to(PACKAGE).as_posix()
-    if inside != "runs/files.py":
-        assert not [call for call in changes(ast.parse(path.read_text())) if (inside, call) not in WRITES]
+def test_files_are_changed_in_one_place():
+    for path, tree in OWN.items():
+        inside = path.relative_to(PACKAGE).as_posix()
+        if inside != "runs/files.py":
+            assert not [call for call in changes(tree) if (inside, call) not in WRITES], path
 
 
 def test_every_way_to_change_a_file_is_noticed():
@@ -150,20 +145,20 @@ def test_every_way_to_change_a_file_is_noticed():
     assert not changes(ast.parse("open(p)\nopen(p, 'rb')\ntext.replace(a, b)\nos.path.exists(p)\nitems.remove(x)"))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_every_file_and_public_name_says_what_it_is(path):
-    tree = ast.parse(path.read_text())
-    assert ast.get_docstring(tree)
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-            base_only = not node.body or isinstance(node.body[0], ast.AnnAssign | ast.Pass)
-            assert ast.get_docstring(node) or base_only, node.name
-        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-            assert ast.get_docstring(node) or len(node.body) == 1, node.name  # a single statement says it itself
+def test_every_file_and_public_name_says_what_it_is():
+    for path, tree in FILES.items():
+        assert ast.get_docstring(tree), path
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                base_only = not node.body or isinstance(node.body[0], ast.AnnAssign | ast.Pass)
+                assert ast.get_docstring(node) or base_only, f"{path}: {node.name}"
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                said = ast.get_docstring(node) or len(node.body) == 1  # a single statement says it itself
+                assert said, f"{path}: {node.name}"
 
 
-@pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
-def test_no_test_waits_for_a_process_for_ever(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"subprocess.run", "subprocess.check_output"}:
-            assert {keyword.arg for keyword in node.keywords} & {"timeout", None}, f"line {node.lineno}"
+def test_no_test_waits_for_a_process_for_ever():
+    for path in TESTS.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in {"subprocess.run", "subprocess.check_output"}:
+                assert {keyword.arg for keyword in node.keywords} & {"timeout", None}, f"{path}, line {node.lineno}"
