@@ -61,6 +61,11 @@ def pkmlm(*arguments: object, code: int = 0, stdin: str | bytes = "") -> Done:
     return done
 
 
+def given(*settings: str) -> list[str]:
+    """The words with which a command line overrides keys."""
+    return [word for setting in settings for word in ("-s", setting)]
+
+
 @pytest.fixture(scope="session")
 def novels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with train.txt, valid.txt and test.txt: the beginnings of the demo's novels."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from tests.conftest import pkmlm
+from tests.conftest import given, pkmlm
 from tests.task_rows import write_rows
 
 OPTIONS = ["model.attention_options.features=12", "model.attention_options.block=8", "model.attention_options.rank=4"]
@@ -16,7 +16,7 @@ KINDS = {"linformer": "dense", "cosformer": "hash", "performer": "product-key"}
 def arguments(attention: str, *more: str) -> list[str]:
     changes = [f"model.attention={attention}", *OPTIONS, "optim.schedule=constant", "train.steps=12", "eval.every=6"]
     changes += ["checkpoint.every=6", *more]
-    return [word for change in changes for word in ("-s", change)]
+    return given(*changes)
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -26,7 +26,7 @@ from pkmlm.signals import StopRequest, handled
 from pkmlm.sweep.cells import Cell, Cells, Outcome, facts_at_end
 from pkmlm.sweep.grid import read_grid
 from pkmlm.sweep.run import TIMED_TOKENS, Runner
-from tests.conftest import pkmlm
+from tests.conftest import given, pkmlm
 
 GRID = """title: Two memories
 base: product-key.yaml
@@ -93,7 +93,7 @@ def test_a_sweep_trains_measures_and_tells(grid, tmp_path):
     sweep = ("sweep", grid, "-o", folder, "-s", "train.steps=12")
     for cell in cells_of(grid, 12).values():
         if cell.tuned != "1000":  # the other two are trained here
-            words = [word for text in cell.overrides for word in ("-s", text)]
+            words = given(*cell.overrides)
             pkmlm("train", grid.parent / "product-key.yaml", "-o", folder / "cells" / cell.name, "-q", *words)
     pkmlm("eval", folder / "cells" / "256_3e-3_seed-1", "-q")
     done = pkmlm(*sweep, "--jobs", 2)
@@ -158,9 +158,9 @@ def test_short_runs_choose_and_whole_ones_are_compared_at_equal_amounts(grid, tm
     cells = Cells(read_grid(grid)[0], grid.parent / "product-key.yaml", settings)
     assert len(cells) == 6
     for cell in cells.first.values():
-        words = [word for text in cell.overrides for word in ("-s", text)]
+        words = given(*cell.overrides)
         pkmlm("train", grid.parent / "product-key.yaml", "-o", folder / "cells" / cell.name, "-q", *words)
-    sweep = ("sweep", grid, "-o", folder, *(word for text in settings for word in ("-s", text)))
+    sweep = ("sweep", grid, "-o", folder, *given(*settings))
     done = pkmlm(*sweep)
     results = json.loads((folder / "results.json").read_text())
     steps = {cell["name"]: cell["step"] for cell in results["cells"]}
@@ -274,10 +274,10 @@ def test_other_seeds_run_at_the_best_value(grid, tmp_path, monkeypatch):
     cells = Cells(read_grid(grid)[0], grid.parent / "product-key.yaml", settings)
     first = list(cells.first.values())
     for cell in (*first, *cells.others(first[0])):
-        words = [word for text in cell.overrides for word in ("-s", text)]
+        words = given(*cell.overrides)
         pkmlm("train", grid.parent / "product-key.yaml", "-o", folder / "cells" / cell.name, "-q", *words)
     monkeypatch.setattr("pkmlm.sweep.run.interleaved", lambda actions, *_: {each: Timing([0.5]) for each in actions})
-    pkmlm("sweep", grid, "-o", folder, "-q", *(word for text in settings for word in ("-s", text)))
+    pkmlm("sweep", grid, "-o", folder, "-q", *given(*settings))
     (point,) = json.loads((folder / "results.json").read_text())["points"]
     assert point["tuned"] == "3e-3"
     assert len(point["measured"]["valid_loss"]["values"]) == 2
@@ -377,7 +377,7 @@ def test_a_run_that_was_trained_longer_is_measured_again(grid, tmp_path):
         "-o",
         run.path,
         "-q",
-        *(part for text in longer.overrides for part in ("-s", text)),
+        *given(*longer.overrides),
     )
     after_examples = '{"step": 8, "tasks": {"piqa": {"acc": 0.5, "num_fewshot": 2}}}'
     (run.path / "eval" / "tasks-piqa-shots-2-step-8.json").write_text(after_examples)

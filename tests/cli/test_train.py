@@ -28,7 +28,7 @@ from pkmlm.train.job import open_job
 from pkmlm.train.log import TrainingLog
 from pkmlm.train.loop import Outcome, Training
 from pkmlm.train.step import TrainState
-from tests.conftest import after_step, pkmlm
+from tests.conftest import after_step, given, pkmlm
 
 
 def losses(run: Path) -> list[tuple[int, str]]:
@@ -79,7 +79,7 @@ def test_stopped_and_resumed_is_the_same_run_to_the_bit(tmp_path, write_recipe, 
     """Stopped between two checkpoints."""
     kind, *changes = extra
     straight, run, recipe = tmp_path / "straight", tmp_path / "run", write_recipe(tmp_path, kind)
-    arguments = ["train", recipe, *(word for change in changes for word in ("-s", change))]
+    arguments = ["train", recipe, *given(*changes)]
     if changes:
         pkmlm(*arguments, "-o", straight)
     else:
@@ -411,7 +411,7 @@ def test_checkpoints_are_read_while_training_saves_and_prunes_and_a_kill_is_noti
     """The newest one is soon gone; whoever has begun to read it looks for the next."""
     run, settings = tmp_path / "run", ["train.steps=20000", "eval.every=0", "checkpoint.every=1", "checkpoint.keep=2"]
     words = ["train", str(write_recipe(tmp_path, "dense")), "-o", str(run), "-q"]
-    words += [word for text in settings for word in ("-s", text)]
+    words += given(*settings)
     training = ranks.start(1, "command", words=words)
     try:
         deadline = time.monotonic() + 120

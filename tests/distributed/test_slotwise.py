@@ -7,14 +7,10 @@ import numpy as np
 import pytest
 
 from pkmlm.analysis.background import Background
-from tests.conftest import pkmlm
+from tests.conftest import given, pkmlm
 from tests.distributed.test_runs import losses, tensors
 
 LAYOUTS = {"data": [], "columns": ["parallel.memory=2"], "shards": ["parallel.memory=2", "parallel.shard=true"]}
-
-
-def given(*keys: str) -> list[str]:
-    return [word for key in keys for word in ("-s", key)]
 
 
 @pytest.fixture(scope="module")

@@ -23,14 +23,9 @@ from pkmlm.runs.results import read_metrics, write_arrays
 from pkmlm.train.optim import optimizer_state
 from pkmlm.train.slot_choice import TableBackground, best_rows
 from pkmlm.train.step import TrainState, train_step
-from tests.conftest import pkmlm
+from tests.conftest import given, pkmlm
 
 KINDS = ("product-key", "flat-key", "memory-plus", "peer")
-
-
-def given(*keys: str) -> list[str]:
-    """Overrides of a recipe."""
-    return [word for key in keys for word in ("-s", key)]
 
 
 def by_numpy(
