@@ -98,12 +98,12 @@ def time_inference(chosen: list[Variant], batches: Sequence[int], tokens: int, r
             half = context - context // 2
             filled = prefilled(model, ids_BT[:, : half - 1])
             actions["decode", index, batch] = partial(decode, model, filled, ids_BT[:, half - 1 : half], tokens)
-            actions["score", index, batch] = partial(score, model, ids_BT)
+            actions["score", index, batch] = partial(score_batch, model, ids_BT)
     times, bandwidth = interleaved_with_copy(actions, rounds, device, say)
     return InferenceTimes(chosen, times, tokens, context, bandwidth)
 
 
 @torch.no_grad()
-def score(model: Transformer, ids_BT: Tensor) -> Tensor:
+def score_batch(model: Transformer, ids_BT: Tensor) -> Tensor:
     """The log-probability of a text under a model, all sequences together."""
     return -model.loss(ids_BT, ids_BT.roll(-1, 1))

@@ -18,7 +18,7 @@ from torch import Tensor
 ARITHMETIC = ("reassoc", "contract", "nsz")
 # The "numpy" model divides by zero as the hardware does; Python's would test each divisor, in scalar code.
 OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": {*ARITHMETIC}, "error_model": "numpy"}
-LEAST_WORK = 1 << 17  # numbers a thread, under which starting it costs more than it does
+WORK_PER_THREAD = 1 << 17  # numbers a thread, under which starting it costs more than it does
 
 
 def compiled(function: Callable[..., Any]) -> Any:
@@ -110,7 +110,7 @@ def even_bounds(items: int, work: int) -> list[int]:
     Args:
         work: numbers that an item handles.
     """
-    threads = max(1, min(torch.get_num_threads(), items, items * work // LEAST_WORK))
+    threads = max(1, min(torch.get_num_threads(), items, items * work // WORK_PER_THREAD))
     return [items * part // threads for part in range(threads + 1)]
 
 

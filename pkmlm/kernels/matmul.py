@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-LEAST_WORK = 1 << 20  # multiplications; with fewer, oneDNN's 15 us a call are more than it gains
+ONEDNN_WORK = 1 << 20  # multiplications; with fewer, oneDNN's 15 us a call are more than it gains
 # Scores that a search computes at a time, by device. On a CPU 16 MB of them may stay in the cache between the product
 # and the search. A GPU wants few large calls (not measured): with 262,144 flat keys, 128 MB are the scores of 128
 # queries, and 16 MB would take eight times the launches.
 SCORES = {"cpu": 1 << 22, "cuda": 1 << 25}
-LEAST_WIDTH = 32  # of the narrower side of a map; below it, oneDNN's copies of the matrices are more than it gains
+ONEDNN_WIDTH = 32  # of the narrower side of a map; below it, oneDNN's copies of the matrices are more than it gains
 
 
 def prefers_onednn() -> bool:
@@ -34,7 +34,7 @@ PREFER_ONEDNN = prefers_onednn()
 def uses_onednn(x: Tensor, y: Tensor) -> bool:
     """Whether the product of x (..., I) with each row of y (O, I) is oneDNN's."""
     # Size first: this is asked for every product of every token that is decoded.
-    if not PREFER_ONEDNN or x.numel() * y.shape[0] < LEAST_WORK or min(y.shape) < LEAST_WIDTH:
+    if not PREFER_ONEDNN or x.numel() * y.shape[0] < ONEDNN_WORK or min(y.shape) < ONEDNN_WIDTH:
         return False
     plain = x.dtype == y.dtype == torch.float32 and x.device.type == y.device.type == "cpu"
     return plain and not torch.is_autocast_enabled("cpu")

@@ -55,7 +55,7 @@ def of_layers(key: str) -> Callable[[Mapping[str, Any]], float | None]:
     return lambda facts: mean(memory.get(key) for memory in facts.get("usage") or [] if memory["name"] != "pool")
 
 
-def average_accuracy(facts: Mapping[str, Any]) -> float | None:
+def suite_accuracy(facts: Mapping[str, Any]) -> float | None:
     """The mean over the paper's tasks; None where one was not scored. A run may have results of others too."""
     tasks = facts.get("tasks") or {}
     found = [tasks.get(name, {}).get("acc") for name in TASKS]
@@ -100,7 +100,7 @@ MEASURES: dict[str, Measure] = {
         "tables MB", "tables of a block (MB, 2 bytes an entry)", "{:,.1f}", "cost", fact("cost", "tables", scale=2e-6)
     ),
     **{name: Measure(name, f"accuracy on {name}", "{:.3f}", "tasks", fact("tasks", name, "acc")) for name in TASKS},
-    "average_acc": Measure("average", "average accuracy", "{:.3f}", "tasks", average_accuracy),
+    "average_acc": Measure("average", "average accuracy", "{:.3f}", "tasks", suite_accuracy),
 }
 
 

@@ -23,7 +23,7 @@ from rich.progress import MofNCompleteColumn, TaskID, TimeElapsedColumn
 from pkmlm.analysis.compare import differences
 from pkmlm.analysis.equal import Over
 from pkmlm.analysis.plots import Look, draw_curves
-from pkmlm.bench.generate import score
+from pkmlm.bench.generate import score_batch
 from pkmlm.bench.rounds import Say, interleaved
 from pkmlm.bench.steps import step_amounts
 from pkmlm.console import progress_bars, say_drawn, status_line, warn_each
@@ -400,7 +400,7 @@ def time_models(results: Results, runs: Path, say: Say) -> None:
             corpus = open_split(cell.recipe.data.dir or "", "test", run.tokenizer)
             tokens_BT = Batches(corpus, context, sequences, 1).micro_batch(1, 0, sequences)[0].to(run.device)
             counted[point] = tokens_BT.numel()
-            actions[point] = partial(score, run.model, tokens_BT)
+            actions[point] = partial(score_batch, run.model, tokens_BT)
         times = interleaved(actions, ROUNDS, default_device(), say)
     results.speeds = {
         point: Speed(recipe_sha256(cells[point].recipe), [counted[point] / each for each in timing.seconds], machine())

@@ -9,7 +9,7 @@ from pkmlm.distributed import World, build_process_groups
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.train.init_from import check_init_from
 from pkmlm.train.job import Job
-from pkmlm.train.out_of_memory import too_large_warning, training_bytes
+from pkmlm.train.out_of_memory import rank_bytes, too_large_warning
 from pkmlm.train.resume_check import refuse_changed_recipe, refuse_output
 from pkmlm.train.run import build_state, device_settings, explaining_failure, initial_model
 from pkmlm.train.slot_choice import check_background
@@ -59,7 +59,7 @@ def plan(job: Job, settings: DeviceSettings, ranks: int) -> list[str]:
     cost = cost_of(recipe, job.vocab_size)
     micro_batches, sequences = recipe.micro_batches(ranks), recipe.sequences
     each = f" on each of {ranks} processes" if ranks > 1 else ""
-    held = training_bytes(job, settings.precision, ranks)
+    held = rank_bytes(job, settings.precision, ranks)
     sizes = {name: f"{size / 1e6:,.1f}" for name, size in held.items()}
     parts = ", ".join(f"{name} {size}" for name, size in sizes.items() if size != "0.0")
     spec = recipe.finetune

@@ -14,7 +14,7 @@ OF_A_FORWARD = ("activations", "search")  # parts of `Cost.training` that grow w
 
 def out_of_memory_error(job: Job, precision: Precision, ranks: int) -> UserError:
     """The error that says what a run of so many ranks needs, and which key to lower; exit code 1."""
-    training = training_bytes(job, precision, ranks)
+    training = rank_bytes(job, precision, ranks)
     parts = ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in training.items() if size >= 1e6)
     key, value = key_to_lower(job.recipe, training)
     elsewhere = "" if key == "train.micro_batch" else " (under another -o, if the run has a checkpoint)"
@@ -27,7 +27,7 @@ def out_of_memory_error(job: Job, precision: Precision, ranks: int) -> UserError
 
 def too_large_warning(job: Job, settings: DeviceSettings, ranks: int) -> list[str]:
     """A warning before memory runs out, which on Linux may end a process without a word."""
-    training, free = training_bytes(job, settings.precision, ranks), free_bytes(settings.device)
+    training, free = rank_bytes(job, settings.precision, ranks), free_bytes(settings.device)
     beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if settings.device.type == "cpu" else 1
     if beside * sum(training.values()) <= free:
         return []
@@ -36,7 +36,7 @@ def too_large_warning(job: Job, settings: DeviceSettings, ranks: int) -> list[st
     return [f"{needed(training, ranks)}, {free / 1e6:,.0f} MB are free{several}: lower {key}, which is {value}"]
 
 
-def training_bytes(job: Job, precision: Precision, ranks: int) -> dict[str, int]:
+def rank_bytes(job: Job, precision: Precision, ranks: int) -> dict[str, int]:
     """Bytes that one rank holds in training, by part, in the precision that "auto" has become."""
     recipe = replace(job.recipe, train=replace(job.recipe.train, precision=precision))
     return bytes_held(recipe, cost_of(recipe, job.vocab_size), ranks, recipe.parallel.memory)

@@ -39,7 +39,7 @@ def graphs() -> int:
 def test_compiling_changes_no_loss_beyond_rounding(monkeypatch):
     if torch.backends.mkldnn.is_available():  # products as on a CPU that leaves them to oneDNN
         monkeypatch.setattr(matmul, "PREFER_ONEDNN", True)
-        monkeypatch.setattr(matmul, "LEAST_WORK", 1)
+        monkeypatch.setattr(matmul, "ONEDNN_WORK", 1)
     plain, compiled = (state_of(recipe_of(1, Memory(), compiled=choice)) for choice in (False, True))
     before, counted = [train_step(plain, step).loss for step in (1, 2, 3)], graphs()
     assert [train_step(compiled, step).loss for step in (1, 2, 3)] == pytest.approx(before, abs=1e-5)

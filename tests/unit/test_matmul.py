@@ -67,7 +67,7 @@ def test_linear_and_its_gradients(narrow, shape, bias, strided):
     work, found = results(torch.float32, matmul.linear)
     _, expected = results(torch.float64, functional.linear)
     work_of_each = rows * inner * outer
-    large = 2 + (rows >= matmul.LEAST_WIDTH) if work_of_each >= matmul.LEAST_WORK else 0
+    large = 2 + (rows >= matmul.ONEDNN_WIDTH) if work_of_each >= matmul.ONEDNN_WORK else 0
     assert work[ONEDNN] == large * [work_of_each]
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == torch.float32
@@ -110,7 +110,7 @@ def test_batches_of_ever_new_sizes_take_few_shapes(narrow):
                 out = matmul.linear(x, weight, bias)
             torch.testing.assert_close(out, functional.linear(x, weight, bias), atol=1e-4, rtol=0)
             shapes |= {work // (64 * 256) for work in calls.work[ONEDNN]}
-            assert sum(calls.work[ONEDNN]) > rows * 64 * 256 - matmul.LEAST_WORK
+            assert sum(calls.work[ONEDNN]) > rows * 64 * 256 - matmul.ONEDNN_WORK
     assert shapes == {64, 128, 256, 512, 4096}
 
 
@@ -176,4 +176,4 @@ def test_every_large_product_of_a_training_step(narrow, kind):
     with Calls() as calls:
         train_step(state, 1)
     assert 512 * 64 * 400 in calls.work[ONEDNN]
-    assert max(work for name in MATRIX_PRODUCTS for work in [0, *calls.work[name]]) < matmul.LEAST_WORK
+    assert max(work for name in MATRIX_PRODUCTS for work in [0, *calls.work[name]]) < matmul.ONEDNN_WORK
