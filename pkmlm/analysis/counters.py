@@ -4,7 +4,7 @@ N: tokens; H: memory heads, or tables; K: rows of a table; k: slots a head reads
 not all 0.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -201,9 +201,11 @@ def spread(weights_NHk: Tensor) -> Tensor:
 def measure_usage(
     run: LoadedRun,
     documents: Documents,
-    advance: Callable[[int], bool],
+    advance: Callable[[int], bool] | None,
     world: World | None,
     ngrams: NGrams,
+    taps: list[UsageTap] | None = None,
+    others: Sequence[ReadListener] = (),
 ) -> list[MemoryUsage]:
     """What a run's memories read at the scored positions of documents, each position once.
 
@@ -213,6 +215,8 @@ def measure_usage(
         advance: see `score`.
         world: the processes that share the pass; the counts are those of all.
         ngrams: takes those that the model sees at these positions.
+        taps: of the memories whose reads count; None: all.
+        others: hear the same reads.
 
     Returns:
         As `UsageCounters.memories`.
@@ -220,10 +224,11 @@ def measure_usage(
     Raises:
         UserError: see `score` and `UsageCounters.memories`.
     """
-    with UsageCounters(run.model) as counters, ngrams.listening(run.model):
+    with UsageCounters(run.model, taps) as counters, ngrams.listening(run.model):
 
         def watch(mask_N: Tensor) -> None:
-            counters.only(mask_N)
+            for each in (counters, *others):
+                each.only(mask_N)
             ngrams.mask_N = mask_N
 
         score(run.model, documents, run.tokenizer.eos, watch=watch, advance=advance, world=world)

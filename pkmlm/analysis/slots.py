@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from pkmlm.analysis.counters import ReadListener, UsageCounters
+from pkmlm.analysis.counters import ReadListener, measure_usage
 from pkmlm.analysis.ngrams import NGrams, collisions, in_row, ngram_text
 from pkmlm.analysis.slot_contexts import (
     JUDGED,
@@ -33,7 +33,6 @@ from pkmlm.console import token_progress
 from pkmlm.errors import UserError, printable
 from pkmlm.evaluate.documents import Documents, TextChoice, chosen_documents
 from pkmlm.evaluate.load import LoadedRun
-from pkmlm.evaluate.perplexity import score
 from pkmlm.model.memory.base import SparseMemory, UsageTap, memories
 from pkmlm.model.memory.ngram import NGramMemory
 from pkmlm.model.transformer import Transformer
@@ -201,19 +200,8 @@ def index_slots(
     indexed = memories(run.model) if memory is None else [memory]
     taps = [each.tap for each in indexed]
     ngrams = NGrams()
-    with (
-        UsageCounters(run.model, taps) as counters,
-        TopContexts(run.model, contexts, taps) as tops,
-        ngrams.listening(run.model),
-    ):
-
-        def watch(mask_N: Tensor) -> None:
-            counters.only(mask_N)
-            tops.only(mask_N)
-            ngrams.mask_N = mask_N
-
-        score(run.model, documents, run.tokenizer.eos, watch=watch, advance=advance)
-    usage = counters.memories()[: len(indexed)]  # without the pool
+    with TopContexts(run.model, contexts, taps) as tops:
+        usage = measure_usage(run, documents, advance, None, ngrams, taps, [tops])[: len(indexed)]  # without the pool
     return [SlotIndex(*found, ngrams) for found in zip(indexed, usage, tops.positions(), strict=True)]
 
 
