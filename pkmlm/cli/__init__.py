@@ -106,7 +106,7 @@ def cli() -> None:
     \b
     From raw text to a measured model:
       pkmlm tokenize my.txt --valid v.txt --test t.txt -o data/mine
-      pkmlm train recipes/demo.yaml -o runs/mine -s data.dir=data/mine
+      pkmlm train demo -o runs/mine -s data.dir=data/mine
       pkmlm eval runs/mine
       pkmlm usage-report runs/mine
 

@@ -157,10 +157,10 @@ def generate(
 
     \b
     Examples:
-      pkmlm bench generate recipes/demo.yaml -s model.vocab_size=4096
-      pkmlm bench generate recipes/pkm/12-layers.yaml -s model.vocab_size=32768 \\
+      pkmlm bench generate demo -s model.vocab_size=4096
+      pkmlm bench generate pkm/12-layers -s model.vocab_size=32768 \\
         --only dense,memory,double
-      pkmlm bench generate recipes/pkm/ablation.yaml -s model.dim=1024 \\
+      pkmlm bench generate pkm/ablation -s model.dim=1024 \\
         -s model.vocab_size=32768 --only memory --slots 16k,1M
     """
     from pkmlm.bench.generate import time_inference
@@ -196,8 +196,8 @@ def train(
 
     \b
     Examples:
-      pkmlm bench train recipes/demo.yaml -s model.vocab_size=4096
-      pkmlm bench train recipes/memoryformer/tiny.yaml --only dense,hash \\
+      pkmlm bench train demo -s model.vocab_size=4096
+      pkmlm bench train memoryformer/tiny --only dense,hash \\
         -s train.batch_tokens=2048 -s train.micro_batch=1
     """
     from pkmlm.bench.models import chosen_models

@@ -60,10 +60,10 @@ def command(
 
     \b
     Examples:
-      pkmlm cost recipes/memoryformer/tiny.yaml
-      pkmlm cost recipes/demo.yaml -s model.vocab_size=4096 --json
-      pkmlm cost recipes/pkm/16-layers.yaml -s model.memory.num_keys=1024
-      pkmlm cost recipes/pkm/16-layers.yaml --world 8 --device-memory 80GB
+      pkmlm cost memoryformer/tiny
+      pkmlm cost demo -s model.vocab_size=4096 --json
+      pkmlm cost pkm/16-layers -s model.memory.num_keys=1024
+      pkmlm cost pkm/16-layers --world 8 --device-memory 80GB
     """
     if world is None and device_memory is not None:
         raise click.UsageError("--device-memory goes with --world (1 for one device).")

@@ -20,8 +20,8 @@ def command() -> None:
 
     \b
     Examples:
-      pkmlm recipe check recipes/*.yaml
-      pkmlm recipe show recipes/demo.yaml -s model.memory.kind=none
+      pkmlm recipe check mine.yaml
+      pkmlm recipe show demo -s model.memory.kind=none
       pkmlm recipe keys
     """
 
@@ -39,7 +39,7 @@ def check(settings: dict[str, bool], files: tuple[str, ...], overrides: tuple[st
     \b
     Examples:
       pkmlm recipe check mine.yaml
-      pkmlm recipe check recipes/*/*.yaml
+      pkmlm recipe check recipes/*.yaml
       pkmlm recipe check mine.yaml -s model.layers=12
     """
     from pkmlm.cli import print_error

@@ -56,8 +56,8 @@ def command(
 
     \b
     Examples:
-      pkmlm sweep recipes/pkm/grids/table-2.yaml -o sizes -s data.dir=data/my
-      pkmlm sweep recipes/pkm/grids/table-2.yaml --scale paper --dry-run
+      pkmlm sweep pkm/grids/table-2 -o sizes -s data.dir=data/my
+      pkmlm sweep pkm/grids/table-2 --scale paper --dry-run
       pkmlm sweep my-grid.yaml -o sweeps/mine --device 0,1,2,3
       pkmlm sweep my-grid.yaml -o sweeps/mine --table --over tokens,seconds
     """

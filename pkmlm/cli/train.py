@@ -49,7 +49,7 @@ def command(
 
     \b
     Examples:
-      pkmlm train recipes/demo.yaml -o runs/demo
+      pkmlm train demo -o runs/demo
       pkmlm train my.yaml -o runs/a -s data.dir=data/mine -s train.steps=2000
       pkmlm train my.yaml --dry-run
       pkmlm train my.yaml -o runs/b --nproc 4 -s parallel.memory=2

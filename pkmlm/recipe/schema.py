@@ -281,7 +281,7 @@ class ValuesOptim:
     betas: tuple[Fraction, Fraction] = key((0.9, 0.999), "Adam's decay rates")
     eps: Epsilon | None = key(None, "Adam's epsilon; null: that of optim")
     schedule: ValuesSchedule = key(
-        "constant", "learning-rate schedule; relative: the dense learning rate, times a factor (`times`)"
+        "constant", "learning-rate schedule; relative: that of optim, times a factor (`times`)"
     )
     times: tuple[Times, Times] = key((4.0, 1.0), "relative: the factor at the start and at the end")
     warmup_steps: Steps = key(0, "steps of linear warm-up")
@@ -326,7 +326,7 @@ class Optim:
     final_lr: Share = key(0.1, "cosine and linear end at this share of the peak")
     decay_steps: Steps = key(
         0,
-        "last steps, in which all learning rates of any schedule fall linearly to final_lr of what they are",
+        "last steps, in which all learning rates fall linearly to final_lr times what their schedules give",
     )
     weight_decay: WeightDecay = key(
         0.0, "decoupled weight decay of dense matrices (never keys, biases, norms, values or tables)"
@@ -353,8 +353,8 @@ class Train:
     seed: int = key(1, "seed of initial weights, data order and dropout", ge=0, le=2**63 - 1)
     init_from: str | None = key(
         None,
-        "start from the weights of another run (its best checkpoint, else its latest); modules that it lacks are drawn "
-        "anew",
+        "start from the weights of another run (its best checkpoint, else its latest); modules that it lacks start "
+        "from initial weights (an untied head from the embedding)",
     )
     only: Literal["all", "values"] = key(
         "all", "values: train only the memory's values; all else stays the same, bit for bit"
