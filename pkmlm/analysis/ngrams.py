@@ -5,11 +5,11 @@ N: tokens; G: largest order; U: distinct n-grams; P: rows of a table.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.distributed import World
@@ -63,10 +63,10 @@ class NGrams:
     def gather(self, world: World) -> None:
         """Add up the n-grams of all ranks; all ranks call this, when all has been seen."""
         if self._order and world.size > 1:
-            parts = world.gather_objects([self._ids_UG.tolist(), self._counts_U.tolist()])
-            ids, counts = (list(chain(*each)) for each in zip(*parts, strict=True))
-            ids_NG = torch.tensor(ids, dtype=torch.int64).view(-1, self._order)
-            self._ids_UG, self._counts_U = summed(ids_NG, torch.tensor(counts, dtype=torch.int64))
+            own = torch.cat([self._ids_UG, self._counts_U[:, None]], 1)
+            every = world.all_gather(pad(own, (0, 0, 0, world.all_max(len(own)) - len(own))))
+            every = every[every[:, -1] > 0]  # without the padding, which nobody has seen
+            self._ids_UG, self._counts_U = summed(every[:, :-1], every[:, -1])
 
     def distinct(self, order: int) -> tuple[Tensor, Tensor]:
         """The distinct n-grams of an order, newest id first (U, G), zeros beyond it, and how often each was seen, once

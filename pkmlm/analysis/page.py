@@ -90,8 +90,7 @@ def slot_data(slot: SlotDetails) -> dict[str, Any]:
         "lowers": shown(slot.lowers),
         "pattern": None if slot.pattern is None else printable(str(pattern_text(slot.pattern._asdict()))),
         "contexts": [
-            [round(c.weight, 4), c.document, c.place, *map(printable, (c.before, c.token, c.after))]
-            for c in slot.contexts[:CONTEXTS]
+            [round(c.weight, 4), *map(printable, (c.before, c.token, c.after))] for c in slot.contexts[:CONTEXTS]
         ],
     }
 

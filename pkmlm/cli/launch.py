@@ -111,9 +111,10 @@ def outcome(failures: "Mapping[int, ProcessFailure]", passed: list[int], run: st
         if not codes:  # the signal came before they had handlers
             return EXIT_CODES[passed[-1]] if passed else 1
         return 1 if 1 in codes else max(codes)
-    rank = min(killed, key=lambda rank: (killed[rank].timestamp, rank))
-    if killed[rank].timestamp > min(each.timestamp for each in failures.values()) + 1:
-        status, what, why = "failed", "did not answer, and was ended", "it hung, or somebody has stopped it"
+    first, rank = (min(each, key=lambda rank: (each[rank].timestamp, rank)) for each in (failures, killed))
+    if killed[rank].timestamp > failures[first].timestamp + 1:
+        what = f"did not answer after the end of rank {first} (exit code {failures[first].exitcode}), and was ended"
+        status, why = "failed", "it hung, or somebody has stopped it"
     else:
         name = signal.Signals(-killed[rank].exitcode).name
         status, what = f"killed ({name})", f"was killed ({name}), and the others were ended"
@@ -130,9 +131,10 @@ def note_end(run: str | None, rank: int, status: str) -> None:
         return
     directory = RunDirectory(run)
     with suppress(UserError), directory.locked():
-        if directory.facts().get("status") in ("running", "failed"):
-            step = max(directory.steps(), default=0)
-            directory.note(status=status, exit_code=1, step=step, rank=rank)
+        facts = directory.facts()
+        if facts.get("status") in ("running", "failed"):
+            blamed = {} if facts.get("message") else {"rank": rank}  # one that failed by itself has said why
+            directory.note(status=status, exit_code=1, step=max(directory.steps(), default=0), **blamed)
 
 
 def main() -> None:

@@ -146,7 +146,7 @@ def open_attached(path: Path, base: Path | None, device: torch.device) -> tuple[
         vocab_size=model.embedding.num_embeddings,
         dim=config.hidden_size,
         layers=len(model.blocks),
-        heads=config.num_attention_heads,
+        heads=getattr(config, "num_attention_heads", 1),
         context=model.context,
         memory=memory,
         ngram=ngram,

@@ -162,6 +162,7 @@ def _squared_norms(reads: tl.tuple, squared: tl.tensor, D: constexpr, C: constex
     row = tl.program_id(0).to(tl.int64)
     columns_C = tl.program_id(1) * C + tl.arange(0, C)
     sum_C = _row_gradient(reads, row, columns_C, D, chunk_size)
+    sum_C = sum_C.to(tl.float64)  # whose squares do not overflow
     tl.store(squared + row * tl.num_programs(1) + tl.program_id(1), tl.sum(sum_C * sum_C, 0))
 
 
@@ -304,9 +305,9 @@ def squared_norm(x_ND: Tensor, segments: Segments) -> Tensor:
     """`reference.squared_norm`; no row of the sum is stored."""
     reads = _sum_of_chunks(x_ND, segments)
     blocks = triton.cdiv(x_ND.shape[1], COLUMNS)
-    squared_UB = torch.empty(len(segments.rows_U), blocks, dtype=torch.float32, device=x_ND.device)
+    squared_UB = torch.empty(len(segments.rows_U), blocks, dtype=torch.float64, device=x_ND.device)
     _launch(_squared_norms, len(squared_UB), x_ND, reads, squared_UB, chunk_size=CHUNK)
-    return squared_UB.sum(dtype=torch.float64)
+    return squared_UB.sum()
 
 
 def segment_row_adam_(
@@ -414,13 +415,14 @@ def _product_rows(
 def top_k(scores_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """`reference.top_k`, for floats of up to 32 bits.
 
-    Of few long rows each part is searched by a program of its own, and then the best of all parts, which stand in the
-    order of their columns where they are equal.
+    Of long rows each part is searched by a program of its own, and then the best of all parts, which stand in the order
+    of their columns where they are equal. The last part is filled up, with what stands behind all others.
     """
     rows, n = scores_Rn.shape
-    if n > SEARCH_PART > k and n % SEARCH_PART == 0:
-        parts = n // SEARCH_PART
-        best, columns = top_k(scores_Rn.reshape(rows * parts, SEARCH_PART), k)
+    if n > SEARCH_PART > k:
+        parts = triton.cdiv(n, SEARCH_PART)
+        filled = pad(scores_Rn, (0, parts * SEARCH_PART - n), value=-torch.inf)
+        best, columns = top_k(filled.view(rows * parts, SEARCH_PART), k)
         columns = columns.view(rows, parts, k) + torch.arange(0, n, SEARCH_PART, device=columns.device)[:, None]
         best_Rk, chosen_Rk = top_k(best.view(rows, parts * k), k)
         return best_Rk, columns.flatten(1).gather(1, chosen_Rk)

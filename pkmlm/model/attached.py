@@ -107,6 +107,7 @@ class NGramPlace(Place):
             message = "a block runs apart from its model: its n-gram memory cannot know the tokens"
             raise UserError(message, "leave gradient checkpointing off: model.gradient_checkpointing_disable()")
         x_BTD, *others = args or (options.pop("hidden_states"),)
+        past = past._replace(ids_BTG=past.ids_BTG.to(x_BTD.device), places_BTj=past.places_BTj.to(x_BTD.device))
         return (x_BTD + self(x_BTD, past), *others), options
 
 
@@ -266,7 +267,7 @@ def find_ffn(block: nn.Module, layer: int, dim: int) -> nn.Module:
     if len(found) != 1:
         parts = ", ".join(found or dict(block.named_children()))
         raise UserError(f"block {layer}, a {type(block).__name__}, has {parts} (expected one of {', '.join(FFNS)})")
-    (name, ffn), weight = next(iter(found.items())), next(block.parameters())
+    (name, ffn), weight = next(iter(found.items())), next(filter(torch.is_floating_point, block.parameters()))
     try:
         with torch.no_grad(), torch.random.fork_rng([weight.device] if weight.is_cuda else []):
             out = ffn(torch.zeros(1, 1, dim, dtype=weight.dtype, device=weight.device))
@@ -304,6 +305,10 @@ def insert(
         raise UserError(f"{type(model).__name__} has something attached", "detach() that first")
     blocks, dim, chosen = find_blocks(model), text_config(model).hidden_size, choose_blocks(model, layers)
     at = {layer: blocks[layer - 1] if kind == NGRAM else find_ffn(blocks[layer - 1], layer, dim) for layer in chosen}
+    devices = dict.fromkeys(next(part.parameters()).device for part in at.values())
+    if len(devices) > 1 and arguments.get("share_values"):
+        where = " and ".join(map(str, devices))
+        raise UserError(f"memory: share_values, but the blocks are on {where}", "leave share_values out")
     try:
         with torch.device("meta"):
             attached = Attached(dim, vocabulary_of(model), kind, arguments, chosen, mode)
@@ -315,7 +320,9 @@ def insert(
     attached.train(model.training)
     host: Any = model
     undo = []
-    if attached.ngram_ids is not None:  # of a model that reads more than text, only the whole is called with ids
+    if attached.ngram_ids is not None:
+        attached.ngram_ids.to(host.get_input_embeddings().weight.device)
+        # Of a model that reads more than text, only the whole is called with ids.
         reads_more = text_config(model) is not host.config
         undo += attached.ngram_ids.watch(host.base_model if reads_more else block_owner(model))
     for layer, part in at.items():

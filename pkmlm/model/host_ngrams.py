@@ -90,7 +90,7 @@ class HostIds(NGramIds):
         cache = next((named[name] for name in CACHES if named.get(name) is not None), None)
         if getattr(cache, "is_compileable", False):  # with layers that grow, its masks would be others
             message = f"the cache is a static {type(cache).__name__} (expected one that grows)"
-            raise UserError(message, "call generate without cache_implementation: n-gram memories add to the cache")
+            raise UserError(message, "call generate without cache_implementation, or with use_cache=False")
         history = HostHistory(cache)
         seen, known = 0 if cache is None else int(cache.get_seq_length()), history.length("ids")
         if seen != known:

@@ -1,9 +1,11 @@
 """`usage-report --html` and `--export`: the numbers against a count of one's own, and the page in a real browser."""
 
 import json
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -411,6 +413,38 @@ def test_labels_of_many_bars_do_not_overlap(browser: Browser, tmp_path: Path) ->
     assert len(below) > 8
     assert all(end < start for (_, _, end), (_, start, _) in pairwise(below))
     assert browser.complaints == []
+
+
+@in_browser
+def test_a_chart_without_values_does_not_stretch_those_beside_it(browser: Browser, tmp_path: Path) -> None:
+    """As of a memory all of whose weights are 0."""
+    usage, held = made_up(16)
+    nothing = replace(usage, masses_HK=np.zeros_like(usage.masses_HK), squares_H=np.zeros_like(usage.squares_H))
+    browser.open(page_of(tmp_path / "zero.html", [(usage, held)], [(nothing, PageSlots([], None, []))]))
+    ends = browser.run("[...document.querySelectorAll('.chart')].map(chart => String(chart.plot.scales.y.max))")
+    assert len(ends) > 4
+    assert all(math.isfinite(float(end)) for end in ends)
+
+
+@in_browser
+def test_zooming_keeps_to_what_is_shown(browser: Browser, tmp_path: Path) -> None:
+    browser.open(page_of(tmp_path / "map.html", [made_up(64)]))
+    shown = "document.querySelector('[data-panel=map] canvas').getAttribute('aria-label')"
+    browser.run(
+        """(() => {
+            const canvas = document.querySelector('[data-panel=map] canvas'), box = canvas.getBoundingClientRect();
+            const at = { clientX: box.right - box.width / 8, clientY: box.bottom - box.height / 8 };
+            for (let i = 0; i < 6; i++)
+                canvas.dispatchEvent(new WheelEvent('wheel', { ...at, deltaY: -1, ctrlKey: true, cancelable: true }));
+        })()"""
+    )
+    before = [int(number) for number in re.findall(r"\d+", browser.run(shown))]
+    browser.run(
+        "[...document.querySelectorAll('[data-panel=map] button')].find(b => b.textContent === 'Zoom in').click()"
+    )
+    after = [int(number) for number in re.findall(r"\d+", browser.run(shown))]
+    for low, high in ((2, 3), (4, 5)):  # rows, columns
+        assert before[low] <= after[low] < after[high] <= before[high]
 
 
 @in_browser

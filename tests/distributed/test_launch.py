@@ -106,7 +106,7 @@ def test_ranks_agree_on_an_exit_code(ends, passed, code):
 @pytest.mark.parametrize(
     ("ends", "message", "status"),
     [
-        ([(1, 0), (-signal.SIGKILL, 30)], "rank 1 did not answer, and was ended", "failed"),
+        ([(1, 0), (-signal.SIGKILL, 30)], "rank 1 did not answer after the end of rank 0", "failed"),
         ([(-signal.SIGKILL, 30), (-signal.SIGKILL, 0)], r"rank 1 was killed \(SIGKILL\)", "killed (SIGKILL)"),
     ],
 )
@@ -118,6 +118,16 @@ def test_the_rank_that_ended_all_is_named(tmp_path, ends, message, status):
     facts = RunDirectory(tmp_path).facts()
     assert (facts["status"], facts["exit_code"], told.value.exit_code) == (status, 1, 1)
     assert f"rank {facts['rank']} " in told.value.message
+
+
+def test_a_rank_that_has_said_why_it_failed_stays_named(tmp_path):
+    """Another did not answer afterwards, and was killed."""
+    run = RunDirectory(tmp_path)
+    run.create(Recipe())
+    run.note(status="failed", rank=1, message="out of memory")
+    with pytest.raises(UserError, match="rank 0 did not answer after the end of rank 1"):
+        outcome({0: failed(0, -signal.SIGKILL, 31), 1: failed(1, 1, 0)}, [], str(tmp_path))
+    assert (run.facts()["rank"], run.facts()["message"]) == (1, "out of memory")
 
 
 def test_a_rank_that_was_killed_before_there_was_a_run_leaves_none(tmp_path):

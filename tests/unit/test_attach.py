@@ -119,6 +119,22 @@ def test_a_zero_gate_changes_no_bit_and_a_trained_memory_comes_back(name, memory
     assert torch.equal(logits(copy.deepcopy(model)), after)
 
 
+def test_weights_in_few_bits_do_not_say_in_which_numbers_a_block_computes():
+    model = base()
+    attention = model.model.layers[0].self_attn
+    attention.q_proj.weight = nn.Parameter(attention.q_proj.weight.to(torch.int8), requires_grad=False)
+    attachment = pkmlm.attach(model, KEYS, layers=[1])
+    assert attachment.module.places["1"].layer.values.weight_KD.dtype == torch.float32
+
+
+def test_a_pool_is_on_one_device():
+    model = base()
+    model.model.layers[1].to("meta")
+    with pytest.raises(UserError, match="cpu and meta"):
+        pkmlm.attach(model, {**KEYS, "share_values": True}, layers=[1, 2])
+    pkmlm.attach(model, KEYS, layers=[1, 2])
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_memory_in_the_place_of_the_ffn(name):
     model = base(name)

@@ -119,6 +119,15 @@ def test_searches(kernels, device, n, k, dtype):
     torch.testing.assert_close(best, expected, rtol=0, atol=0, equal_nan=True)
 
 
+def test_top_k_of_a_long_row_whose_last_part_is_short(kernels, device):
+    scores = torch.full((2, 4396), -torch.inf, device=device)
+    scores[0, ::7] = torch.randn(628, device=device).round(decimals=1)
+    scores[1, 4390] = 1.0  # and the others are as small as what fills the last part up
+    found, expected = kernels.top_k(scores, 8), reference.top_k(scores, 8)
+    assert torch.equal(found[1], expected[1])
+    assert torch.equal(found[0], expected[0])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 def test_a_search_of_several_heads(kernels, device, dtype):
     torch.manual_seed(1)
@@ -221,8 +230,9 @@ def test_segment_sum_and_squared_norm(kernels, device, pattern, width, dtype):
     found = kernels.segment_sum(x, segments)
     assert found.dtype == reference.segment_sum(x, segments).dtype == torch.float32
     torch.testing.assert_close(found.double(), expected, **TOLERANCE[torch.float32])
-    squared = kernels.squared_norm(x, segments)
-    torch.testing.assert_close(squared, expected.square().sum(), rtol=1e-6, atol=0)
+    for scale in (1.0, 1e20):  # whose squares fp32 does not hold
+        squared = kernels.squared_norm(x, segments._replace(weight_M=segments.weight_M * scale))
+        torch.testing.assert_close(squared, (expected * scale).square().sum(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("reads", [1, 3, 4, 5, 8, 35, 45])

@@ -4,9 +4,12 @@
 const HEIGHT = 260;
 const DASHED = [8, 5];
 
-// The least and the largest of some values, without null.
+// The least and the largest of some values; of none, a range that holds nothing, which changes no extent that it is in.
 const extent = (values) =>
-  values.reduce(([low, high], v) => (v === null ? [low, high] : [Math.min(low, v), Math.max(high, v)]), [Infinity, -Infinity]);
+  values.reduce(
+    ([low, high], v) => (Number.isFinite(v) ? [Math.min(low, v), Math.max(high, v)] : [low, high]),
+    [Infinity, -Infinity],
+  );
 
 // Of a figure's extents, {name: [low, high]}, one that holds those of all figures of its kind (data-scale), so that runs
 // side by side can be compared by eye.

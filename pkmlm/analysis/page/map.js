@@ -9,7 +9,7 @@ function slotMap(options) {
   const canvas = document.createElement("canvas");
   canvas.className = "map";
   canvas.tabIndex = 0;
-  canvas.setAttribute("role", "img");
+  canvas.setAttribute("role", "application"); // worked with keys, which screen readers keep from an image
   canvas.width = 640;
   canvas.height = rows === columns ? 640 : Math.max(120, Math.min(640, rows * 12));
   const context = canvas.getContext("2d");
@@ -93,17 +93,23 @@ function slotMap(options) {
   function go(slot) {
     cursor = { x: slot % columns, y: Math.floor(slot / columns) };
     shownCursor = true;
+    if (inView()) draw();
+    else move(cursor.x - view.w / 2, cursor.y - view.h / 2);
+  }
+  function inView() {
     const inside = (at, start, size) => at >= start && at < start + size;
-    if (!inside(cursor.x, view.x, view.w) || !inside(cursor.y, view.y, view.h))
-      move(cursor.x - view.w / 2, cursor.y - view.h / 2);
-    else draw();
+    return inside(cursor.x, view.x, view.w) && inside(cursor.y, view.y, view.h);
+  }
+  function zoomHere(factor) { // about the cursor, or the middle of what is shown
+    if (shownCursor && inView()) zoom(factor, cursor.x + 0.5, cursor.y + 0.5);
+    else zoom(factor, view.x + view.w / 2, view.y + view.h / 2);
   }
 
   canvas.addEventListener("wheel", (event) => {
     if (!event.ctrlKey && !event.shiftKey && document.activeElement !== canvas) return; // the page scrolls
     event.preventDefault();
     const at = cellOf(event);
-    zoom(event.deltaY > 0 ? 1.25 : 0.8, at.x, at.y);
+    zoom((event.deltaY || event.deltaX) > 0 ? 1.25 : 0.8, at.x, at.y); // with shift, some browsers turn the wheel
   }, { passive: false });
   let held = null;
   canvas.addEventListener("pointerdown", (event) => {
@@ -130,14 +136,15 @@ function slotMap(options) {
     held = null;
   });
   canvas.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey) return; // the browser's own
     const steps = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
     if (event.key in steps) {
       const [dx, dy] = steps[event.key].map((d) => d * (event.shiftKey ? 10 : 1));
       const x = Math.max(0, Math.min(columns - 1, cursor.x + dx)), y = Math.max(0, Math.min(rows - 1, cursor.y + dy));
       go(y * columns + x);
     } else if (event.key === "Enter" || event.key === " ") options.choose(cursor.y * columns + cursor.x);
-    else if (event.key === "+" || event.key === "=") zoom(0.7, cursor.x, cursor.y);
-    else if (event.key === "-") zoom(1.4, cursor.x, cursor.y);
+    else if (event.key === "+" || event.key === "=") zoomHere(0.7);
+    else if (event.key === "-") zoomHere(1.4);
     else if (event.key === "0" || event.key === "Home") move(0, 0, columns, rows);
     else return;
     event.preventDefault();
@@ -149,6 +156,5 @@ function slotMap(options) {
 
   draw();
   canvas.draw = canvas.rescale = draw;
-  return { canvas, go, leave, whole: () => move(0, 0, columns, rows),
-    zoom: (factor) => zoom(factor, cursor.x, cursor.y) };
+  return { canvas, go, leave, whole: () => move(0, 0, columns, rows), zoom: zoomHere };
 }

@@ -98,6 +98,8 @@ async function start() {
 }
 
 start().catch((error) => {
-  show("main").textContent = `This page cannot be shown: ${error.message}`;
+  const main = show("main");
+  main.textContent = `This page cannot be shown: ${error.message}`;
+  main.setAttribute("aria-busy", "false");
   throw error;
 });

@@ -130,13 +130,14 @@ function overlap(facts, colours) {
     for (const [node, value] of cells) {
       const tone = Math.round((255 * value) / most);
       node.style.background = colours[tone];
-      node.style.color = tone > 140 ? "#000" : "#fff";
+      node.style.color = tone > 110 ? "#000" : "#fff";
     }
   };
   return panel("overlap", "Slots that two heads have in common", scrolled(whole));
 }
 
 const MOST_ROWS = 1000; // of the table behind the chart of a table's rows
+const MOST_BARS = 2000; // of this chart
 
 function buckets(facts, counts) {
   if (!facts.tables) return null;
@@ -146,18 +147,20 @@ function buckets(facts, counts) {
   const draw = () => {
     const start = each * choice.selectedIndex, own = Array.from(counts.slice(start, start + each));
     const total = own.reduce((a, b) => a + b, 0) || 1;
+    const wide = Math.ceil(each / MOST_BARS); // rows of a bar
+    const bars = Array.from({ length: Math.ceil(each / wide) }, (_, i) => Math.max(...own.slice(i * wide, (i + 1) * wide)));
     const lines = [
-      { label: "reads (%)", values: own.map((n) => (100 * n) / total), colour: "blue", bars: true },
-      { label: "uniform", values: own.map(() => 100 / each), colour: "red", dash: DASHED },
+      { label: "reads (%)", values: bars.map((n) => (100 * n) / total), colour: "blue", bars: true },
+      { label: "uniform", values: bars.map(() => 100 / each), colour: "red", dash: DASHED },
     ];
-    const options = { xLabel: row, yLabel: "reads (%)" };
+    const options = { xLabel: row, yLabel: wide === 1 ? "reads (%)" : `reads of the most read of ${wide} ${row}s (%)` };
     let shown = own.map((n, i) => [i, n]), title = `Reads of table ${choice.value}`;
     if (shown.length > MOST_ROWS) {
       shown = shown.sort((a, b) => b[1] - a[1]).slice(0, MOST_ROWS);
       title += `: the ${count(MOST_ROWS)} ${row}s read most`;
     }
     place.replaceChildren(
-      chart(`Reads of each ${row}`, own.map((_, i) => i), lines, options),
+      chart(`Reads of each ${row}`, bars.map((_, i) => i * wide), lines, options),
       behind(title, [row, "Reads"], shown.map(([i, n]) => [String(i), [n, count]])),
     );
   };

@@ -46,7 +46,7 @@ function slotCard({ facts, data, counts, codes, first, shape }, slot) {
   const reads = { "data-reads": String(counts[slot]), "data-slot": String(slot) };
   const heads = known ? known.heads.map(([h, n]) => `head ${h}: ${share(n / known.reads)}`).join(", ") : "";
   const parts = [
-    make("h3", { tabindex: "-1" }, `Slot ${slotName(facts, shape, slot)}`),
+    make("h3", {}, `Slot ${slotName(facts, shape, slot)}`),
     make(
       "p",
       {},
@@ -63,7 +63,7 @@ function slotCard({ facts, data, counts, codes, first, shape }, slot) {
   }
   if (known?.pattern) parts.push(make("p", {}, "Its contexts share: ", token(known.pattern)));
   if (known?.contexts.length) {
-    const rows = known.contexts.map(([weight, , , before, read, after]) => [
+    const rows = known.contexts.map(([weight, before, read, after]) => [
       weight.toFixed(3),
       token(before, make("mark", {}, read), after),
     ]);

@@ -1,8 +1,8 @@
 """The rows that a memory reads: values of a key memory, or the tables of others; and the pool of those that
 several memories share.
 
-Ranks may divide the columns of a table among them. A read then takes two collectives, each with its gradient: all
-ranks gather all reads, and each sends the columns that it has summed back to the rank whose tokens they belong to.
+Ranks may divide the columns of a table among them. All ranks then gather the slots and weights of all reads, and each
+sends the columns that it has summed back to the rank whose tokens they belong to; gradients go the opposite way.
 
 N: tokens (of this rank); r: reads of a token; K: rows; D: width of the table; d: columns of one rank (D / M); M: ranks
 that divide the columns; A: all their tokens (M * N); S: some rows; C: bytes of a quantized row.
