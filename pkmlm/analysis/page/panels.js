@@ -137,7 +137,7 @@ function overlap(facts, colours) {
 }
 
 const MOST_ROWS = 1000; // of the table behind the chart of a table's rows
-const MOST_BARS = 2000; // of this chart
+const MOST_BARS = 500; // of this chart
 
 function buckets(facts, counts) {
   if (!facts.tables) return null;
@@ -153,7 +153,7 @@ function buckets(facts, counts) {
       { label: "reads (%)", values: bars.map((n) => (100 * n) / total), colour: "blue", bars: true },
       { label: "uniform", values: bars.map(() => 100 / each), colour: "red", dash: DASHED },
     ];
-    const options = { xLabel: row, yLabel: wide === 1 ? "reads (%)" : `reads of the most read of ${wide} ${row}s (%)` };
+    const options = { xLabel: row, yLabel: "reads (%)" };
     let shown = own.map((n, i) => [i, n]), title = `Reads of table ${choice.value}`;
     if (shown.length > MOST_ROWS) {
       shown = shown.sort((a, b) => b[1] - a[1]).slice(0, MOST_ROWS);
@@ -161,6 +161,7 @@ function buckets(facts, counts) {
     }
     place.replaceChildren(
       chart(`Reads of each ${row}`, bars.map((_, i) => i * wide), lines, options),
+      ...(wide > 1 ? [note(`A bar shows the most read of ${wide} ${row}s.`)] : []),
       behind(title, [row, "Reads"], shown.map(([i, n]) => [String(i), [n, count]])),
     );
   };
