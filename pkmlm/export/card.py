@@ -9,7 +9,8 @@ from pkmlm.export.config import Origin
 from pkmlm.recipe.constraints import memory_layers
 from pkmlm.recipe.schema import Model, Recipe
 from pkmlm.runs.directory import RunDirectory
-from pkmlm.runs.results import EVAL, Altered, perplexity_file, read_evaluation
+from pkmlm.runs.files import Damaged
+from pkmlm.runs.results import EVAL, perplexity_file, read_evaluation
 
 
 def card_of(
@@ -98,7 +99,7 @@ def known_scores(run: RunDirectory, step: int) -> dict[str, dict[str, Any]]:
         if kept.exists():
             try:
                 scores[f"{split} split"] = read_evaluation(kept).get("perplexity") or {}
-            except Altered as error:
+            except Damaged as error:
                 warn(f"{error.message}; it is left out")
     if "valid split" not in scores:
         for line in run.sound_metrics():

@@ -440,7 +440,7 @@ def altered_results(run: Path) -> list[str]:
     for file in sorted([*(run / EVAL).glob("*.json"), *(run / USAGE).glob("*.json")]):
         try:
             read_signed(file, "the results", dict[str, Any])
-        except Altered as error:
+        except Damaged as error:
             warnings.append(f"{error.message}; it is left out")
         except UserError:
             pass  # whoever needs it says so
@@ -516,7 +516,7 @@ def partial_tasks(run: Path) -> set[str]:
     """The tasks that the run has evaluated with `--limit` only."""
     partial: set[str] = set()
     for file in (run / EVAL).glob("tasks-*-limit-*.json"):
-        with suppress(Altered):
+        with suppress(Damaged):
             partial.update(read_evaluation(file).get("tasks") or ())
     for _, results in _results(run / EVAL, ".+", "tasks") if partial else ():
         partial -= results["tasks"].keys()
@@ -531,7 +531,7 @@ def _results(folder: Path, names: str, holding: str) -> Iterator[tuple[int, dict
     for step, file in sorted(steps, key=lambda found: (-found[0], -found[1].stat().st_mtime_ns)):
         try:
             results = read_signed(file, "the results", schema)
-        except Altered:
+        except Damaged:
             continue
         if results.get(holding):
             yield step, results

@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -21,7 +20,6 @@ import pytest
 from pkmlm.analysis.compare import compare_runs, timed_side_by_side
 from pkmlm.analysis.equal import at_equal
 from pkmlm.bench.steps import timed_part
-from pkmlm.errors import UserError
 from pkmlm.export.card import known_scores
 from pkmlm.recipe.schema import dump_recipe
 from pkmlm.runs.directory import RunDirectory
@@ -614,7 +612,7 @@ def test_torch_is_not_needed(run: Path) -> None:
 
 @pytest.mark.parametrize("name", ["test-step-200", "tasks-step-200", "test-step-200-usage"])
 def test_results_that_are_not_as_they_were_written_are_named_and_left_out(run: Path, name: str) -> None:
-    """Any two lines swapped, any digit changed: the same result, a warning or an error that names the file."""
+    """Any two lines swapped, any digit changed: the same result, or a warning that names the file."""
     file = run / ("usage" if "usage" in name else "eval") / f"{name.removesuffix('-usage')}.json"
     write_json(file, signed(json.loads(file.read_text())))
     before, lines = facts(run), file.read_text().splitlines()
@@ -622,18 +620,13 @@ def test_results_that_are_not_as_they_were_written_are_named_and_left_out(run: P
     for at, line in enumerate(lines):
         digits = (re.sub(r"\d(?=\D*$)", lambda digit: str((int(digit[0]) + 1) % 10), line),)
         changed += [[*lines[:at], *digits, *lines[at + 1 :]]] * (digits[0] != line)
-    outcomes = Counter()
+    warned = 0
     for each in changed:
         file.write_text("\n".join(each))
-        try:
-            found = compare_runs([str(run)])
-            outcome, said = "same" if found.facts == before else "warned", found.warnings
-        except UserError as error:
-            outcome, said = "refused", [error.message]
-        assert outcome == "same" or any(file.name in line for line in said), each
-        outcomes[outcome] += 1
-    assert outcomes["warned"] > 5
-    assert outcomes["refused"] > 0
+        found = compare_runs([str(run)])
+        assert found.facts == before or any(file.name in line for line in found.warnings), each
+        warned += found.facts != before
+    assert warned > 5
 
 
 def test_the_card_of_an_export_leaves_out_scores_that_were_changed(run: Path, capsys) -> None:
@@ -645,9 +638,10 @@ def test_the_card_of_an_export_leaves_out_scores_that_were_changed(run: Path, ca
     assert file.name in capsys.readouterr().err
 
 
-def test_damaged_results_are_named(run: Path) -> None:
+def test_damaged_results_are_left_out_and_named(run: Path) -> None:
     (run / "eval" / "test-step-200.json").write_text("{")
-    assert "test-step-200.json" in pkmlm("compare", run, code=1).stderr
+    assert re.search("warning: .*test-step-200.json.* left out", pkmlm("compare", run).stderr)
+    assert facts(run)[0]["test_step"] == 90
     assert "none" in pkmlm("compare", run / "none", code=2).stderr
 
 
