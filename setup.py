@@ -46,7 +46,7 @@ setup(
     ],
     extras_require={
         "hf": ["transformers>=5.1,<6"],
-        "sinks": ["tensorboard>=2.16,<3", "wandb>=0.17,<1"],
+        "sinks": ["tensorboard>=2.18,<3", "wandb>=0.17,<1"],
         "dev": [
             "pytest>=8,<10",
             "pytest-xdist>=3.6.1,<4",
@@ -57,7 +57,7 @@ setup(
             "types-PyYAML>=6,<7",
             "transformers>=5.1,<6",
             "accelerate>=1.1,<2",
-            "tensorboard>=2.16,<3",
+            "tensorboard>=2.18,<3",
         ],
     },
     entry_points={

@@ -145,7 +145,7 @@ def compare_runs(paths: Sequence[str]) -> Comparison:
     a warning.
 
     Raises:
-        UserError: a run does not exist, no path is a run, or (exit code 1) results are damaged.
+        UserError: a run does not exist, no path is a run, or (exit code 1) a state is damaged or a file cannot be read.
     """
     strays = {path for path in paths if Path(path).exists() and not RunDirectory(path).recipe_file.is_file()}
     if strays.issuperset(paths):

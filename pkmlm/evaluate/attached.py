@@ -64,7 +64,7 @@ class Hosted(Transformer):
         # Plain attributes: as modules of this one, too, they would be stored twice.
         self.__dict__.update(embedding=host.get_input_embeddings(), blocks=blocks, norm=norm, ngram_ids=ngram_ids)
         named = inspect.signature(type(host).forward).parameters
-        self.cache_name = next(name for name in CACHES if name in named)
+        self.cache_name = next((name for name in CACHES if name in named), CACHES[0])
         ids_1T = torch.arange(min(8, self.embedding.num_embeddings), device=host.device)[None]
         with torch.no_grad():
             own, whole = self.head(self.hidden(ids_1T)).float(), host(input_ids=ids_1T, use_cache=False).logits.float()

@@ -104,6 +104,7 @@ def known_scores(run: RunDirectory, step: int) -> dict[str, dict[str, Any]]:
     if "valid split" not in scores:
         for line in run.sound_metrics():
             if line["event"] == "valid" and line["step"] == step:
-                tokens = line.get("tokens")
-                scores["valid split" if tokens is None else f"first {tokens:,} tokens of the valid split"] = line
+                asked = run.recipe().eval.tokens
+                part = f"first {line.get('tokens') or asked:,} tokens of the valid split" if asked else "valid split"
+                scores[part] = line
     return {name: found for name, found in scores.items() if found.get("token_ppl") and found.get("bits_per_byte")}

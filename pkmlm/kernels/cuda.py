@@ -419,10 +419,11 @@ def top_k(scores_Rn: Tensor, k: int) -> tuple[Tensor, Tensor]:
     of their columns where they are equal. The last part is filled up, with what stands behind all others.
     """
     rows, n = scores_Rn.shape
-    if n > SEARCH_PART > k:
-        parts = triton.cdiv(n, SEARCH_PART)
-        filled = pad(scores_Rn, (0, parts * SEARCH_PART - n), value=-torch.inf)
-        best, columns = top_k(filled.view(rows * parts, SEARCH_PART), k)
+    parts = triton.cdiv(n, SEARCH_PART)
+    if n > SEARCH_PART > k and parts * k < n:
+        fill = -n % SEARCH_PART
+        filled = pad(scores_Rn, (0, fill), value=-torch.inf) if fill else scores_Rn
+        best, columns = top_k(filled.reshape(rows * parts, SEARCH_PART), k)
         columns = columns.view(rows, parts, k) + torch.arange(0, n, SEARCH_PART, device=columns.device)[:, None]
         best_Rk, chosen_Rk = top_k(best.view(rows, parts * k), k)
         return best_Rk, columns.flatten(1).gather(1, chosen_Rk)

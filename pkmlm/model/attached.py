@@ -23,7 +23,8 @@ from pkmlm.model.memory.ngram import NGramMemory
 from pkmlm.model.memory.query import UnitLinear
 from pkmlm.model.memory.values import Pool
 from pkmlm.model.transformer import KEY_MEMORIES
-from pkmlm.recipe.schema import Memory, NGram, expectation
+from pkmlm.recipe.constraints import Check, check_ngram
+from pkmlm.recipe.schema import Memory, Model, NGram, expectation
 
 Mode = Literal["add", "replace"]
 NAME = "pkmlm"  # of what is attached, among the modules of its network
@@ -139,6 +140,7 @@ class Attached(nn.Module):
         places: dict[int, Place]
         if kind == NGRAM:
             spec = ngram_spec(arguments)
+            check_ngram(Check({}), Model(dim=dim, ngram=spec))
             ids = self.ngram_ids = HostIds(vocab_size, spec)
             places = {layer: NGramPlace(NGramMemory(dim, **spec.arguments, layer=layer), ids) for layer in layers}
         elif kind == DENSE:

@@ -26,7 +26,7 @@ def find_base(inheritor: Path, name: str) -> Path:
     """The file that a recipe or grid names as its base: beside it, or the one of that name in `RECIPES`."""
     name = os.path.expanduser(name)
     beside, shipped = inheritor.parent / name, find_recipe(name)
-    return beside if os.path.exists(beside) or shipped == Path(name) else shipped
+    return beside if os.path.isfile(beside) or shipped == Path(name) else shipped
 
 
 def recipe_text(path: Path) -> str:

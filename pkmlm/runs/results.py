@@ -435,15 +435,16 @@ def read_signed(path: Path, what: str, schema: Any) -> dict[str, Any]:
 
 
 def altered_results(run: Path) -> list[str]:
-    """A warning for each file of results that has been altered; the functions below leave these out."""
+    """A warning for each file of results that is damaged or has been altered; the functions below leave these out."""
     warnings = []
-    for file in sorted([*(run / EVAL).glob("*.json"), *(run / USAGE).glob("*.json")]):
-        try:
-            read_signed(file, "the results", dict[str, Any])
-        except Damaged as error:
-            warnings.append(f"{error.message}; it is left out")
-        except UserError:
-            pass  # whoever needs it says so
+    for folder, schema in ((EVAL, Evaluation), (USAGE, UsageReport)):
+        for file in sorted((run / folder).glob("*.json")):
+            try:
+                read_signed(file, "the results", schema)
+            except Damaged as error:
+                warnings.append(f"{error.message}; it is left out")
+            except UserError:
+                pass  # whoever needs it says so
     return warnings
 
 

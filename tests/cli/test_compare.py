@@ -639,9 +639,10 @@ def test_the_card_of_an_export_leaves_out_scores_that_were_changed(run: Path, ca
 
 
 def test_damaged_results_are_left_out_and_named(run: Path) -> None:
-    (run / "eval" / "test-step-200.json").write_text("{")
-    assert re.search("warning: .*test-step-200.json.* left out", pkmlm("compare", run).stderr)
-    assert facts(run)[0]["test_step"] == 90
+    for damaged in ("{", '{"step": 200, "perplexity": [1]}', '{"step": 200, "perplexity": {"token_ppl": "abc"}}'):
+        (run / "eval" / "test-step-200.json").write_text(damaged)
+        assert re.search("warning: .*test-step-200.json.* left out", pkmlm("compare", run).stderr)
+        assert facts(run)[0]["test_step"] == 90
     assert "none" in pkmlm("compare", run / "none", code=2).stderr
 
 

@@ -222,6 +222,10 @@ def test_the_card_says_what_the_model_is(trained, tmp_path):
     valid = [line for line in lines if line["event"] == "valid"][-1]
     assert f"- first 600 tokens of the valid split: perplexity {valid['token_ppl']:,.2f} per token" in card
     assert "max_new_tokens=16)" in card, "the context is 32"
+    recipe["eval"]["tokens"] = None
+    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    pkmlm("export", run, "-o", tmp_path / "unlimited")
+    assert f"- valid split: perplexity {valid['token_ppl']:,.2f}" in (tmp_path / "unlimited/README.md").read_text()
     found = json.loads(pkmlm("eval", run, "--split", "valid", "--json").stdout)["perplexity"]
     pkmlm("export", run, "-o", tmp_path / "whole")
     card = (tmp_path / "whole/README.md").read_text()

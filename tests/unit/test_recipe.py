@@ -509,6 +509,14 @@ def test_a_home_folder_is_found(recipe_file: Path, monkeypatch: pytest.MonkeyPat
     assert load_recipe(heir).model == load_recipe(recipe_file).model
 
 
+def test_a_folder_with_the_name_of_a_recipe_is_no_base(tmp_path: Path) -> None:
+    """Such as the one that `make demo` leaves."""
+    (tmp_path / "demo").mkdir()
+    heir = tmp_path / "heir.yaml"
+    heir.write_text("base: demo\n")
+    assert load_recipe(heir).model == load_recipe(RECIPES / "demo.yaml").model
+
+
 def test_groups_of_parameters_that_a_model_lacks_or_freezes_are_not_checked(recipe_file: Path) -> None:
     for group in ("tables", "ngram"):
         load_recipe(recipe_file, [f"optim.{group}.schedule=inverse-sqrt", f"optim.{group}.warmup_steps=0"])

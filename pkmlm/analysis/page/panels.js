@@ -148,7 +148,10 @@ function buckets(facts, counts) {
     const start = each * choice.selectedIndex, own = Array.from(counts.slice(start, start + each));
     const total = own.reduce((a, b) => a + b, 0) || 1;
     const wide = Math.ceil(each / MOST_BARS); // rows of a bar
-    const bars = Array.from({ length: Math.ceil(each / wide) }, (_, i) => Math.max(...own.slice(i * wide, (i + 1) * wide)));
+    const bars = Array.from({ length: Math.ceil(each / wide) }, (_, i) => {
+      const of = own.slice(i * wide, (i + 1) * wide);
+      return of.reduce((a, b) => a + b, 0) / of.length;
+    });
     const lines = [
       { label: "reads (%)", values: bars.map((n) => (100 * n) / total), colour: "blue", bars: true },
       { label: "uniform", values: bars.map(() => 100 / each), colour: "red", dash: DASHED },
@@ -161,7 +164,7 @@ function buckets(facts, counts) {
     }
     place.replaceChildren(
       chart(`Reads of each ${row}`, bars.map((_, i) => i * wide), lines, options),
-      ...(wide > 1 ? [note(`A bar shows the most read of ${wide} ${row}s.`)] : []),
+      ...(wide > 1 ? [note(`A bar shows the mean of ${wide} ${row}s.`)] : []),
       behind(title, [row, "Reads"], shown.map(([i, n]) => [String(i), [n, count]])),
     );
   };
