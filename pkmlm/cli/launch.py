@@ -133,7 +133,8 @@ def note_end(run: str | None, rank: int, status: str) -> None:
     with suppress(UserError), directory.locked():
         facts = directory.facts()
         if facts.get("status") in ("running", "failed"):
-            blamed = {} if facts.get("message") else {"rank": rank}  # one that failed by itself has said why
+            said_why = status == "failed" and facts.get("message")  # another, which failed by itself
+            blamed = {} if said_why else {"rank": rank}
             directory.note(status=status, exit_code=1, step=max(directory.steps(), default=0), **blamed)
 
 

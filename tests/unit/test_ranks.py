@@ -26,7 +26,7 @@ RECIPE = Recipe(model=Model(dim=24, heads=2, context=10, memory=MEMORY), train=T
 @pytest.mark.parametrize(
     ("ranks", "memory", "expected"),
     [
-        (4, 1, "(expected a train.batch_tokens that 80 divides"),
+        (4, 1, "micro-batches of 2 on each of 4 processes (expected a divisor of 3)"),
         (5, 1, "(expected a train.batch_tokens that 100 divides"),
         (3, 2, "my.yaml: parallel.memory: 2 does not divide the number of processes, 3 (expected a divisor of 3)"),
     ],
