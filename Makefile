@@ -8,7 +8,8 @@
 #              SCALE=cpu|gpu|paper; CORPUS=FOLDER with train.txt, valid.txt and test.txt (or .gz, .zst), for the first one;
 #              TASK_DATA=FOLDER with the rows of zero-shot tasks; JOBS=N runs at a time, or DEVICES=0,1,... one a GPU
 # make worth-width-512, worth-width-256, worth-long: what a memory is worth (recipes/worth); hours. CORPUS=FOLDER with
-#              train*.txt, valid.txt and test.txt (or .zst): 10 million tokens for the widths, 68 million for worth-long
+#              train*.txt, valid.txt and test.txt (or .zst): 10 million tokens for the widths, 68 million for worth-long;
+#              JOBS=N (widths) or make -j N (worth-long) runs at a time; SET="-s KEY=VALUE" for all runs
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
@@ -25,6 +26,7 @@ DEVICES ?=
 TOKENS ?= data/novels-4k
 TASK_DATA ?=
 BOOKS ?= data/books-8k
+SET ?=
 AT_A_TIME = $(if $(DEVICES),--device $(DEVICES),--jobs $(JOBS))
 split = $(firstword $(wildcard $(CORPUS)/$(1).txt $(CORPUS)/$(1).txt.zst $(CORPUS)/$(1).txt.gz))
 
@@ -93,30 +95,37 @@ ngram-%: recipes/ngram/grids/%.yaml $(TOKENS)/index.json
 	$(SWEEP)
 
 worth-%: recipes/worth/grids/%.yaml $(BOOKS)/index.json
-	$(PKMLM) sweep $< -o sweeps/$@ $(AT_A_TIME) -s data.dir=$(BOOKS)
+	$(PKMLM) sweep $< -o sweeps/$@ $(AT_A_TIME) -s data.dir=$(BOOKS) $(SET)
 
 # Of each model one run at a constant rate. Where it has taken LONG_STEPS, a copy goes on for a tenth of them more, decays,
-# and is measured. What is done is passed over, what was stopped is resumed.
+# and is measured. What is done is passed over, what was stopped is resumed; -j trains several at a time, on one GPU, too.
 LONG_MODELS ?= dense dense-2L product-key product-key-slow-keys memory-plus
 LONG_STEPS ?= 500 1000 2500 5000 10000 15000
 LONG = sweeps/worth-long
 
-worth-long: $(BOOKS)/index.json
-	@set -e; mkdir -p $(LONG); for steps in $(LONG_STEPS); do for model in $(LONG_MODELS); do \
-	  run=$(LONG)/$$model; branch=$$run-$$steps; decay=$$(((steps + 9) / 10)); \
-	  train="$(PKMLM) train recipes/worth/long-$$model.yaml -s data.dir=$(BOOKS)"; \
-	  if [ -e $$branch/eval/done ]; then continue; fi; \
-	  if [ ! -e $$branch ]; then \
-	    $$train -o $$run -s train.steps=$$steps; \
-	    rm -rf $$branch.part; cp -r $$run $$branch.part; mv $$branch.part $$branch; \
-	  fi; \
-	  $$train -o $$branch -s train.steps=$$((steps + decay)) -s optim.decay_steps=$$decay; \
-	  $(PKMLM) eval $$branch; \
-	  case $$model in dense*) ;; *) $(PKMLM) usage-report $$branch;; esac; \
-	  touch $$branch/eval/done; \
-	done; done
+worth-long: $(foreach steps,$(LONG_STEPS),$(LONG_MODELS:%=$(LONG)/%-$(steps)/eval/done))
 	$(PKMLM) compare $(foreach model,$(LONG_MODELS),$(LONG)/$(model) $(LONG_STEPS:%=$(LONG)/$(model)-%)) \
 	  --over tokens --plots $(LONG)/plots --plot-log --force
+
+# A branch of a model, of its steps, and of the steps before.
+define LONG_BRANCH
+$(LONG)/$(1)-$(2): | $(BOOKS)/index.json $(3:%=$(LONG)/$(1)-%)
+	$(PKMLM) train recipes/worth/long-$(1).yaml -o $(LONG)/$(1) -s data.dir=$(BOOKS) $(SET) -s train.steps=$(2)
+	rm -rf $$@.part
+	cp -r $(LONG)/$(1) $$@.part
+	mv $$@.part $$@
+
+$(LONG)/$(1)-$(2)/eval/done: DECAY = $$(shell expr \( $(2) + 9 \) / 10)
+$(LONG)/$(1)-$(2)/eval/done: | $(LONG)/$(1)-$(2)
+	$(PKMLM) train recipes/worth/long-$(1).yaml -o $(LONG)/$(1)-$(2) -s data.dir=$(BOOKS) $(SET) \
+	  -s train.steps=$$(shell expr $(2) + $$(DECAY)) -s optim.decay_steps=$$(DECAY)
+	$(PKMLM) eval $(LONG)/$(1)-$(2)
+	$(if $(filter dense%,$(1)),,$(PKMLM) usage-report $(LONG)/$(1)-$(2))
+	touch $$@
+endef
+
+$(foreach model,$(LONG_MODELS),$(eval BEFORE :=)$(foreach steps,$(LONG_STEPS),\
+  $(eval $(call LONG_BRANCH,$(model),$(steps),$(BEFORE)))$(eval BEFORE := $(steps))))
 
 $(BOOKS)/index.json: | .venv/installed
 	@test -n "$(wildcard $(CORPUS)/train*.txt*)" -a -n "$(call split,valid)" -a -n "$(call split,test)" || { \
