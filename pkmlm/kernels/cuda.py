@@ -1,15 +1,15 @@
 """The memory's kernels for CUDA, in Triton. `reference` defines their results; `backend` comes here with CUDA tensors.
 
-All are bound by memory. Bytes moved, with s and g bytes a number in the table and in the gradients, and the floor that
-an H100's 3.35 TB/s set (8,192 tokens, r = 128, D = 1,024, s = g = 2, 2^20 slots, of which as many random reads meet
-63 %); unmeasured on a GPU:
+All are bound by memory. Bytes moved, with s and g bytes a number in the table and in the gradients:
 
-    weighted_row_sum     N r D s read, N D s written                           2.2 GB   0.65 ms
-    row_products         N r D s read, N r g written                           2.2 GB   0.65 ms
-    segment_sum          M D g read, from L2 if N D g fits; 4 U D written      2.7 GB   0.81 ms
-    squared_norm         M D g read, likewise; 4 U written                      19 MB   bound by L2
-    segment_row_adam_    M D g read, likewise; 24 U D of values and moments,
-                         2 U D of a copy in half precision written              18 GB   5.3 ms
+    weighted_row_sum     N r D s read, N D s written
+    row_products         N r D s read, N r g written
+    segment_sum          M D g read, from L2 if N D g fits; 4 U D written
+    squared_norm         M D g read, likewise; 4 U written
+    segment_row_adam_    M D g read, likewise; 24 U D of values and moments, 2 U D of a copy in half precision written
+
+Of the 4.15 TB/s of a copy on an H200, the weighted sum reads 83 to 105 % in fp32 (some rows come from the cache), and
+the products 61 % in bf16 (32,768 tokens, r = 128, D = 512). pkmlm/manual/speed.md has whole steps.
 
 A program makes one bag or one row, in a block of columns; each thread holds 16 bytes of each row, a tile of `READS`
 rows is in flight, and sums over reads stay inside a thread (of rows under 512 bytes: inside a warp). A row that many
@@ -23,9 +23,9 @@ the score's bits in the order of the floats above the column's distance from the
 order is total, and of equal scores the lowest column is the highest key. `tl.topk` sorts no more of them than it must
 (Shanbhag, Pirk and Madden 2018, bitonic top-k).
 
-Unmeasured on a GPU. From the machine code for an H100 by Triton 3.9, at n = 1,024 and k = 32: 19 thousand instructions
-a query for its warp, 3 thousand of them shuffles, 72 registers a thread; 0.7 ms for 8,192 tokens of 4 heads, were one
-issued in every cycle. (Triton 3.7, which comes with torch 2.13: 90 registers, and code 18 % longer.) torch's own top-k
+On an H200, 8,192 tokens of 4 heads take 0.77 ms at n = 512 and k = 32 (Triton 3.6). The machine code for an H100 by
+Triton 3.9 has, at n = 1,024, 19 thousand instructions a query for its warp, 3 thousand of them shuffles, and 72
+registers a thread. (Triton 3.7, which comes with torch 2.13: 90 registers, and code 18 % longer.) torch's own top-k
 selects from int64 in 32 passes over each row, between a dozen elementwise operations.
 
 N: tokens; r: reads of a token; M: N * r; K: slots; D: width; U: rows read; S: U + 1; B: chunks; R: reads of a tile;
@@ -122,13 +122,13 @@ def _sum_reads(reads: tl.tuple, first: tl.tensor, end: tl.tensor, columns_C: tl.
 
 
 @triton.jit
-def _sum_chunks(reads: tl.tuple, row_B: tl.tensor, D: constexpr, C: constexpr, chunk_size: constexpr) -> None:
-    """The sum of each chunk whose reads are all of one row; row_B[b] is the row of the chunk's first read."""
+def _sum_chunks(reads: tl.tuple, next_B: tl.tensor, D: constexpr, C: constexpr, chunk_size: constexpr) -> None:
+    """The sum of each chunk whose reads are all of one row; next_B[b] is the row after that of the chunk's first read."""
     _, start, _, _, chunks = reads
     chunk = tl.program_id(0).to(tl.int64)
     columns_C = tl.program_id(1) * C + tl.arange(0, C)
     end = (chunk + 1) * chunk_size
-    if tl.load(start + tl.load(row_B + chunk) + 1) >= end:
+    if tl.load(start + tl.load(next_B + chunk)) >= end:
         sum_C = _sum_reads(reads, end - chunk_size, end, columns_C, D)
         tl.store(chunks + chunk * D + columns_C, sum_C, mask=columns_C < D)
 
@@ -286,10 +286,10 @@ def _sum_of_chunks(x_ND: Tensor, segments: Segments) -> tuple[Tensor, ...]:
     """Sum the chunks that belong to one row each. Returns what `_row_gradient` reads."""
     chunks = len(segments.token_M) // CHUNK
     chunks_BD = torch.empty(chunks, x_ND.shape[1], dtype=torch.float32, device=x_ND.device)
-    first_B = torch.arange(chunks, device=x_ND.device) * CHUNK
-    row_B = torch.searchsorted(segments.start_S, first_B, right=True) - 1
+    first_B = torch.arange(0, chunks * CHUNK, CHUNK, device=x_ND.device)
+    next_B = torch.searchsorted(segments.start_S, first_B, right=True)
     reads = x_ND.contiguous(), segments.start_S, segments.token_M, segments.weight_M, chunks_BD
-    _launch(_sum_chunks, chunks, x_ND, reads, row_B, chunk_size=CHUNK)
+    _launch(_sum_chunks, chunks, x_ND, reads, next_B, chunk_size=CHUNK)
     return reads
 
 

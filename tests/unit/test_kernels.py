@@ -283,7 +283,8 @@ def test_row_adam_kernel_equals_its_reference(shape, every_row):
     values, slots, weights, x = random_reads(*shape, seed=3)
     segments = reference.sort_reads(slots, weights, len(values))
     segments = segments.every_row(len(values)) if every_row else segments
-    tables = [values, torch.randn_like(values), torch.rand_like(values)]
+    # Squares far from 0: near it, the division by their root magnifies what the order of a sum rounds away.
+    tables = [values, torch.randn_like(values), 0.1 + torch.rand_like(values)]
     ours, theirs = ([table.clone() for table in tables] for _ in range(2))
     how = {"scale": 0.5, "step": 3, "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.2}
     cpu.segment_row_adam_(*ours, x, segments, **how)
