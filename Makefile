@@ -98,7 +98,7 @@ worth-%: recipes/worth/grids/%.yaml $(BOOKS)/index.json
 	$(PKMLM) sweep $< -o sweeps/$@ $(AT_A_TIME) -s data.dir=$(BOOKS) $(SET)
 
 # Of each model one run at a constant rate. Where it has taken LONG_STEPS, a copy goes on for a tenth of them more, decays,
-# and is measured. What is done is passed over, what was stopped is resumed; -j trains several at a time, on one GPU, too.
+# and is measured. What is done is passed over, what was stopped is resumed. OMP_NUM_THREADS=1 make -j 5 trains 5 at a time.
 LONG_MODELS ?= dense dense-2L product-key product-key-slow-keys memory-plus
 LONG_STEPS ?= 500 1000 2500 5000 10000 15000
 LONG = sweeps/worth-long
@@ -111,6 +111,8 @@ worth-long: $(foreach steps,$(LONG_STEPS),$(LONG_MODELS:%=$(LONG)/%-$(steps)/eva
 define LONG_BRANCH
 $(LONG)/$(1)-$(2): | $(BOOKS)/index.json $(3:%=$(LONG)/$(1)-%)
 	$(PKMLM) train recipes/worth/long-$(1).yaml -o $(LONG)/$(1) -s data.dir=$(BOOKS) $(SET) -s train.steps=$(2)
+	@test "$$$$(cat $(LONG)/$(1)/latest)" = "$$$$(printf step-%08d $(2))" || { \
+	  echo "error: $(LONG)/$(1) has gone beyond step $(2), of which there is no branch"; exit 2; }
 	rm -rf $$@.part
 	cp -r $(LONG)/$(1) $$@.part
 	mv $$@.part $$@

@@ -123,7 +123,7 @@ def _sum_reads(reads: tl.tuple, first: tl.tensor, end: tl.tensor, columns_C: tl.
 
 @triton.jit
 def _sum_chunks(reads: tl.tuple, next_B: tl.tensor, D: constexpr, C: constexpr, chunk_size: constexpr) -> None:
-    """The sum of each chunk whose reads are all of one row; next_B[b] is the row after that of the chunk's first read."""
+    """The sum of each chunk whose reads are all of one row; next_B[b] is the row after that of its first read."""
     _, start, _, _, chunks = reads
     chunk = tl.program_id(0).to(tl.int64)
     columns_C = tl.program_id(1) * C + tl.arange(0, C)
