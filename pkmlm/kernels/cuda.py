@@ -122,13 +122,13 @@ def _sum_reads(reads: tl.tuple, first: tl.tensor, end: tl.tensor, columns_C: tl.
 
 
 @triton.jit
-def _sum_chunks(reads: tl.tuple, next_B: tl.tensor, D: constexpr, C: constexpr, chunk_size: constexpr) -> None:
-    """The sum of each chunk whose reads are all of one row; next_B[b] is the row after that of its first read."""
+def _sum_chunks(reads: tl.tuple, row_B: tl.tensor, D: constexpr, C: constexpr, chunk_size: constexpr) -> None:
+    """The sum of each chunk whose reads are all of one row; row_B[b] is the row of the chunk's first read."""
     _, start, _, _, chunks = reads
     chunk = tl.program_id(0).to(tl.int64)
     columns_C = tl.program_id(1) * C + tl.arange(0, C)
     end = (chunk + 1) * chunk_size
-    if tl.load(start + tl.load(next_B + chunk)) >= end:
+    if tl.load(start + tl.load(row_B + chunk) + 1) >= end:
         sum_C = _sum_reads(reads, end - chunk_size, end, columns_C, D)
         tl.store(chunks + chunk * D + columns_C, sum_C, mask=columns_C < D)
 
@@ -286,10 +286,10 @@ def _sum_of_chunks(x_ND: Tensor, segments: Segments) -> tuple[Tensor, ...]:
     """Sum the chunks that belong to one row each. Returns what `_row_gradient` reads."""
     chunks = len(segments.token_M) // CHUNK
     chunks_BD = torch.empty(chunks, x_ND.shape[1], dtype=torch.float32, device=x_ND.device)
-    first_B = torch.arange(0, chunks * CHUNK, CHUNK, device=x_ND.device)
-    next_B = torch.searchsorted(segments.start_S, first_B, right=True)
+    first_B = torch.arange(chunks, device=x_ND.device) * CHUNK
+    row_B = torch.searchsorted(segments.start_S, first_B, right=True) - 1
     reads = x_ND.contiguous(), segments.start_S, segments.token_M, segments.weight_M, chunks_BD
-    _launch(_sum_chunks, chunks, x_ND, reads, next_B, chunk_size=CHUNK)
+    _launch(_sum_chunks, chunks, x_ND, reads, row_B, chunk_size=CHUNK)
     return reads
 
 
