@@ -1,5 +1,6 @@
 """Which device and which arithmetic a command uses, and why."""
 
+import hashlib
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import accumulate
@@ -43,8 +44,14 @@ def name_of(device: torch.device) -> str:
 
 
 def machine() -> dict[str, str]:
-    """What a timing is taken on: the device with its threads, and the version of torch."""
-    return {"device": name_of(default_device()), "torch": torch.__version__}
+    """What a timing is taken on: the device with its threads, the CPU, and the version of torch."""
+    return {"device": name_of(default_device()), "cpu": name_of_cpu(), "torch": torch.__version__}
+
+
+def name_of_cpu() -> str:
+    """The CPU by its name, with a digest of what else torch knows of it: a virtual machine cuts names short."""
+    found = torch.cpu.get_capabilities()
+    return f"{found.get('cpu_name', '')} {hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:8]}".strip()
 
 
 def free_bytes(device: torch.device) -> int:

@@ -245,9 +245,9 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
     read_per_token, total (parameters), status, step, tokens (trained so far), tokens_per_second (median over steps),
     seconds (in training steps, up to the latest checkpoint, or, where that is gone, to the end), valid_step, valid_loss
     (nats per token), valid_token_ppl, valid_bits_per_byte (of the best validation), test_step, test_token_ppl,
-    test_word_ppl, test_bits_per_byte (of the newest evaluation of the test split), tasks_step, tasks ({name: {"acc",
-    ...}}, see `task_scores`), usage_step, usage (memories of the newest usage
-    report of the test split). The kind is dense, hash, the kind of memory, ngram, or several of them with + between.
+    test_word_ppl, test_bits_per_byte (of the evaluation of the test split at the highest step), tasks_step, tasks
+    ({name: {"acc", ...}}, see `task_scores`), usage_step, usage (memories of the usage report of the test split at the
+    highest step). The kind is dense, hash, the kind of memory, ngram, or several of them with + between.
     """
     recorded, metrics, recipe, latest = run.facts(), run.sound_metrics(), run.recipe(), run.latest_state()
     parameters, data = recorded.get("parameters") or {}, latest["data"] if latest else {}

@@ -106,6 +106,7 @@ class _Counter:
         self.squares_H = torch.zeros(tap.heads, dtype=torch.float64, device=device)
         self.common_HH = torch.zeros(tap.heads, tap.heads, dtype=torch.int64, device=device)
         self.spread_3 = torch.zeros(3, dtype=torch.float64, device=device)
+        self.weighing_H = torch.zeros(tap.heads, dtype=torch.int64, device=device)
 
     @torch.no_grad()
     def add(self, slots_NHk: Tensor, weights_NHk: Tensor) -> None:
@@ -120,6 +121,7 @@ class _Counter:
         weights_NHk = weights_NHk.double().abs()
         self.masses.index_add_(0, index, weights_NHk.flatten())
         self.squares_H += weights_NHk.square().sum((0, 2))
+        self.weighing_H += weights_NHk.count_nonzero((0, 2))
         self.spread_3 += spread(weights_NHk)
 
     def _add_common(self, slots_NHk: Tensor) -> None:
@@ -136,8 +138,8 @@ class _Counter:
     def result(self, world: World) -> MemoryUsage:
         tap = self.tap
         tokens = int(world.all_sum(torch.tensor(self.tokens)))
-        own = (self.counts, self.masses, self.squares_H, self.common_HH, self.spread_3)
-        counts, masses, squares_H, common_HH, spread_3 = (world.all_sum(x.cpu().clone()) for x in own)
+        own = (self.counts, self.masses, self.squares_H, self.common_HH, self.spread_3, self.weighing_H)
+        counts, masses, squares_H, common_HH, spread_3, weighing_H = (world.all_sum(x.cpu().clone()) for x in own)
         if not bool(masses.isfinite().all()):
             where = f"the {tap.name} of layer {tap.layer}"
             raise UserError(f"{where} reads with weights that are not finite", "use an earlier checkpoint: --step N")
@@ -152,6 +154,7 @@ class _Counter:
             common_HH=common_HH.numpy() if tap.shared else None,
             spread_3=spread_3.numpy(),
             pool=tap.pool,
+            weighing_H=weighing_H.numpy(),
         )
 
 

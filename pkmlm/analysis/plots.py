@@ -517,11 +517,11 @@ def points(events: Iterable[Mapping[str, Any]], per_step: float) -> NDArray[np.f
 
 
 def smoothed(curve: NDArray[np.float64]) -> NDArray[np.float64]:
-    """A curve (n, 2) whose values are means over a twenty-fifth of its points around each, fewer near the ends; of no
-    more than MOST_POINTS.
+    """A curve (n, 2) whose values are means over a twenty-fifth of its points around each, near the ends over fewer; of
+    no more than MOST_POINTS.
     """
     n, at = len(curve), np.arange(len(curve))
-    before = np.minimum(at, n // 50)  # and as many after, so that a mean does not lag
+    before = np.minimum(at, n // 50)  # and as many after, so that no mean lags; at the end fewer
     after = np.minimum(before, n - 1 - at)
     sums = np.concatenate([[0.0], np.cumsum(curve[:, 1])])
     means = (sums[at + after + 1] - sums[at - before]) / (before + after + 1)

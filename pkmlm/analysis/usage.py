@@ -41,6 +41,7 @@ class MemoryUsage:
         spread_3: float64, three sums over heads and tokens, of a head's weights for a token that are not all 0: how
             many reads of equal weight they are worth, the share of the largest, and 1; None: not known.
         pool: the layers that share the table; empty: it is this memory's alone.
+        weighing_H: int64, reads of each head whose weight is not 0; None: not known, and taken to be all.
     """
 
     layer: int
@@ -53,6 +54,7 @@ class MemoryUsage:
     common_HH: NDArray[np.int64] | None
     spread_3: NDArray[np.float64] | None = None
     pool: tuple[int, ...] = ()
+    weighing_H: NDArray[np.int64] | None = None
 
     @property
     def label(self) -> str:
@@ -202,7 +204,18 @@ class MemoryUsage:
     @property
     def uniform(self) -> Measures:
         """What as many uniformly random reads give by count; of one table, where each head has its own."""
-        return uniform_reading(self.counts_HK.shape[1], self.tokens * (self.heads if self.shared else 1), self.topk)
+        return self._uniform(self.topk)
+
+    def _uniform(self, topk: float) -> Measures:
+        """The same, where each search finds so many slots."""
+        return uniform_reading(self.counts_HK.shape[1], self.tokens * (self.heads if self.shared else 1), topk)
+
+    @property
+    def weighing(self) -> float:
+        """Slots that a head reads for one token with a weight that is not 0, on average."""
+        if self.weighing_H is None:
+            return self.topk
+        return float(self.weighing_H.mean()) / self.tokens if self.tokens else 0.0
 
     @property
     def equal_draws(self) -> tuple[int, float]:
@@ -227,15 +240,15 @@ class MemoryUsage:
         if not self.masses_HK.any():
             return {"usage": 0.0, "kl": None}
         if self.shared:
-            return self.uniform | {"kl": uniform_reading(self.slots, *self.equal_draws)["kl"]}
+            return self._uniform(self.weighing) | {"kl": uniform_reading(self.slots, *self.equal_draws)["kl"]}
         masses_H = self.masses_HK.sum(axis=1)
         kls = zip(masses_H / masses_H.sum(), self._uniform_kls(), strict=True)
-        return self.uniform | {"kl": sum(p * (math.log(p * self.heads) + kl) for p, kl in kls if p > 0)}
+        return self._uniform(self.weighing) | {"kl": sum(p * (math.log(p * self.heads) + kl) for p, kl in kls if p > 0)}
 
     @property
     def uniform_head(self) -> Measures:
         """What the reads of one head give at random slots, by mass: the mean over heads that have any."""
-        usage = uniform_reading(self.counts_HK.shape[1], self.tokens, self.topk)["usage"]
+        usage = uniform_reading(self.counts_HK.shape[1], self.tokens, self.weighing)["usage"]
         kls = [kl for kl in self._uniform_kls() if kl is not None]
         return {"usage": usage, "kl": fmean(kls) if kls else None}
 
@@ -263,6 +276,7 @@ def with_pool(memories: list[MemoryUsage]) -> list[MemoryUsage]:
     sharing = [memory for memory in memories if memory.pool]
     if not sharing or len(sharing) < len(sharing[0].pool):
         return memories
+    known = all(memory.weighing_H is not None for memory in sharing)
     pool = MemoryUsage(
         layer=0,
         name="pool",
@@ -274,6 +288,7 @@ def with_pool(memories: list[MemoryUsage]) -> list[MemoryUsage]:
         common_HH=None,
         spread_3=np.sum([memory.spread_3 for memory in sharing if memory.spread_3 is not None], axis=0),
         pool=tuple(memory.layer for memory in sharing),
+        weighing_H=np.concatenate([memory.weighing_H for memory in sharing]) if known else None,
     )
     return [*memories, pool]
 
@@ -337,10 +352,10 @@ def uniform_reading(slots: int, draws: int, topk: float = 1.0) -> Measures:
 
     Args:
         slots: S.
-        draws: N; 0 gives usage 0 and KL None.
-        topk: slots of a draw, 1 to S; need not be a whole number, as a mean.
+        draws: N; without any read usage is 0 and KL None.
+        topk: slots of a draw, 0 to S; need not be a whole number, as a mean.
     """
-    if draws < 1:
+    if draws < 1 or topk <= 0:
         return {"usage": 0.0, "kl": None}
     if topk >= slots:
         return {"usage": 1.0, "kl": 0.0}

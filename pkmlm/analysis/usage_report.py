@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # of modules that import torch
     from pkmlm.distributed import World
 
 ARRAYS = ("counts_HK", "masses_HK", "squares_H")  # of a MemoryUsage, as its run keeps them
-MAYBE = ("common_HH", "spread_3")  # that may be missing: of hash tables, and in older reports
+MAYBE = ("common_HH", "spread_3", "weighing_H")  # that may be missing: of hash tables, and in older reports
 FLOORS = ("uniform", "uniform_mass", "uniform_head")  # of its entry
 
 

@@ -284,8 +284,11 @@ def _segment_sums(first: int, stop: int, x_ND: Any, start_S: Any, token_M: Any, 
 def _segment_squares(first: int, stop: int, x_ND: Any, start_S: Any, token_M: Any, weight_M: Any, out_U: Any) -> None:
     row_D = np.empty(x_ND.shape[1], np.float32)
     for u in range(first, stop):
-        _add_rows(row_D, x_ND, token_M, weight_M, start_S[u], start_S[u + 1])
         square = np.float64(0)
+        if start_S[u] == start_S[u + 1]:  # most rows of a table of which every row is updated
+            out_U[u] = square
+            continue
+        _add_rows(row_D, x_ND, token_M, weight_M, start_S[u], start_S[u + 1])
         for d in range(len(row_D)):
             square += np.float64(row_D[d]) * np.float64(row_D[d])
         out_U[u] = square

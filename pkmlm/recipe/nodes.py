@@ -6,6 +6,7 @@ keeps its raw text: the type of its key decides what `3e-4` or `no` means, not Y
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import yaml
@@ -85,8 +86,10 @@ def yaml_text(path: Path) -> str:
         raise UserError(f"{path}:{line}:{column}: byte {error.start} is not UTF-8 (expected YAML in UTF-8)") from None
 
 
+@lru_cache(maxsize=256)
 def parse(text: str, file: str, *, lines: bool = True) -> Node:
-    """The tree of one YAML document.
+    """The tree of one YAML document, not to be changed: a text that comes again, as `compare` reads each run's recipe
+    several times, has the same one.
 
     Args:
         file: where the text stands.

@@ -14,7 +14,16 @@ def warnings(recipe: Recipe, path: str | Path, overrides: Iterable[str] = ()) ->
     Args:
         recipe: what `load_recipe` returns for this file and these overrides.
     """
-    return warmup_warnings(recipe) + unused_key_warnings(recipe, path, overrides)
+    return warmup_warnings(recipe) + random_weights_warning(recipe) + unused_key_warnings(recipe, path, overrides)
+
+
+def random_weights_warning(recipe: Recipe) -> list[str]:
+    """A warning where what is not trained was never trained before either."""
+    if recipe.train.only == "all" or recipe.train.init_from is not None:
+        return []
+    return [
+        f"train.only: {recipe.train.only} without train.init_from: all other weights stay as they are drawn, random"
+    ]
 
 
 def warmup_warnings(recipe: Recipe) -> list[str]:

@@ -155,6 +155,13 @@ def rename_folder(path: Path, new: Path) -> None:
         sync_folder(new.parent)
 
 
+def rename_file(path: Path, new: Path) -> None:
+    """Give a file another name beside its own, which replaces a file of that name."""
+    with write_errors(new):
+        os.replace(path, new)
+        sync_folder(new.parent)
+
+
 def remove_folder(path: Path) -> None:
     """Delete a folder so that a kill leaves it whole, or nothing under its name."""
     with write_errors(path):

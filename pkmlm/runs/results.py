@@ -10,7 +10,8 @@ steps.json                                  what a step takes, timed in turn wit
 usage/drift-step-N.npz, kept-step-N.npz     what a "drift" event was computed from, and what a resume needs for the next
 
 Files of eval/ and usage/ hold a digest of their content (that of a report's .npz is in its .json), so that what is read
-back is what was written; those of older versions have none, and are taken as they are.
+back is what was written; those of older versions have none, and are taken as they are. Where training goes back to an
+earlier step, those of later ones get names that end in ".old".
 
 Of the schemas, `NotRequired` keys may be missing, or null: older runs lack some. Objects may have keys that are not
 listed. `check_json` compares values with them.
@@ -48,6 +49,7 @@ from pkmlm.runs.files import (
     read_json,
     read_manifest,
     refuse_link,
+    rename_file,
     sha256_of,
     write_json,
     writing,
@@ -60,6 +62,8 @@ CHECKPOINT_VERSION = 1
 NAME_BYTES = 100  # of the name of a text or of tasks
 DIGEST = "digest"  # in a file of results: of all else in it
 ARRAYS = "arrays"  # in a usage report: the sha256 of its .npz file
+RESULT = re.compile(r".+-step-([0-9]{1,18})(?:-(?:stride|limit)-[0-9]+)?\.json")
+OLD = ".old"  # ends the names of results whose weights have been replaced
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 MaybeNumber = Number | None
@@ -448,6 +452,29 @@ def altered_results(run: Path) -> list[str]:
     return warnings
 
 
+def set_aside_later(run: Path, step: int) -> list[str]:
+    """Rename results of later steps than one that training goes back to, and return a warning if there are any: nothing
+    then takes them for those of the weights that it saves at these steps now.
+
+    Raises:
+        UserError: a folder is a link; (exit code 1) the system refused to rename one.
+    """
+    later = []
+    for folder in (run / EVAL, run / USAGE):
+        refuse_link(folder)
+        for file in sorted(folder.glob("*.json")):
+            named = RESULT.fullmatch(file.name)
+            if named and int(named[1]) > step:
+                later.append(file)
+                for path in (file, file.with_suffix(".npz")):
+                    if path.exists():
+                        rename_file(path, path.with_name(f"{path.name}{OLD}"))
+    if not later:
+        return []
+    names = ", ".join(str(file.relative_to(run)) for file in later)
+    return [f"{names}: measured on weights that are trained anew: renamed to end in {OLD}"]
+
+
 def write_evaluation(run: Path, file: str, record: dict[str, Any]) -> None:
     """Write RUN/eval/`file`.
 
@@ -470,17 +497,17 @@ def read_evaluation(path: Path) -> dict[str, Any]:
 
 
 def test_perplexity(run: Path) -> tuple[int | None, dict[str, Any]]:
-    """The newest evaluation of the test split, and its step; (None, {}) where there is none."""
+    """The evaluation of the test split at the highest step, and this step; (None, {}) where there is none."""
     return next(_results(run / EVAL, "test", "perplexity"), (None, {}))
 
 
 def test_usage(run: Path) -> tuple[int | None, dict[str, Any]]:
-    """The newest usage report of the test split, and its step; (None, {}) where there is none."""
+    """The usage report of the test split at the highest step, and this step; (None, {}) where there is none."""
     return next(_results(run / USAGE, "test", "memories"), (None, {}))
 
 
 def task_scores(run: Path) -> tuple[int | None, dict[str, Any]]:
-    """The newest step with whole evaluations of tasks, and each task's scores there, with the fewest examples before a
+    """The highest step with whole evaluations of tasks, and each task's scores there, with the fewest examples before a
     question; (None, {}) where there is none.
     """
     for step, found in groupby(_results(run / EVAL, ".+", "tasks"), key=itemgetter(0)):

@@ -17,6 +17,7 @@ from pkmlm.recipe.schema import Recipe
 from pkmlm.runs.checkpoint import Progress, check_weights, quarantine_damaged_checkpoints, read_progress
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import remove_file, write_text
+from pkmlm.runs.results import set_aside_later
 from pkmlm.signals import StopRequest, stop_on_signals
 from pkmlm.train.init_from import check_init_from, load_init_from
 from pkmlm.train.job import Job, hashes_of, no_validation_warning
@@ -122,6 +123,7 @@ def begin(run: RunDirectory, job: Job, settings: DeviceSettings, ranks: int) -> 
     remove_file(run.path / "done")  # before the recipe changes, by which `is_complete` knows whether all is done
     run.create(recipe)
     run.clean()
+    warnings += set_aside_later(run.path, step)
     # Before the log opens the file, which this replaces. A validation that the checkpoint does not know is repeated;
     # where there is no checkpoint, everything is.
     run.cut_metrics(step or -1, validated=latest.validations is None or latest.validations.step == step)

@@ -21,6 +21,7 @@ def test_bench_memory_times_layers_side_by_side():
         assert size["layers"]["ffn"]["step"]["bytes_per_second"] is None
         assert size["copy_bytes_per_second"] > 1e8
     assert found["machine"]["torch"]
+    assert found["machine"]["cpu"]
 
 
 def test_bench_memory_prints_tables_and_growth():

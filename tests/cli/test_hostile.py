@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from pkmlm.recipe.schema import Recipe, flatten
-from pkmlm.runs import checkpoint
+from pkmlm.runs import checkpoint, results
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.train.resume_check import change_warnings, fixed_keys
 from pkmlm.train.step import TrainState
@@ -95,6 +95,25 @@ def test_a_finished_run_without_its_last_checkpoint_is_not_complete(begun, copy,
     for name in ("weights.safetensors", "optimizer.safetensors"):
         assert (last / name).read_bytes() == (sound / name).read_bytes()
     assert RunDirectory(copy).done() == 8
+
+
+def test_results_of_weights_that_are_trained_anew_are_set_aside(begun, copy):
+    for step in (4, 8):
+        pkmlm("usage-report", copy, "--step", step)
+        pkmlm("eval", copy, "--step", step)
+    pkmlm("eval", copy, "--step", 8, "--stride", 4)
+    shutil.rmtree(copy / "checkpoints/step-00000008")
+    before = (copy / "eval/test-step-8.json").read_bytes()
+    said = on(begun, copy, "-s", "optim.decay_steps=4").stderr
+    names = ("eval/test-step-8.json", "eval/test-step-8-stride-4.json", "usage/test-step-8.json")
+    assert all(name in said for name in names)
+    assert "test-step-4" not in said
+    assert (results.test_perplexity(copy)[0], results.test_usage(copy)[0]) == (4, 4)
+    assert all((copy / f"{name}.old").exists() for name in (*names, "usage/test-step-8.npz"))
+    assert (copy / "eval/test-step-8.json.old").read_bytes() == before
+    pkmlm("eval", copy, "--step", "latest")
+    assert (copy / "eval/test-step-8.json").read_bytes() != before
+    assert ".old" not in on(begun, copy, "-s", "train.steps=9").stderr
 
 
 def test_a_run_s_name_cannot_drive_the_terminal(begun, copy):

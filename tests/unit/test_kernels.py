@@ -258,6 +258,8 @@ def test_row_kernels_equal_their_reference(shape):
     sums = reference.segment_sum(x, slow)
     torch.testing.assert_close(cpu.segment_sum(x, fast), sums, **close)
     torch.testing.assert_close(cpu.squared_norm(x, fast), reference.squared_norm(x, slow), rtol=1e-5, atol=0)
+    every = cpu.squared_norm(x, fast.every_row(len(values)))
+    torch.testing.assert_close(every, cpu.squared_norm(x, fast), rtol=1e-12, atol=0)
     by_hand = torch.zeros_like(values)
     for t, j in itertools.product(range(min(50, len(slots))), range(slots.shape[1])):
         by_hand[slots[t, j]] += weights[t, j] * x[t]

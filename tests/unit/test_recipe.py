@@ -30,7 +30,7 @@ from pkmlm.recipe.schema import (
     leaves,
     list_keys,
 )
-from pkmlm.recipe.warnings import unused_key_warnings, warmup_warnings
+from pkmlm.recipe.warnings import random_weights_warning, unused_key_warnings, warmup_warnings
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 RECIPE_FILES = sorted(path for path in RECIPES.rglob("*.yaml") if path.parent.name != "grids")
@@ -484,6 +484,15 @@ def test_keys_that_have_an_effect_are_not_warned_of(tmp_path: Path) -> None:
     assert told == "eval.patience: without effect, as eval.every is 0"
     (told,) = unused(tmp_path, DENSE, "model.projections=hash", "model.ffn_dim=128", "model.bias=false")
     assert told == "model.ffn_dim, model.bias: without effect, as model.projections is hash"
+
+
+def test_to_train_the_values_of_a_random_model_is_warned_of(tmp_path: Path) -> None:
+    def told(*overrides: str) -> list[str]:
+        (tmp_path / "memory.yaml").write_text(MEMORY)
+        return random_weights_warning(load_recipe(tmp_path / "memory.yaml", overrides))
+
+    assert told() == told("train.only=values", "train.init_from=run") == []
+    assert "train.init_from" in told("train.only=values")[0]
 
 
 def test_a_decay_that_leaves_no_step_at_the_peak_is_warned_of(recipe_file: Path) -> None:

@@ -260,6 +260,24 @@ def test_weights_count_by_their_size_and_a_head_of_zeros_for_nothing() -> None:
     assert entry["effective"] == pytest.approx(math.exp(-0.75 * math.log(0.75) - 0.25 * math.log(0.25)))
 
 
+def test_random_reads_without_weight_use_no_slot_by_mass() -> None:
+    """Of reads at random slots of which relu leaves one in six a weight, usage by mass is that of the floor."""
+    random = torch.Generator().manual_seed(0)
+    taps = [UsageTap(layer, "memory", "product-key", 4096, 2, pool=(1, 2)) for layer in (1, 2)]
+    tables = UsageTap(3, "qkv", "hash", 4096, 2, shared=False)
+    model = Reader(*taps, tables)
+    drawn = [torch.rand(2048, 4096, generator=random).topk(8).indices.view(1024, 2, 8) for _ in taps]
+    buckets = torch.randint(2048, (1024, 2, 1), generator=random) + torch.tensor([[0], [2048]])
+    weights = [torch.randn(reads.shape, generator=random).sub(1).relu() for reads in (*drawn, buckets)]
+    with UsageCounters(model) as counters:
+        model(*zip((*drawn, buckets), weights, strict=True))
+    for entry in (memory.as_json() for memory in counters.memories()):
+        assert entry["uniform_mass"]["usage"] == pytest.approx(entry["mass"]["usage"], rel=0.03)
+        assert entry["uniform_mass"]["usage"] < 0.75 * entry["uniform"]["usage"]
+        heads = entry["heads"] if "heads" in entry else entry["tables"]
+        assert entry["uniform_head"]["usage"] == pytest.approx(np.mean([head["usage"] for head in heads]), rel=0.03)
+
+
 def test_a_shared_table_is_one_memory_more() -> None:
     taps = [UsageTap(layer, "memory", "product-key", 4, 2, pool=(2, 5)) for layer in (2, 5)]
     model = Reader(UsageTap(1, "qkv", "hash", 4, 2, shared=False), *taps)
