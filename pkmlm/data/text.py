@@ -177,7 +177,7 @@ def decode(stream: Stream) -> Iterator[str]:
             raise UserError(
                 f"{stream.source.label}: not UTF-8 at byte {read - pending + error.start:,} "
                 f"(0x{error.object[error.start]:02x}: {error.reason})",
-                "convert it first, e.g. with iconv -t UTF-8",
+                "convert it first, e.g. with iconv -f ENCODING -t UTF-8",
             ) from None
         read += len(block)
 
