@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from pkmlm.cli.options import PATH, force_option, step_option
+from pkmlm.cli.outputs import refuse_fixed
 from pkmlm.console import warn_each
 from pkmlm.errors import UserError, printable
 
@@ -49,6 +50,7 @@ def command(run_path: str, output: str, step: str, dtype: str, table_bits: str |
     from pkmlm.runs.directory import RunDirectory
 
     folder = Path(output).absolute()
+    refuse_fixed(output, folder.resolve())
     check_free(folder, force)
     run = RunDirectory.existing(run_path)
     loaded = load_run(run.path, step, torch.device("cpu"))

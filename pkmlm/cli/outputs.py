@@ -33,6 +33,25 @@ def refuse_read_only(what: str, folder: Path) -> None:
         raise UserError(f"{what}: the folder {folder} cannot be written", exit_code=1)
 
 
+def refuse_fixed(shown: str, folder: Path) -> None:
+    """Refuse a folder that cannot be replaced by another under its name, before any work.
+
+    Args:
+        shown: as it was given.
+        folder: what it stands for, which need not exist.
+
+    Raises:
+        UserError: it is the working directory or a mount point; (exit code 1) the one that holds it is read-only.
+    """
+    what = "the working directory" if folder == Path.cwd() else "a mount point" if folder.is_mount() else ""
+    if what:
+        raise UserError(f"-o {shown} is {what} (expected a folder that can be replaced)", "name a folder in it")
+    above = next(each for each in folder.parents if exists(each))
+    if not above.is_dir():
+        raise UserError(f"-o {shown}: {above} is no folder")
+    refuse_read_only(f"-o {shown}", above)
+
+
 def free_folder(path: str | None, force: bool) -> Path | None:
     """The folder for pictures that `--plots` names.
 
@@ -65,6 +84,7 @@ def free_tokens(shown: str, force: bool) -> Path:
     if not shown:
         raise UserError("-o '': the name is empty (expected that of a folder)")
     folder = Path(os.path.realpath(shown))
+    refuse_fixed(shown, folder)
     if not (exists(folder) or folder.is_symlink()):
         return folder
     if not folder.is_dir():

@@ -1,6 +1,7 @@
 """`pkmlm tokenize`: text in, a tokenizer and memory-mapped tokens out."""
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 KEPT_BY_JOIN = {"train", "output", "joins", "force", "quiet", "verbose", "as_json"}
 TAKE_ALL = ("--valid", "--test")
+PERCENTAGE = re.compile(r"(\d+\.?\d*|\.\d+)\s*(%?)", re.ASCII)
 
 
 class TokenizeCommand(click.Command):
@@ -51,12 +53,34 @@ def parse_part(context: click.Context, parameter: click.Parameter, value: str | 
     return int(numbers[1]), int(numbers[2])
 
 
+def held_out(context: click.Context) -> dict[str, float]:
+    """The percentage of the documents of TRAIN that --valid and --test name instead of files."""
+    found: dict[str, float] = {}
+    for split in ("valid", "test"):
+        for word in context.params[split]:
+            match = PERCENTAGE.fullmatch(word)
+            if not match or (not match[2] and os.path.lexists(word)):
+                continue
+            if len(context.params[split]) > 1:
+                raise click.UsageError(f"--{split} takes files or one percentage, not both.")
+            if not match[2] or not 0 < float(match[1]) < 100:
+                raise click.UsageError(f"--{split} {word}: expected files, or a percentage such as 5%.")
+            found[split] = float(match[1])
+    if sum(found.values()) >= 100:
+        raise click.UsageError("--valid and --test leave no document for training (expected less than 100%).")
+    return found
+
+
 @click.command(cls=TokenizeCommand)
 @click.argument("train", nargs=-1, required=True, type=PATH, metavar="TRAIN...")
 @click.option(
-    "--valid", multiple=True, type=PATH, metavar="FILE...", help="Text to validate on: all files up to the next option."
+    "--valid",
+    multiple=True,
+    type=PATH,
+    metavar="FILE...|P%",
+    help="Text to validate on: all files up to the next option, or P percent of the documents of TRAIN.",
 )
-@click.option("--test", multiple=True, type=PATH, metavar="FILE...", help="Text to test on, likewise.")
+@click.option("--test", multiple=True, type=PATH, metavar="FILE...|P%", help="Text to test on, likewise.")
 @click.option("-o", "--output", required=True, type=PATH, metavar="DIR", help="Folder to write; must not be there yet.")
 @click.option(
     "--vocab-size",
@@ -113,15 +137,19 @@ def command(
     --format says otherwise). Files are read in the order of their names. The tokenizer is learnt from at most
     32 MiB of TRAIN, chosen at random. DIR is the same, byte for byte, on every run and for any --jobs.
 
+    With a percentage, --valid and --test hold out documents of TRAIN, chosen by a hash of their text: the choice does
+    not depend on other documents, and copies of a document stay together.
+
     Several machines can share the work: each encodes a part, and one of them joins the parts to the same DIR, byte for
     byte. Give every machine the same files. A part takes whole files, so TRAIN needs at least N of them.
 
     \b
     Examples:
       pkmlm tokenize book.txt -o data/book
+      pkmlm tokenize wiki.jsonl --valid 1% --test 1% -o data/wiki
       pkmlm tokenize train.txt.zst --valid v.txt --test t.txt \\
           --separator '\\n\\n\\n' -o data/novels
-      pkmlm tokenize 'wiki/*.jsonl.gz' --vocab-size 32000 -o data/wiki
+      pkmlm tokenize 'web/*.jsonl.gz' --vocab-size 32000 -o data/web
       zcat news.gz | pkmlm tokenize - --tokenizer my.model -o data/news
       pkmlm tokenize book.txt --tokenizer gpt2/tokenizer.json -o data/book
 
@@ -135,6 +163,8 @@ def command(
     from pkmlm.data.shards import tokenize
 
     check_options(context)
+    percentages = held_out(context)
+    files = {"train": train, "valid": valid, "test": test}
     folder = free_tokens(output, force)
     with stage_progress(quiet) as (report, seconds):
         if joins:
@@ -143,7 +173,8 @@ def command(
         else:
             index = tokenize(
                 folder,
-                {"train": train, "valid": valid, "test": test},
+                {split: names for split, names in files.items() if split not in percentages},
+                percentages,
                 model=model,
                 vocab_size=vocab_size,
                 model_type=model_type,

@@ -71,7 +71,10 @@ class Split:
 
 @dataclass(frozen=True, config=STRICT)
 class Index:
-    """The content of `index.json`, except for its format and its own sha256."""
+    """The content of `index.json`, except for its format and its own sha256.
+
+    `held_out` is the percentage of the documents of train's sources that a split was given; it has none of its own.
+    """
 
     dtype: Literal["uint16", "uint32"]
     vocab_size: Count
@@ -79,6 +82,7 @@ class Index:
     tokenizer_sha256: str
     separator: str | None
     splits: dict[str, Split]
+    held_out: dict[str, float] = Field(default_factory=dict)
 
     @property
     def sha256(self) -> str:
@@ -124,6 +128,7 @@ class Part:
             "--separator": repr(self.index.separator),
             "--field": repr(self.field),
         }
+        common |= {f"--{split}": f"{percent:g}%" for split, percent in self.index.held_out.items()}
         for split, files in self.files.items():
             for number, file in enumerate(files, 1):
                 common[f"file {number} of {split}"] = f"{file.name} of {file.bytes:,} bytes"
@@ -174,14 +179,19 @@ def read_part(folder: Path) -> Part:
     return read_stamped(path, Part, PART_FORMAT)
 
 
+def values_of(record: Any) -> dict[str, Any]:
+    """The values of a dataclass, without `held_out` where nothing was: indexes were once written without it."""
+    return asdict(record, dict_factory=lambda pairs: {key: each for key, each in pairs if key != "held_out" or each})
+
+
 def sha256_of_record(record: Any) -> str:
     """The sha256 of the values of a dataclass."""
-    return hashlib.sha256(json.dumps(asdict(record), sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(values_of(record), sort_keys=True).encode()).hexdigest()
 
 
 def stamped(record: Any, form: str) -> dict[str, Any]:
     """A dataclass as JSON, preceded by the name of its format and the sha256 of the rest."""
-    return {"format": form, "sha256": sha256_of_record(record), **asdict(record)}
+    return {"format": form, "sha256": sha256_of_record(record), **values_of(record)}
 
 
 def read_stamped(path: Path, kind: type[Record], form: str) -> Record:

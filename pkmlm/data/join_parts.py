@@ -50,7 +50,7 @@ def join_parts(
         origins = [origin for about in read for origin in about.sources]
         streams[split] = TokenStream(joined_tokens(parts, split, progress), Tally(**counts), origins)
     with writing_folder(folder, replace=replace) as place:
-        index = write_splits(place, streams, tokenizer, first.separator)
+        index = write_splits(place, streams, tokenizer, first.separator, first.held_out)
         write_index(place, index)
     warn_of_documents(folder, index, tokenizer, warn)
     return index

@@ -79,7 +79,11 @@ class SentencePieceModel:
             raise UserError(f"{name} has no byte pieces: it cannot spell every text (expected byte_fallback)", HINT)
 
     def encode(self, texts: Sequence[str], threads: int) -> list[np.ndarray]:
-        encoded: list[np.ndarray] = self._processor.encode(texts, num_threads=threads, return_type="numpy")
+        encoded: list[np.ndarray]
+        if len(texts) == 1:  # a list starts a thread, which takes 50 times as long as a short text
+            encoded = [self._processor.encode(texts[0], return_type="numpy")]
+        else:
+            encoded = self._processor.encode(texts, num_threads=threads, return_type="numpy")
         for i, text in enumerate(texts):
             if MARK in text:
                 encoded[i] = self._encode_marks(text)

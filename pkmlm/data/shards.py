@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import itertools
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from pkmlm.data.corpus import (
 )
 from pkmlm.data.overlap import overlap_warnings
 from pkmlm.data.sources import STANDARD_INPUT, Source, find_sources, rereadable
-from pkmlm.data.text import AT_LINES, FIELD, Chunk, Cuts, Tally, check_separator_and_field, read_chunks
+from pkmlm.data.text import AT_LINES, FIELD, Chunk, Cuts, Tally, check_separator_and_field, read_chunks, within
 from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.errors import UserError
 from pkmlm.runs.files import writing, writing_folder
@@ -49,6 +50,8 @@ class Encoding:
     Attributes:
         tokenizer: what encodes it.
         separator, field: where the text and its documents are; see `read_chunks`.
+        held_out: the percentage of the documents of the training sources that each split takes which has none of its
+            own.
         jobs: threads that encode.
         progress: called with a split, the bytes of its sources that have been read, and all of them; at least before
             and after each split.
@@ -57,6 +60,7 @@ class Encoding:
     tokenizer: Tokenizer
     separator: str | None = None
     field: str = FIELD
+    held_out: Mapping[str, float] = dataclasses.field(default_factory=dict)
     jobs: int = 1
     progress: Progress = lambda stage, done, total: None
 
@@ -64,6 +68,7 @@ class Encoding:
 def tokenize(
     folder: Path,
     files: Mapping[str, Sequence[str]],
+    held_out: Mapping[str, float],
     *,
     model: Path | None = None,
     vocab_size: int | None = None,
@@ -82,6 +87,7 @@ def tokenize(
     Args:
         folder: where to write; see `write_corpus`.
         files: the files, globs or `-` of each split; those without any are left out.
+        held_out: see `Encoding`; splits that are not in `files`.
         model: the file of a tokenizer; None: learn one, of `vocab_size` ids (None: the default) and `model_type`.
         format: the format of all files; None: by name.
         separator, field: where the text and its documents are; see `read_chunks`.
@@ -104,15 +110,18 @@ def tokenize(
     if part and any(source.name == STANDARD_INPUT for source in every):
         raise UserError("standard input cannot be divided", "give --shard files that every machine can read")
     check_separator_and_field(every, separator, field)
+    if held_out or not model:
+        sources["train"] = [rereadable(source) for source in sources["train"]]
+    sources |= dict.fromkeys(held_out, sources["train"])
     if model:
         tokenizer = Tokenizer.load(model)
     else:
-        sources["train"] = [rereadable(source) for source in sources["train"]]
-        reader = SplitReader(LEARNING, sources["train"], separator, field, progress, counts=False)
+        own = share("train", held_out)
+        reader = SplitReader(LEARNING, sources["train"], separator, field, progress, share=own, counts=False)
         texts = (chunk.text for batch in reader.batches() for chunk in batch)
         tokenizer = Tokenizer.learn(texts, vocab_size, model_type)
         reader.report()
-    encoding = Encoding(tokenizer, separator, field, jobs, progress=progress)
+    encoding = Encoding(tokenizer, separator, field, held_out, jobs, progress)
     index = write_corpus(folder, sources, encoding, part, replace=replace)
     if not part:  # joining looks at the documents of all parts
         warn_of_documents(folder, index, tokenizer, warn)
@@ -123,10 +132,13 @@ def warn_of_documents(folder: Path, index: Index, tokenizer: Tokenizer, warn: Wa
     """Warn of documents that two splits share, and of a separator that occurs nowhere."""
     for text in overlap_warnings(folder, tokenizer):
         warn(text)
+    counts = Counter[str]()
+    for name, split in index.splits.items():
+        counts["train" if name in index.held_out else name] += split.documents + split.empty
     divided = any(
-        split.documents + split.empty != len(split.sources)  # one novel to test on is one document
-        or any(kind in origin.name.lower() for origin in split.sources for kind in (".jsonl", ".parquet"))
-        for split in index.splits.values()
+        documents != len(index.splits[name].sources)  # one novel to test on is one document
+        or any(kind in origin.name.lower() for origin in index.splits[name].sources for kind in (".jsonl", ".parquet"))
+        for name, documents in counts.items()
     )
     if index.separator is not None and not divided:
         warn(f"{index.separator!r} occurs nowhere: each file is one document")
@@ -144,7 +156,8 @@ def write_corpus(
 
     Args:
         folder: where to write.
-        sources: the sources of each split ("train", "valid", "test"), of the whole corpus also where a part is written.
+        sources: the sources of each split ("train", "valid", "test"), of the whole corpus also where a part is written;
+            of one that is held out, those of "train".
         encoding: how.
         part: which part to write, from 1, and of how many; None: the whole.
         replace: whether a folder that is not empty is replaced, once the new one is whole.
@@ -173,12 +186,13 @@ def write_corpus(
         }
     streams = {}
     for split, inputs in own.items():
+        documents = share(split, encoding.held_out)
         cuts = encoding.tokenizer.cuts
-        reader = SplitReader(split, inputs, encoding.separator, encoding.field, encoding.progress, cuts)
+        reader = SplitReader(split, inputs, encoding.separator, encoding.field, encoding.progress, documents, cuts)
         arrays = encode_batches(reader, encoding.tokenizer, encoding.jobs)
-        streams[split] = TokenStream(arrays, reader.tally, reader.origins)
+        streams[split] = TokenStream(arrays, reader.tally, [] if split in encoding.held_out else reader.origins)
     with writing_folder(folder, replace=replace) as place:
-        index = write_splits(place, streams, encoding.tokenizer, encoding.separator)
+        index = write_splits(place, streams, encoding.tokenizer, encoding.separator, encoding.held_out)
         if part:
             Part(*part, encoding.field, files, index).write(place)
         else:
@@ -198,6 +212,18 @@ def assign_parts(sources: Sequence[Source], parts: int) -> tuple[PartFile, ...]:
     return tuple(files)
 
 
+def share(split: str, held_out: Mapping[str, float]) -> tuple[float, float]:
+    """Where the hashes of a split's documents lie, from 0 to 1, see `within`. A percentage holds out the same documents
+    whatever the other one is.
+    """
+    test, valid = held_out.get("test", 0.0) / 100, held_out.get("valid", 0.0) / 100
+    if split == "train":
+        return test, 1 - valid
+    if split not in held_out:
+        return 0.0, 1.0
+    return (0.0, test) if split == "test" else (1 - valid, 1.0)
+
+
 @dataclass
 class SplitReader:
     """One pass over the sources of a split; `origins` and, if it `counts`, `tally` are complete when it has ended."""
@@ -207,6 +233,7 @@ class SplitReader:
     separator: str | None
     field: str
     progress: Progress
+    share: tuple[float, float]
     cuts: Cuts = AT_LINES
     counts: bool = True
     tally: Tally = dataclasses.field(default_factory=Tally)
@@ -227,7 +254,8 @@ class SplitReader:
         size = 0
         for source in self.sources:
             with source.open() as stream:
-                for chunk in read_chunks(stream, self.separator, self.field, self.cuts):
+                chunks = read_chunks(stream, self.separator, self.field, self.cuts)
+                for chunk in chunks if self.share == (0.0, 1.0) else within(chunks, *self.share):
                     if self.counts:
                         self.tally.add(chunk)
                     if chunk.text:
@@ -289,13 +317,19 @@ class TokenStream(NamedTuple):
     origins: Sequence[Origin]
 
 
-def write_splits(place: Path, streams: Mapping[str, TokenStream], tokenizer: Tokenizer, separator: str | None) -> Index:
+def write_splits(
+    place: Path,
+    streams: Mapping[str, TokenStream],
+    tokenizer: Tokenizer,
+    separator: str | None,
+    held_out: Mapping[str, float],
+) -> Index:
     """Write the files of a corpus, or of a part of one, without its index, which is returned; splits may be empty."""
     with writing(place / tokenizer.file) as file:
         file.write(tokenizer.model_bytes)
     splits = {name: write_tokens(place, name, stream, tokenizer.eos) for name, stream in streams.items()}
     dtype = dtype_for(tokenizer.size)
-    return Index(dtype, tokenizer.size, tokenizer.eos, tokenizer.sha256, separator, splits)
+    return Index(dtype, tokenizer.size, tokenizer.eos, tokenizer.sha256, separator, splits, dict(held_out))
 
 
 def write_tokens(folder: Path, split: str, stream: TokenStream, eos: int) -> Split:
@@ -355,8 +389,15 @@ def full_blocks(arrays: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
 
 def write_index(place: Path, index: Index) -> None:
     """Finish the folder of a whole corpus, none of whose splits may be empty."""
+    divided = [name for name in index.splits if name == "train" or name in index.held_out]
+    documents = sum(index.splits[name].documents for name in divided)
     for split, about in index.splits.items():
         if not about.documents:
+            if documents and split in divided:
+                raise UserError(
+                    f"of {documents:,} document{'s' * (documents != 1)}, none falls into {split}",
+                    "divide the text into more documents with --separator, hold out another percentage, or name files",
+                )
             names = [origin.name for origin in about.sources]
             files = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
             found = f"{about.empty:,} empty document{'s' * (about.empty != 1)}" if about.empty else "no documents"

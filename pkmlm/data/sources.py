@@ -141,7 +141,8 @@ def zstd_blocks(stored: Stream) -> Iterator[bytes]:
     """The decompressed bytes of all zstd frames; zstandard's own stream reader accepts a frame that is cut short."""
     import zstandard
 
-    frame = zstandard.ZstdDecompressor().decompressobj()
+    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # as `zstd --long=31` writes
+    frame = decompressor.decompressobj()
     begun = False
     for block in plain_blocks(stored):
         held: list[bytes] = []  # small blocks are joined: what follows has a fixed cost per block
@@ -149,7 +150,7 @@ def zstd_blocks(stored: Stream) -> Iterator[bytes]:
             data = block[start : start + ZSTD_INPUT]
             while data:
                 if frame.eof:
-                    frame = zstandard.ZstdDecompressor().decompressobj()
+                    frame = decompressor.decompressobj()
                 begun = True
                 held.append(frame.decompress(data))
                 data = frame.unused_data if frame.eof else b""

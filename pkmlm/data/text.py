@@ -5,6 +5,7 @@ text alone, never on how it was stored or read, so that its tokens are the same 
 """
 
 import codecs
+import hashlib
 import itertools
 import json
 import re
@@ -22,6 +23,7 @@ WINDOW = 2048  # characters: SentencePiece's BPE slows down on long strings
 FIELD = "text"  # the usual name of the key or column that holds the text
 LINE_LIMIT = 128 << 20  # characters of one line of JSON, which must be read whole
 ROWS = 64  # rows of a parquet file that are read at a time
+HEAD = 1 << 20  # characters of a document that decide which split it falls into
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -157,6 +159,32 @@ def cut(pieces: Iterable[tuple[str, bool]], cuts: Cuts = AT_LINES) -> Iterator[C
             rest = ""
 
 
+def within(chunks: Iterable[Chunk], start: float, stop: float) -> Iterator[Chunk]:
+    """The chunks of the documents whose hash, as a share of the largest hash, lies from `start` up to `stop`.
+
+    The hash is of a document's first HEAD characters, without newlines at their ends: copies of a document stay
+    together, wherever they stand, and no more of a document is held.
+    """
+    held: list[Chunk] = []
+    size, chosen = 0, False
+    for chunk in chunks:
+        if size < HEAD:
+            held.append(chunk)
+            size += len(chunk.text)
+            if size < HEAD and not chunk.ends_document:
+                continue
+            head = "".join(text for text, _ in held)[:HEAD].strip("\n")
+            digest = hashlib.blake2b(head.encode(), digest_size=6).digest()  # 48 bits: a float holds the share exactly
+            chosen = start <= int.from_bytes(digest, "big") / 2**48 < stop
+            if chosen:
+                yield from held
+            held = []
+        elif chosen:
+            yield chunk
+        if chunk.ends_document:
+            size = 0
+
+
 def chunks_of(text: str, cuts: Cuts = AT_LINES) -> list[str]:
     """The chunks of one document that is held whole."""
     return [chunk.text for chunk in cut([(text, True)], cuts) if chunk.text]
@@ -189,7 +217,7 @@ def same_line_ends(texts: Iterable[str], separator: str, label: str) -> Iterator
         UserError: it occurs.
     """
     windows = separator.replace("\r\n", "\n").replace("\n", "\r\n")
-    if separator in windows:  # it divides such a file, too
+    if separator == windows:  # it has no line end, or that of Windows
         yield from texts
         return
     recent = ""

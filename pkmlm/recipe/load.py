@@ -88,7 +88,11 @@ def read_tree(path: Path, inheritors: tuple[str, ...] = (), named_at: str = "") 
 
 
 def merge(base: Node, over: Node) -> Node:
-    """`over` on top of `base`: mappings key by key, everything else replaced."""
+    """`over` on top of `base`: mappings key by key, an empty one (`memory:`, all of whose keys are commented out) too;
+    everything else replaced.
+    """
+    if isinstance(base.value, dict) and over.value == "" and not over.quoted:
+        return base
     if not isinstance(base.value, dict) or not isinstance(over.value, dict):
         return over
     entries = dict(base.value)

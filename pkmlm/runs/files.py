@@ -18,7 +18,7 @@ import socket
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from math import isfinite
 from pathlib import Path
@@ -72,17 +72,18 @@ def writing(path: Path) -> Iterator[IO[bytes]]:
 def writing_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `path` when the block ends without an error.
 
-    What a killed process left of an earlier attempt is deleted first; two processes must not write one folder at once.
-    Where `path` is a link, the folder that it names is written. Writers must sync the files in the folder, as `writing`
-    does.
+    What a killed process left of an earlier attempt is deleted first; what a living one is writing is locked, and
+    refused. Where `path` is a link, the folder that it names is written. Writers must sync the files in the folder, as
+    `writing` does.
 
     Args:
         replace: whether a folder at `path` that is not empty may go, once the new one is whole.
 
     Raises:
-        UserError: there is a folder that may not go; (exit code 1) the system refused a write.
+        UserError: there is a folder that may not go; (exit code 1) another process is writing it, or the system refused
+            a write.
     """
-    with write_errors(path):
+    with write_errors(path), ExitStack() as stack:
         path = Path(os.path.realpath(path)) if path.is_symlink() else path
         temporary, old = temporary_name(path, "new"), temporary_name(path, "old")
 
@@ -92,9 +93,13 @@ def writing_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
             for leftover in (temporary, old):
                 shutil.rmtree(leftover, ignore_errors=True)
 
+        if temporary.is_dir():
+            with locked_folder(temporary, path):
+                undo()
         undo()
         try:
             make_folder(temporary)
+            stack.enter_context(locked_folder(temporary, path))
             yield temporary
             sync_folder(temporary)
             if replace and path.is_dir() and any(path.iterdir()):
@@ -111,6 +116,26 @@ def writing_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
             undo()
             raise
         shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def locked_folder(temporary: Path, path: Path) -> Iterator[None]:
+    """Lock the folder in which `path` is being written, if its file system has locks.
+
+    Raises:
+        UserError: (exit code 1) another process holds it.
+    """
+    descriptor = os.open(temporary, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                hint = "wait for it, stop it, or choose another -o"
+                raise UserError(f"another process is writing {path}", hint, exit_code=1) from None
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def temporary_name(path: Path, mark: str) -> Path:
@@ -163,11 +188,13 @@ def rename_file(path: Path, new: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder so that a kill leaves it whole, or nothing under its name."""
+    """Delete a folder so that a kill leaves it whole, or nothing under its name. What cannot be deleted (a file that
+    another process has open on a cluster's file system, say) is left under a temporary one.
+    """
     with write_errors(path):
         gone = temporary_name(path, secrets.token_hex(4))
         os.rename(path, gone)
-        shutil.rmtree(gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def remove_file(path: Path) -> None:

@@ -28,8 +28,8 @@ def refuse_output(run: RunDirectory, resume: str) -> None:
         raise UserError(f"--resume must: run {run.path} has no checkpoint to resume", "use --resume auto to start it")
     if resume == "never" and run.steps():
         raise UserError(f"--resume never: run {run.path} has checkpoints already", "choose another -o")
-    if run.done() is not None and not run.steps():  # to begin anew would replace its log
-        message = f"run {run.path} ended at step {run.done()}, but its checkpoints are gone"
+    if not run.steps() and (last := run.done() or run.facts().get("step")):  # to begin anew would replace its log
+        message = f"run {run.path} ended at step {last}, but its checkpoints are gone"
         raise UserError(message, "choose another -o, or delete that folder to train it anew")
     run.refuse_foreign()
     run.refuse_orphans()

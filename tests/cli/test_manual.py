@@ -51,6 +51,8 @@ def folder(novels: Path, tmp_path_factory: pytest.TempPathFactory):
     (folder / "recipes").symlink_to(ROOT / "recipes")
     for shown, split in (("my", "train"), ("more", "valid"), ("valid", "valid"), ("test", "test")):
         (folder / f"{shown}.txt").write_bytes((novels / f"{split}.txt").read_bytes())
+    text = (folder / "my.txt").read_text()
+    (folder / "my.txt").write_text("\n\n\n".join(text[at : at + 1000] for at in range(0, len(text), 1000)))
     write_rows(folder / "tasks")
     (grid,) = (block for block in blocks(README, "yaml") if "axes:" in block)
     few = {"seeds": [1], "tune": {"key": "optim.lr", "values": [6e-3]}, "only": {"model": ["memory"]}}
@@ -83,7 +85,9 @@ def test_every_command_of_the_readme_and_the_manual(folder):
                 continue
             done.add(line)
             short = []
-            if command == "train" or "twins.yaml" in arguments:
+            if command == "tokenize" and "my.txt" in arguments and "--tokenizer" not in arguments:
+                short = ["--vocab-size", "600"]
+            elif command == "train" or "twins.yaml" in arguments:
                 short = TRAINED
             elif command == "bench" and "--dim" not in arguments:
                 short = SMALL

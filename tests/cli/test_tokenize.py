@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 
+import click
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -48,6 +49,55 @@ def tokenize(*arguments, data=None):
     result = runner.invoke(cli, ["tokenize", *map(str, arguments)], input=data, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout
+
+
+def test_percentages_hold_out_documents_of_the_training_text(texts):
+    documents = [prose(40, seed) for seed in range(300)]
+    (texts / "all.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    (texts / "some.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents[:200]))
+    common = ("--vocab-size", 300, "-q")
+    tokenize(texts / "all.jsonl", "--valid", "20%", "--test", "5.5%", *common, "-o", texts / "out")
+    corpora = {name: Corpus(texts / "out", name) for name in ("train", "valid", "test")}
+    tokenizer = open_tokenizer(texts / "out")
+    split = {
+        tokenizer.decode(corpus.document(i)): name for name, corpus in corpora.items() for i in range(corpus.documents)
+    }
+    assert sum(corpus.documents for corpus in corpora.values()) == 300
+    assert split.keys() == set(documents)
+    assert 30 < corpora["valid"].documents < 90
+    assert 3 < corpora["test"].documents < 35
+    index = json.loads((texts / "out/index.json").read_text())
+    assert index["held_out"] == {"valid": 20.0, "test": 5.5}
+    assert [len(index["splits"][name]["sources"]) for name in corpora] == [1, 0, 0]
+    # The tokenizer has not learnt from what is held out; other documents and percentages change nothing.
+    tokenize(texts / "all.jsonl", "--valid", "20%", "--test", "5.5%", *common, "-o", texts / "again", "--jobs", 1)
+    trained = "".join(json.dumps({"text": text}) + "\n" for text in documents if split[text] == "train")
+    (texts / "trained.jsonl").write_text(trained)
+    tokenize(texts / "trained.jsonl", *common, "-o", texts / "trained")
+    assert "held_out" not in json.loads((texts / "trained/index.json").read_text())  # nor in those of earlier versions
+    for name in ("train-00000.bin", "tokenizer.model"):
+        assert filecmp.cmp(texts / "trained" / name, texts / "out" / name, shallow=False)
+    model = ("--tokenizer", texts / "out/tokenizer.model", "-q")
+    piped = (texts / "some.jsonl").read_text()
+    tokenize("-", "--format", "jsonl", "--valid", "20%", *model, "-o", texts / "part", data=piped)
+    valid = Corpus(texts / "part", "valid")
+    found = [tokenizer.decode(valid.document(i)) for i in range(valid.documents)]
+    assert found == [text for text in documents[:200] if split[text] == "valid"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--valid", "0.05"], "--valid 0.05: expected files, or a percentage"),
+        (["--valid", "100%"], "--valid 100%: expected files, or a percentage"),
+        (["--test", "5%", "test.txt"], "--test takes files or one percentage"),
+        (["--valid", "60%", "--test", "40%"], "leave no document for training"),
+    ],
+)
+def test_percentages_that_mean_nothing_are_refused(texts, arguments, message):
+    result = CliRunner().invoke(cli, ["tokenize", "train.txt", *arguments, "-o", "out"], standalone_mode=False)
+    assert isinstance(result.exception, click.UsageError)
+    assert message in result.exception.message
 
 
 def test_each_split_takes_all_the_files_after_it_and_no_other_does(texts):
@@ -178,10 +228,18 @@ def test_force_replaces_nothing_but_tokens(texts):
     (texts / "out").mkdir()
     (texts / "out/thesis.tex").write_text("years of work")
     (texts / "file").write_text("x")
-    for place, message in (("out", r"holds 'thesis\.tex'"), ("file", "is a file")):
+    for place, message in (("out", r"holds 'thesis\.tex'"), ("file", "is a file"), ("file/out", "file is no folder")):
         with pytest.raises(UserError, match=message):
             tokenize(texts / "train.txt", "-o", texts / place, "--force")
     assert (texts / "out/thesis.tex").read_text() == "years of work"
+
+
+def test_what_cannot_be_renamed_is_refused_before_any_work(texts, monkeypatch):
+    (texts / "empty").mkdir()
+    monkeypatch.chdir(texts / "empty")
+    for place, message in ((".", "-o . is the working directory"), ("/proc", "-o /proc is a mount point")):
+        with pytest.raises(UserError, match=message):
+            tokenize(texts / "train.txt", "-o", place)
 
 
 # Mistakes
@@ -202,6 +260,7 @@ def test_force_replaces_nothing_but_tokens(texts):
         (["cut.txt.gz"], r"cut\.txt\.gz: damaged"),
         (["empty.txt"], "too small to learn"),
         (["-", "--valid", "-"], "standard input is named for several splits"),
+        (["train.txt", "--valid", "5%"], "of 1 document, none falls into valid"),
         ([""], "name of a file is empty"),
     ],
 )

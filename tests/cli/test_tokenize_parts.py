@@ -79,7 +79,7 @@ def test_fewer_files_than_parts_are_refused(texts, tmp_path):
 def test_parts_make_what_one_machine_makes(texts, tmp_path, parts):
     """Of five files of all kinds; valid has fewer than parts, and so is empty in some."""
     names = ["a.txt", "b.jsonl", "c.txt.gz", "d.parquet", "e.jsonl"]
-    given = [*(texts / name for name in names), "--valid", texts / "v.txt", *SEPARATOR]
+    given = [*(texts / name for name in names), "--valid", texts / "v.txt", "--test", "20%", *SEPARATOR]
     given += ["--tokenizer", texts / "m.model"]
     pkmlm("tokenize", *given, "-o", tmp_path / "one")
     places = [tmp_path / "parts" / str(part) for part in range(1, parts + 1)]
@@ -166,6 +166,7 @@ def test_parts_of_other_corpora_are_named(texts, parts):
     assert "number of parts" in differs("2/2")
     assert "--separator" in differs("2/3", separator=r"\n")
     assert "file 1 of valid" in differs("2/3", "--valid", texts / "v.txt")
+    assert "its --valid is 5% (expected none)" in differs("2/3", "--valid", "5%")
     assert "file 3 of train" in differs("2/3", names=("a.txt", "b.jsonl", "e.jsonl"))
     (parts / "m.model").write_bytes(Tokenizer.learn([prose(500, 3)], 300).model_bytes)
     assert "tokenizer" in differs("2/3", "--tokenizer", parts / "m.model")

@@ -141,7 +141,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_has_one_log(tmp_path,
     events = [(line["event"], line["step"]) for line in read_metrics(run / "metrics.jsonl")]
     assert events[0] == ("warn", 0)
     shutil.rmtree(run / "checkpoints")
-    for name in ("latest", "best", "done"):
+    for name in ("latest", "best", "done", "run.json"):
         (run / name).unlink(missing_ok=True)
     pkmlm(*command)
     assert [(line["event"], line["step"]) for line in read_metrics(run / "metrics.jsonl")] == events
@@ -158,6 +158,8 @@ def test_resume_rules(tmp_path, write_recipe, trained):
     assert "log.every" not in said
     shutil.copytree(done, bare)
     shutil.rmtree(bare / "checkpoints")
+    assert "checkpoints are gone" in pkmlm("train", recipe, "-o", bare, code=2).stderr
+    (bare / "done").unlink()  # as if it had been stopped
     assert "checkpoints are gone" in pkmlm("train", recipe, "-o", bare, code=2).stderr
     assert (bare / "metrics.jsonl").read_bytes() == (done / "metrics.jsonl").read_bytes()
 

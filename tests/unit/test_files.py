@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Timer
 
 import pytest
@@ -23,6 +24,7 @@ from pkmlm.runs.files import (
     make_folder,
     open_log,
     read_json,
+    remove_folder,
     remove_leftovers,
     sha256_of,
     write_text,
@@ -115,6 +117,47 @@ def test_a_folder_that_appeared_meanwhile_is_not_replaced_unasked(tmp_path):
     assert error.value.exit_code == 2
     assert leftovers(tmp_path) == []
     assert (tmp_path / "out/theirs").exists()
+
+
+def test_a_folder_that_another_process_writes_is_refused(tmp_path):
+    out, writer = (
+        tmp_path / "out",
+        (
+            "import sys; from pathlib import Path; from pkmlm.runs.files import writing_folder\n"
+            "with writing_folder(Path(sys.argv[1])) as folder:\n"
+            "    (folder / 'a').write_text('first')\n"
+            "    print('writing', flush=True)\n"
+            "    input()\n"
+        ),
+    )
+    first = subprocess.Popen(
+        [sys.executable, "-c", writer, out], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert first.stdout.readline() == "writing\n"
+    with pytest.raises(UserError, match="another process is writing"), writing_folder(out):
+        pass
+    first.communicate("\n", timeout=30)
+    assert first.returncode == 0
+    assert (out / "a").read_text() == "first"
+    assert not leftovers(tmp_path)
+
+
+def test_a_folder_of_which_something_cannot_be_deleted_is_gone_under_its_name():
+    """As where a file of it is open on a cluster's file system."""
+    with TemporaryDirectory() as name:  # which others than root can reach
+        folder, kept = Path(name), Path(name) / "old" / "kept"
+        kept.mkdir(parents=True)
+        fill(kept, "1")
+        folder.chmod(0o777)
+        kept.parent.chmod(0o777)
+        kept.chmod(0o555)
+        with not_as_root():
+            remove_folder(kept.parent)
+        assert not kept.parent.exists()
+        (left,) = leftovers(folder)
+        (folder / left / "kept").chmod(0o755)
+        remove_leftovers(folder)
+        assert not leftovers(folder)
 
 
 def test_processes_that_write_one_file_do_not_disturb_each_other(tmp_path):

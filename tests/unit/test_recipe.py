@@ -265,6 +265,8 @@ def test_a_base_is_read_first_and_errors_name_the_file_at_fault(tmp_path: Path, 
     recipe = load_recipe(child)
     assert recipe.model.memory == replace(load_recipe(recipe_file).model.memory, layers=("2", "3"))
     assert recipe.name == "small"
+    child.write_text("base: ../r.yaml\nmodel:\n  memory:\n  #  topk: 8\n")
+    assert load_recipe(child).model == load_recipe(recipe_file).model  # a section without keys changes nothing
     recipe_file.write_text(GOOD + "log: {every: x}\n")
     assert f"/{recipe_file.name}:8:7: log.every: found x" in error_of(child).message
     recipe_file.write_text(GOOD + "base: sub/child.yaml\n")

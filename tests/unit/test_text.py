@@ -5,8 +5,10 @@ import hashlib
 import itertools
 import json
 import os
+import random
 import re
 import shlex
+from collections import Counter
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,6 +19,8 @@ from hypothesis import strategies as st
 
 from pkmlm.data.sources import READ, find_sources
 from pkmlm.data.text import (
+    AFTER_WORDS,
+    AT_LINES,
     LINE_LIMIT,
     WINDOW,
     Chunk,
@@ -27,6 +31,7 @@ from pkmlm.data.text import (
     read_documents,
     split_documents,
     unescape,
+    within,
 )
 from pkmlm.errors import UserError
 
@@ -145,15 +150,58 @@ def test_empty_documents_are_dropped_and_counted(tmp_path):
 
 @pytest.mark.parametrize("block", [1, 3, READ])
 def test_a_separator_with_other_line_ends_is_refused(tmp_path, monkeypatch, block):
-    """It would divide nothing, and documents would share their contexts."""
+    """It would divide nothing, or leave a part of the line end in every document."""
     monkeypatch.setattr("pkmlm.data.sources.READ", block)
     path = tmp_path / "a.txt"
     path.write_bytes(b"one\r\n\r\ntwo")
     with pytest.raises(UserError, match=re.escape(rf"{path}: found '\r\n\r\n'")):
         documents(path, "\n\n")
-    assert documents(path, "\n") == ["one\r", "\r", "two"], "this one divides files from Windows, too"
+    with pytest.raises(UserError, match=re.escape(rf"{path}: found '\r\n'")):
+        documents(path, "\n")
     assert documents(path, "\r\n\r\n") == ["one", "two"]
     assert documents(path, None) == ["one\r\n\r\ntwo"]
+
+
+# Splits
+
+
+def divided(texts, *edges, cuts=AT_LINES):
+    """The documents between each two edges, of one pass each."""
+    pieces = [(text, True) for text in texts]
+    kept = [[] for _ in edges[1:]]
+    for documents, start, stop in zip(kept, edges[:-1], edges[1:], strict=True):
+        parts = []
+        for chunk in within(cut(pieces, cuts), start, stop):
+            parts.append(chunk.text)
+            if chunk.ends_document:
+                documents.append("".join(parts))
+                parts = []
+        assert not parts
+    return kept
+
+
+def test_documents_are_divided_by_a_hash_of_their_text():
+    draw = random.Random(0)
+    texts = ["".join(draw.choices("ab c\n", k=draw.choice([0, 3, 500, 5000]))) for _ in range(3000)]
+    train, valid, test = divided(texts, 0.0, 0.7, 0.9, 1.0)
+    assert Counter(train) + Counter(valid) + Counter(test) == Counter(texts)
+    assert len({*train, *valid, *test}) == len(set(train)) + len(set(valid)) + len(set(test))
+    long = [len([text for text in part if len(text) > 3]) for part in (train, valid, test)]
+    assert long == pytest.approx([1050, 300, 150], abs=60)  # three deviations of the largest: 53
+    assert [text for text in texts if text in set(valid)] == valid  # in their order
+    assert divided(texts, 0.0, 0.7, 0.9, 1.0, cuts=AFTER_WORDS) == [train, valid, test]
+    assert divided(texts[:40], 0.7, 0.9) == [[text for text in texts[:40] if text in set(valid)]]
+    assert divided([f"\n{text}\n" for text in valid], 0.7, 0.9) == [[f"\n{text}\n" for text in valid]]
+
+
+def test_of_a_long_document_its_beginning_decides(monkeypatch):
+    monkeypatch.setattr("pkmlm.data.text.HEAD", 3000)
+    draw = random.Random(0)
+    heads = ["".join(draw.choices("ab c\n", k=3000)).replace("\n", "a", 1) for _ in range(200)]
+    texts = [head + str(number) * draw.randrange(9000) for number, head in enumerate(heads)]
+    (chosen,) = divided(texts, 0.5, 1.0)
+    assert 60 < len(chosen) < 140
+    assert divided(heads, 0.5, 1.0) == [[head for head, text in zip(heads, texts, strict=True) if text in chosen]]
 
 
 # Wrappings
@@ -168,9 +216,19 @@ def zstandard_frames(data):
     return press.compress(data[:7]) + press.compress(data[7:])
 
 
+def zstandard_of_a_long_window(data):
+    """As `zstd --long=31` writes: it asks for 2 GB to be decompressed."""
+    press = zstandard.ZstdCompressor(compression_params=zstandard.ZstdCompressionParameters(window_log=31))
+    stream = press.compressobj()
+    return stream.compress(data) + stream.flush()
+
+
 @pytest.mark.parametrize(
     ("suffix", "press"),
-    [("", bytes), (".gz", gzipped), (".zst", zstandard_frames), ("", gzipped), ("", zstandard_frames)],
+    [
+        *(("", bytes), (".gz", gzipped), (".zst", zstandard_frames), ("", gzipped), ("", zstandard_frames)),
+        (".zst", zstandard_of_a_long_window),
+    ],
 )
 def test_nothing_in_a_text_is_changed(tmp_path, suffix, press):
     """Compression is seen with and without its suffix; what is stored is counted and hashed."""
