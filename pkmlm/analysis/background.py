@@ -141,7 +141,7 @@ def count_background(
         raise UserError(message, hint)
     size = batch_tokens or loaded.recipe.train.batch_tokens
     most, counted, done = min(batches, -(-documents.tokens // size)), 0, 0
-    prefix, context = loaded.tokenizer.eos, model.context
+    prefix, context = loaded.prefix, model.context
     stream = (window for ids in documents.ids for window in windows(ids, prefix, context, context))
     quiet = quiet or world.rank > 0
     with (

@@ -51,18 +51,21 @@ class Group(NamedTuple):
     runs: list[Facts]
 
     def as_json(self) -> Facts:
-        """The names and seeds of the runs; and of each number that all of them know the mean, and half the range from
-        least to greatest.
+        """The names and seeds of the runs; and of each number the mean, half the range from least to greatest, and how
+        many know it, where these are not all.
         """
-        flat = [flat_facts(run) for run in self.runs]
-        known = [key for key in flat[0] if key != "seed" and all(isinstance(run.get(key), int | float) for run in flat)]
-        values = {key: [run[key] for run in flat] for key in known}
+        values: dict[str, list[float]] = {}
+        for run in self.runs:
+            for key, value in flat_facts(run).items():
+                if key != "seed" and isinstance(value, int | float):
+                    values.setdefault(key, []).append(value)
         return {
             "name": self.name,
             "runs": [run["run"] for run in self.runs],
             "seeds": [run["seed"] for run in self.runs],
-            "mean": {key: fmean(values[key]) for key in known},
-            "spread": {key: (max(values[key]) - min(values[key])) / 2 for key in known},
+            "mean": {key: fmean(found) for key, found in values.items()},
+            "spread": {key: (max(found) - min(found)) / 2 for key, found in values.items()},
+            "n": {key: len(found) for key, found in values.items() if len(found) < len(self.runs)},
         }
 
 
@@ -182,15 +185,15 @@ def shared_tasks(facts: Sequence[Facts]) -> list[str]:
 
 
 def open_runs(paths: Iterable[str], opener: Callable[[str], RunDirectory]) -> dict[str, RunDirectory]:
-    """Runs by name, or by path where two have the same name; a folder that is given twice is opened once.
+    """Runs by name, or all by path where two have the same name; a folder that is given twice is opened once.
 
     Args:
         paths: as the user gives them.
         opener: makes a RunDirectory of a path, or raises a UserError.
     """
     runs = {run.path.resolve(): run for run in map(opener, paths)}.values()
-    names = [run.name for run in runs]
-    return {run.name if names.count(run.name) == 1 else str(run.path): run for run in runs}
+    apart = len({run.name for run in runs}) == len(runs)
+    return {run.name if apart else str(run.path): run for run in runs}
 
 
 def seed_groups(runs: Mapping[str, RunDirectory], facts: Sequence[Facts]) -> list[Group]:

@@ -234,6 +234,6 @@ def measure_usage(
                 each.only(mask_N)
             ngrams.mask_N = mask_N
 
-        score(run.model, documents, run.tokenizer.eos, watch=watch, advance=advance, world=world)
+        score(run.model, documents, run.prefix, watch=watch, advance=advance, world=world)
     ngrams.gather(world or World())
     return counters.memories(world)

@@ -58,7 +58,8 @@ def dense_equivalents(groups: Sequence[Group], overs: Sequence[Over] = ()) -> di
     logarithms. Between two sizes that are near, so does theirs: the logarithm of the loss in nats is interpolated along
     the logarithm of all parameters, embeddings with them. (A logarithm of perplexity, the loss itself, would lie
     above the law between two sizes; a power law with an irreducible loss would need more sizes than anyone trains.)
-    Of dense models of one size the best counts; one that is no better than a smaller one is left out.
+    Of dense models of one size, that with the best validation counts; one that is no better than a smaller one is left
+    out.
     """
     ppls = {"test": "test_token_ppl", "valid": "valid_token_ppl"}
     ppls |= {f"equal_{over}": f"equal_{over}_valid_token_ppl" for over in overs}
@@ -67,10 +68,10 @@ def dense_equivalents(groups: Sequence[Group], overs: Sequence[Over] = ()) -> di
         known = {group.name: [math.log(ppl) for run in group.runs if (ppl := run.get(key))] for group in groups}
         whole = {group.name: known[group.name] for group in groups if len(known[group.name]) == len(group.runs)}
         dense: dict[int, list[float]] = {}
-        for group in groups:
+        for group in sorted(groups, key=mean_validation, reverse=True):
             size = group.runs[0]["total"]
             if group.runs[0]["kind"] == "dense" and size and (seeds := whole.get(group.name)):
-                dense[size] = min(dense.get(size, seeds), seeds, key=fmean)
+                dense[size] = seeds  # that of the best validation comes last
         curve = better_with_size(dense, fmean)
         if len(curve) < FEWEST:
             continue
@@ -84,6 +85,12 @@ def dense_equivalents(groups: Sequence[Group], overs: Sequence[Over] = ()) -> di
                 ends = curve[0][0], curve[-1][0]
                 found.setdefault(group.name, {})[name] = Equivalent(size, low, high, *ends)
     return found
+
+
+def mean_validation(group: Group) -> float:
+    """The mean over seeds of the best validation loss; infinite where one is missing."""
+    losses = [loss for run in group.runs if (loss := run.get("valid_loss")) is not None]
+    return fmean(losses) if len(losses) == len(group.runs) else math.inf
 
 
 def better_with_size(

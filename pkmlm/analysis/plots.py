@@ -361,7 +361,7 @@ def learning_curves(runs: Mapping[str, Sequence[Curves]], over: str, look: Look,
             scaled += [valid[:, 1], train[early:, 1]]
             cut.append(train[:early, 1])
             drawn = [axes.plot(*train.T, **(style | {"linewidth": 0.6, "alpha": 0.7}))] if len(train) else []
-            drawn += [axes.plot(*valid.T, **style, marker="o")] if len(valid) else []
+            drawn += [axes.plot(*valid.T, **style, marker=marker(number))] if len(valid) else []
             if drawn and name not in shown:
                 shown[name] = drawn[-1][0]
                 shown[name].set_label(label(name))
@@ -411,13 +411,16 @@ def over_tokens(
     for number, (name, ends) in enumerate(branches.items()):
         style = line_style(number)
         for index, seed in enumerate(lines[name]):
-            shown = {"label": None if index else label(name), "marker": "o" if len(seed["loss"]) == 1 else None}
+            shown = {
+                "label": None if index else label(name),
+                "marker": marker(number) if len(seed["loss"]) == 1 else None,
+            }
             drawn.append((style | shown, seed | {"lead": lead(seed["loss"], twins if name in led else [])}))
         mark = {"color": style["color"], "linestyle": "none", "marker": "D", "markersize": 4}
         for seed in (seed for end in ends for seed in lines[end] if len(seed["loss"])):
             alike = shorter.get(seed["loss"][-1, 0], []) if name in led else []
-            whole = seed | {"lead": lead(seed["loss"], alike)}
-            drawn.append((mark, {panel: line[-1:] for panel, line in whole.items()}))
+            whole, end = seed | {"lead": lead(seed["loss"], alike)}, seed["loss"][-1, 0]
+            drawn.append((mark, {panel: line[line[:, 0] == end] for panel, line in whole.items()}))
     panels = [panel for panel in OVER_TOKENS if any(len(found[panel]) for _, found in drawn)]
     columns = min(len(panels), 2 if (look.width or WIDTH) >= WIDTH * 0.8 else 1)
     rows = -(-len(panels) // columns)
@@ -459,7 +462,8 @@ def token_lines(per_step: float, metrics: Metrics) -> dict[str, NDArray[np.float
             found = {"dead": [1 - memory["read"] / memory["slots"] for memory in event["memories"]]}
         else:
             of_layers = [memory for memory in event.get("usage") or () if memory["layer"]]
-            found = {key: [memory.get(key) for memory in of_layers] for key in ("usage", "kl", "effective")}
+            found = {key: [memory.get(key) for memory in of_layers] for key in ("usage", "kl")}
+            found["effective"] = [memory.get("effective") for memory in of_layers if memory["name"] == "memory"]
         for panel, values in found.items():
             if values and None not in values:
                 percent = 100 if panel in ("usage", "dead") else 1
@@ -558,6 +562,11 @@ def line_style(number: int) -> dict[str, Any]:
         "color": COLOURS[number % len(COLOURS)],
         "linestyle": STYLES[number // len(COLOURS) % len(STYLES)],
     }
+
+
+def marker(number: int) -> str:
+    """What tells lines of one colour apart where they are single points; a diamond is a branch's end."""
+    return "os^vP*"[number // len(COLOURS) % 6]
 
 
 def spread(layers: Sequence[int]) -> tuple[list[int], str | None]:

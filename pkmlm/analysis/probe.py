@@ -506,7 +506,7 @@ def probe_run(
             contexts = f"{twin.name} reads {twin.model.context:,} tokens at once, {run.name} {run.model.context:,}"
             warnings.append(f"{contexts}: a longer context alone lowers perplexity")
 
-    text, groups = Text(documents, run.tokenizer.eos), groups_of(found)
+    text, groups = Text(documents, run.prefix), groups_of(found)
     over, starts_U = text.units()
     tokens_U = np.diff(np.append(starts_U, len(text.tokens_N)))
     passes, done = 1 + len(twins) + len(PROBES) * len(groups), 0

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from pkmlm.analysis.counters import ReadListener
-from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.evaluate.documents import Documents
+from pkmlm.evaluate.load import LoadedRun
 from pkmlm.model.memory.base import UsageTap, usage_taps
 
 JUDGED, LEAST = 10, 3  # contexts in which a pattern is looked for, and how many must share it at least
@@ -129,24 +129,22 @@ class Context(NamedTuple):
     next: str
 
 
-def contexts_at(
-    positions: NDArray[np.int64], documents: Documents, tokenizer: Tokenizer, length: int
-) -> dict[int, Context]:
+def contexts_at(positions: NDArray[np.int64], documents: Documents, run: LoadedRun) -> dict[int, Context]:
     """The text around scored positions, in one pass over documents.
 
-    Position p reads token p - 1 of its document (at a document's beginning: the end-of-document token) and predicts
+    Position p reads token p - 1 of its document (at a document's beginning: the run's prefix) and predicts
     token p.
 
     Args:
         positions: any shape; negative ones are passed over.
         documents: those that were scored.
-        tokenizer: that of their ids.
-        length: the model's context, for the place in the window.
+        run: whose tokenizer made their ids, and whose model's context makes the windows.
 
     Returns:
         The context of each position, with weight 0.
     """
     wanted = np.unique(positions)
+    tokenizer, length = run.tokenizer, run.model.context
     found, start = {}, 0
     for number, ids in enumerate(documents.ids):
         inside = wanted[np.searchsorted(wanted, start) : np.searchsorted(wanted, start + len(ids))]
@@ -160,9 +158,9 @@ def contexts_at(
                 place=at - max(0, stop - length),
                 weight=0.0,
                 before=tokenizer.decode(before),
-                token=tokenizer.piece(int(ids[at - 1]) if at > 0 else tokenizer.eos),
+                token=tokenizer.piece(int(ids[at - 1]) if at > 0 else run.prefix),
                 after=tokenizer.decode(ids[at : at + AFTER].tolist()),
-                previous=tokenizer.piece(before[-1] if before else tokenizer.eos) if at > 0 else "",
+                previous=tokenizer.piece(before[-1] if before else run.prefix) if at > 0 else "",
                 next=tokenizer.piece(int(ids[at])),
             )
         start += len(ids)

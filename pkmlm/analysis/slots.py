@@ -293,9 +293,7 @@ def slot_details(
         documents: those of the index, to be read again for the text of contexts.
     """
     positions = [index.top.positions_Kc[slots].ravel() for index, slots in zip(indexes, chosen, strict=True)]
-    texts = contexts_at(
-        np.concatenate([np.zeros(0, np.int64), *positions]), documents, run.tokenizer, run.model.context
-    )
+    texts = contexts_at(np.concatenate([np.zeros(0, np.int64), *positions]), documents, run)
 
     found = []
     for index, slots in zip(indexes, chosen, strict=True):
@@ -441,7 +439,7 @@ def report_prompt(run: LoadedRun, memory: SparseMemory, prompt: str, top: int) -
             pairs = zip(slot_R[order_R].tolist(), weight_R[order_R].tolist(), strict=True)
             reads.append((run.tokenizer.piece(token), list(pairs)))
 
-    stream = [run.tokenizer.eos, *run.tokenizer.encode(prompt)]
+    stream = [run.prefix, *run.tokenizer.encode(prompt)]
     with ReadListener([(tap, listen)]):
         for start in range(0, len(stream), run.model.context):
             window = stream[start : start + run.model.context]

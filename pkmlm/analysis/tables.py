@@ -200,7 +200,8 @@ def compare_tables(
         for run in group.runs:
             for memory in run["usage"]:
                 mass, floor = memory["mass"], memory.get("uniform_mass") or {}  # older reports have none
-                values = [mass["usage"], memory["uniform"]["usage"], mass["kl"], floor.get("kl"), mass["gini"]]
+                by_chance = floor.get("usage", memory["uniform"]["usage"])
+                values = [mass["usage"], by_chance, mass["kl"], floor.get("kl"), mass["gini"]]
                 values += [memory.get("effective"), memory.get("top_weight"), run["usage_step"]]
                 memories.setdefault((_where(memory), memory["slots"]), []).append(values)
         for where, found in memories.items():
@@ -283,8 +284,8 @@ def with_spread(values: Sequence[float], format: str) -> str | None:
 
 def compare_rows(groups: Sequence[Group], sizes: Mapping[str, Mapping[str, Equivalent]]) -> Table:
     """One row a group of runs, for CSV: the facts, each task's accuracy, and the mean usage and KL over memories; of
-    several seeds the means. Numbers in which seeds differ have a column of spreads. Dense-equivalent sizes come last,
-    as dense_equivalent_BY_KEY with the keys of `Equivalent.as_json`.
+    several seeds the means. Numbers in which seeds differ have a column of spreads; those that not all seeds have, one
+    of how many do. Dense-equivalent sizes come last, as dense_equivalent_BY_KEY with the keys of `Equivalent.as_json`.
 
     Args:
         sizes: of `dense_equivalents`.
@@ -295,6 +296,7 @@ def compare_rows(groups: Sequence[Group], sizes: Mapping[str, Mapping[str, Equiv
         alike = {key: value for key, value in first.items() if all(run.get(key) == value for run in others)}
         found = group.as_json()
         spreads = {f"{key}_spread": half for key, half in found["spread"].items() if key not in alike}
+        spreads |= {f"{key}_n": count for key, count in found["n"].items()}
         equivalents = {
             f"dense_equivalent_{by}_{key}": value
             for by, size in sizes.get(group.name, {}).items()
@@ -303,7 +305,7 @@ def compare_rows(groups: Sequence[Group], sizes: Mapping[str, Mapping[str, Equiv
         own = {"run": group.name, "seeds": len(group.runs)}
         records.append(found["mean"] | alike | spreads | own | equivalents)
     order = [key for group in groups for run in group.runs for key in flat_facts(run)]
-    columns = dict.fromkeys(key for name in ("run", "seeds", *order) for key in (name, f"{name}_spread"))
+    columns = dict.fromkeys(key for name in ("run", "seeds", *order) for key in (name, f"{name}_spread", f"{name}_n"))
     columns |= dict.fromkeys(key for record in records for key in record)
     names = [name for name in columns if any(name in record for record in records)]
     return Table("", [Column(name) for name in names], [[record.get(name) for name in names] for record in records])

@@ -80,7 +80,7 @@ def command(
             prompt = "" if sys.stdin.isatty() else sys.stdin.buffer.read().decode()
         except UnicodeDecodeError as error:
             raise UserError(f"standard input: not UTF-8 at byte {error.start}") from None
-    ids = [run.tokenizer.eos, *run.tokenizer.encode(prompt)]
+    ids = [run.prefix, *run.tokenizer.encode(prompt)]
     sampling = Sampling(temperature, top_k, top_p, seed)
     write(prompt)
     for piece in stream_text(run.tokenizer, ids, generate(run.model, ids, sampling, tokens, run.tokenizer.size)):

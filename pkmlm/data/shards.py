@@ -141,7 +141,7 @@ def warn_of_documents(folder: Path, index: Index, tokenizer: Tokenizer, warn: Wa
         for name, documents in counts.items()
     )
     if index.separator is not None and not divided:
-        warn(f"{index.separator!r} occurs nowhere: each file is one document")
+        warn(f"{index.separator!r} divides nothing: each file is one document")
 
 
 def write_corpus(

@@ -42,6 +42,7 @@ class Hosted(Transformer):
     Attributes:
         embedding, blocks, norm: the host's; where no final norm is found, norm is the identity.
         ngram_ids: of the n-gram memories that are attached to it.
+        begin: the token that its config calls the beginning of a text; None: it names none.
 
     Raises:
         UserError: its logits are not its output embedding of the last hidden state.
@@ -52,6 +53,10 @@ class Hosted(Transformer):
         self.host = host
         config = text_config(host)
         self.context = min(getattr(config, "max_position_embeddings", CONTEXT), CONTEXT)
+        begin = getattr(config, "bos_token_id", None)
+        self.begin = (
+            begin if isinstance(begin, int) and 0 <= begin < host.get_input_embeddings().num_embeddings else None
+        )
         blocks, parts = find_blocks(host), list(block_owner(host).children())
         place = parts.index(blocks)
         norms = [each for each in parts[place + 1 :] + parts[:place][::-1] if "norm" in type(each).__name__.lower()]

@@ -212,7 +212,7 @@ def documents_of_text(
             more = f"--separator {usual!r}, as the run's tokens had it, divides it into {divided:,}"
             warnings = (f"{name}: read as {few}, but {more}",)
     if separator is not None and plain and len(texts) <= len(sources):
-        warnings = (f"{name}: {separator!r} occurs nowhere: each file is one document",)
+        warnings = (f"{name}: {separator!r} divides nothing: each file is one document",)
     read = {"file": path, "sha256": digest.hexdigest(), "separator": separator, "field": field, "documents": len(texts)}
     documents = documents_of_texts(name, [tokenizer.encode_array(text) for text in texts], texts)
     return replace(documents, source=read, warnings=warnings)

@@ -107,7 +107,7 @@ def evaluate_run(
     if tasks is None or choice.explicit:
         documents = chosen_documents(choice, run)
         with token_progress("scoring", documents.tokens, quiet) as advance:
-            found = score(run.model, documents, run.tokenizer.eos, stride=stride, advance=advance, world=world)
+            found = score(run.model, documents, run.prefix, stride=stride, advance=advance, world=world)
         assert found is not None
         record |= {"stride": stride or run.model.context, "source": documents.source, "perplexity": asdict(found)}
         warnings += documents.warnings

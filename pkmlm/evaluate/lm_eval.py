@@ -78,7 +78,7 @@ class PkmLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        return self.run.tokenizer.eos
+        return self.run.prefix
 
     @property
     def max_length(self) -> int:

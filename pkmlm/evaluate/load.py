@@ -11,7 +11,7 @@ from pkmlm.data.tokenizer import Tokenizer
 from pkmlm.device import default_device, is_finite
 from pkmlm.distributed import World
 from pkmlm.errors import UserError
-from pkmlm.evaluate.attached import open_attached
+from pkmlm.evaluate.attached import Hosted, open_attached
 from pkmlm.export.config import ATTACHED, is_attached, is_export
 from pkmlm.export.folder import read_export
 from pkmlm.model.memory.values import table_ranks
@@ -49,6 +49,14 @@ class LoadedRun:
     def name(self) -> str:
         """What reports call it: the name of its folder."""
         return self.path.resolve().name
+
+    @property
+    def prefix(self) -> int:
+        """The token before the first one of a text: the end-of-document token, as in training; of a model with a memory
+        attached, what its config calls the beginning of a text, as lm-eval's own backend takes it.
+        """
+        begin = self.model.begin if isinstance(self.model, Hosted) else None
+        return self.tokenizer.eos if begin is None else begin
 
 
 def load_run(

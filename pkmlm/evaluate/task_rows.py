@@ -24,6 +24,8 @@ from pkmlm.runs.files import read_bytes, sha256_of
 
 LABELS = {"copa": (0, 1)}  # of stock tasks whose function takes any other label for the last
 
+SCRIPTS = ("EleutherAI/logiqa",)  # on the hub, which `datasets` 4 and newer do not run
+
 Json = dict[str, Any]
 
 
@@ -43,6 +45,8 @@ class Rows:
 
 def how_to_write(config: Json, file: Path) -> str:
     """The lines that write the rows of a task: one for each row, or two of Python that fetch them."""
+    if config.get("dataset_path") in SCRIPTS:
+        return "it is a script on the hub, which `datasets` does not run: `pkmlm help evaluation` lists its fields"
     if config.get("dataset_path") not in (None, *LOCAL):
         names = [config.get("dataset_path"), config.get("dataset_name")]
         split = config.get("test_split") or config.get("validation_split")
@@ -135,8 +139,9 @@ def check_examples(name: str, config: Json, from_file: bool, folder: Path | None
         return
     training, validation, test = (config.get(f"{split}_split") for split in ("training", "validation", "test"))
     scored = test or validation
-    file = f"{folder or 'DIR'}/{name}.train.jsonl"
-    hint = f"give examples, one JSON object a line, in {file} (--task-data), or none: --num-fewshot 0"
+    place = f"{folder or 'DIR'}/{name}"
+    files = f"{place}.train.jsonl" if from_file else f"{place}.train.jsonl beside all rows in {place}.jsonl"
+    hint = f"give examples, one JSON object a line, in {files} (--task-data), or none: --num-fewshot 0"
     if (named or training or validation or test) == scored:
         if named is None or named != test:
             raise UserError(f"--num-fewshot: no examples for {name} but its own questions", hint)

@@ -51,8 +51,10 @@ def of_tables(key: str) -> Callable[[Mapping[str, Any]], float | None]:
 
 
 def of_layers(key: str) -> Callable[[Mapping[str, Any]], float | None]:
-    """Reads a metric of the weights that layers read with: the mean over memories."""
-    return lambda facts: mean(memory.get(key) for memory in facts.get("usage") or [] if memory["name"] != "pool")
+    """Reads a metric of the weights that heads read with: the mean over memories. (A look-up of a hash or n-gram table
+    is one row of weight 1.)
+    """
+    return lambda facts: mean(memory.get(key) for memory in facts.get("usage") or [] if memory["name"] == "memory")
 
 
 def suite_accuracy(facts: Mapping[str, Any]) -> float | None:

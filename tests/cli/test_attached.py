@@ -62,6 +62,22 @@ def perplexity(*words):
     return json.loads(pkmlm("eval", *words, "-q", "--json").stdout)
 
 
+def test_a_text_begins_with_the_token_that_the_base_s_config_names(base, novels, tmp_path):
+    model = PkmlmForCausalLM.from_pretrained(base)
+    model.config.bos_token_id = 20
+    model.save_pretrained(tmp_path / "base")
+    shutil.copy(base / "tokenizer.model", tmp_path / "base")
+    model = PkmlmForCausalLM.from_pretrained(tmp_path / "base")
+    package.attach(model, MEMORY, layers=[1]).save(tmp_path / "memory")
+    (tmp_path / "short.txt").write_text((novels / "test.txt").read_text()[:20])
+    found = perplexity(tmp_path / "memory", "--text", tmp_path / "short.txt")["perplexity"]
+    ids = package.load_run(base).tokenizer.encode((tmp_path / "short.txt").read_text())
+    with torch.no_grad():
+        scores = model(input_ids=torch.tensor([[20, *ids[:-1]]])).logits.log_softmax(-1)[0]
+    assert found["tokens"] == len(ids) <= model.config.max_position_embeddings
+    assert found["nll"] == pytest.approx(-scores[range(len(ids)), ids].sum().item(), rel=1e-5)
+
+
 def test_eval_of_a_new_memory_is_that_of_its_base_and_of_a_taught_one_another(base, attached, novels):
     text = ["--text", novels / "test.txt"]
     plain = perplexity(base, *text)

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from pkmlm.analysis.compare import compare_runs, timed_side_by_side
+from pkmlm.analysis.compare import Group, compare_runs, timed_side_by_side
+from pkmlm.analysis.dense_equivalent import dense_equivalents
 from pkmlm.analysis.equal import at_equal
 from pkmlm.bench.steps import timed_part
 from pkmlm.export.card import known_scores
@@ -229,6 +230,9 @@ def test_runs_that_differ_in_their_seed_are_one_row(run: Path, tmp_path: Path) -
     }
     assert row.items() >= shown.items()
     assert "valid_loss_spread" not in row, "in which they agree"
+    (row,) = csv.DictReader(io.StringIO(pkmlm("compare", *runs[1:], "--format", "csv").stdout))
+    assert (row["test_token_ppl"], row["test_token_ppl_spread"], row["test_token_ppl_n"]) == ("7.0", "0.0", "1")
+    assert "valid_loss_n" not in row
     latex = pkmlm("compare", *runs[:2], "--format", "latex").stdout
     assert r"mine-\{10,11\} & 2 &" in latex
     assert r"7.50 $\pm\,$0.50" in latex
@@ -271,6 +275,10 @@ def test_runs_of_one_name_are_told_apart_and_doubles_dropped(run: Path, tmp_path
     other.mkdir(parents=True)
     (other / "recipe.yaml").write_text("{}\n")
     assert [found["run"] for found in facts(run, other, run)] == [str(run), str(other)]
+    third = other.rename(other.parent / "third")
+    other.mkdir()
+    (other / "recipe.yaml").write_text("{}\n")
+    assert [found["run"] for found in facts(run, other, third)] == [str(run), str(other), str(third)]
 
 
 def test_among_several_what_is_no_run_is_left_out(run: Path) -> None:
@@ -600,6 +608,18 @@ def test_dense_equivalent_sizes(run: Path, tmp_path: Path) -> None:
     mixed += [*of_size("c", 4_000, 54.6, 54.6), *of_size("d", 8_000, 50.0)]
     between = sizes(*mixed, *of_size("between", 1, 134.3, kind="product-key"))["between-0"]["test"]
     assert between["low"] <= between["parameters"] <= between["high"]
+
+
+def test_of_dense_runs_of_one_size_validation_chooses() -> None:
+    def group(name: str, size: int, valid: float, test: float, kind: str = "dense") -> Group:
+        facts = {"kind": kind, "total": size, "valid_loss": valid, "test_token_ppl": math.exp(test)}
+        return Group(name, [facts])
+
+    others = [group("s", 1_000, 5.0, 5.0), group("l", 4_000, 4.0, 4.0), group("memory", 9, 4.4, 4.55, "product-key")]
+    chosen, other = group("a", 2_000, 4.5, 4.6), group("b", 2_000, 4.55, 4.5)
+    expected = dense_equivalents([chosen, *others])["memory"]["test"]
+    for both in ([chosen, other], [other, chosen]):
+        assert dense_equivalents([*both, *others])["memory"]["test"] == expected
 
 
 def test_torch_is_not_needed(run: Path) -> None:

@@ -272,7 +272,7 @@ def test_a_text_that_is_not_divided_as_the_tokens_were_is_warned_of(trained, nov
         assert r"--separator '\n\n'" in said
         assert pkmlm(command, run, "-q", "--text", tmp_path / "x.txt", "--separator", r"\n\n").stderr == ""
         said = pkmlm(command, run, "-q", "--text", tmp_path / "x.txt", "--separator", "---").stderr
-        assert said.startswith("warning: x.txt: '---' occurs nowhere"), command
+        assert said.startswith("warning: x.txt: '---' divides nothing"), command
     (tmp_path / "z.jsonl").write_text(json.dumps({"text": "one\n\ntwo"}))
     assert pkmlm("eval", run, "-q", "--text", tmp_path / "z.jsonl").stderr == ""
 

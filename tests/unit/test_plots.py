@@ -10,6 +10,7 @@ from matplotlib import rc_context
 
 from pkmlm.analysis import plots
 from pkmlm.analysis.usage import MemoryUsage
+from pkmlm.sweep.measures import MEASURES
 
 LOOK = plots.Look()
 RANDOM = np.random.default_rng(0)
@@ -216,13 +217,26 @@ def test_over_tokens() -> None:
     assert curve.get_ydata() == pytest.approx([100 * (1 - np.exp(-less)) for less in (1.0, 0.5, 1.0)])
     assert end.get_ydata() == pytest.approx([100 * (1 - np.exp(-1.5))])
     assert usage.lines[2].get_ydata() == pytest.approx([10, 20, 30, 40])
-    assert dead.lines[2].get_ydata() == pytest.approx([100 * 2 / 16])
+    assert [line.get_xdata().tolist() for line in dead.lines] == [[200], [200]], "not of the branches' ends"
+    assert dead.lines[1].get_ydata() == pytest.approx([100 * 2 / 16])
     assert {axes.get_xscale() for axes in figure.axes} == {"log"}
     only = plots.over_tokens({"dense": curves["dense"]}, {"dense": []}, "dense", ["dense"], LOOK)
     assert only is not None
     assert "lead" not in " ".join(axes.get_ylabel() for axes in only.axes)
     alone = plots.over_tokens({"one": [(1, [valid(1)])]}, {"one": []}, None, [], LOOK)
     assert alone is None, "one validation is not over tokens"
+
+
+def test_effective_reads_are_those_of_memories_with_heads() -> None:
+    event = valid(1)
+    event["usage"] = [
+        entry | more
+        for entry, more in zip(
+            event["usage"] * 2, ({"effective": 8.0}, {"effective": 1.0, "name": "ngram"}), strict=True
+        )
+    ]
+    assert plots.token_lines(10, [event])["effective"].tolist() == [[10, 8.0]]
+    assert MEASURES["effective"].read(event) == 8.0
 
 
 def test_pictures_for_a_paper(tmp_path: Path) -> None:

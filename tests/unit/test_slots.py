@@ -100,7 +100,7 @@ def test_index_equals_one_forward_a_window(run: LoadedRun) -> None:
         weight_at = {at: weight for weight, at in reads[slot]}
         there = [weight_at[at] for at in top.positions_Kc[slot][kept].tolist()]
         np.testing.assert_allclose(there, [weight for weight, _ in found], rtol=1e-4)
-    contexts = contexts_at(np.arange(position), documents(run), run.tokenizer, run.model.context)
+    contexts = contexts_at(np.arange(position), documents(run), run)
     assert [contexts[p].place for p in range(position)] == places
 
 
@@ -114,7 +114,7 @@ def test_a_read_of_any_weight_has_a_context(run: LoadedRun) -> None:
 
 
 def test_contexts_are_the_text_around_a_position(run: LoadedRun) -> None:
-    found = contexts_at(np.arange(-1, 10**4), documents(run), run.tokenizer, run.model.context)
+    found = contexts_at(np.arange(-1, 10**4), documents(run), run)
     position = 0
     for number, ids in enumerate(documents(run).ids):
         text = TEXTS[number]

@@ -3,7 +3,7 @@
 import json
 import subprocess
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -366,6 +366,18 @@ def test_seeds_that_agree_can_be_drawn(folder):
             results.add(measured_by_hand(each, {"valid_loss": 1.0, "test_token_ppl": 1.2e-2}))
     assert fmean([1.2e-2] * 3) != 1.2e-2, "else this shows nothing"
     assert picture(results, cells.grid.figures[0], LOOK) is not None
+
+
+def test_what_lies_at_zero_has_a_place_on_a_logarithmic_axis(folder):
+    cells = Cells(grid_of(folder), folder / "base.yaml")
+    results = Results(cells.grid, cells, {place: {} for place in cells.whole})
+    for point in P:
+        usage = [{"layer": 2, "name": "memory", "mass": {"usage": 0.5 * (point[0] != "none"), "kl": 1.0}}]
+        for cell in cells.tuning(point):
+            results.add(measured_by_hand(cell, {"valid_loss": 1.0, "test_token_ppl": 20.0, "usage": usage}))
+    (axes,) = picture(results, replace(cells.grid.figures[1], log=("x", "y")), LOOK).axes
+    assert (axes.get_xscale(), axes.get_yscale()) == ("symlog", "log")
+    assert len(axes.texts) == len(P)
 
 
 def test_a_figure_has_a_panel_for_the_paper_and_a_line_for_each_value(folder):

@@ -51,6 +51,7 @@ def test_rows_that_can_be_had_nowhere(rows, tmp_path):
     assert f"expected {tmp_path / 'arc_easy'}.jsonl" in missing.message
     fetch = 'load_dataset("allenai/ai2_arc", "ARC-Easy", split="test").to_json('
     assert f'from datasets import load_dataset; {fetch}"{tmp_path}/arc_easy.jsonl"' in missing.hint
+    assert "pkmlm help evaluation" in refused("logiqa", tmp_path).hint, "none of the hub's"
     assert f"{rows / 'arc_easy.train.jsonl'}" in refused("arc_easy", rows, 2).hint
     assert "but its own questions" in refused("wsc273", rows, 2).message
     assert load_tasks("wsc273", rows, 0)[0].task.config.num_fewshot == 0

@@ -90,7 +90,7 @@ function layers(entry) {
   const rows = entry.memories.map((m) => [
     name(m),
     [m.mass.usage, share],
-    [m.uniform.usage, share],
+    [m.uniform_mass.usage, share],
     [m.mass.kl, fixed(4)],
     [m.uniform_mass.kl, fixed(4)],
     [m.mass.gini, fixed(3)],
