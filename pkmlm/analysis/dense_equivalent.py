@@ -58,8 +58,8 @@ def dense_equivalents(groups: Sequence[Group], overs: Sequence[Over] = ()) -> di
     logarithms. Between two sizes that are near, so does theirs: the logarithm of the loss in nats is interpolated along
     the logarithm of all parameters, embeddings with them. (A logarithm of perplexity, the loss itself, would lie
     above the law between two sizes; a power law with an irreducible loss would need more sizes than anyone trains.)
-    Of dense models of one size, that with the best validation counts; one that is no better than a smaller one is left
-    out.
+    Of dense models of one size, that with the best validation counts (if none is known: the best); one that is no
+    better than a smaller one is left out.
     """
     ppls = {"test": "test_token_ppl", "valid": "valid_token_ppl"}
     ppls |= {f"equal_{over}": f"equal_{over}_valid_token_ppl" for over in overs}
@@ -68,10 +68,11 @@ def dense_equivalents(groups: Sequence[Group], overs: Sequence[Over] = ()) -> di
         known = {group.name: [math.log(ppl) for run in group.runs if (ppl := run.get(key))] for group in groups}
         whole = {group.name: known[group.name] for group in groups if len(known[group.name]) == len(group.runs)}
         dense: dict[int, list[float]] = {}
-        for group in sorted(groups, key=mean_validation, reverse=True):
+        best_last = sorted(groups, key=lambda group: (mean_validation(group), fmean(known[group.name] or [0.0])))[::-1]
+        for group in best_last:
             size = group.runs[0]["total"]
             if group.runs[0]["kind"] == "dense" and size and (seeds := whole.get(group.name)):
-                dense[size] = seeds  # that of the best validation comes last
+                dense[size] = seeds
         curve = better_with_size(dense, fmean)
         if len(curve) < FEWEST:
             continue

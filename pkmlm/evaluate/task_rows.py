@@ -46,7 +46,7 @@ class Rows:
 def how_to_write(config: Json, file: Path) -> str:
     """The lines that write the rows of a task: one for each row, or two of Python that fetch them."""
     if config.get("dataset_path") in SCRIPTS:
-        return "it is a script on the hub, which `datasets` does not run: `pkmlm help evaluation` lists its fields"
+        return f"write it for --task-data {file.parent}; `pkmlm help evaluation` lists its fields"
     if config.get("dataset_path") not in (None, *LOCAL):
         names = [config.get("dataset_path"), config.get("dataset_name")]
         split = config.get("test_split") or config.get("validation_split")

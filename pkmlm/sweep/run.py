@@ -269,13 +269,17 @@ class Runner:
         outcomes: dict[tuple[str, ...], list[Outcome]] = {}
         pool = ThreadPoolExecutor(self.jobs)
         try:
-            waiting = {pool.submit(self._run_cell, cell, len(cells.values) == 1) for cell in cells.first.values()}
+            waiting = [pool.submit(self._run_cell, cell, len(cells.values) == 1) for cell in cells.first.values()]
             while waiting:
-                ended, waiting = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
+                ended, _ = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
                 on_tick(list(self.running))
                 if self.stopping:
                     self._stop_children()
-                for outcome in (future.result() for future in ended):
+                ready, waiting = (
+                    [each for each in waiting if each in ended],
+                    [each for each in waiting if each not in ended],
+                )
+                for outcome in (future.result() for future in ready):  # in their order, also of those that end together
                     on_end(outcome)
                     known = outcomes.setdefault(outcome.cell.point, [])
                     known.append(outcome)
@@ -283,7 +287,7 @@ class Runner:
                         chosen = best(known)
                         also = [chosen.cell] if chosen and len(known) > 1 and not chosen.cell.trial else []
                         also += cells.others(chosen.cell) if chosen else []
-                        waiting |= {pool.submit(self._run_cell, cell, True) for cell in also}
+                        waiting += [pool.submit(self._run_cell, cell, True) for cell in also]
         finally:  # an error may end the sweep: the commands that run are stopped, the cells that wait are dropped
             self.ended = True
             pool.shutdown(wait=False, cancel_futures=True)

@@ -361,6 +361,7 @@ def test_results_of_checkpoints_that_are_gone_are_not_taken_for_a_new_model_s(tm
     run = Path(shutil.copytree(trained("dense"), tmp_path / "run"))
     shutil.rmtree(run / "checkpoints")
     (run / "done").unlink()
+    (run / "run.json").unlink()
     (run / "eval").mkdir(exist_ok=True)
     (run / "eval" / "test-step-30.json").write_text("{}")
     train = ["train", write_recipe(tmp_path, "dense"), "-o", run, "-q", "-s", "train.steps=2"]
