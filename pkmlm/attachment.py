@@ -434,7 +434,10 @@ class RowAdamW(torch.optim.AdamW):
         self.attachment._check()
         if hasattr(self, "grad_scale"):
             raise UserError("the loss is scaled (fp16)", "train in bf16 or fp32: the add-on is in fp32 anyway")
-        loss = super().step(closure)  # it passes over tables, whose .grad is None
+        step: Any = torch.optim.AdamW.step
+        if getattr(step, "hooked", False):  # as torch leaves it where an AdamW was made; this step has run the hooks
+            step = step.__wrapped__
+        loss = step(self, closure)  # it passes over tables, whose .grad is None
         world = current_world()
         for table in self.tables:
             if table.gradient:

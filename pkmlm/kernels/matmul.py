@@ -77,6 +77,8 @@ def matmul_nt(x_NI: Tensor, y_OI: Tensor, bias_O: Tensor | None = None) -> Tenso
 
 def _onednn(x_NI: Tensor, y_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     bias_O = None if bias_O is None else bias_O.contiguous()  # oneDNN ignores its stride
+    if not (y_OI.is_contiguous() or y_OI.t().is_contiguous()):  # of a slice, it takes up to a thousand times as long
+        y_OI = y_OI.contiguous()
     return torch.ops.mkldnn._linear_pointwise(x_NI, y_OI, bias_O, "none", [], "")
 
 

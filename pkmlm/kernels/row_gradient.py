@@ -127,7 +127,11 @@ class RowGradient:
     def dense(self) -> Tensor:
         """The whole gradient (K, D), scaled, in the dtype of the weights."""
         x_ND, segments = self.joined()
-        sums_UD = backend.of(x_ND).segment_sum(x_ND, segments) * self.scale
+        sums_UD = backend.of(x_ND).segment_sum(x_ND, segments)
+        if self.scale != 1:
+            sums_UD *= self.scale
+        if len(segments.rows_U) == self.rows:  # all of them, in their order
+            return sums_UD
         return sums_UD.new_zeros(self.rows, x_ND.shape[1]).index_copy_(0, segments.rows_U, sums_UD)
 
 

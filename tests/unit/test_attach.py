@@ -265,6 +265,18 @@ def test_the_optimizer_is_adamw_and_row_adam_and_resumes_to_the_bit():
         third.optimizer(lr=0.1)
 
 
+def test_hooks_run_once_a_step_whatever_else_the_process_has_made():
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # torch wraps its `step`
+    model = base()
+    optimizer = pkmlm.attach(model, KEYS, layers=[1]).optimizer(0.1)
+    ran = []
+    optimizer.register_step_pre_hook(lambda *_: ran.append("before"))
+    optimizer.register_step_post_hook(lambda *_: ran.append("after"))
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    assert ran == ["before", "after"]
+
+
 @pytest.mark.parametrize(
     "how", [{"lr": -1.0}, {"lr": "1e-3"}, {"values_lr": math.nan}, {"values_betas": (2.0, 2.0)}, {"weight_decay": -1.0}]
 )

@@ -86,9 +86,30 @@ def test_the_same_bits_wherever_the_numbers_lie_in_memory(narrow):
 
 
 @needs_onednn
+def test_the_second_matrix_is_whole_or_a_whole_one_transposed(narrow):
+    """oneDNN takes up to a thousand times as long for others."""
+    given = []
+
+    class Seconds(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if str(func) == ONEDNN:
+                given.append(args[1])
+            return func(*args, **(kwargs or {}))
+
+    weight = torch.randn(256, 256, requires_grad=True)
+    for x in (torch.randn(256, 3, 256)[:, -1], torch.randn(256, 512)[:, :256], torch.randn(256, 512)[:, ::2]):
+        x = x.detach().requires_grad_()
+        with Seconds():
+            matmul.linear(x, weight).sum().backward()
+        torch.testing.assert_close(weight.grad, x.detach().sum(0).expand(256, 256), atol=1e-3, rtol=0)
+        weight.grad = None
+    assert len(given) == 9
+    assert all(each.is_contiguous() or each.t().is_contiguous() for each in given)
+
+
 def test_a_bias_with_a_stride_and_a_vector(narrow):
     x, weight, bias = torch.randn(2048), torch.randn(1024, 2048), torch.randn(1024, 2)[:, 1]
-    torch.testing.assert_close(matmul.linear(x, weight, bias), functional.linear(x, weight, bias), atol=1e-4, rtol=0)
+    torch.testing.assert_close(matmul.linear(x, weight, bias), functional.linear(x, weight, bias), atol=1e-3, rtol=0)
 
 
 @needs_onednn
