@@ -43,8 +43,8 @@ def uses_onednn(x: Tensor, y: Tensor) -> bool:
 def row_chunks(x: Tensor, y_OI: Tensor, most: int) -> list[Tensor]:
     """Chunks of the rows of x (N, ...) for their products with y.
 
-    oneDNN keeps a megabyte or more for each new shape, and evaluation has ever new batch sizes. Chunks for oneDNN
-    therefore have a power of two of rows, and the last chunk, too small for it, is left to torch.
+    oneDNN keeps a megabyte or more for each new shape, and batches may have ever new sizes. Chunks for oneDNN therefore
+    have a power of two of rows, and the last chunk, too small for it, is left to torch.
 
     Args:
         x: the rows; y_OI: the matrix that each is multiplied with.
@@ -118,10 +118,8 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
     if not uses_onednn(x, weight_OI):
         return functional.linear(x, weight_OI, bias_O)
     x_NI = x.reshape(-1, x.shape[-1])
-    if torch.is_grad_enabled():  # training, whose batches are all of one shape
-        out_NO: Tensor = _Linear.apply(x_NI, weight_OI, bias_O)
-    else:
-        out_NO = cat([matmul_nt(x_CI, weight_OI, bias_O) for x_CI in row_chunks(x_NI, weight_OI, len(x_NI))])
+    product = _Linear.apply if torch.is_grad_enabled() else matmul_nt
+    out_NO = cat([product(x_CI, weight_OI, bias_O) for x_CI in row_chunks(x_NI, weight_OI, len(x_NI))])
     return out_NO.view(*x.shape[:-1], len(weight_OI))
 
 

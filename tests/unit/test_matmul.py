@@ -1,5 +1,7 @@
 """Products of fp32 matrices by oneDNN: the same numbers as torch's own, where they are chosen, and nowhere else."""
 
+from collections import Counter
+
 import pytest
 import torch
 from torch.nn import functional
@@ -66,9 +68,9 @@ def test_linear_and_its_gradients(narrow, shape, bias, strided):
 
     work, found = results(torch.float32, matmul.linear)
     _, expected = results(torch.float64, functional.linear)
-    work_of_each = rows * inner * outer
-    large = 2 + (rows >= matmul.ONEDNN_WIDTH) if work_of_each >= matmul.ONEDNN_WORK else 0
-    assert work[ONEDNN] == large * [work_of_each]
+    large = [chunk for i in range(9) if (chunk := rows & 1 << i) * inner * outer >= matmul.ONEDNN_WORK]
+    calls_of = {chunk: 2 + (chunk >= matmul.ONEDNN_WIDTH) for chunk in large}  # a narrow one's gradient is torch's
+    assert Counter(work[ONEDNN]) == {chunk * inner * outer: calls for chunk, calls in calls_of.items()}
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == torch.float32
         assert one.shape == other.shape
@@ -121,18 +123,23 @@ def test_narrow_maps_are_left_to_torch(narrow):
 
 
 @needs_onednn
-def test_batches_of_ever_new_sizes_take_few_shapes(narrow):
-    """Without gradients: in evaluation."""
-    weight, bias, shapes = torch.randn(256, 64), torch.randn(256), set()
-    with torch.no_grad():
-        for rows in (*range(1, 400, 13), 5000):
-            x = torch.randn(rows, 64)
-            with Calls() as calls:
-                out = matmul.linear(x, weight, bias)
-            torch.testing.assert_close(out, functional.linear(x, weight, bias), atol=1e-4, rtol=0)
-            shapes |= {work // (64 * 256) for work in calls.work[ONEDNN]}
-            assert sum(calls.work[ONEDNN]) > rows * 64 * 256 - matmul.ONEDNN_WORK
-    assert shapes == {64, 128, 256, 512, 4096}
+@pytest.mark.parametrize("training", [False, True])
+def test_batches_of_ever_new_sizes_take_few_shapes(narrow, training):
+    weight, bias, rows_of_calls = torch.randn(256, 64, requires_grad=training), torch.randn(256), set()
+    for rows in (*range(1, 400, 13), 5000):
+        x = torch.randn(rows, 64, requires_grad=training)
+        with torch.set_grad_enabled(training), Calls() as calls:
+            out = matmul.linear(x, weight, bias)
+            if training:
+                out.sum().backward()
+        torch.testing.assert_close(out, functional.linear(x, weight, bias), atol=1e-4, rtol=0)
+        if training:
+            torch.testing.assert_close(x.grad, weight.detach().sum(0).expand_as(x), atol=1e-4, rtol=0)
+            torch.testing.assert_close(weight.grad, x.detach().sum(0).expand_as(weight), atol=1e-3, rtol=0)
+            weight.grad = None
+        rows_of_calls |= {work // (64 * 256) for work in calls.work[ONEDNN]}
+        assert sum(calls.work[ONEDNN]) > (1 + 2 * training) * (rows * 64 * 256 - matmul.ONEDNN_WORK)
+    assert rows_of_calls == {64, 128, 256, 512, 4096}
 
 
 @needs_onednn
