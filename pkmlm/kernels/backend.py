@@ -23,18 +23,12 @@ def of(x: Tensor) -> ModuleType:
         UserError: Triton cannot build its kernels on this machine.
     """
     if x.device.type == "cpu" and x.dtype == torch.float32:
-        return numba_kernels()
+        from pkmlm.kernels import cpu  # when a kernel is first called: numba takes a while
+
+        return cpu
     if x.device.type == "cuda" and x.dtype != torch.float64:
         return triton_kernels()
     return reference
-
-
-@cache
-def numba_kernels() -> ModuleType:
-    """numba's kernels, imported when the first of them is called: numba takes a while."""
-    from pkmlm.kernels import cpu
-
-    return cpu
 
 
 @cache
