@@ -109,7 +109,7 @@ over_option = click.option(
     "--over",
     callback=several(click.Choice(OVERS)),
     metavar=",".join(OVERS),
-    help="Also compare at equal amounts of these, and draw over them; for seconds, steps are timed now, side by side.",
+    help="Also compare at equal amounts of these, and draw over them; for seconds, steps are timed side by side, once.",
 )
 
 

@@ -81,7 +81,7 @@ def held_out(context: click.Context) -> dict[str, float]:
     help="Text to validate on: all files up to the next option, or P percent of the documents of TRAIN.",
 )
 @click.option("--test", multiple=True, type=PATH, metavar="FILE...|P%", help="Text to test on, likewise.")
-@click.option("-o", "--output", required=True, type=PATH, metavar="DIR", help="Folder to write; must not be there yet.")
+@click.option("-o", "--output", required=True, type=PATH, metavar="DIR", help="Folder to write, new or empty.")
 @click.option(
     "--vocab-size",
     type=click.IntRange(1, 1 << 24),

@@ -172,7 +172,7 @@ def load_host(path: Path, dtype: str) -> Any:
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
     except ImportError:
-        raise UserError("transformers is not installed", "pip install 'pkmlm[hf]'", exit_code=1) from None
+        raise UserError("transformers is not installed", "pip install transformers", exit_code=1) from None
     if not (path / CONFIG).is_file():
         raise UserError(f"--base {path} is no folder of a model (no {CONFIG} in it)")
     disable_progress_bar()  # of a second, where it would stand between our lines

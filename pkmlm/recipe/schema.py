@@ -181,7 +181,7 @@ class NGram:
     conv: bool = key(
         True, "gate: a causal convolution after the gate, over 4 positions that are the largest order apart"
     )
-    canonical: bool = key(True, "tokens that differ only in case, accents or spaces choose the same rows")
+    canonical: bool = key(True, "tokens that differ only in case, accents or surrounding spaces choose the same rows")
 
     @property
     def tables(self) -> int:
@@ -285,7 +285,7 @@ class ValuesOptim:
     )
     times: tuple[Times, Times] = key((4.0, 1.0), "relative: the factor at the start and at the end")
     warmup_steps: Steps = key(0, "steps of linear warm-up")
-    final_lr: Share | None = key(None, "cosine and linear end at this share of the peak; null: that of optim")
+    final_lr: Share | None = key(None, "final_lr of the values; null: that of optim")
     weight_decay: WeightDecay = key(0.0, "decoupled weight decay; row-adam and row-sgd decay the rows that they update")
     clip: Clip = key(1.0, "largest gradient norm of the values; 0: no clipping")
 
@@ -323,7 +323,9 @@ class Optim:
     eps: Epsilon = key(1e-8, "Adam's epsilon; optim.values may have its own")
     schedule: Schedule = key("inverse-sqrt", "learning-rate schedule")
     warmup_steps: Steps = key(4000, "steps of linear warm-up; inverse-sqrt needs at least 1")
-    final_lr: Share = key(0.1, "cosine and linear end at this share of the peak")
+    final_lr: Share = key(
+        0.1, "cosine and linear end at this share of the peak, decay_steps at this share of the schedule"
+    )
     decay_steps: Steps = key(
         0,
         "last steps, in which all learning rates fall linearly to final_lr times what their schedules give",
@@ -397,8 +399,8 @@ class Checkpoint:
 @dataclass(frozen=True, config=STRICT)
 class Log:
     every: Size = key(20, "steps between progress lines in train.log, and on standard error unless it is a terminal")
-    tensorboard: bool = key(False, "also write TensorBoard events (pip install pkmlm[sinks])")
-    wandb: str | None = key(None, "also log to this Weights & Biases project (pip install pkmlm[sinks])")
+    tensorboard: bool = key(False, "also write TensorBoard events (needs the package tensorboard)")
+    wandb: str | None = key(None, "also log to this Weights & Biases project (needs the package wandb)")
 
 
 @dataclass(frozen=True, config=STRICT)

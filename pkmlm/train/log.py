@@ -169,7 +169,7 @@ class TensorBoardSink:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise UserError("log.tensorboard needs the package tensorboard", "pip install 'pkmlm[sinks]'") from None
+            raise UserError("log.tensorboard needs the package tensorboard", "pip install tensorboard") from None
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first)
 
     def write(self, scalars: dict[str, float], step: int) -> None:
@@ -187,7 +187,7 @@ class WandbSink:
         try:
             import wandb
         except ImportError:
-            raise UserError("log.wandb needs the package wandb", "pip install 'pkmlm[sinks]'") from None
+            raise UserError("log.wandb needs the package wandb", "pip install wandb") from None
         place = f"{folder.resolve()} {RunDirectory(folder).facts().get('id')}"
         identity = hashlib.sha256(place.encode()).hexdigest()[:16]
         self.run = wandb.init(project=project, name=name, dir=str(folder), id=identity, resume="allow")
