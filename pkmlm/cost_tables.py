@@ -129,16 +129,10 @@ def rank_tables(recipe: Recipe, world: dict[str, Any]) -> list[Table]:
             sent,
         ),
     ]
-    if world["device_bytes"] is not None:
-        rows: list[tuple[int | None, ...]] = []
-        for each in divisions:
-            largest = each["largest"]
-            sizes = (
-                (largest["num_keys"], largest["slots"], largest["slots"] * sum(recipe.model.table_widths))
-                if largest
-                else (None,) * 3
-            )
-            rows.append((each["memory"], *sizes))
+    if world["device_bytes"] is not None and all(each["largest"] for each in divisions):
+        width = sum(recipe.model.table_widths)
+        sizes = [(each["memory"], each["largest"]["num_keys"], each["largest"]["slots"]) for each in divisions]
+        rows = [(memory, num_keys, slots, slots * width) for memory, num_keys, slots in sizes]
         columns = [number(name) for name in ("M", "num_keys", "slots", "entries of tables")]
         title = f"Largest memory that fits, with {world['device_bytes'] / GIGA:,.4g} GB for each rank"
         tables.append(Table(title, columns, rows))

@@ -45,13 +45,10 @@ def name_of(device: torch.device) -> str:
 
 def machine() -> dict[str, str]:
     """What a timing is taken on: the device with its threads, the CPU, and the version of torch."""
-    return {"device": name_of(default_device()), "cpu": name_of_cpu(), "torch": torch.__version__}
-
-
-def name_of_cpu() -> str:
-    """The CPU by its name, with a digest of what else torch knows of it: a virtual machine cuts names short."""
-    found = torch.cpu.get_capabilities()
-    return f"{found.get('cpu_name', '')} {hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:8]}".strip()
+    abilities = torch.cpu.get_capabilities()
+    mark = hashlib.sha256(repr(sorted(abilities.items())).encode()).hexdigest()[:8]  # virtual machines cut names short
+    cpu = f"{abilities.get('cpu_name', '')} {mark}".strip()
+    return {"device": name_of(default_device()), "cpu": cpu, "torch": torch.__version__}
 
 
 def free_bytes(device: torch.device) -> int:

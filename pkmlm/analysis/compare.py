@@ -12,9 +12,10 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from pkmlm.analysis.equal import Equal, Over, at_equal
-from pkmlm.recipe.schema import dump_recipe, recipe_sha256
+from pkmlm.recipe.schema import Recipe, recipe_sha256
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.results import (
+    Damaged,
     SweepTimings,
     altered_results,
     average_accuracy,
@@ -27,16 +28,6 @@ from pkmlm.runs.results import (
 )
 
 Facts = dict[str, Any]
-
-
-class Member(NamedTuple):
-    """A group in a family of those that differ in the ends of their schedules only: its `optim.decay_steps`,
-    `train.steps` and name.
-    """
-
-    decay: int
-    steps: int
-    name: str
 
 
 class Group(NamedTuple):
@@ -82,6 +73,11 @@ class Comparison:
     warnings: list[str]
 
     @cached_property
+    def recipes(self) -> dict[str, Recipe]:
+        """The recipe of each run."""
+        return {label: run.recipe() for label, run in self.runs.items()}
+
+    @cached_property
     def metrics(self) -> dict[str, list[Facts]]:
         """The events of each run, see `RunDirectory.sound_metrics`."""
         return {label: run.sound_metrics() for label, run in self.runs.items()}
@@ -100,7 +96,7 @@ class Comparison:
         """
 
         def curve(facts: Facts) -> tuple[float, list[Facts]]:
-            tokens = self.runs[facts["run"]].recipe().train.batch_tokens if over == "tokens" else 1.0
+            tokens = self.recipes[facts["run"]].train.batch_tokens if over == "tokens" else 1.0
             return facts.get(f"{over}_per_step", tokens), self.metrics[facts["run"]]
 
         return {group.name: [curve(run) for run in group.runs] for group in self.groups}
@@ -114,11 +110,10 @@ class Comparison:
             return None, []
 
         def alike(group: Group) -> bool:
-            pairs = ((group.runs[0][key], dense.runs[0][key]) for key in ("tokenizer", "valid_tokens_sha256"))
-            return all(None in pair or pair[0] == pair[1] for pair in pairs) and tokens(group) == tokens(dense)
-
-        def tokens(group: Group) -> int | None:
-            return self.runs[group.runs[0]["run"]].recipe().eval.tokens
+            run, other = group.runs[0], dense.runs[0]
+            pairs = ((run[key], other[key]) for key in ("tokenizer", "valid_tokens_sha256"))
+            known = all(None in pair or pair[0] == pair[1] for pair in pairs)
+            return known and run["valid_tokens"] == other["valid_tokens"]
 
         return dense.name, [group.name for group in self.groups if alike(group)]
 
@@ -126,20 +121,20 @@ class Comparison:
         """The groups without those that branched off another; and of each, those that did: of the same recipe and seeds
         but for the steps and the decay with which they end. If none is without a decay, the longest is the main one.
         """
-        families: dict[tuple[str, ...], list[Member]] = {}
+        families: dict[Any, list[tuple[int, int, str]]] = {}
         for group in self.groups:
-            recipe = self.runs[group.runs[0]["run"]].recipe()
+            recipe = self.recipes[group.runs[0]["run"]]
             steps, decay = recipe.train.steps, recipe.optim.decay_steps
             train, optim = replace(recipe.train, seed=0, steps=1), replace(recipe.optim, decay_steps=0)
-            settings = dump_recipe(replace(recipe, train=train, optim=optim))
-            seeds = (str(run["seed"]) for run in group.runs)
-            families.setdefault((settings, *seeds), []).append(Member(decay, steps, group.name))
+            seeds = tuple(run["seed"] for run in group.runs)
+            family = families.setdefault((replace(recipe, train=train, optim=optim), seeds), [])
+            family.append((decay, -steps, group.name))
         found: dict[str, list[str]] = {}
         for family in families.values():
-            main = min(family, key=lambda member: (member.decay > 0, -member.steps))
-            trunks = [member.name for member in family if member.decay == 0 or member[:2] == main[:2]]
+            main = min(family, key=lambda member: (member[0] > 0, member[1]))
+            trunks = [name for decay, steps, name in family if decay == 0 or (decay, steps) == main[:2]]
             found |= {name: [] for name in trunks}
-            found[main.name] += [member.name for member in family if member.name not in trunks]
+            found[main[2]] += [name for *_, name in family if name not in trunks]
         return found
 
 
@@ -156,13 +151,19 @@ def compare_runs(paths: Sequence[str]) -> Comparison:
     warnings = [f"left out {path}: it is no run (no recipe.yaml in it)" for path in sorted(strays)]
     runs = open_runs([path for path in paths if path not in strays], RunDirectory.existing)
     saved = {label: max(run.steps(), default=0) for label, run in runs.items()}  # read first: some may be training
-    timed = timed_side_by_side(runs)
-    facts = [facts_of(label, run) | {"scoring_tokens_per_second": timed.get(label)} for label, run in runs.items()]
+    timed, damaged = timed_side_by_side(runs)
+    warnings += damaged
+    facts = [
+        facts_of(label, run, run.sound_metrics()) | {"scoring_tokens_per_second": timed.get(label)}
+        for label, run in runs.items()
+    ]
     for run in facts:
-        logged, last, log = run["step"] or 0, saved[run["run"]], runs[run["run"]].metrics_file
-        if log in runs[run["run"]].altered():
-            warnings.append(f"{log} is not as training wrote it: it is left out")
-        elif logged < last:
+        opened, logged, last = runs[run["run"]], run["step"] or 0, saved[run["run"]]
+        altered = opened.altered()
+        left_out = {opened.metrics_file: ": it is left out"}
+        warnings += [f"{path} is not as training wrote it{left_out.get(path, '')}" for path in altered]
+        warnings += altered_results(opened.path)
+        if logged < last and opened.metrics_file not in altered:
             ends = f"metrics.jsonl ends at step {logged:,} of {last:,}"
             warnings.append(f"{run['run']}: {ends}: its totals and curves end there")
     shared = shared_tasks(facts)  # over other tasks, an average would say nothing
@@ -175,7 +176,7 @@ def compare_runs(paths: Sequence[str]) -> Comparison:
         if partial := partial_tasks(measured.path):
             names = ", ".join(sorted(partial))
             warnings.append(f"{label}: left out {names}: measured in part only, with --limit")
-    return Comparison(runs, facts, seed_groups(runs, facts), warnings + differences(runs))
+    return Comparison(runs, facts, seed_groups(runs, facts), warnings + differences(facts))
 
 
 def shared_tasks(facts: Sequence[Facts]) -> list[str]:
@@ -200,11 +201,10 @@ def seed_groups(runs: Mapping[str, RunDirectory], facts: Sequence[Facts]) -> lis
     """The runs in groups of one recipe and one text. One that has not finished stands by itself, and so do several of
     one seed.
     """
-    alike: dict[str, list[Facts]] = {}
+    alike: dict[Any, list[Facts]] = {}
     for run in facts:
-        recipe, latest = runs[run["run"]].recipe(), runs[run["run"]].latest_state()
-        text = sorted(latest["data"].items()) if latest else None
-        settings = f"{dump_recipe(replace(recipe, train=replace(recipe.train, seed=0)))}{text}"
+        text = (run["tokenizer"], run["train_tokens_sha256"], run["valid_tokens_sha256"])
+        settings = (without_seed(runs[run["run"]].recipe()), text)
         alike.setdefault(settings if run["status"] == "finished" else run["run"], []).append(run)
     parts: list[list[Facts]] = []
     for found in alike.values():
@@ -223,36 +223,53 @@ def common_name(names: Sequence[str]) -> str:
     return f"{start}{{{','.join(rest.removesuffix(end) for rest in rests)}}}{end}"
 
 
-def timed_side_by_side(runs: Mapping[str, RunDirectory]) -> dict[str, float]:
-    """Tokens a second at which `pkmlm sweep` has scored text with the models of runs, all in turn in one process. Of
-    runs that were timed in several sweeps, none: what the machine did meanwhile did not fall on all alike.
+def without_seed(recipe: Recipe) -> Recipe:
+    return replace(recipe, train=replace(recipe.train, seed=0))
+
+
+def timed_side_by_side(runs: Mapping[str, RunDirectory]) -> tuple[dict[str, float], list[str]]:
+    """Tokens a second at which `pkmlm sweep` has scored text with the models of runs, all in turn in one process; and
+    warnings about damaged files. A sweep times one seed of each model. Of runs that were timed in several sweeps, there
+    is none: what the machine did meanwhile did not fall on all alike.
     """
-    found: dict[Path, dict[str, float]] = {}
+    sweeps: dict[Path, dict[str, Recipe]] = {}
     for label, run in runs.items():
         folder = run.path.resolve().parent
-        sweep = folder.parent / "results.json"
-        if folder.name != "cells" or not sweep.is_file():
+        if folder.name == "cells" and (folder.parent / "results.json").is_file():
+            sweeps.setdefault(folder.parent / "results.json", {})[label] = run.recipe()
+    found, warnings = [], []
+    for file, recipes in sweeps.items():
+        try:
+            speeds = read_signed(file, "the sweep's results", SweepTimings).get("speed") or []
+        except Damaged as error:
+            warnings.append(f"{error.message}; its timing is left out")
             continue
-        recipe = recipe_sha256(run.recipe())
-        for timed in read_signed(sweep, "the sweep's results", SweepTimings).get("speed") or []:
-            if timed.get("recipe") == recipe:
-                found.setdefault(sweep, {})[label] = median(timed["tokens_per_second"])
-    return next(iter(found.values())) if len(found) == 1 else {}
+        timed = {speed.get("recipe"): median(speed["tokens_per_second"]) for speed in speeds}
+        models = {
+            without_seed(recipe): timed[sha256]
+            for recipe in recipes.values()
+            if (sha256 := recipe_sha256(recipe)) in timed
+        }
+        if models:
+            known = {label: models.get(without_seed(recipe)) for label, recipe in recipes.items()}
+            found.append({label: speed for label, speed in known.items() if speed is not None})
+    return found[0] if len(found) == 1 else {}, warnings
 
 
-def facts_of(label: str, run: RunDirectory) -> Facts:
-    """What is known of a run; None where a measurement is missing.
+def facts_of(label: str, run: RunDirectory, metrics: Sequence[Facts]) -> Facts:
+    """What is known of a run, of which `metrics` are the events; None where a measurement is missing.
 
-    Keys: run, kind, dim, layers, lr (the peak), seed, init_from (the run whose weights it started from), tokenizer and
-    valid_tokens_sha256 (the sha256 of what it was trained with and validated on), dense, memory,
-    read_per_token, total (parameters), status, step, tokens (trained so far), tokens_per_second (median over steps),
-    seconds (in training steps, up to the latest checkpoint, or, where that is gone, to the end), valid_step, valid_loss
-    (nats per token), valid_token_ppl, valid_bits_per_byte (of the best validation), test_step, test_token_ppl,
-    test_word_ppl, test_bits_per_byte (of the evaluation of the test split at the highest step), tasks_step, tasks
-    ({name: {"acc", ...}}, see `task_scores`), usage_step, usage (memories of the usage report of the test split at the
-    highest step). The kind is dense, hash, the kind of memory, ngram, or several of them with + between.
+    Keys: run, kind, dim, layers, lr (the peak), seed, init_from (the run whose weights it started from), tokenizer,
+    train_tokens_sha256 and valid_tokens_sha256 (the sha256 of what it was trained with, trained on and validated on),
+    valid_tokens (of each validation; None: all), dense, memory, read_per_token, total (parameters), status, step,
+    tokens (trained so far), tokens_per_second (median over steps), seconds (in training steps, up to the latest
+    checkpoint, or, where that is gone, to the end), valid_step, valid_loss (nats per token), valid_token_ppl,
+    valid_bits_per_byte (of the best validation), test_step, test_token_ppl, test_word_ppl, test_bits_per_byte (of the
+    evaluation of the test split at the highest step), test_text_sha256 (of what it read), tasks_step, tasks ({name:
+    {"acc", ...}}, see `task_scores`), usage_step, usage (memories of the usage report of the test split at the highest
+    step). The kind is dense, hash, the kind of memory, ngram, or several of them with + between.
     """
-    recorded, metrics, recipe, latest = run.facts(), run.sound_metrics(), run.recipe(), run.latest_state()
+    recorded, recipe, latest = run.facts(), run.recipe(), run.latest_state()
     parameters, data = recorded.get("parameters") or {}, latest["data"] if latest else {}
     train = [event for event in metrics if event["event"] == "train"]
     speeds = [speed for event in train if (speed := event.get("tokens_per_second")) is not None]
@@ -271,7 +288,9 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
         "seed": recipe.train.seed,
         "init_from": recipe.train.init_from,
         "tokenizer": data.get("tokenizer"),
+        "train_tokens_sha256": data.get("train"),
         "valid_tokens_sha256": data.get("valid"),
+        "valid_tokens": recipe.eval.tokens,
         **{key: parameters.get(key) for key in ("dense", "memory", "read_per_token")},
         "total": parameters["dense"] + parameters["memory"] if {"dense", "memory"} <= parameters.keys() else None,
         "status": run.status(),
@@ -283,6 +302,7 @@ def facts_of(label: str, run: RunDirectory) -> Facts:
         **{f"valid_{key}": best.get(key) for key in ("loss", "token_ppl", "bits_per_byte")},
         "test_step": test_step,
         **{f"test_{key}": scores.get(key) for key in ("token_ppl", "word_ppl", "bits_per_byte")},
+        "test_text_sha256": (test.get("source") or {}).get("sha256"),
         "tasks_step": tasks_step,
         "tasks": tasks,
         "usage_step": usage_step,
@@ -310,28 +330,27 @@ def mean(values: Iterable[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-def differences(runs: dict[str, RunDirectory]) -> list[str]:
-    """A warning for each reason why the numbers of these runs are missing or cannot be compared: results that are not
-    as they were written, several tokenizers, several texts, tasks asked in several ways, or weights that have seen more
-    than the run's tokens.
+def differences(facts: Sequence[Facts]) -> list[str]:
+    """A warning for each reason why the numbers of these runs cannot be compared: several tokenizers, several texts,
+    tasks asked in several ways, or weights that have seen more than the run's tokens.
 
     A run of which something is not known is taken to be like the others. So is one with another tokenizer, which makes
     other tokens of the same text.
     """
-    data = {label: latest["data"] if (latest := run.latest_state()) else {} for label, run in runs.items()}
-    tasks = {label: task_scores(run.path)[1] for label, run in runs.items()}
-    tokenizers = {label: hashes.get("tokenizer") for label, hashes in data.items()}
-    valid = {
-        label: (hashes["valid"], runs[label].recipe().eval.tokens)
-        for label, hashes in data.items()
-        if hashes.get("valid") is not None
-    }
-    tests = {label: test_perplexity(run.path)[1] for label, run in runs.items()}
+
+    def of_each(key: str) -> dict[str, Any]:
+        return {run["run"]: run[key] for run in facts}
+
+    tokenizers, tasks = of_each("tokenizer"), of_each("tasks")
     values: dict[str, dict[str, Any]] = {"several tokenizers: compare bits per byte, not tokens": tokenizers}
     texts: dict[str, dict[str, Any]] = {
-        "several texts to train on": {label: hashes.get("train") for label, hashes in data.items()},
-        "several texts, or shares of one, to validate on": valid,
-        "several texts to test on": {label: (test.get("source") or {}).get("sha256") for label, test in tests.items()},
+        "several texts to train on": of_each("train_tokens_sha256"),
+        "several texts, or shares of one, to validate on": {
+            run["run"]: (run["valid_tokens_sha256"], run["valid_tokens"])
+            for run in facts
+            if run["valid_tokens_sha256"] is not None
+        },
+        "several texts to test on": of_each("test_text_sha256"),
     }
     for what, text_of in texts.items():
         tokens = {label: (tokenizers[label], text) for label, text in text_of.items() if text is not None}
@@ -343,16 +362,12 @@ def differences(runs: dict[str, RunDirectory]) -> list[str]:
         rows = {label: (task.get("data") or {}).get("sha256") for label, task in asked.items()}
         values[f"several numbers of examples before a question of {name}"] = shots
         values[f"several files of rows of {name}"] = rows
-    warnings = []
-    for run in runs.values():
-        records = [path for path in run.altered() if path != run.metrics_file]
-        warnings += [f"{path} is not as training wrote it" for path in records] + altered_results(run.path)
-    warnings += [
+    warnings = [
         f"{what} ({'; '.join(map(', '.join, several.values()))})"
         for what, found in values.items()
         if len(several := labels_by_value(found)) > 1
     ]
-    started = labels_by_value({label: run.recipe().train.init_from for label, run in runs.items()})
+    started = labels_by_value(of_each("init_from"))
     if started:
         sources = "; ".join(f"{', '.join(labels)} from {source}" for source, labels in started.items())
         warnings.append(f"started from another run's weights, whose steps and tokens are not counted ({sources})")

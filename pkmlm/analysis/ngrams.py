@@ -85,14 +85,24 @@ def summed(ids_NG: Tensor, counts_N: Tensor) -> tuple[Tensor, Tensor]:
     return ids_UG, counts_N.new_zeros(len(ids_UG)).index_add_(0, group_N, counts_N)
 
 
-def in_row(memory: NGramMemory, ngrams: NGrams, slot: int) -> list[tuple[list[int], int]]:
-    """The n-grams that were seen and fall into a row: canonical ids, oldest first, and counts; most seen first."""
-    table = slot // memory.rows
+def ngrams_in_row(
+    model: Transformer, tokenizer: Tokenizer, memory: NGramMemory, ngrams: NGrams, slot: int
+) -> list[dict[str, Any]]:
+    """The n-grams that were seen and fall into a row, most seen first. Of each canonical id, the first token is shown;
+    of 0, before which nothing is seen, the end-of-document token.
+    """
+    assert model.ngram_ids is not None
+    canonical_V, table = model.ngram_ids.canonical_V.cpu(), slot // memory.rows
     order = memory.orders_H[table]
     ids_UG, counts_U = ngrams.distinct(order)
     here_U = memory.rows_of(ids_UG.to(memory.multipliers_HG.device))[:, table].cpu() == slot
-    found = zip(ids_UG[here_U, :order].flip(1).tolist(), counts_U[here_U].tolist(), strict=True)
-    return sorted(found, key=lambda pair: -pair[1])
+
+    def piece(canonical: int) -> str:
+        return tokenizer.piece(int((canonical_V == canonical).nonzero()[0, 0]))
+
+    found = zip(ids_UG[here_U, :order].flip(1).tolist(), counts_U[here_U].tolist(), strict=True)  # oldest first
+    seen = sorted(found, key=lambda pair: -pair[1])
+    return [{"tokens": [piece(each) for each in ids], "count": count} for ids, count in seen]
 
 
 def collisions(memory: NGramMemory, ngrams: NGrams) -> list[dict[str, Any]]:
@@ -130,9 +140,3 @@ def all_collisions(model: Transformer, ngrams: NGrams) -> list[dict[str, Any]]:
     """The `collisions` of each n-gram memory of a model, with its layer."""
     found = [module for module in model.modules() if isinstance(module, NGramMemory)]
     return [{"layer": memory.tap.layer, **each} for memory in found for each in collisions(memory, ngrams)]
-
-
-def ngram_text(ids: list[int], canonical_V: Tensor, tokenizer: Tokenizer) -> list[str]:
-    """Canonical ids as the first token of each; 0, before which nothing is seen, as the end-of-document token."""
-    first = [int((canonical_V == each).nonzero()[0, 0]) for each in ids]
-    return [tokenizer.piece(token) for token in first]

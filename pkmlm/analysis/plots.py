@@ -410,9 +410,10 @@ def over_tokens(
     drawn: list[tuple[dict[str, Any], dict[str, NDArray[np.float64]]]] = []
     for number, (name, ends) in enumerate(branches.items()):
         style = line_style(number)
+        first = next((index for index, seed in enumerate(lines[name]) if len(seed["loss"])), 0)
         for index, seed in enumerate(lines[name]):
             shown = {
-                "label": None if index else label(name),
+                "label": label(name) if index == first else None,
                 "marker": marker(number) if len(seed["loss"]) == 1 else None,
             }
             drawn.append((style | shown, seed | {"lead": lead(seed["loss"], twins if name in led else [])}))

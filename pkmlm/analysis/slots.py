@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from pkmlm.analysis.counters import ReadListener, measure_usage
-from pkmlm.analysis.ngrams import NGrams, collisions, in_row, ngram_text
+from pkmlm.analysis.ngrams import NGrams, collisions, ngrams_in_row
 from pkmlm.analysis.slot_contexts import (
     JUDGED,
     Context,
@@ -406,17 +406,9 @@ def report_slots(
         record["patterns"] = count_patterns(slots)
     else:
         if isinstance(memory, NGramMemory):
-            record["ngrams"] = ngrams_in_row(run, memory, index.ngrams, number, top)
+            record["ngrams"] = ngrams_in_row(run.model, run.tokenizer, memory, index.ngrams, number)[:top]
         slots = [each._replace(contexts=each.contexts[:top]) for each in slots]
     return record | {"slots": [each.as_json() for each in slots]}, documents.warnings
-
-
-def ngrams_in_row(run: LoadedRun, memory: NGramMemory, ngrams: NGrams, slot: int, top: int) -> list[dict[str, Any]]:
-    """The n-grams seen that fall into a row, most seen first, at most `top`."""
-    assert run.model.ngram_ids is not None
-    canonical_V = run.model.ngram_ids.canonical_V.cpu()
-    found = in_row(memory, ngrams, slot)[:top]
-    return [{"tokens": ngram_text(ids, canonical_V, run.tokenizer), "count": count} for ids, count in found]
 
 
 @torch.no_grad()

@@ -241,12 +241,7 @@ def equal_table(groups: Sequence[Group], equal: Equal) -> Table:
 
 def equivalent_tables(groups: Sequence[Group], sizes: Mapping[str, Mapping[str, Equivalent]]) -> list[Table]:
     """The dense-equivalent sizes, a row a group and a loss; no table without any."""
-    columns = [
-        Column("Run"),
-        Column("By"),
-        number("Total"),
-        *(Column(name, "right") for name in ("Size", "from", "to")),
-    ]
+    columns = [Column("Run"), Column("By"), number("Total"), *numbers("{}", "Size", "from", "to")]
     rows = [
         [group.name, by.replace("_", " "), group.runs[0]["total"], *size.texts()]
         for group in groups
@@ -430,9 +425,7 @@ def probe_table(record: Entry) -> Table:
     columns = [
         Column("Memory"),
         Column("Answer"),
-        number("Nats per token, above real", "{:+.4f}"),
-        number("from", "{:+.4f}"),
-        number("to", "{:+.4f}"),
+        *numbers("{:+.4f}", "Nats per token, above real", "from", "to"),
         number("of the gain", SHARE),
         number("Perplexity", "{:,.2f}"),
     ]

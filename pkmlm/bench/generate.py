@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -44,9 +45,8 @@ class InferenceTimes:
         for index, model in enumerate(self.models):
             times = [
                 {"what": what, "batch": batch, "tokens_per_second": self.speed(what, index, batch), **timing.as_json()}
-                for what in ("decode", "score")
-                for (timed, owner, batch), timing in self.times.items()
-                if (timed, owner) == (what, index)
+                for (what, owner, batch), timing in sorted(self.times.items(), key=itemgetter(0))
+                if owner == index
             ]
             found.append({**model.as_json(), "times": times})
         sizes = {"decoded": self.decoded, "scored": self.scored}

@@ -3,16 +3,13 @@
 import json
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from pkmlm.bench import LAYERS, MODELS, short
 from pkmlm.cli.options import RECIPE, json_option, quiet_option, set_option, several
-from pkmlm.console import status_line
-
-if TYPE_CHECKING:
-    from pkmlm.console import Table
+from pkmlm.console import Table, status_line
 
 # 1k, 4k, 16k, 65k, 262k, 1M ...: the powers of four, by the names that papers give them.
 NAMED_SLOTS = {short(4**power): 4**power for power in range(5, 16)}
@@ -32,7 +29,7 @@ class Slots(click.ParamType):
         return keys
 
 
-def show(found: dict[str, Any], tables: "Sequence[Table]", as_json: bool, end: str = "") -> None:
+def show(found: dict[str, Any], tables: Sequence[Table], as_json: bool, end: str = "") -> None:
     """Print results as JSON or as tables, with a few lines after these."""
     text = json.dumps(found, indent=2) if as_json else "\n".join([*(table.render() for table in tables), end]).rstrip()
     click.echo(text)

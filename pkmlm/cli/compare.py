@@ -1,21 +1,13 @@
 """`pkmlm compare`: runs side by side."""
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-from pkmlm.analysis.equal import Equal, Over
+from pkmlm.analysis.equal import Over
 from pkmlm.cli.options import PATH, force_option, format_option, over_option, plot_options, quiet_option
 from pkmlm.cli.outputs import free_folder
 from pkmlm.console import Format, say_drawn, status_line, warn_each
-
-if TYPE_CHECKING:
-    from pkmlm.analysis.compare import Comparison
-    from pkmlm.analysis.dense_equivalent import Equivalent
-    from pkmlm.analysis.plots import Look
 
 
 @click.command()
@@ -57,6 +49,7 @@ def command(
     """
     from pkmlm.analysis.compare import compare_runs
     from pkmlm.analysis.dense_equivalent import dense_equivalents
+    from pkmlm.analysis.tables import compare_rows, compare_tables
 
     folder = free_folder(plots, force)
     comparison = compare_runs(run_paths)
@@ -69,58 +62,38 @@ def command(
             for each in over:
                 if equal := comparison.at_equal(each, step_amounts(each, comparison.runs, say)):
                     equals.append(equal)
+    dense, comparable = comparison.comparable_with_dense()
     try:  # pictures first, so that they are drawn also if nobody reads the output any more
         if folder is not None:
-            from pkmlm.analysis.plots import Look
+            from pkmlm.analysis.plots import Look, draw_curves, draw_over_tokens
 
-            draw(folder, comparison, over or ("steps",), Look(plot_format, plot_width), plot_log)
+            look, branches, drawn = Look(plot_format, plot_width), comparison.branches(), []
+            for axis in over or ("steps",):
+                curves = comparison.curves(axis)
+                lines = {
+                    name: [seed for one in (name, *ends) for seed in curves[one]] for name, ends in branches.items()
+                }
+                drawn += draw_curves(folder, lines, axis, look, plot_log)
+            trunk = next((name for name, ends in branches.items() if dense in (name, *ends)), None)
+            drawn += draw_over_tokens(folder, comparison.curves("tokens"), branches, trunk, comparable, look)
+            if drawn:
+                say_drawn(len(drawn), folder)
+            else:
+                click.echo("nothing to draw: the logs hold no loss", err=True)
     finally:
-        _, comparable = comparison.comparable_with_dense()
-        groups = [group for group in comparison.groups if group.name in comparable]
-        show(comparison, equals, dense_equivalents(groups, over), format)
-
-
-def draw(folder: Path, comparison: "Comparison", axes: Sequence[str], look: "Look", log: bool) -> None:
-    """Draw learning curves over each of some axes, and memory use over tokens; say how many pictures that made."""
-    from pkmlm.analysis.plots import draw_curves, draw_over_tokens
-
-    branches, drawn = comparison.branches(), []
-    for axis in axes:
-        curves = comparison.curves(axis)
-        families = {name: [seed for one in (name, *ends) for seed in curves[one]] for name, ends in branches.items()}
-        drawn += draw_curves(folder, families, axis, look, log)
-    dense, comparable = comparison.comparable_with_dense()
-    dense = next((name for name, ends in branches.items() if dense in (name, *ends)), None)
-    drawn += draw_over_tokens(folder, comparison.curves("tokens"), branches, dense, comparable, look)
-    if drawn:
-        say_drawn(len(drawn), folder)
-    else:
-        click.echo("nothing to draw: the logs hold no loss", err=True)
-
-
-def show(
-    comparison: "Comparison", equals: list[Equal], sizes: "dict[str, dict[str, Equivalent]]", format: Format
-) -> None:
-    """Print what runs are, side by side.
-
-    Args:
-        equals: where they are compared at equal amounts.
-        sizes: of `dense_equivalents`.
-    """
-    from pkmlm.analysis.tables import compare_rows, compare_tables
-
-    if format == "json":
-        groups = [
-            group.as_json() | {"dense_equivalent": {by: size.as_json() for by, size in sizes[group.name].items()}}
-            if group.name in sizes
-            else group.as_json()
-            for group in comparison.groups
-        ]
-        shared = {each.over: each.as_json() for each in equals}
-        record = {"runs": comparison.facts, "groups": groups} | ({"equal": shared} if shared else {})
-        click.echo(json.dumps(record, indent=2, allow_nan=False))
-    elif format == "csv":
-        click.echo(compare_rows(comparison.groups, sizes).render(format), nl=False)
-    else:
-        tables = compare_tables(comparison.groups, equals, sizes)
-        click.echo("\n".join(table.render(format) for table in tables), nl=False)
+        sizes = dense_equivalents([group for group in comparison.groups if group.name in comparable], over)
+        if format == "json":
+            groups = [
+                group.as_json() | {"dense_equivalent": {by: size.as_json() for by, size in sizes[group.name].items()}}
+                if group.name in sizes
+                else group.as_json()
+                for group in comparison.groups
+            ]
+            shared = {each.over: each.as_json() for each in equals}
+            record = {"runs": comparison.facts, "groups": groups} | ({"equal": shared} if shared else {})
+            click.echo(json.dumps(record, indent=2, allow_nan=False))
+        elif format == "csv":
+            click.echo(compare_rows(comparison.groups, sizes).render(format), nl=False)
+        else:
+            tables = compare_tables(comparison.groups, equals, sizes)
+            click.echo("\n".join(table.render(format) for table in tables), nl=False)

@@ -119,18 +119,13 @@ def print_result(record: dict[str, Any], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(record, indent=2))
         return
-    parts = [perplexity_report(record)] if record["perplexity"] is not None else []
-    sys.stdout.write("\n".join(parts + ([task_report(record)] if record["tasks"] else [])))
-
-
-def perplexity_report(record: dict[str, Any]) -> str:
-    """The table of perplexities that people read."""
-    found = record["perplexity"]
-    rows = [[unit, found[f"{unit}s"], found[f"{unit}_ppl"] or "over 1e308"] for unit in ("token", "word", "byte")]
-    table = Table(
-        f"{record['run']} at step {record['step']}, {found['split']}",
-        [Column("unit"), number("count"), number("perplexity", "{:,.3f}")],
-        rows,
-    )
-    nats = found["nll"] / found["tokens"]
-    return table.render() + f"{nats:.4f} nats per token, {found['bits_per_byte']:.4f} bits per byte\n"
+    parts = []
+    if found := record["perplexity"]:
+        title = f"{record['run']} at step {record['step']}, {found['split']}"
+        columns = [Column("unit"), number("count"), number("perplexity", "{:,.3f}")]
+        rows = [[unit, found[f"{unit}s"], found[f"{unit}_ppl"] or "over 1e308"] for unit in ("token", "word", "byte")]
+        nats, bits = found["nll"] / found["tokens"], found["bits_per_byte"]
+        parts.append(Table(title, columns, rows).render() + f"{nats:.4f} nats per token, {bits:.4f} bits per byte\n")
+    if record["tasks"]:
+        parts.append(task_report(record))
+    sys.stdout.write("\n".join(parts))

@@ -28,12 +28,6 @@ TOPICS = (  # in the order in which a new user needs them
 )
 
 
-def title(topic: str) -> str:
-    """The heading of a page."""
-    with open(MANUAL / f"{topic}.md", encoding="utf-8") as page:
-        return page.readline().lstrip("# ").rstrip()
-
-
 @click.command()
 @click.argument("topic", required=False, type=click.Choice(TOPICS), metavar="[TOPIC]")
 def command(topic: str | None) -> None:
@@ -49,7 +43,8 @@ def command(topic: str | None) -> None:
     if topic is None:
         click.echo("The manual has these pages; `pkmlm help TOPIC` shows one:\n")
         for name in TOPICS:
-            click.echo(f"  {name:11} {title(name)}")
+            heading = (MANUAL / f"{name}.md").read_text("utf-8").partition("\n")[0]
+            click.echo(f"  {name:11} {heading.lstrip('# ')}")
         click.echo("\n`pkmlm COMMAND --help` explains a command, `pkmlm recipe keys` every key of a recipe.")
         return
     text = (MANUAL / f"{topic}.md").read_text("utf-8")

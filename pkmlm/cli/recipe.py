@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from pkmlm.cli.options import RECIPE, format_option, set_option
-from pkmlm.console import Format, warn
+from pkmlm.console import Column, Format, Table, number, warn
 from pkmlm.errors import UserError, printable
 
 
@@ -90,7 +90,6 @@ def list_recipes() -> None:
       pkmlm recipe list
       pkmlm train demo -o runs/demo
     """
-    from pkmlm.console import Column, Table, number
     from pkmlm.recipe.load import load_recipe
     from pkmlm.recipe.nodes import parse, yaml_text
     from pkmlm.recipe.shipped import find_recipe, shipped_names
@@ -120,7 +119,6 @@ def keys(format: Format) -> None:
       pkmlm recipe keys
       pkmlm recipe keys --format md > keys.md
     """
-    from pkmlm.console import Column, Table
     from pkmlm.recipe.schema import list_keys
 
     if format != "table":

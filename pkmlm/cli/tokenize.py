@@ -11,7 +11,7 @@ import click
 
 from pkmlm.cli.options import PATH, field_option, given, json_option, quiet_option, separator_option
 from pkmlm.cli.outputs import free_tokens
-from pkmlm.console import stage_progress, warn
+from pkmlm.console import Column, Table, number, stage_progress, warn
 from pkmlm.environment import usable_cores
 from pkmlm.errors import printable
 
@@ -212,7 +212,6 @@ def print_result(
         seconds: the time that each split took, and `LEARNING`, if a tokenizer was learnt.
         part: which part was written, of how many; None: the whole.
     """
-    from pkmlm.console import Column, Table, number
     from pkmlm.data.shards import LEARNING
 
     counts = ("documents", "empty", "words", "bytes", "tokens")

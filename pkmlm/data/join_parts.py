@@ -59,10 +59,10 @@ def join_parts(
 def read_parts(places: Sequence[Path]) -> list[tuple[Path, Part]]:
     """The folders and records of all parts of one corpus, in order."""
     parts: dict[int, tuple[Path, Part]] = {}
-    first = read_part(places[0])
+    read = [read_part(place) for place in places]
+    first = read[0]
     expected = first.identity
-    for place in places:
-        part = read_part(place)
+    for place, part in zip(places, read, strict=True):
         found = part.identity
         for name in {**expected, **found}:
             if found.get(name) != expected.get(name):

@@ -105,9 +105,9 @@ class SentencePieceModel:
         return np.concatenate(parts[1:])
 
 
-def learn(texts: Iterable[str], vocab_size: int | None, model_type: str, sample: int) -> bytes:
+def learn(texts: Iterable[str], vocab_size: int | None, model_type: str) -> bytes:
     """The content of a model's file, see `Tokenizer.learn`."""
-    chunks, size = sampled(texts, sample), vocab_size or VOCABULARY
+    chunks, size = sampled(texts, SAMPLE), vocab_size or VOCABULARY
 
     def train(sentences: Iterable[str], **changes: Any) -> bytes:
         model, options = io.BytesIO(), {**LEARNING, "vocab_size": size, "model_type": model_type, **changes}

@@ -256,6 +256,8 @@ def unescape(separator: str) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # Python only warns of an escape that it does not know
+            if re.search(r"(?<!\\)(\\\\)*\\[^\x00-\x7f]", separator):  # the next line would escape the backslash of \é
+                raise Warning
             text = separator.encode("ascii", "backslashreplace").decode("unicode_escape")
     except (UnicodeDecodeError, Warning):
         expected = "\\n, \\t, \\\\, \\xNN or \\uNNNN"

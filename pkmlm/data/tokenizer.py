@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from pkmlm.data.byte_level_bpe import ByteLevelBPE
-from pkmlm.data.sentencepiece_model import HINT, MARK, SAMPLE, SentencePieceModel, learn
+from pkmlm.data.sentencepiece_model import HINT, MARK, SentencePieceModel, learn
 from pkmlm.data.text import chunks_of, has_surrogate
 from pkmlm.errors import UserError, read_errors
 from pkmlm.runs.files import open_file
@@ -84,9 +84,7 @@ class Tokenizer:
         return cls(model_bytes, str(path))
 
     @classmethod
-    def learn(
-        cls, texts: Iterable[str], vocab_size: int | None = None, model_type: str = "bpe", sample: int = SAMPLE
-    ) -> "Tokenizer":
+    def learn(cls, texts: Iterable[str], vocab_size: int | None = None, model_type: str = "bpe") -> "Tokenizer":
         """Learn a SentencePiece model from chunks of text; the same texts give the same model, byte for byte.
 
         Where the vocabulary is too small to hold every usual character of the text, three quarters of what it has
@@ -96,12 +94,11 @@ class Tokenizer:
             texts: chunks, read once.
             vocab_size: how many ids; None: 8192.
             model_type: "bpe" or "unigram".
-            sample: bytes to learn from; of more text, a random part of that size is used.
 
         Raises:
             UserError: the text is too small for this vocabulary, or the vocabulary too small for any text.
         """
-        return cls(learn(texts, vocab_size, model_type, sample))
+        return cls(learn(texts, vocab_size, model_type))
 
     def encode(self, text: str) -> list[int]:
         """The ids of one document, cut into chunks as a corpus cuts it; without `eos`.

@@ -21,7 +21,17 @@ from pkmlm.errors import UserError, first_line, is_out_of_memory
 from pkmlm.export.attached import check_base, read_facts, read_weights
 from pkmlm.export.config import CONFIG, MODEL_TYPE
 from pkmlm.export.folder import verify
-from pkmlm.model.attached import DENSE, NAME, NGRAM, block_owner, find_blocks, insert, ngram_spec, text_config
+from pkmlm.model.attached import (
+    DENSE,
+    NAME,
+    NGRAM,
+    block_owner,
+    find_blocks,
+    insert,
+    ngram_spec,
+    text_config,
+    vocabulary_of,
+)
 from pkmlm.model.attention import AttentionLayout, KVCache
 from pkmlm.model.host_ngrams import CACHES
 from pkmlm.model.memory.base import SparseMemory
@@ -54,9 +64,7 @@ class Hosted(Transformer):
         config = text_config(host)
         self.context = min(getattr(config, "max_position_embeddings", CONTEXT), CONTEXT)
         begin = getattr(config, "bos_token_id", None)
-        self.begin = (
-            begin if isinstance(begin, int) and 0 <= begin < host.get_input_embeddings().num_embeddings else None
-        )
+        self.begin = begin if isinstance(begin, int) and 0 <= begin < vocabulary_of(host) else None
         blocks, parts = find_blocks(host), list(block_owner(host).children())
         place = parts.index(blocks)
         norms = [each for each in parts[place + 1 :] + parts[:place][::-1] if "norm" in type(each).__name__.lower()]

@@ -4,7 +4,6 @@ B: sequences; T: new positions; V: vocabulary.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -76,20 +75,13 @@ def next_logits(model: Transformer, tokens_BT: Tensor, cache: KVCache) -> Tensor
     Raises:
         ValueError: the cache does not hold as many.
     """
-    few = tokens_BT.numel() == 1 and model.embedding.embedding_dim <= NARROW
-    with threads(1 if few else torch.get_num_threads()):
-        return model.head(model.hidden(tokens_BT, cache)[:, -1])
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Compute with so many threads on a CPU."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
+    threads = torch.get_num_threads()
+    if tokens_BT.numel() == 1 and model.embedding.embedding_dim <= NARROW:
+        torch.set_num_threads(1)
     try:
-        yield
+        return model.head(model.hidden(tokens_BT, cache)[:, -1])
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads)
 
 
 def sample_token(logits_V: Tensor, sampling: Sampling, random: torch.Generator) -> int:

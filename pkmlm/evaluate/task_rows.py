@@ -5,6 +5,7 @@ line.
 """
 
 import contextlib
+import hashlib
 import json
 import shlex
 from collections import defaultdict
@@ -20,7 +21,7 @@ from lm_eval.api.task import ConfigurableTask
 from pkmlm.data.text import json_object
 from pkmlm.errors import UserError, read_errors
 from pkmlm.evaluate.task_file import LOCAL
-from pkmlm.runs.files import read_bytes, sha256_of
+from pkmlm.runs.files import read_bytes
 
 LABELS = {"copa": (0, 1)}  # of stock tasks whose function takes any other label for the last
 
@@ -74,7 +75,8 @@ def read_rows(file: Path) -> Rows:
             in the lines before. A field that is missing is null.
     """
     with read_errors(file):
-        content = read_bytes(file).removeprefix(b"\xef\xbb\xbf").split(b"\n")
+        data = read_bytes(file)
+    content = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
     rows: list[Json] = []
     lines = [number for number, line in enumerate(content, 1) if line.strip()]
     for number in lines:
@@ -93,7 +95,7 @@ def read_rows(file: Path) -> Rows:
         count, found = first_failure(lambda count: data_set(rows, count), len(rows), error)
         what = "its fields are of other types than in the rows before it" if count > 1 else "a field cannot be read"
         raise UserError(f"{file}:{lines[count - 1]}: {what}: {one_line(found)}") from None
-    return Rows(file, sha256_of(file), rows, lines)
+    return Rows(file, hashlib.sha256(data).hexdigest(), rows, lines)
 
 
 def data_set(rows: Sequence[Json], count: int | None = None) -> datasets.Dataset:

@@ -30,10 +30,11 @@ from pkmlm.runs.files import (
     MANIFEST,
     Damaged,
     check_files,
+    drop_cached,
     entry_of,
     open_file,
     remove_folder,
-    rename_folder,
+    rename,
     sync_file,
     write_errors,
     write_json,
@@ -132,7 +133,7 @@ def save(
     tables: Tables,
     ranks: ProcessGroups | None = None,
 ) -> None:
-    """Write the checkpoint of `progress.step`, read it back, and point `latest` at it; all ranks together.
+    """Write the checkpoint of `progress.step`, read it back from the disk, and point `latest` at it; all ranks together.
 
     Args:
         weights, optimizer, tables: see above; of sharded tensors, each rank gives its part.
@@ -179,6 +180,8 @@ def save(
                 write_json(folder / MANIFEST, {"version": CHECKPOINT_VERSION, "step": progress.step, "files": files})
                 run.refuse_replaced()
                 stack.close()
+                for name in files:
+                    drop_cached(path / name)
                 verify(path)
                 run.point("latest", progress.step)
 
@@ -279,7 +282,7 @@ def quarantine_damaged_checkpoints(run: RunDirectory) -> list[str]:
     warnings = []
     for step, problem in damaged.items():
         quarantine = run.checkpoints / f"damaged-step-{step:08d}"
-        rename_folder(run.checkpoint(step), quarantine)
+        rename(run.checkpoint(step), quarantine)
         warnings.append(f"the checkpoint of step {step} is damaged ({problem}): moved to {quarantine}")
     return warnings
 

@@ -171,17 +171,10 @@ def refuse_link(path: Path) -> None:
         raise UserError(f"{path} is a link (expected a folder)", "put the whole run where there is room, by its -o")
 
 
-def rename_folder(path: Path, new: Path) -> None:
-    """Give a folder another name beside its own; a folder of that name is deleted."""
-    if new.exists():
+def rename(path: Path, new: Path) -> None:
+    """Give a file or a folder another name beside its own, in place of what has that name."""
+    if new.is_dir():
         remove_folder(new)
-    with write_errors(new):
-        os.rename(path, new)
-        sync_folder(new.parent)
-
-
-def rename_file(path: Path, new: Path) -> None:
-    """Give a file another name beside its own, which replaces a file of that name."""
     with write_errors(new):
         os.replace(path, new)
         sync_folder(new.parent)
@@ -244,6 +237,13 @@ def sync_file(path: Path) -> None:
         os.chmod(path, path.parent.stat().st_mode & 0o666)
         with open(path, "rb") as file:
             os.fsync(file.fileno())
+
+
+def drop_cached(path: Path) -> None:
+    """Drop what the system keeps of a synced file in memory, where it can: to read it then reads the disk."""
+    if hasattr(os, "posix_fadvise"):  # not on macOS
+        with open(path, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def sync_folder(path: Path) -> None:

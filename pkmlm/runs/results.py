@@ -49,7 +49,7 @@ from pkmlm.runs.files import (
     read_json,
     read_manifest,
     refuse_link,
-    rename_file,
+    rename,
     sha256_of,
     write_json,
     writing,
@@ -468,7 +468,7 @@ def set_aside_later(run: Path, step: int) -> list[str]:
                 later.append(file)
                 for path in (file, file.with_suffix(".npz")):
                     if path.exists():
-                        rename_file(path, path.with_name(f"{path.name}{OLD}"))
+                        rename(path, path.with_name(f"{path.name}{OLD}"))
     if not later:
         return []
     names = ", ".join(str(file.relative_to(run)) for file in later)

@@ -199,9 +199,10 @@ def facts_at_end(cell: Cell, run: RunDirectory) -> Facts:
 
     What was measured of another step is left out, and so are few-shot tasks; validation is the last, not the best.
     """
-    facts, last, recorded = facts_of(cell.name, run), run.done(), run.facts()
+    metrics, last, recorded = run.sound_metrics(), run.done(), run.facts()
+    facts = facts_of(cell.name, run, metrics)
     facts["trained_by"] = {key: recorded[key] for key in PROVENANCE if key in recorded}
-    valid = [event for event in run.sound_metrics() if event["event"] == "valid"][-1:]
+    valid = [event for event in metrics if event["event"] == "valid"][-1:]
     for key in ("step", "loss", "token_ppl", "bits_per_byte"):
         facts[f"valid_{key}"] = valid[0].get(key) if valid else None
     if facts["test_step"] != last:

@@ -74,12 +74,6 @@ class Results:
     def failed(self) -> list[Outcome]:
         return [outcome for outcome in self.outcomes.values() if outcome.status == "failed"]
 
-    @property
-    def lack_speeds(self) -> bool:
-        """Whether there are models that still have to be timed."""
-        points = self.grid.points() if "speed" in self.grid.measure else []
-        return any(self.chosen(point) and not self.rounds(point) for point in points)
-
     def add(self, outcome: Outcome) -> None:
         self.outcomes[outcome.cell.name] = outcome
 

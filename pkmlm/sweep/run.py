@@ -37,6 +37,7 @@ from pkmlm.recipe.schema import dump_recipe, recipe_sha256
 from pkmlm.recipe.shipped import find_base
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import locked, make_folder, write_text
+from pkmlm.runs.results import altered_results
 from pkmlm.signals import StopRequest, stop_on_signals
 from pkmlm.sweep.cells import WRONG_USAGE, Cell, Cells, Outcome, best, facts_at_end, finished, steps_taken
 from pkmlm.sweep.grid import Point, read_grid
@@ -128,7 +129,8 @@ def run_sweep(
                 raise UserError(message, "pkmlm doctor lists the devices")
         if results.grid.trains:
             code = run_cells(results, folder, jobs, devices, task_data, quiet)
-        if not code and results.lack_speeds:
+        timed = results.grid.points() if "speed" in results.grid.measure else []
+        if not code and any(results.chosen(point) and not results.rounds(point) for point in timed):
             folder.write(results)  # now: the timing may fail
             try:
                 with status_line(quiet) as say:
@@ -139,9 +141,10 @@ def run_sweep(
         names = [outcome.cell.name for point in results.grid.points() for outcome in results.chosen(point)]
         measured = [name for name, outcome in results.outcomes.items() if outcome.status == "measured"]
         altered = [text for name in measured for text in RunDirectory(folder.runs / name).alterations()]
-        warn_each([*altered, *differences({name: RunDirectory(folder.runs / name) for name in names})])
-        drawn = draw(results, folder.path, look)
+        altered += [text for name in names for text in altered_results(folder.runs / name)]
         comparison = results.comparison(folder.runs)
+        warn_each([*altered, *differences(comparison.facts)])
+        drawn = draw(results, folder.path, look)
         for over in results.grid.over if comparison.runs and not code else ():
             try:
                 with status_line(quiet) as say:
@@ -304,9 +307,6 @@ class Runner:
     def _run_cell(self, cell: Cell, measure: bool) -> Outcome:
         self.running.append(cell)
         try:
-            before = finished(cell, self.folder)
-            if before is not None and before.status != "measured":
-                return before
             for command in self.commands(cell, measure):
                 if self.stopping:
                     return Outcome(cell, "stopped", {})
@@ -324,14 +324,15 @@ class Runner:
         """The arguments of the `pkmlm` commands that remain to be done, one after the other."""
         run = RunDirectory(self.folder / cell.name)
         path = str(run.path)
-        if finished(cell, self.folder) is None:
+        ended = finished(cell, self.folder)
+        if ended is None:
             recipe = self.folder / ".recipes" / f"{cell.name}.yaml"  # the base's file may change meanwhile
             make_folder(recipe.parent)
             write_text(recipe, dump_recipe(cell.recipe))
             yield ["train", str(recipe), "-o", path, "-q"]
-        if not measure:
+        if not measure or (ended and ended.status != "measured"):
             return
-        facts, folder = facts_at_end(cell, run), cell.recipe.data.dir
+        facts, folder = ended.facts if ended else facts_at_end(cell, run), cell.recipe.data.dir
         have_moved = folder and folder != run.recipe().data.dir
         tokens = ["--data", str(folder)] if have_moved else []
         if "eval" in self.sources and facts["test_step"] is None:

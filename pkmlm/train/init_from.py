@@ -37,9 +37,10 @@ def load_init_from(job: Job, model: Transformer, step: int) -> None:
         step: of their checkpoint, as `check_init_from` has found it; all ranks start from the same.
 
     Raises:
-        UserError: as `check_init_from`.
+        UserError: a tensor cannot be read (exit code 1).
     """
-    source, path, _ = _source_checkpoint(job, step)
+    source = RunDirectory(str(job.recipe.train.init_from))  # which `check_init_from` has verified
+    path = source.checkpoint(step)
     with _naming_the_key(job, source):
         weights, tables = model.state_dict(), table_ranks(model)
         missing, _ = check_weights(path, weights, tables, strict=False)
@@ -89,8 +90,8 @@ def check_init_from(job: Job) -> tuple[int | None, list[str]]:
     return step, [f"train.init_from: {'; '.join(parts)}"] if parts else []
 
 
-def _source_checkpoint(job: Job, step: int | None = None) -> tuple[RunDirectory, Path, int]:
-    """The run of `train.init_from`, its checkpoint of a step (None: the best, else the latest), and that step."""
+def _source_checkpoint(job: Job) -> tuple[RunDirectory, Path, int]:
+    """The run of `train.init_from`, its best checkpoint, or else its latest, and the step of that."""
     try:
         source = RunDirectory.existing(str(job.recipe.train.init_from))
     except UserError as error:
@@ -101,9 +102,8 @@ def _source_checkpoint(job: Job, step: int | None = None) -> tuple[RunDirectory,
             f"tokenize again with --tokenizer {source.tokenizer_file}",
         )
     try:
-        if step is None:
-            best = source.best()
-            step = source.resolve("latest") if best is None else best
+        best = source.best()
+        step = source.resolve("latest") if best is None else best
         path = source.checkpoint(step)
         verify(path, optimizer=False)
         progress = read_progress(path)

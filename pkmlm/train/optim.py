@@ -1,7 +1,7 @@
 """Parameter groups: which parameters move together, by which optimizer, how fast, and how far at most."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ from pkmlm.distributed import ProcessGroups, is_shard, local_part
 from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.model.memory.key_memory import KeyMemory
 from pkmlm.model.memory.values import Values, tables_of
-from pkmlm.recipe.schema import Recipe
-from pkmlm.train.lr_schedule import LrSchedule, RelativeLrSchedule
+from pkmlm.recipe.schema import Optim, Recipe
+from pkmlm.train.lr_schedule import LrSchedule
 from pkmlm.train.row_adam import RowAdam, RowOptimizer, RowSGD, empty_state
 
 
@@ -31,7 +31,7 @@ class ParameterGroup:
     parameters: dict[str, nn.Parameter]
     row_gradients: list[RowGradient]
     optimizer: torch.optim.Optimizer
-    schedule: LrSchedule | RelativeLrSchedule
+    schedule: LrSchedule
     clip: float
 
     def own_square(self, process_groups: ProcessGroups) -> Tensor:
@@ -72,13 +72,16 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[ParameterGroup]:
     Values of memories have their own learning rate and schedule (Lample et al. 2019, sec. 4.3: 1e-3, constant); hash
     tables and those of n-grams move at a multiple of the dense learning rate.
     """
-    optim, tables = recipe.optim, tables_of(model)
+    optim, steps, tables = recipe.optim, recipe.train.steps, tables_of(model)
+    dense = LrSchedule(optim.lr, optim.schedule, optim.warmup_steps, steps, optim.final_lr, optim.decay_steps)
     groups = []
     if recipe.train.only == "all":
-        groups.append(_dense_group(model, {n: p for n, p in model.named_parameters() if n not in tables}, recipe))
+        groups.append(_dense_group(model, {n: p for n, p in model.named_parameters() if n not in tables}, optim, dense))
     if values := {path: table for path, table in tables.items() if table.group == "values"}:
-        spec = optim.filled(optim.values)
-        groups.append(_row_group("values", values, spec, values_schedule(recipe), spec.eps))
+        spec, schedule = optim.filled(optim.values), replace(dense, times=optim.values.times)
+        if spec.schedule != "relative":
+            schedule = LrSchedule(spec.lr, spec.schedule, spec.warmup_steps, steps, spec.final_lr, optim.decay_steps)
+        groups.append(_row_group("values", values, spec, schedule, spec.eps))
     if recipe.train.only == "values":
         model.requires_grad_(False)
         for table in values.values():
@@ -86,25 +89,10 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[ParameterGroup]:
         return groups
     for name, spec in (("tables", optim.filled(optim.tables)), ("ngram", optim.filled(optim.ngram))):
         if found := {path: table for path, table in tables.items() if table.group == name}:
-            steps, peak = recipe.train.steps, optim.lr * spec.lr_scale
+            peak = optim.lr * spec.lr_scale
             schedule = LrSchedule(peak, spec.schedule, spec.warmup_steps, steps, optim.final_lr, optim.decay_steps)
             groups.append(_row_group(name, found, spec, schedule, optim.eps))
     return groups
-
-
-def dense_schedule(recipe: Recipe) -> LrSchedule:
-    """The learning rate of the dense parameters."""
-    optim, steps = recipe.optim, recipe.train.steps
-    return LrSchedule(optim.lr, optim.schedule, optim.warmup_steps, steps, optim.final_lr, optim.decay_steps)
-
-
-def values_schedule(recipe: Recipe) -> LrSchedule | RelativeLrSchedule:
-    """The learning rate of the values of memories."""
-    optim, steps = recipe.optim, recipe.train.steps
-    spec = optim.filled(optim.values)
-    if spec.schedule == "relative":
-        return RelativeLrSchedule(dense_schedule(recipe), spec.times, steps)
-    return LrSchedule(spec.lr, spec.schedule, spec.warmup_steps, steps, spec.final_lr, optim.decay_steps)
 
 
 def optimizer_state(groups: Iterable[ParameterGroup]) -> dict[str, Tensor]:
@@ -121,11 +109,12 @@ def optimizer_state(groups: Iterable[ParameterGroup]) -> dict[str, Tensor]:
     return tensors
 
 
-def _dense_group(model: nn.Module, parameters: dict[str, nn.Parameter], recipe: Recipe) -> ParameterGroup:
+def _dense_group(
+    model: nn.Module, parameters: dict[str, nn.Parameter], optim: Optim, schedule: LrSchedule
+) -> ParameterGroup:
     """All but values and tables: AdamW, with decay on matrices alone (not on biases, norms or sub-keys), and sub-keys
     at a learning rate of their own.
     """
-    optim = recipe.optim
     memories = [module for module in model.modules() if isinstance(module, KeyMemory)]
     keys = {key for memory in memories for key in memory.parameters(recurse=False)}
     settings: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
@@ -139,14 +128,14 @@ def _dense_group(model: nn.Module, parameters: dict[str, nn.Parameter], recipe: 
         for (decay, lr_scale, _), chosen in settings.items()
     ]
     optimizer = torch.optim.AdamW(split, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
-    return ParameterGroup("dense", parameters, [], optimizer, dense_schedule(recipe), optim.clip)
+    return ParameterGroup("dense", parameters, [], optimizer, schedule, optim.clip)
 
 
 def _row_group(
     name: str,
     tables: dict[str, Values],
     spec: Any,
-    schedule: LrSchedule | RelativeLrSchedule,
+    schedule: LrSchedule,
     eps: float,
 ) -> ParameterGroup:
     """Tables of rows, updated straight from their reads, as the group's section `spec` says."""

@@ -86,6 +86,49 @@ class RowSGD(RowOptimizer):
             copy_KD[rows_U] = values_KD[rows_U].to(copy_KD.dtype)
 
 
+def empty_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """What an optimizer (torch's Adam, or one of these) knows of a parameter before its first step."""
+    if isinstance(optimizer, RowSGD):
+        return {}
+    fused = optimizer.defaults.get("fused", False)
+    step = torch.zeros((), device=parameter.device) if fused else torch.zeros((), dtype=torch.int64)
+    return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+
+
+def adam_rows(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    values_KD: Tensor,
+    copy_KD: Tensor | None,
+    gradient: RowGradient,
+) -> None:
+    """One step of row Adam on the rows of a gradient.
+
+    Args:
+        optimizer: whose state of the table this reads and changes.
+        group: that of its groups which the table is in: lr, betas, eps and weight_decay.
+    """
+    state = optimizer.state[values_KD]
+    if not state:
+        state.update(empty_state(optimizer, values_KD))
+    state["step"] += 1
+    x_ND, segments = gradient.joined()
+    backend.of(x_ND).segment_row_adam_(
+        values_KD,
+        state["exp_avg"],
+        state["exp_avg_sq"],
+        x_ND,
+        segments,
+        scale=gradient.scale,
+        step=int(state["step"]),
+        lr=group["lr"],
+        betas=group["betas"],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        copy_KD=copy_KD,
+    )
+
+
 class RowAdam(RowOptimizer):
     """Adam over the rows that a step has read: moments and weights of all other rows stay as they are.
 
@@ -132,10 +175,7 @@ class RowAdam(RowOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(tables, defaults, every_row)
 
-    def move_rows(
-        self, group: dict[str, Any], values_KD: Tensor, copy_KD: Tensor | None, gradient: RowGradient
-    ) -> None:
-        adam_rows(self, group, values_KD, copy_KD, gradient)
+    move_rows = adam_rows
 
 
 def check_settings(
@@ -164,46 +204,3 @@ def update_rows(table: Values, move: Callable[[Tensor, Tensor | None, RowGradien
         move(table.weight_KD, copy_KD, table.gradient)
         table.rows_updated(copy_KD)
         table.gradient.clear()
-
-
-def adam_rows(
-    optimizer: torch.optim.Optimizer,
-    group: dict[str, Any],
-    values_KD: Tensor,
-    copy_KD: Tensor | None,
-    gradient: RowGradient,
-) -> None:
-    """One step of row Adam on the rows of a gradient.
-
-    Args:
-        optimizer: whose state of the table this reads and changes.
-        group: that of its groups which the table is in: lr, betas, eps and weight_decay.
-    """
-    state = optimizer.state[values_KD]
-    if not state:
-        state.update(empty_state(optimizer, values_KD))
-    state["step"] += 1
-    x_ND, segments = gradient.joined()
-    backend.of(x_ND).segment_row_adam_(
-        values_KD,
-        state["exp_avg"],
-        state["exp_avg_sq"],
-        x_ND,
-        segments,
-        scale=gradient.scale,
-        step=int(state["step"]),
-        lr=group["lr"],
-        betas=group["betas"],
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        copy_KD=copy_KD,
-    )
-
-
-def empty_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """What an optimizer (torch's Adam, or one of these) knows of a parameter before its first step."""
-    if isinstance(optimizer, RowSGD):
-        return {}
-    fused = optimizer.defaults.get("fused", False)
-    step = torch.zeros((), device=parameter.device) if fused else torch.zeros((), dtype=torch.int64)
-    return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}

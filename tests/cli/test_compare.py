@@ -1,7 +1,6 @@
 """`pkmlm compare`: on files by hand and on trained runs."""
 
 import csv
-import hashlib
 import io
 import json
 import math
@@ -22,7 +21,7 @@ from pkmlm.analysis.dense_equivalent import dense_equivalents
 from pkmlm.analysis.equal import at_equal
 from pkmlm.bench.steps import timed_part
 from pkmlm.export.card import known_scores
-from pkmlm.recipe.schema import dump_recipe
+from pkmlm.recipe.schema import dump_recipe, recipe_sha256
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import write_json
 from pkmlm.runs.results import signed
@@ -97,7 +96,9 @@ def test_json_gathers_what_the_run_holds(run: Path) -> None:
         "seed": 1,
         "init_from": None,
         "tokenizer": None,
+        "train_tokens_sha256": None,
         "valid_tokens_sha256": None,
+        "valid_tokens": None,
         "dense": 1000,
         "memory": 2000,
         "read_per_token": 1100,
@@ -115,6 +116,7 @@ def test_json_gathers_what_the_run_holds(run: Path) -> None:
         "test_token_ppl": 7.0,
         "test_word_ppl": 14.0,
         "test_bits_per_byte": 1.5,
+        "test_text_sha256": None,
         "tasks_step": 200,
         "tasks": {"piqa": {"n": 10, "acc": 0.6}},
         "average_acc": 0.6,
@@ -255,19 +257,33 @@ def test_speed_is_marked_unless_a_sweep_timed_models_side_by_side(run: Path, tmp
     (cells[1] / "recipe.yaml").write_text("{}\n")
     speed = []
     for cell, rounds in zip(cells, ([9.0, 10.0, 99.0], [20.0]), strict=True):
-        recipe = hashlib.sha256(dump_recipe(RunDirectory(cell).recipe()).encode()).hexdigest()
+        recipe = recipe_sha256(RunDirectory(cell).recipe())
         speed.append({"point": {"model": cell.name}, "recipe": recipe, "tokens_per_second": rounds})
     write_json(tmp_path / "sweep" / "results.json", signed({"speed": speed}))
     assert [found["scoring_tokens_per_second"] for found in facts(*cells, run)] == [10, 20, None]
     text = pkmlm("compare", *cells).stdout
     assert "not timed side by side" in text
     assert re.search(r"Scored", text)
+    other = seed(cells[0], cells[0].parent / "other", 2)  # a sweep times one seed of each model
+    assert [found["scoring_tokens_per_second"] for found in facts(*cells, other)] == [10, 20, 10]
     shutil.copytree(tmp_path / "sweep", tmp_path / "again")
     assert {found["scoring_tokens_per_second"] for found in facts(*cells, tmp_path / "again/cells/one")} == {None}
 
 
+def test_timing_that_is_not_as_the_sweep_wrote_it_is_left_out(run: Path, tmp_path: Path) -> None:
+    cell = tmp_path / "sweep" / "cells" / "one"
+    shutil.copytree(run, cell)
+    speed = {"point": {}, "recipe": recipe_sha256(RunDirectory(cell).recipe()), "tokens_per_second": [9.0]}
+    file = tmp_path / "sweep" / "results.json"
+    write_json(file, signed({"speed": [speed]}))
+    assert facts(cell)[0]["scoring_tokens_per_second"] == 9
+    file.write_text(file.read_text().replace("9.0", "8.0"))
+    assert facts(cell)[0]["scoring_tokens_per_second"] is None
+    assert str(file) in pkmlm("compare", cell).stderr
+
+
 def test_a_run_at_the_root_of_a_file_system_is_no_sweeps() -> None:
-    assert timed_side_by_side({"mine": RunDirectory("/mine")}) == {}
+    assert timed_side_by_side({"mine": RunDirectory("/mine")}) == ({}, [])
 
 
 def test_runs_of_one_name_are_told_apart_and_doubles_dropped(run: Path, tmp_path: Path) -> None:
@@ -412,9 +428,12 @@ def test_plots(run: Path, tmp_path: Path) -> None:
     for wrong in ("--plot-format=png,jpeg", "--plot-width=0", "--plot-width=nan", "--over=tokens,epochs"):
         pkmlm("compare", run, "--plots", tmp_path / "wrong", wrong, code=2)
     assert str(tmp_path / "p") in pkmlm("compare", run, "--plots", tmp_path / "p", code=2).stderr
+    other = seed(run, tmp_path / "other", 2)
     (run / "metrics.jsonl").unlink()
     pkmlm("compare", run, "--plots", tmp_path / "q")
     assert not (tmp_path / "q").exists()
+    pkmlm("compare", run, other, "--plots", tmp_path / "q")  # the group's first seed has no curve
+    assert (tmp_path / "q" / "perplexity-and-use-over-tokens.png").exists()
 
 
 def test_pictures_are_drawn_though_nobody_reads_the_tables(run: Path, tmp_path: Path) -> None:

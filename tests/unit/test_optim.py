@@ -13,7 +13,7 @@ from pkmlm.model.memory import values as values_module
 from pkmlm.model.memory.values import Values
 from pkmlm.model.transformer import build_model
 from pkmlm.recipe.schema import Hash, KeysOptim, Memory, Model, NGram, Optim, Recipe, TablesOptim, Train, ValuesOptim
-from pkmlm.train.lr_schedule import LrSchedule, RelativeLrSchedule
+from pkmlm.train.lr_schedule import LrSchedule
 from pkmlm.train.optim import parameter_groups
 from pkmlm.train.row_adam import RowAdam, RowSGD
 
@@ -53,7 +53,7 @@ def test_a_decay_at_the_end_multiplies_whatever_the_schedule_gives():
 
 def test_the_relative_schedule_is_the_dense_one_times_a_falling_factor():
     dense = LrSchedule(2.0, "cosine", warmup_steps=10, steps=110, final=0.1)
-    relative = RelativeLrSchedule(dense, times=(4.0, 1.0), steps=110)
+    relative = replace(dense, times=(4.0, 1.0))
     assert relative.lr_at(5) == pytest.approx(1.0 * (4 - 3 * 5 / 110))  # in the warm-up
     assert relative.lr_at(55) == pytest.approx(dense.lr_at(55) * 2.5)
     assert relative.lr_at(110) == pytest.approx(0.2)

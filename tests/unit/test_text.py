@@ -107,6 +107,7 @@ def test_separators_are_found_as_str_split_finds_them(text, separator, places):
     [
         (r"\n\n\n", "\n\n\n"),
         (r"\\n\x1e", "\\n\x1e"),
+        (r"\\é", "\\é"),
         (r"\u2028é\U0001f600", "\u2028é\U0001f600"),
         ("<|end|>", "<|end|>"),
     ],
@@ -115,7 +116,7 @@ def test_separators_are_typed_with_escapes(typed, meant):
     assert unescape(typed) == meant
 
 
-@pytest.mark.parametrize("typed", ["", r"\d", r"\x1", r"\ud800", r"\U00110000"])
+@pytest.mark.parametrize("typed", ["", r"\d", r"\é", r"\\\…", r"\x1", r"\ud800", r"\U00110000"])
 def test_a_separator_that_means_nothing_is_refused(typed):
     with pytest.raises(UserError, match="--separator"):
         unescape(typed)
