@@ -133,7 +133,7 @@ def save(
     tables: Tables,
     ranks: ProcessGroups | None = None,
 ) -> None:
-    """Write the checkpoint of `progress.step`, read it back from the disk, and point `latest` at it; all ranks together.
+    """Write the checkpoint of `progress.step`, all ranks together; read it back from the disk, and point `latest` at it.
 
     Args:
         weights, optimizer, tables: see above; of sharded tensors, each rank gives its part.

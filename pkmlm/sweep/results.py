@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from math import floor, log10
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import Any
 
 from typing_extensions import NotRequired
 
@@ -24,27 +24,13 @@ from pkmlm.errors import UserError
 from pkmlm.recipe.schema import recipe_sha256
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import make_folder, write_json, write_text
-from pkmlm.runs.results import SweepTimings, read_signed, signed
+from pkmlm.runs.results import SweepTimings, Timed, read_signed, signed
 from pkmlm.sweep.cells import Cell, Cells, Outcome, best, finished
 from pkmlm.sweep.grid import Grid, Point, Tune, assignments
 from pkmlm.sweep.measures import MEASURES
 from pkmlm.sweep.verdicts import Verdict, rank_correlations, verdict
 
 COSTS = ("dense", "memory", "operations", "bytes", "seconds")  # stand beside every perplexity
-
-
-class Speed(NamedTuple):
-    """How fast one model scores text.
-
-    Attributes:
-        recipe: `recipe_sha256` of the run that was timed.
-        rounds: tokens per second, one number for each round.
-        timed_on: the machine; see `device.machine`.
-    """
-
-    recipe: str | None
-    rounds: list[float]
-    timed_on: Mapping[str, str] | None = None
 
 
 @dataclass
@@ -62,7 +48,7 @@ class Results:
     cells: Cells
     costs: Mapping[tuple[Point, str | None], Mapping[str, Any]]
     outcomes: dict[str, Outcome] = field(default_factory=dict)
-    speeds: dict[Point, Speed] = field(default_factory=dict)
+    speeds: dict[Point, Timed] = field(default_factory=dict)
     equals: list[Equal] = field(default_factory=list)
 
     @property
@@ -115,7 +101,9 @@ class Results:
     def rounds(self, point: Point) -> list[float]:
         """Tokens a second of a point's model, one number for each round; empty where it has not been timed."""
         speed, chosen = self.speeds.get(point), self.chosen(point)
-        return speed.rounds if speed and chosen and speed.recipe == recipe_sha256(chosen[0].cell.recipe) else []
+        if not (speed and chosen and speed.get("recipe") == recipe_sha256(chosen[0].cell.recipe)):
+            return []
+        return speed["tokens_per_second"]
 
     def by_seed(self, measure: str, point: Point) -> dict[int, float]:
         """The measurements of a point by seed; empty where there are none.
@@ -208,15 +196,7 @@ class Results:
             "dense_equivalent": {
                 name: {by: size.as_json() for by, size in sizes.items()} for name, sizes in self.equivalents().items()
             },
-            "speed": [
-                {
-                    "point": self.grid.place(point),
-                    "recipe": speed.recipe,
-                    "timed_on": speed.timed_on,
-                    "tokens_per_second": speed.rounds,
-                }
-                for point, speed in self.speeds.items()
-            ],
+            "speed": list(self.speeds.values()),
         }
 
     def tables(self) -> list[Table]:
@@ -382,7 +362,7 @@ class SweepFolder:
         for speed in found.get("speed") or []:
             point = tuple(speed["point"].values())
             if point in results.grid.points():
-                results.speeds[point] = Speed(speed.get("recipe"), speed["tokens_per_second"], speed.get("timed_on"))
+                results.speeds[point] = speed
 
     def read(self) -> dict[str, Any]:
         """The folder's results.json, which is this grid's; empty where there is none yet.

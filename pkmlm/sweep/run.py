@@ -43,7 +43,7 @@ from pkmlm.sweep.cells import WRONG_USAGE, Cell, Cells, Outcome, best, facts_at_
 from pkmlm.sweep.grid import Point, read_grid
 from pkmlm.sweep.measures import MEASURES, facts_of_cost, tasks_of
 from pkmlm.sweep.plots import draw
-from pkmlm.sweep.results import Results, Speed, SweepFolder
+from pkmlm.sweep.results import Results, SweepFolder
 
 TIMED_TOKENS = 4096  # scored at once
 ROUNDS = 7
@@ -408,6 +408,11 @@ def time_models(results: Results, runs: Path, say: Say) -> None:
             actions[point] = partial(score_batch, run.model, tokens_BT)
         times = interleaved(actions, ROUNDS, default_device(), say)
     results.speeds = {
-        point: Speed(recipe_sha256(cells[point].recipe), [counted[point] / each for each in timing.seconds], machine())
+        point: {
+            "point": results.grid.place(point),
+            "recipe": recipe_sha256(cells[point].recipe),
+            "timed_on": machine(),
+            "tokens_per_second": [counted[point] / each for each in timing.seconds],
+        }
         for point, timing in times.items()
     }

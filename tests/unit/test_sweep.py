@@ -20,7 +20,7 @@ from pkmlm.sweep.cells import Cell, Cells, Outcome, steps_taken
 from pkmlm.sweep.grid import Grid, read_grid
 from pkmlm.sweep.measures import MEASURES, TASKS, facts_of_cost, tasks_of
 from pkmlm.sweep.plots import picture
-from pkmlm.sweep.results import Results, Speed, SweepFolder
+from pkmlm.sweep.results import Results, SweepFolder
 from pkmlm.sweep.verdicts import pairs_of, rank_correlations, verdict
 from tests.conftest import ROOT
 
@@ -447,8 +447,9 @@ def test_a_speed_is_that_of_the_recipe_that_was_timed(folder):
         return results
 
     results = recalled(cells)
-    timed_on = {"device": "cpu", "torch": "2"}
-    results.speeds = {P[0]: Speed(recipe_sha256(cells.tuning(P[0])[0].recipe), [1000.0, 3000.0, 2000.0], timed_on)}
+    timed = {"timed_on": {"device": "cpu", "torch": "2"}, "tokens_per_second": [1000.0, 3000.0, 2000.0]}
+    recipe = recipe_sha256(cells.tuning(P[0])[0].recipe)
+    results.speeds = {P[0]: {"point": cells.grid.place(P[0]), "recipe": recipe, **timed}}
     SweepFolder(swept, "grid", None).write(results)
     assert recalled(cells).values("speed", P[0]) == (2.0,)
     assert recalled(cells).speeds == results.speeds
