@@ -133,7 +133,7 @@ def save(
     tables: Tables,
     ranks: ProcessGroups | None = None,
 ) -> None:
-    """Write the checkpoint of `progress.step`, all ranks together; read it back from the disk, and point `latest` at it.
+    """Write the checkpoint of `progress.step`, verify it on the disk, and point `latest` at it; all ranks together.
 
     Args:
         weights, optimizer, tables: see above; of sharded tensors, each rank gives its part.
