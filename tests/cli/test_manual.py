@@ -96,7 +96,7 @@ def test_every_command_of_the_readme_and_the_manual(folder):
             said = pkmlm(command, *arguments, *short).stdout
             assert said or command == "train", f"{name}: {line}"
     assert len(done) >= 30
-    logits, gradient, network = blocks(PAGES["python"], "python")
+    logits, network, gradient = blocks(PAGES["python"], "python")
     assert blocks(README, "python") == [network]
     first, *memories = run_python(logits, folder).splitlines()
     assert len(yaml.safe_load(first)) == 5
