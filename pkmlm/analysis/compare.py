@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from pkmlm.analysis.equal import Equal, Over, at_equal
 from pkmlm.recipe.schema import Recipe, recipe_sha256
 from pkmlm.runs.directory import RunDirectory
+from pkmlm.runs.files import Damaged
 from pkmlm.runs.results import (
-    Damaged,
     SweepTimings,
     altered_results,
     average_accuracy,

@@ -242,7 +242,7 @@ def sync_file(path: Path) -> None:
 def drop_cached(path: Path) -> None:
     """Drop what the system keeps of a synced file in memory, where it can: to read it then reads the disk."""
     if hasattr(os, "posix_fadvise"):  # not on macOS
-        with open(path, "rb") as file:
+        with open(path, "rb") as file, suppress(OSError):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
