@@ -200,7 +200,7 @@ def draw_over_tokens(
 def probe_bars(record: Mapping[str, Any], memory: Mapping[str, Any], look: Look) -> Figure:
     """Nats above the real ones of each probe of a memory, with intervals; lines at dense twins."""
     where = memory_label(memory["layer"], memory["name"])
-    figure, axes = look.plot(f"Other answers in the memory's place: {label(record['run'])}, {where}")
+    figure, axes = look.plot(f"In place of the memory's output: {label(record['run'])}, {where}")
     names, probes = list(memory["probes"]), list(memory["probes"].values())
     nats = np.array([probe["nats"] for probe in probes])
     reach = np.array(

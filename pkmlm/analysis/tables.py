@@ -424,7 +424,7 @@ def probe_table(record: Entry) -> Table:
             rows.append([_where(memory), name.replace("_", " "), *(probe[key] for key in keys)])
     columns = [
         Column("Memory"),
-        Column("Answer"),
+        Column("Probe"),
         *numbers("{:+.4f}", "Nats per token, above real", "from", "to"),
         number("of the gain", SHARE),
         number("Perplexity", "{:,.2f}"),
@@ -448,7 +448,8 @@ def probe_notes(record: Entry) -> str:
         notes += ["", f"{what} {worth} on this text: {zero['nats']:+.4f} nats per token without."]
     else:
         notes += ["", f"{what} worth {zero['nats']:.3f} nats per token to this model."]
-        notes.append(f"The token's mean answer keeps {token['share']:.1%} of that, the bigram's {bigram['share']:.1%}.")
+        kept = f"The mean output for the token keeps {token['share']:.1%} of that"
+        notes.append(f"{kept}; for the token and the one before it, {bigram['share']:.1%}.")
     for twin in record["dense"]:
         name = f"{printable(twin['run'])} at step {twin['step']}"
         if twin["low"] is not None and twin["low"] <= 0 <= twin["high"]:
