@@ -74,7 +74,7 @@ class Background:
         Raises:
             UserError: it is missing, damaged or altered (exit code 1), or another kind of file (2).
         """
-        arrays = read_arrays(path)
+        arrays = read_arrays(path, signed=True)
         try:
             origin: dict[str, Any] = {name: arrays[name].item() for name in ORIGIN}
             paths = [name.removesuffix(".reads") for name in arrays if name.endswith(".reads")]

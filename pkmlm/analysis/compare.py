@@ -205,7 +205,7 @@ def seed_groups(runs: Mapping[str, RunDirectory], facts: Sequence[Facts]) -> lis
     for run in facts:
         text = (run["tokenizer"], run["train_tokens_sha256"], run["valid_tokens_sha256"])
         settings = (without_seed(runs[run["run"]].recipe()), text)
-        alike.setdefault(settings if run["status"] == "finished" else run["run"], []).append(run)
+        alike.setdefault(settings if run["status"] in ("finished", "patience") else run["run"], []).append(run)
     parts: list[list[Facts]] = []
     for found in alike.values():
         several = len({run["seed"] for run in found}) == len(found)

@@ -167,18 +167,19 @@ class BatchCounters(ReadListener):
     Attributes:
         reads: by path of the table, reads of each row in whole batches: int64 (K), on the model's device.
         read_by: likewise, the batches that read it.
+        now: likewise, its reads in the batch that has not ended.
     """
 
     def __init__(self, model: nn.Module):
         paths = {table: path.removesuffix(".weight_KD") for path, table in tables_of(model).items()}
-        self._now = {
+        self.now = {
             path: torch.zeros(len(table.weight_KD), dtype=torch.int64, device=table.weight_KD.device)
             for table, path in paths.items()
         }
         self.reads, self.read_by = (
-            {path: torch.zeros_like(now_K) for path, now_K in self._now.items()} for _ in range(2)
+            {path: torch.zeros_like(now_K) for path, now_K in self.now.items()} for _ in range(2)
         )
-        read = {memory.tap: [self._now[paths[table]] for table in memory.read_tables()] for memory in memories(model)}
+        read = {memory.tap: [self.now[paths[table]] for table in memory.read_tables()] for memory in memories(model)}
         super().__init__([(tap, partial(self._add, now)) for tap, now in read.items()])
 
     def _add(self, tables: list[Tensor], slots_NHk: Tensor, weights_NHk: Tensor) -> None:
@@ -187,7 +188,7 @@ class BatchCounters(ReadListener):
 
     def end_batch(self) -> None:
         """Count the forward passes since the last call as one batch."""
-        for path, now_K in self._now.items():
+        for path, now_K in self.now.items():
             self.reads[path] += now_K
             self.read_by[path] += now_K > 0
             now_K.zero_()

@@ -265,6 +265,8 @@ def _cell(values: Iterable[Any], column: Column) -> Any:
     known = [value for value in found if value is not None]
     if not known or found == [found[0]] * len(found):
         return found[0]
+    if isinstance(known[0], str):
+        return ", ".join(dict.fromkeys(known))
     few = f" (n={len(known)})" if len(known) < len(found) else ""
     return f"{with_spread(known, column.format)}{few}"
 

@@ -27,22 +27,19 @@ class RowGradient:
         every_row: have a segment for each row, read or not, in the end.
 
     Attributes:
-        counting: whether reads are counted.
-        counts_K: int64, how often each row was read, by this rank, in all backward passes; None: not counted.
         chosen_K: bool, the rows whose gradient counts; that of all others is 0. None: all.
         reads: of each backward pass that is not in the sums.
         sums: of rows (K, D), in fp32 (fp64 for fp64 reads), and which of them have been read (K); None: no sums yet.
     """
 
     def __init__(self, rows: int, *, every_row: bool = False):
-        self.rows, self.every_row, self.counting = rows, every_row, False
+        self.rows, self.every_row = rows, every_row
         self.clear()
 
     def clear(self) -> None:
         """Forget all reads."""
         self.reads: list[Reads] = []
         self.sums: tuple[Tensor, Tensor] | None = None
-        self.counts_K: Tensor | None = None
         self.chosen_K: Tensor | None = None
         self._joined: tuple[Tensor, Segments] | None = None
         self.scale = 1.0
@@ -59,9 +56,6 @@ class RowGradient:
             self.fold()
         self.reads.append((x_ND.detach(), slots_Nr, weights_Nr.detach()))
         self._joined = None
-        if self.counting:
-            counts_K = torch.bincount(slots_Nr.flatten(), minlength=self.rows)
-            self.counts_K = counts_K if self.counts_K is None else self.counts_K + counts_K
 
     def replace(self, reads: list[Reads], sums: tuple[Tensor, Tensor] | None = None) -> None:
         """Take other reads and sums in place of those so far: those of all ranks, say."""

@@ -18,12 +18,15 @@ def warnings(recipe: Recipe, path: str | Path, overrides: Iterable[str] = ()) ->
 
 
 def random_weights_warning(recipe: Recipe) -> list[str]:
-    """A warning where what is not trained was never trained before either."""
-    if recipe.train.only == "all" or recipe.train.init_from is not None:
+    """Warnings where fine-tuning begins with a model that was never trained."""
+    if recipe.train.init_from is not None:
         return []
-    return [
-        f"train.only: {recipe.train.only} without train.init_from: all other weights stay as they are drawn, random"
-    ]
+    if recipe.train.only != "all":
+        found = f"train.only: {recipe.train.only} without train.init_from"
+        return [f"{found}: all other weights stay as they are drawn, random"]
+    if recipe.finetune.background is not None:
+        return ["finetune.background without train.init_from: it was counted on another model, with slots of its own"]
+    return []
 
 
 def warmup_warnings(recipe: Recipe) -> list[str]:

@@ -618,11 +618,14 @@ def write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
         np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
 
 
-def read_arrays(path: Path) -> dict[str, np.ndarray]:
+def read_arrays(path: Path, *, signed: bool = False) -> dict[str, np.ndarray]:
     """The arrays of an .npz file by name, without the digest of those that are `signed_arrays`.
 
+    Args:
+        signed: whether they must have a digest.
+
     Raises:
-        Altered: the digest is that of others.
+        Altered: the digest is that of others, or is missing.
         UserError: (exit code 1) the file is missing or damaged.
     """
     try:
@@ -633,7 +636,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
         if "allow_pickle" in why:  # numpy's advice on what is neither .npy nor .npz
             why = "no .npz file"
         raise UserError(f"{path} is missing or damaged: {why}", exit_code=1) from None
-    if DIGEST in arrays and str(arrays[DIGEST]) != arrays_digest(arrays):
+    if (signed or DIGEST in arrays) and str(arrays.get(DIGEST)) != arrays_digest(arrays):
         raise Altered(path)
     arrays.pop(DIGEST, None)
     return arrays

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pkmlm.analysis.background import Background
+from pkmlm.analysis.counters import BatchCounters
 from pkmlm.distributed import World
 from pkmlm.errors import UserError
 from pkmlm.model.memory.values import Values, tables_of
@@ -39,29 +40,34 @@ class SlotChoice:
     Args:
         slots: "count", "tfidf" or "kl": what makes a row good; see `best_rows`.
         top: rows of a table.
-        tables: of values, by path; their optimizer has been made. Their reads are counted from now on.
+        model: whose reads are counted.
+        tables: of values, by path; their optimizer has been made.
         background: of each; "count" needs none.
+
+    Attributes:
+        counters: open while a step reads, at the positions that are scored, as in a background. (With
+            `train.recompute` each read counts twice, which changes no share.)
     """
 
-    def __init__(self, slots: SlotScore, top: int, tables: dict[str, Values], background: dict[str, TableBackground]):
+    def __init__(
+        self,
+        slots: SlotScore,
+        top: int,
+        model: nn.Module,
+        tables: dict[str, Values],
+        background: dict[str, TableBackground],
+    ):
         self.slots, self.top, self.tables, self.background = slots, top, tables, background
-        for table in tables.values():
-            assert table.gradient is not None
-            table.gradient.counting = True
+        self.counters = BatchCounters(model)
 
-    def choose(self, ranks: World) -> None:
-        """Choose by the reads of the step's backward passes, and drop the gradient of all other rows.
-
-        Args:
-            ranks: those that hold the same columns, which have summed their gradients; all of them call this.
-        """
+    def choose(self, world: World) -> None:
+        """Choose by the step's reads, and drop the gradient of all other rows; all ranks call this."""
         for path, table in self.tables.items():
-            gradient = table.gradient
-            assert gradient is not None
-            assert gradient.counts_K is not None
-            counts_K = ranks.all_sum(gradient.counts_K)
+            assert table.gradient is not None
+            counts_K = world.all_sum(self.counters.now[path])
             rows = best_rows(self.slots, counts_K, self.top, self.background.get(path))
-            gradient.keep(torch.zeros_like(counts_K, dtype=torch.bool).index_fill_(0, rows, True))
+            table.gradient.keep(torch.zeros_like(counts_K, dtype=torch.bool).index_fill_(0, rows, True))
+        self.counters.end_batch()
 
 
 def best_rows(slots: SlotScore, counts_K: Tensor, top: int, background: TableBackground | None = None) -> Tensor:
@@ -105,7 +111,7 @@ def slot_choice(recipe: Recipe, model: nn.Module, background: Background | None)
         for path in tables:
             counts = (torch.from_numpy(each[path]).to(on) for each in (background.read_by, background.reads))
             found[path] = TableBackground(background.batches, *counts)
-    return SlotChoice(spec.slots, spec.top, tables, found)
+    return SlotChoice(spec.slots, spec.top, model, tables, found)
 
 
 def check_background(job: Job) -> None:

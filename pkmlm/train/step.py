@@ -125,12 +125,14 @@ def train_step(state: TrainState, step: int) -> StepResult:
     fp16 = scaler.is_enabled()
     buffers_before = [buffer.clone() for buffer in state.model.buffers()] if fp16 else []
 
-    loss_share = _accumulate_gradients(state, step)
+    choice = state.slot_choice
+    with nullcontext() if choice is None else choice.counters:
+        loss_share = _accumulate_gradients(state, step)
     for group in state.param_groups:
         for gradient in group.row_gradients:
             all_gather_row_gradients(gradient, state.process_groups.data)
-    if state.slot_choice is not None:  # before the norms: what is not chosen has no gradient
-        state.slot_choice.choose(state.process_groups.data)
+    if choice is not None:  # before the norms: what is not chosen has no gradient
+        choice.choose(world)
     if fp16:
         for group in state.param_groups:
             group.unscale(scaler)
@@ -167,6 +169,8 @@ def _accumulate_gradients(state: TrainState, step: int) -> Tensor:
     for index in range(count):
         batch = state.batches.micro_batch(step, index, state.recipe.train.micro_batch, world.rank, world.size)
         tokens_BT, targets_BT = (to_device(part, state.device) for part in batch)
+        if state.slot_choice is not None:
+            state.slot_choice.counters.only((targets_BT >= 0).flatten())
         last = index == count - 1
         with nullcontext() if last or state.data_parallel is None else state.data_parallel.no_sync():
             with autocast(state.device, state.precision):

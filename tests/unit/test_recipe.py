@@ -495,6 +495,9 @@ def test_to_train_the_values_of_a_random_model_is_warned_of(tmp_path: Path) -> N
 
     assert told() == told("train.only=values", "train.init_from=run") == []
     assert "train.init_from" in told("train.only=values")[0]
+    background = ("finetune.slots=tfidf", "finetune.background=b.npz")
+    assert "finetune.background" in told(*background)[0]
+    assert told(*background, "train.init_from=run") == []
 
 
 def test_a_decay_that_leaves_no_step_at_the_peak_is_warned_of(recipe_file: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.model.memory.base import usage_taps
 from pkmlm.model.memory.values import tables_of
 from pkmlm.recipe.load import load_recipe
-from pkmlm.runs.results import read_metrics, write_arrays
+from pkmlm.runs.results import read_metrics, signed_arrays, write_arrays
 from pkmlm.train.optim import optimizer_state
 from pkmlm.train.slot_choice import TableBackground, best_rows
 from pkmlm.train.step import TrainState, train_step
@@ -67,7 +68,6 @@ def test_a_slot_that_all_batches_read_gives_way_to_a_rare_one():
 def test_a_gradient_that_keeps_some_rows_is_zero_in_the_others(folded):
     torch.manual_seed(1)
     gradient, whole = RowGradient(20), RowGradient(20)
-    gradient.counting = True
     slots = torch.randint(20, (2, 9, 4))
     for part in slots:
         x, weights = torch.randn(9, 8), torch.rand(9, 4)
@@ -75,7 +75,6 @@ def test_a_gradient_that_keeps_some_rows_is_zero_in_the_others(folded):
             each.add(x, part, weights)
     if folded:
         gradient.fold()
-    assert torch.equal(gradient.counts_K, torch.bincount(slots.flatten(), minlength=20))
     chosen = torch.rand(20) < 0.4
     gradient.keep(chosen)
     expected = whole.dense() * chosen[:, None]
@@ -86,7 +85,7 @@ def test_a_gradient_that_keeps_some_rows_is_zero_in_the_others(folded):
         assert each.segment_sum(x, none).shape == (0, 8)
         assert float(each.squared_norm(x, none)) == 0.0
     gradient.clear()
-    assert gradient.counts_K is gradient.chosen_K is None
+    assert gradient.chosen_K is None
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +130,7 @@ def test_a_step_moves_the_chosen_rows_and_nothing_else(kind, optimizer, trained,
     counts, choose = {}, state.slot_choice.choose
 
     def noting(ranks):
-        counts.update({path: table.gradient.counts_K.numpy() for path, table in tables.items()})
+        counts.update({path: state.slot_choice.counters.now[path].numpy().copy() for path in tables})
         choose(ranks)
 
     state.slot_choice.choose = noting
@@ -155,6 +154,31 @@ def test_a_step_moves_the_chosen_rows_and_nothing_else(kind, optimizer, trained,
         assert all(parameter.grad is None for parameter in state.model.parameters()), "nothing else has a gradient"
         for name, tensor in before.items():  # running statistics, too
             assert torch.equal(state.model.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_fills_up_the_last_piece_does_not_count(recompute, trained, background_of):
+    """A step's reads are those at the positions that it scores, also after a validation."""
+    run = trained("product-key")
+    recipe = finetuning(load_recipe(run / "recipe.yaml"))
+    recipe = replace(recipe, train=replace(recipe.train, recompute=recompute))
+    state, model, found = state_of(run, recipe, background_of("product-key")), load_run(run).model, []
+    (now_K,) = state.slot_choice.counters.now.values()
+    (tap,) = usage_taps(model)
+    tap.register_forward_hook(lambda _, __, reads: found.append(reads[0]))
+    state.slot_choice.choose = lambda world: None
+    last = next(step for step in count(1) if state.batches.scored(step) < recipe.train.batch_tokens)
+    for step in (last, last + 1):
+        state.model.eval()(torch.zeros(1, 4, dtype=torch.int64))
+        train_step(state, step)
+        expected_K = torch.zeros_like(now_K)
+        for index in range(recipe.micro_batches(1)):
+            tokens_BT, targets_BT = state.batches.micro_batch(step, index, recipe.train.micro_batch)
+            with torch.no_grad():
+                model(tokens_BT)
+            expected_K += torch.bincount(found.pop()[(targets_BT >= 0).flatten()].flatten(), minlength=len(now_K))
+        assert torch.equal(now_K, expected_K * (2 if recompute else 1)), step
+        now_K.zero_()
 
 
 @pytest.mark.parametrize("only", ["all", "values"])
@@ -255,10 +279,12 @@ def test_a_file_that_is_no_background_is_refused(trained, background_of, tmp_pat
     with np.load(background_of("product-key")) as stored:
         altered = {name: array + 1 if name.endswith("read_by") else array for name, array in stored.items()}
     write_arrays(tmp_path / "altered.npz", altered)
-    write_arrays(tmp_path / "other.npz", {"counts": np.arange(3)})
+    write_arrays(tmp_path / "unsigned.npz", {name: array for name, array in altered.items() if name != "digest"})
+    write_arrays(tmp_path / "other.npz", signed_arrays({"counts": np.arange(3)}))
     words = ["train", run / "recipe.yaml", *given("train.only=values", "finetune.slots=tfidf"), "--dry-run"]
     for file, code, told in (
         ("altered.npz", 1, "has been altered"),
+        ("unsigned.npz", 1, "has been altered"),
         ("other.npz", 2, "is no background"),
         ("none.npz", 1, "missing"),
         (background_of("flat-key"), 2, "has 64 slots of blocks.1.parts.memory.values (expected 256)"),
