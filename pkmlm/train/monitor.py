@@ -59,11 +59,8 @@ class TrainingMonitor:
         return warnings
 
     def _usage(self, memory: dict[str, Any]) -> list[str]:
-        name, usage, uniform = (
-            memory_label(memory["layer"], memory["name"]),
-            memory["usage"],
-            memory["uniform"]["usage"],
-        )
+        name, usage = memory_label(memory["layer"], memory["name"]), memory["usage"]
+        uniform = memory["uniform"]["usage"]
         warnings = []
         if usage < COLLAPSE * self.highest.get(name, 0.0):
             warnings.append(f"{name} is used less: {usage:.1%} of its slots are read, after {self.highest[name]:.1%}")
