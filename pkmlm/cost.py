@@ -432,8 +432,8 @@ def bytes_sent(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> dict
     gradient, and D once for each read of a gate. With `train.recompute`, the former two a second time, but for the last
     outputs of a block.
     gradients: of tables, among the G ranks of the same columns: (G - 1) M t (8 r + D / M numbers) where the reads
-    themselves travel, or 2 (G - 1) / G of the rows' sums in fp32 (and a flag each), whichever is less; and of the rows'
-    counts, where slots are chosen.
+    themselves travel, or 2 (G - 1) / G of the rows' sums in fp32 (and a flag each), whichever is less; and among all
+    ranks, of the rows' counts, where slots are chosen.
     statistics: of batch-normalised queries, in each forward: two moments to all others, two sums back.
     Numbers are those of the outputs: 2 bytes in bf16 and fp16 (on a GPU), else 4. Left out: some 100 bytes a step for
     loss, norms and stop requests, and what validation and checkpoints take.
@@ -456,7 +456,7 @@ def bytes_sent(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> dict
         reads_of_one = table.reads // table.outputs
         gradients += min(exchange_bytes(read_by, reads_of_one, table.rows, columns, number, ranks=groups))
         if recipe.finetune.slots != "all" and table.name == "memory":
-            gradients += 2 * (groups - 1) * 8 * table.rows // groups
+            gradients += 2 * (ranks - 1) * 8 * table.rows // ranks
     in_blocks, outside = shardable(cost) if recipe.parallel.shard else (0, 0)
     learns = recipe.train.only == "all"
     fetched = recipe.micro_batches(ranks) * ((2 + learns) * in_blocks + (1 + learns) * outside)

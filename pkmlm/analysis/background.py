@@ -124,7 +124,7 @@ def count_background(
     Raises:
         UserError: there is no such checkpoint or text, or the model has no table.
     """
-    from pkmlm.analysis.counters import BatchCounters
+    from pkmlm.analysis.counters import RowCounters
     from pkmlm.distributed import World
     from pkmlm.evaluate.load import load_on_all_ranks
     from pkmlm.evaluate.perplexity import BATCH, score_windows, windows
@@ -145,9 +145,10 @@ def count_background(
     stream = (window for ids in documents.ids for window in windows(ids, prefix, context, context))
     quiet = quiet or world.rank > 0
     with (
-        BatchCounters(model) as counters,
+        RowCounters(model) as counters,
         token_progress(f"reading {printable(loaded.name)}", documents.tokens, quiet) as advance,
     ):
+        read_by, reads = counters.take(), counters.take()
         for batch in in_batches(stream, size):
             first, done = done, done + sum(len(window.targets) for window in batch)
             advance(done)
@@ -156,7 +157,9 @@ def count_background(
             if counted % world.size == world.rank:
                 for start in range(0, len(batch), BATCH):
                     score_windows(model, batch[start : start + BATCH], counters.only)
-                counters.end_batch()
+                for path, reads_K in counters.take().items():
+                    reads[path] += reads_K
+                    read_by[path] += reads_K > 0
             counted += 1
     if world.rank == 0:
         warn_each(documents.warnings)
@@ -167,8 +170,8 @@ def count_background(
         checkpoint=sha256_of(run.checkpoint(loaded.step) / MANIFEST),
         batches=counted,
         batch_tokens=size,
-        read_by={path: world.all_sum(read_by_K.cpu()).numpy() for path, read_by_K in counters.read_by.items()},
-        reads={path: world.all_sum(reads_K.cpu()).numpy() for path, reads_K in counters.reads.items()},
+        read_by={path: world.all_sum(read_by_K.cpu()).numpy() for path, read_by_K in read_by.items()},
+        reads={path: world.all_sum(reads_K.cpu()).numpy() for path, reads_K in reads.items()},
     )
 
 

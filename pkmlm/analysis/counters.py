@@ -158,40 +158,32 @@ class _Counter:
         )
 
 
-class BatchCounters(ReadListener):
-    """Counts, while the `with` block runs, how often each row of a model's tables is read, and in how many batches.
+class RowCounters(ReadListener):
+    """Counts how often each row of a model's tables is read while the `with` block runs.
 
     Args:
         model: any module with memories in it; one table counts the reads of all memories that share it.
-
-    Attributes:
-        reads: by path of the table, reads of each row in whole batches: int64 (K), on the model's device.
-        read_by: likewise, the batches that read it.
-        now: likewise, its reads in the batch that has not ended.
     """
 
     def __init__(self, model: nn.Module):
         paths = {table: path.removesuffix(".weight_KD") for path, table in tables_of(model).items()}
-        self.now = {
+        self._reads = {
             path: torch.zeros(len(table.weight_KD), dtype=torch.int64, device=table.weight_KD.device)
             for table, path in paths.items()
         }
-        self.reads, self.read_by = (
-            {path: torch.zeros_like(now_K) for path, now_K in self.now.items()} for _ in range(2)
-        )
-        read = {memory.tap: [self.now[paths[table]] for table in memory.read_tables()] for memory in memories(model)}
-        super().__init__([(tap, partial(self._add, now)) for tap, now in read.items()])
+        read = {memory.tap: [self._reads[paths[table]] for table in memory.read_tables()] for memory in memories(model)}
+        super().__init__([(tap, partial(self._add, counts)) for tap, counts in read.items()])
 
-    def _add(self, tables: list[Tensor], slots_NHk: Tensor, weights_NHk: Tensor) -> None:
-        for now_K in tables:
-            now_K += torch.bincount(slots_NHk.flatten(), minlength=len(now_K))
+    def _add(self, counts: list[Tensor], slots_NHk: Tensor, weights_NHk: Tensor) -> None:
+        for reads_K in counts:
+            reads_K += torch.bincount(slots_NHk.flatten(), minlength=len(reads_K))
 
-    def end_batch(self) -> None:
-        """Count the forward passes since the last call as one batch."""
-        for path, now_K in self.now.items():
-            self.reads[path] += now_K
-            self.read_by[path] += now_K > 0
-            now_K.zero_()
+    def take(self) -> dict[str, Tensor]:
+        """The reads of each row since the last call, by path of the table: int64 (K), on the model's device."""
+        taken = {path: reads_K.clone() for path, reads_K in self._reads.items()}
+        for reads_K in self._reads.values():
+            reads_K.zero_()
+        return taken
 
 
 def spread(weights_NHk: Tensor) -> Tensor:

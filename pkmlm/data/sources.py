@@ -178,8 +178,8 @@ def temporary_copy(stream: Stream, *, decompress: bool) -> IO[bytes]:
     for block in stream.blocks() if decompress else plain_blocks(stream):
         with write_errors(Path(tempfile.gettempdir())):
             file.write(block)
-    file.flush()
-    file.seek(0)
+    with write_errors(Path(tempfile.gettempdir())):
+        file.seek(0)  # what is still in the buffer is written now
     return file
 
 

@@ -81,6 +81,9 @@ def write_attached(path: Path, attached: Attached, model: nn.Module, step: int, 
     if path.exists() and any(path.iterdir()) and not (replace and is_attached(path)):
         also = ", or replace=True to write over what it holds" if is_attached(path) else ""
         raise UserError(f"{path} is not empty", f"choose another folder{also}")
+    for name in sorted(file.name for file in path.glob("*")):
+        if name not in (ATTACHED, WEIGHTS, MANIFEST):
+            raise UserError(f"{path} also holds {name}, which would be deleted", "choose another folder, or move it")
     facts: Facts = {
         "kind": attached.kind,
         "arguments": attached.arguments,

@@ -102,9 +102,10 @@ def known_scores(run: RunDirectory, step: int) -> dict[str, dict[str, Any]]:
             except Damaged as error:
                 warn(f"{error.message}; it is left out")
     if "valid split" not in scores:
-        for line in run.sound_metrics():
-            if line["event"] == "valid" and line["step"] == step:
-                asked = run.recipe().eval.tokens
-                part = f"first {line.get('tokens') or asked:,} tokens of the valid split" if asked else "valid split"
-                scores[part] = line
+        valid = [line for line in run.sound_metrics() if line["event"] == "valid"]
+        for line in valid:
+            if line["step"] == step:
+                tokens, asked = line.get("tokens"), run.recipe().eval.tokens
+                part = tokens or asked if asked or tokens != valid[-1].get("tokens") else None  # it may have changed
+                scores[f"first {part:,} tokens of the valid split" if part else "valid split"] = line
     return {name: found for name, found in scores.items() if found.get("token_ppl") and found.get("bits_per_byte")}

@@ -64,17 +64,24 @@ class Values(nn.Module):
         size = max(1, SCORES // (rows_Nr.shape[1] * self.width))
         return zip(map(self.rows, rows_Nr.split(size)), other.split(size), strict=True)
 
+    @property
+    def device(self) -> torch.device:
+        """Of the table: layers on several devices may share it."""
+        return (self.weight_KD if self.bits is None else self.codes_KC).device
+
     def forward(self, rows_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
+        asking, rows_Nr, weights_Nr = rows_Nr.device, rows_Nr.to(self.device), weights_Nr.to(self.device)
         if self.bits is not None:
             chunks = self.chunks(rows_Nr, weights_Nr.float())
-            return torch.cat([torch.einsum("nr,nrd->nd", weights_nr, rows_nrD) for rows_nrD, weights_nr in chunks])
+            sums = [torch.einsum("nr,nrd->nd", weights_nr, rows_nrD) for rows_nrD, weights_nr in chunks]
+            return torch.cat(sums).to(asking)
         weights_Nr = weights_Nr.to(self.weight_KD.dtype)
-        return embedding_bag(rows_Nr, self.weight_KD, mode="sum", per_sample_weights=weights_Nr)
+        return embedding_bag(rows_Nr, self.weight_KD, mode="sum", per_sample_weights=weights_Nr).to(asking)
 
     def products(self, x_ND: Tensor, rows_Nr: Tensor) -> Tensor:
         """<x, row> of each read, in fp32, of a few tokens at a time."""
-        chunks = self.chunks(rows_Nr, x_ND)
-        return torch.cat([torch.einsum("nd,nrd->nr", x_nD, rows_nrD) for rows_nrD, x_nD in chunks])
+        chunks = self.chunks(rows_Nr.to(self.device), x_ND.to(self.device))
+        return torch.cat([torch.einsum("nd,nrd->nr", x_nD, rows_nrD) for rows_nrD, x_nD in chunks]).to(x_ND.device)
 
 
 class HashLayer(nn.Module):

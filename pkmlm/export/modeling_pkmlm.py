@@ -151,6 +151,13 @@ class PkmlmPreTrainedModel(PreTrainedModel):
             kept += ["query", "key_norm", "keys_HKq" if config.memory["kind"] == "flat-key" else "subkeys_H2nf"]
         self._keep_in_fp32_modules_strict = kept
 
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """As the library's; the canonical ids of n-gram memories follow."""
+        embedding = super().resize_token_embeddings(*args, **kwargs)
+        if self.base_model.ngram_ids is not None:
+            self.config.canonical_sha256 = self.base_model.ngram_ids.resize(embedding.num_embeddings)
+        return embedding
+
     def _init_weights(self, module: nn.Module) -> None:
         """Fill a new model; the training of one from nothing is the business of pkmlm itself."""
         for name, parameter in module.named_parameters(recurse=False):

@@ -4,6 +4,7 @@ B: sequences; T: new positions; S: all positions so far; Z: S + 1; D: model widt
 heads); V: vocabulary; i: taps of the convolution; j: tokens back.
 """
 
+import hashlib
 from typing import Any, NamedTuple
 
 import torch
@@ -58,8 +59,14 @@ class NGramIds(nn.Module):
         self.canonical_V: Tensor
         self.register_buffer("canonical_V", torch.arange(config.vocab_size))
 
+    def resize(self, size: int) -> str:
+        """Let the vocabulary have so many tokens, a new one its own canonical id; return the sha256 of the map."""
+        kept_V = self.canonical_V[:size]
+        self.canonical_V = torch.cat([kept_V, torch.arange(len(kept_V), size, device=kept_V.device)])
+        return hashlib.sha256(self.canonical_V.cpu().numpy().astype("<i8").tobytes()).hexdigest()
+
     def forward(self, ids_BT: Tensor | None, mask: Tensor | None, cache: Any) -> Past:
-        """What each token sees before it; a token that was added to the vocabulary is its own canonical id.
+        """What each token sees before it.
 
         Args:
             mask: of attention: (B, S), false for padding; or (B, 1, T, S), which keys each token sees.
@@ -70,9 +77,7 @@ class NGramIds(nn.Module):
         if ids_BT is None:
             raise ValueError("n-gram memories read tokens: give input_ids, not inputs_embeds")
         history = History(cache, self.layers)
-        known = len(self.canonical_V)
-        new_BT = torch.where(ids_BT < known, self.canonical_V[ids_BT.clamp(max=known - 1)], ids_BT)
-        ids_BS = history.append(0, new_BT[..., None])[..., 0]
+        ids_BS = history.append(0, self.canonical_V[ids_BT][..., None])[..., 0]
         total, new = ids_BS.shape[1], ids_BT.shape[1]
         places_S = torch.arange(1, total + 1, device=ids_BS.device)
         before_BS = (places_S - 1) * (ids_BS != 0)

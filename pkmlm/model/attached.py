@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -108,7 +109,9 @@ class NGramPlace(Place):
             message = "a block runs apart from its model: its n-gram memory cannot know the tokens"
             raise UserError(message, "leave gradient checkpointing off: model.gradient_checkpointing_disable()")
         x_BTD, *others = args or (options.pop("hidden_states"),)
-        past = past._replace(ids_BTG=past.ids_BTG.to(x_BTD.device), places_BTj=past.places_BTj.to(x_BTD.device))
+        device = next(self.parameters()).device  # that of the block; x may still be on that of the block before
+        past = past._replace(ids_BTG=past.ids_BTG.to(device), places_BTj=past.places_BTj.to(device))
+        x_BTD = x_BTD.to(device)
         return (x_BTD + self(x_BTD, past), *others), options
 
 
@@ -338,8 +341,8 @@ def insert(
         else:
             trained = [parameter for parameter in part.parameters() if parameter.requires_grad]
             part.requires_grad_(False)  # no gradient ever reaches it
+            undo.append(partial(put_back, part, trained, vars(part).get("forward")))
             part.forward = place.forward
-            undo.append(lambda ffn=part, trained=trained: put_back(ffn, trained))  # type: ignore[misc]
     model.add_module(NAME, attached)
 
     def remove() -> None:
@@ -368,9 +371,14 @@ def choose_blocks(model: nn.Module, layers: object) -> list[int]:
     return sorted(given)
 
 
-def put_back(ffn: nn.Module, trained: list[nn.Parameter]) -> None:
-    """Let an FFN that was replaced compute again, and train those of its parameters that did."""
-    del ffn.forward  # the class's own shows again
+def put_back(ffn: nn.Module, trained: list[nn.Parameter], forward: Callable[..., Tensor] | None) -> None:
+    """Let an FFN that was replaced compute again, by its own `forward` or else its class's, and train those of its
+    parameters that did.
+    """
+    if forward is None:
+        del ffn.forward
+    else:
+        ffn.forward = forward
     for parameter in trained:
         parameter.requires_grad_(True)
 

@@ -72,9 +72,9 @@ def writing(path: Path) -> Iterator[IO[bytes]]:
 def writing_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `path` when the block ends without an error.
 
-    What a killed process left of an earlier attempt is deleted first; what a living one is writing is locked, and
-    refused. Where `path` is a link, the folder that it names is written. Writers must sync the files in the folder, as
-    `writing` does.
+    What a living process is writing is locked, and refused; under this lock, what a killed one has left is deleted.
+    Where `path` is a link, the folder that it names is written. Writers must sync the files in the folder, as `writing`
+    does.
 
     Args:
         replace: whether a folder at `path` that is not empty may go, once the new one is whole.
@@ -87,19 +87,17 @@ def writing_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
         path = Path(os.path.realpath(path)) if path.is_symlink() else path
         temporary, old = temporary_name(path, "new"), temporary_name(path, "old")
 
-        def undo() -> None:
+        def restore_old() -> None:
             if old.is_dir() and not path.exists():  # an error or a kill came between the two renames below
                 os.rename(old, path)
-            for leftover in (temporary, old):
-                shutil.rmtree(leftover, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
 
-        if temporary.is_dir():
-            with locked_folder(temporary, path):
-                undo()
-        undo()
+        make_folder(temporary)
+        stack.enter_context(locked_folder(temporary, path))
         try:
-            make_folder(temporary)
-            stack.enter_context(locked_folder(temporary, path))
+            restore_old()
+            for leftover in temporary.iterdir():
+                shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
             yield temporary
             sync_folder(temporary)
             if replace and path.is_dir() and any(path.iterdir()):
@@ -113,7 +111,8 @@ def writing_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
                 raise UserError(f"{path} is there already", hint) from None
             sync_folder(path.parent)
         except BaseException:
-            undo()
+            restore_old()
+            shutil.rmtree(temporary, ignore_errors=True)
             raise
         shutil.rmtree(old, ignore_errors=True)
 
@@ -123,16 +122,18 @@ def locked_folder(temporary: Path, path: Path) -> Iterator[None]:
     """Lock the folder in which `path` is being written, if its file system has locks.
 
     Raises:
-        UserError: (exit code 1) another process holds it.
+        UserError: (exit code 1) another process holds it, or has renamed or deleted it meanwhile.
     """
     descriptor = os.open(temporary, os.O_RDONLY)
+    refusal = UserError(f"another process is writing {path}", "wait for it, stop it, or choose another -o", exit_code=1)
     try:
         with suppress(OSError):
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                hint = "wait for it, stop it, or choose another -o"
-                raise UserError(f"another process is writing {path}", hint, exit_code=1) from None
+                raise refusal from None
+        if not temporary.exists() or not os.path.samestat(os.fstat(descriptor), temporary.stat()):
+            raise refusal
         yield
     finally:
         os.close(descriptor)

@@ -1,7 +1,7 @@
 """The figures of a grid: its measurements, beside the paper's numbers."""
 
 from collections.abc import Sequence
-from itertools import groupby, product
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -102,15 +102,18 @@ def panel(axes: Axes, grid: Grid, figure: Figure, value: Values) -> list[Named]:
     named: list[Named] = []
     along_axis = figure.x in grid.axes
     others = [axis for axis in grid.axes if axis != figure.line]
-    apart = [] if along_axis else others[:-1]  # along a measure, a stroke joins points that differ in the last alone
+    # A stroke joins points that differ in the axis alone, or, along a measure, in the last one.
+    apart = [axis for axis in others if axis != figure.x] if along_axis else others[:-1]
     for number, name in enumerate(grid.names(figure.line) if figure.line else [None]):
         points = [p for p in known(grid, figure, value) if name is None or grid.place(p)[figure.line or ""] == name]
         style = line_style(number) | {"marker": "o"}
         if not along_axis:
             style["linestyle"] = "-" if figure.line else "none"
         shown = None if name is None else label(name)
-        for _, stroke in groupby(points, lambda p: [grid.place(p)[axis] for axis in apart]):
-            run = list(stroke)
+        strokes: dict[tuple[str, ...], list[Point]] = {}
+        for point in points:
+            strokes.setdefault(tuple(grid.place(point)[axis] for axis in apart), []).append(point)
+        for run in strokes.values():
             found = [value(figure.y, p) for p in run]
             means = [fmean(seeds) for seeds in found]
             # A mean of equal numbers can lie beyond them by a rounding, which is no bar.

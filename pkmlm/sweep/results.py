@@ -261,7 +261,7 @@ class Results:
                 row.append(with_spread(self.values(measure, point), MEASURES[measure].format))
                 if measure in grid.paper:
                     row.append(grid.paper_value(measure, point))
-            if row[first_cell] is None:  # how its runs ended, for example "diverged"
+            if row[first_cell] is None and not chosen:  # how its runs ended, for example "diverged"
                 tried = [outcome for outcome in self.outcomes.values() if outcome.cell.point == point]
                 row[first_cell] = " and ".join(sorted({one.status for one in tried} - {"measured", "stopped"})) or None
             rows.append(row)

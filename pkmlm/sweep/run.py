@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from rich.markup import escape
 from rich.progress import MofNCompleteColumn, TaskID, TimeElapsedColumn
 
 from pkmlm.analysis.compare import differences
@@ -221,7 +220,7 @@ def cell_progress(folder: SweepFolder, quiet: bool) -> Iterator[tuple[Say, Calla
                 progress.remove_task(bars.pop(name))
             for cell in running if not progress.disable else ():
                 if cell.name not in bars:
-                    bars[cell.name] = progress.add_task(escape(cell.name), total=cell.recipe.train.steps)
+                    bars[cell.name] = progress.add_task(cell.name, total=cell.recipe.train.steps)
                 progress.update(bars[cell.name], completed=steps_taken(cell, folder.runs))
 
         def say(text: str) -> None:

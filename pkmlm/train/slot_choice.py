@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pkmlm.analysis.background import Background
-from pkmlm.analysis.counters import BatchCounters
+from pkmlm.analysis.counters import RowCounters
 from pkmlm.distributed import World
 from pkmlm.errors import UserError
 from pkmlm.model.memory.values import Values, tables_of
@@ -58,16 +58,16 @@ class SlotChoice:
         background: dict[str, TableBackground],
     ):
         self.slots, self.top, self.tables, self.background = slots, top, tables, background
-        self.counters = BatchCounters(model)
+        self.counters = RowCounters(model)
 
     def choose(self, world: World) -> None:
         """Choose by the step's reads, and drop the gradient of all other rows; all ranks call this."""
+        reads = self.counters.take()
         for path, table in self.tables.items():
             assert table.gradient is not None
-            counts_K = world.all_sum(self.counters.now[path])
+            counts_K = world.all_sum(reads[path])
             rows = best_rows(self.slots, counts_K, self.top, self.background.get(path))
             table.gradient.keep(torch.zeros_like(counts_K, dtype=torch.bool).index_fill_(0, rows, True))
-        self.counters.end_batch()
 
 
 def best_rows(slots: SlotScore, counts_K: Tensor, top: int, background: TableBackground | None = None) -> Tensor:

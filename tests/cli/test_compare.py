@@ -680,6 +680,15 @@ def test_the_card_of_an_export_leaves_out_scores_that_were_changed(run: Path, ca
     assert file.name in capsys.readouterr().err
 
 
+def test_the_card_of_an_export_says_what_a_validation_read(run: Path) -> None:
+    """The first 64 tokens, until the run was resumed with the whole split."""
+    events = [{"event": "valid", "step": step, "token_ppl": 20.0, "bits_per_byte": 2.0} for step in (100, 200)]
+    lines = [json.dumps(event | {"tokens": tokens}) for event, tokens in zip(events, (64, 900), strict=True)]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert list(known_scores(RunDirectory(run), 100)) == ["first 64 tokens of the valid split"]
+    assert "valid split" in known_scores(RunDirectory(run), 200)
+
+
 def test_damaged_results_are_left_out_and_named(run: Path) -> None:
     for damaged in ("{", '{"step": 200, "perplexity": [1]}', '{"step": 200, "perplexity": {"token_ppl": "abc"}}'):
         (run / "eval" / "test-step-200.json").write_text(damaged)

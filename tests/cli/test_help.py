@@ -1,5 +1,7 @@
 """Help: every command has it, with examples, at once."""
 
+import os
+import shutil
 import subprocess
 import sys
 
@@ -130,3 +132,16 @@ def test_a_closed_pipe_is_no_error():
     )
     assert done.stderr == ""
     assert done.returncode == 0
+
+
+def test_a_link_to_the_script_runs_its_checkout(tmp_path):
+    """With a Python that only says where it would look."""
+    (tmp_path / "checkout" / "bin").mkdir(parents=True)
+    script, python = tmp_path / "checkout" / "bin" / "pkmlm", tmp_path / "python3"
+    shutil.copy(ROOT / "bin" / "pkmlm", script)
+    python.write_text('#!/bin/sh\necho "$PYTHONPATH" "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / "link").symlink_to(script)
+    where = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run([tmp_path / "link", "--version"], env=where, capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{tmp_path / 'checkout'} -m pkmlm --version\n"

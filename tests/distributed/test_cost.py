@@ -10,7 +10,7 @@ CASES = [
     *[
         (kind, 4, 2, 2, {"recompute": True}) for kind in ("layer", "batch", "pool", "peer", "hash", "ngram")
     ],  # two forwards
-    *[(kind, 4, 1, 2, {"only": "values"}) for kind in ("batch", "pool", "peer")],
+    *[(kind, 4, memory, 2, {"only": "values"}) for kind in ("batch", "pool", "peer") for memory in (1, 2)],
 ]
 
 

@@ -153,6 +153,12 @@ def test_a_memory_in_the_place_of_the_ffn(name):
     assert torch.equal(ffn(x_BTD), attachment.module.places["2"].layer(x_BTD))
     attachment.detach()
     torch.testing.assert_close(logits(model), before)
+    own = ffn.forward
+    ffn.forward = lambda x: 2 * own(x)  # as libraries patch a single module
+    doubled = logits(model)
+    pkmlm.attach(model, KEYS, layers=[2], mode="replace").detach()
+    assert torch.equal(logits(model), doubled)
+    assert not torch.allclose(doubled, before)
 
 
 @pytest.mark.parametrize("beams", [1, 3])
@@ -473,6 +479,10 @@ def test_only_what_is_attached_is_saved(tmp_path):
     with pytest.raises(UserError, match="not empty"):
         attachment.save(tmp_path / "a")
     attachment.save(tmp_path / "a", replace=True)
+    (tmp_path / "a" / "optimizer.pt").write_text("mine")
+    with pytest.raises(UserError, match=r"also holds optimizer\.pt"):
+        attachment.save(tmp_path / "a", replace=True)
+    assert (tmp_path / "a" / "optimizer.pt").read_text() == "mine"
     half = pkmlm.attach(base().bfloat16(), KEYS, layers=[2])
     half.save(tmp_path / "half")  # a base in bf16 and the same numbers in fp32 are one base
     pkmlm.attach(base().bfloat16().float(), tmp_path / "half")

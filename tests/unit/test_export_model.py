@@ -294,7 +294,12 @@ def test_rows_are_added_to_the_embedding_and_the_head(tmp_path, tokenizer, tied)
     assert (theirs.lm_head.weight is theirs.model.embedding.weight) == tied
     assert theirs.model.embedding.weight.shape == (610, 16)
     torch.testing.assert_close(theirs(IDS_BT).logits[..., :600], before)
-    assert theirs(torch.tensor([[1, 605, 609]])).logits.isfinite().all()
+    ids = torch.tensor([[1, 605, 7, 609]])
+    grown = theirs(ids).logits
+    theirs.save_pretrained(tmp_path / "grown")
+    (tmp_path / "grown/tokenizer.model").write_bytes(tokenizer.model_bytes)
+    assert torch.equal(PkmlmForCausalLM.from_pretrained(tmp_path / "grown")(ids).logits, grown)
+    torch.testing.assert_close(read_export(tmp_path / "grown", CPU).model(ids), grown)
     whole = theirs.model
     whole.resize_token_embeddings(620, mean_resizing=False)
     assert whole.get_input_embeddings() is whole.embedding

@@ -7,7 +7,7 @@ import re
 import socket
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Timer
@@ -15,6 +15,7 @@ from threading import Timer
 import pytest
 
 from pkmlm.errors import UserError
+from pkmlm.runs import files
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import (
     Damaged,
@@ -140,6 +141,37 @@ def test_a_folder_that_another_process_writes_is_refused(tmp_path):
     assert first.returncode == 0
     assert (out / "a").read_text() == "first"
     assert not leftovers(tmp_path)
+
+
+def test_of_two_that_begin_at_once_one_writes(tmp_path, monkeypatch):
+    """The second finds no folder yet, and the first makes and locks it before the second does."""
+    out, real = tmp_path / "out", files.make_folder
+    with ExitStack() as first:
+
+        def late(path):
+            monkeypatch.setattr(files, "make_folder", real)
+            fill(first.enter_context(writing_folder(out)), "first", "a")
+            real(path)
+
+        monkeypatch.setattr(files, "make_folder", late)
+        with pytest.raises(UserError, match="another process is writing"), writing_folder(out):
+            pass
+    assert (out / "a").read_text() == "first"
+    assert not leftovers(tmp_path)
+
+
+def test_a_folder_that_is_finished_before_it_is_locked_is_refused(tmp_path, monkeypatch):
+    out, real = tmp_path / "out", fcntl.flock
+
+    def late(*how):
+        monkeypatch.setattr(fcntl, "flock", real)
+        (tmp_path / ".tmp-new-out").rename(out)
+        real(*how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(UserError, match="another process is writing"), writing_folder(out, replace=True):
+        pass
+    assert out.exists()
 
 
 def test_a_folder_of_which_something_cannot_be_deleted_is_gone_under_its_name():

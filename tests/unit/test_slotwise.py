@@ -127,13 +127,14 @@ def test_a_step_moves_the_chosen_rows_and_nothing_else(kind, optimizer, trained,
     background = Background.read(background_of(kind))
     tables = {path.removesuffix(".weight_KD"): table for path, table in tables_of(state.model).items()}
     assert [group.name for group in state.param_groups] == ["values"]
-    counts, choose = {}, state.slot_choice.choose
+    counts, take = {}, state.slot_choice.counters.take
 
-    def noting(ranks):
-        counts.update({path: state.slot_choice.counters.now[path].numpy().copy() for path in tables})
-        choose(ranks)
+    def noting():
+        taken = take()
+        counts.update({path: taken[path].numpy() for path in tables})
+        return taken
 
-    state.slot_choice.choose = noting
+    state.slot_choice.counters.take = noting
     for step in range(1, 21):
         before = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
         moments = {name: tensor.clone() for name, tensor in optimizer_state(state.param_groups).items()}
@@ -163,7 +164,6 @@ def test_what_fills_up_the_last_piece_does_not_count(recompute, trained, backgro
     recipe = finetuning(load_recipe(run / "recipe.yaml"))
     recipe = replace(recipe, train=replace(recipe.train, recompute=recompute))
     state, model, found = state_of(run, recipe, background_of("product-key")), load_run(run).model, []
-    (now_K,) = state.slot_choice.counters.now.values()
     (tap,) = usage_taps(model)
     tap.register_forward_hook(lambda _, __, reads: found.append(reads[0]))
     state.slot_choice.choose = lambda world: None
@@ -171,14 +171,14 @@ def test_what_fills_up_the_last_piece_does_not_count(recompute, trained, backgro
     for step in (last, last + 1):
         state.model.eval()(torch.zeros(1, 4, dtype=torch.int64))
         train_step(state, step)
-        expected_K = torch.zeros_like(now_K)
+        (reads_K,) = state.slot_choice.counters.take().values()
+        expected_K = torch.zeros_like(reads_K)
         for index in range(recipe.micro_batches(1)):
             tokens_BT, targets_BT = state.batches.micro_batch(step, index, recipe.train.micro_batch)
             with torch.no_grad():
                 model(tokens_BT)
-            expected_K += torch.bincount(found.pop()[(targets_BT >= 0).flatten()].flatten(), minlength=len(now_K))
-        assert torch.equal(now_K, expected_K * (2 if recompute else 1)), step
-        now_K.zero_()
+            expected_K += torch.bincount(found.pop()[(targets_BT >= 0).flatten()].flatten(), minlength=len(reads_K))
+        assert torch.equal(reads_K, expected_K * (2 if recompute else 1)), step
 
 
 @pytest.mark.parametrize("only", ["all", "values"])

@@ -334,6 +334,18 @@ def test_nothing_is_chosen_while_values_are_still_to_be_tried(folder):
         results.values("perplexity", P[0])
 
 
+def test_a_measure_that_a_point_does_not_have_is_no_failure(folder):
+    """A dense point, of which one learning rate has diverged, has no usage."""
+    text = GRID.replace("[perplexity, usage, dense]", "[usage, perplexity, dense]")
+    cells = Cells(grid_of(folder, text), folder / "base.yaml")
+    results = Results(cells.grid, cells, {place: {"dense": 2_000_000, "memory": 0} for place in cells.whole})
+    *measured, diverged = cells.tuning(P[0])
+    for cell, loss in zip(measured, (5.0, 4.0), strict=True):
+        results.add(measured_by_hand(cell, {"valid_loss": loss, "test_token_ppl": 20.0}))
+    results.add(Outcome(diverged, "diverged", {}))
+    assert results.tables()[0].rows[0][2:6] == ["2e-3", "1/2", None, "20.00"]
+
+
 def test_costs_are_those_of_the_best_tuned_value(folder):
     text = GRID.replace("tune: {values: [1e-3, 2e-3, 4e-3]}", "tune: {key: model.layers, values: [2, 4]}")
     cells = Cells(grid_of(folder, text), folder / "base.yaml")
@@ -415,7 +427,8 @@ def test_a_figure_has_a_panel_for_the_paper_and_a_line_for_each_value(folder):
 
 def test_a_stroke_joins_points_that_differ_along_one_axis(folder):
     axes = "axes:\n  depth: {shallow: {model.layers: 2}, deep: {model.layers: 4}}\n"
-    figures = "measure: [perplexity, usage]\nfigures: [{x: usage, y: perplexity, line: norm}]\n"
+    by = "[{x: usage, y: perplexity, line: norm}, {x: slots, y: perplexity, line: norm}]"
+    figures = f"measure: [perplexity, usage]\nfigures: {by}\n"
     text = GRID.split("without:")[0].replace("axes:\n", axes) + figures
     cells = Cells(grid_of(folder, text, None), folder / "base.yaml")
     results = Results(cells.grid, cells, {place: {} for place in cells.whole})
@@ -432,6 +445,8 @@ def test_a_stroke_joins_points_that_differ_along_one_axis(folder):
     names = [f"{depth} slots {slots}" for depth in ("shallow", "deep") for slots in (64, 256)]
     assert [name.get_text() for name in panel.texts] == names * 2
     assert [name.get_text() for name in canvas.legends[0].get_texts()] == ["no", "yes"]
+    (panel,) = picture(results, cells.grid.figures[1], LOOK).axes
+    assert [list(stroke[0].get_xdata()) for stroke in panel.containers] == [[0, 1, 2]] * 4, "one for each depth"
 
 
 def test_a_speed_is_that_of_the_recipe_that_was_timed(folder):

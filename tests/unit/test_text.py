@@ -8,6 +8,7 @@ import os
 import random
 import re
 import shlex
+import tempfile
 from collections import Counter
 
 import pyarrow as pa
@@ -17,7 +18,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pkmlm.data.sources import READ, find_sources
+from pkmlm.data.sources import READ, find_sources, temporary_copy
 from pkmlm.data.text import (
     AFTER_WORDS,
     AT_LINES,
@@ -435,3 +436,12 @@ def test_what_cannot_be_read_is_refused_at_once(tmp_path, name, message):
     (tmp_path / "what.gz").write_bytes(gzip.compress(b"x"))
     with pytest.raises(UserError, match=message):
         find_sources([str(tmp_path / name)])
+
+
+def test_a_full_temporary_folder_is_named(tmp_path, monkeypatch):
+    """Also where all that is written fits its buffer."""
+    (tmp_path / "a.txt").write_text("short")
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda: open("/dev/full", "r+b"))  # noqa: SIM115
+    (source,) = find_sources([str(tmp_path / "a.txt")])
+    with source.open() as stream, pytest.raises(UserError, match=f"cannot write {re.escape(tempfile.gettempdir())}"):
+        temporary_copy(stream, decompress=False)
