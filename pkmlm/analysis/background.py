@@ -74,6 +74,10 @@ class Background:
         Raises:
             UserError: it is missing, damaged or altered (exit code 1), or another kind of file (2).
         """
+        hint = "pkmlm usage-report RUN --split train --background FILE writes one"
+        no_background = UserError(f"{path} is no background of slots", hint)
+        if not set(ORIGIN) <= read_arrays(path).keys():
+            raise no_background
         arrays = read_arrays(path, signed=True)
         try:
             origin: dict[str, Any] = {name: arrays[name].item() for name in ORIGIN}
@@ -84,8 +88,7 @@ class Background:
             )
             return cls(**origin, read_by=read_by, reads=reads)
         except (KeyError, TypeError, ValueError):
-            hint = "pkmlm usage-report RUN --split train --background FILE writes one"
-            raise UserError(f"{path} is no background of slots", hint) from None
+            raise no_background from None
 
     def as_json(self) -> dict[str, Any]:
         """Where it comes from, and of each table the slots, those read at all and those that every batch reads."""

@@ -198,8 +198,8 @@ def open_runs(paths: Iterable[str], opener: Callable[[str], RunDirectory]) -> di
 
 
 def seed_groups(runs: Mapping[str, RunDirectory], facts: Sequence[Facts]) -> list[Group]:
-    """The runs in groups of one recipe and one text. One that has not finished stands by itself, and so do several of
-    one seed.
+    """The runs in groups of one recipe and one text. One that was stopped or has diverged stands by itself, and so do
+    several of one seed.
     """
     alike: dict[Any, list[Facts]] = {}
     for run in facts:

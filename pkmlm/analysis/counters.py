@@ -159,20 +159,24 @@ class _Counter:
 
 
 class RowCounters(ReadListener):
-    """Counts how often each row of a model's tables is read while the `with` block runs.
+    """Counts how often each row of a model's tables of values is read while the `with` block runs.
 
     Args:
         model: any module with memories in it; one table counts the reads of all memories that share it.
     """
 
     def __init__(self, model: nn.Module):
-        paths = {table: path.removesuffix(".weight_KD") for path, table in tables_of(model).items()}
+        tables = {table: path for path, table in tables_of(model).items() if table.group == "values"}
+        paths = {table: path.removesuffix(".weight_KD") for table, path in tables.items()}
         self._reads = {
             path: torch.zeros(len(table.weight_KD), dtype=torch.int64, device=table.weight_KD.device)
             for table, path in paths.items()
         }
-        read = {memory.tap: [self._reads[paths[table]] for table in memory.read_tables()] for memory in memories(model)}
-        super().__init__([(tap, partial(self._add, counts)) for tap, counts in read.items()])
+        listeners: list[tuple[UsageTap, Listen]] = []
+        for memory in memories(model):
+            if counts := [self._reads[paths[table]] for table in memory.read_tables() if table in paths]:
+                listeners.append((memory.tap, partial(self._add, counts)))
+        super().__init__(listeners)
 
     def _add(self, counts: list[Tensor], slots_NHk: Tensor, weights_NHk: Tensor) -> None:
         for reads_K in counts:

@@ -299,7 +299,8 @@ def compare_rows(groups: Sequence[Group], sizes: Mapping[str, Mapping[str, Equiv
             for by, size in sizes.get(group.name, {}).items()
             for key, value in size.as_json().items()
         }
-        own = {"run": group.name, "seeds": len(group.runs)}
+        statuses = dict.fromkeys(run["status"] for run in group.runs if run["status"])
+        own = {"run": group.name, "seeds": len(group.runs), "status": ", ".join(statuses) or None}
         records.append(found["mean"] | alike | spreads | own | equivalents)
     order = [key for group in groups for run in group.runs for key in flat_facts(run)]
     columns = dict.fromkeys(key for name in ("run", "seeds", *order) for key in (name, f"{name}_spread", f"{name}_n"))

@@ -70,18 +70,19 @@ class Values(nn.Module):
         return (self.weight_KD if self.bits is None else self.codes_KC).device
 
     def forward(self, rows_Nr: Tensor, weights_Nr: Tensor) -> Tensor:
-        asking, rows_Nr, weights_Nr = rows_Nr.device, rows_Nr.to(self.device), weights_Nr.to(self.device)
+        """The weighted sum of rows, on the table's device."""
+        rows_Nr, weights_Nr = rows_Nr.to(self.device), weights_Nr.to(self.device)
         if self.bits is not None:
             chunks = self.chunks(rows_Nr, weights_Nr.float())
             sums = [torch.einsum("nr,nrd->nd", weights_nr, rows_nrD) for rows_nrD, weights_nr in chunks]
-            return torch.cat(sums).to(asking)
+            return torch.cat(sums)
         weights_Nr = weights_Nr.to(self.weight_KD.dtype)
-        return embedding_bag(rows_Nr, self.weight_KD, mode="sum", per_sample_weights=weights_Nr).to(asking)
+        return embedding_bag(rows_Nr, self.weight_KD, mode="sum", per_sample_weights=weights_Nr)
 
     def products(self, x_ND: Tensor, rows_Nr: Tensor) -> Tensor:
-        """<x, row> of each read, in fp32, of a few tokens at a time."""
+        """<x, row> of each read, in fp32, of a few tokens at a time; on the table's device."""
         chunks = self.chunks(rows_Nr.to(self.device), x_ND.to(self.device))
-        return torch.cat([torch.einsum("nd,nrd->nr", x_nD, rows_nrD) for rows_nrD, x_nD in chunks]).to(x_ND.device)
+        return torch.cat([torch.einsum("nd,nrd->nr", x_nD, rows_nrD) for rows_nrD, x_nD in chunks])
 
 
 class HashLayer(nn.Module):
@@ -268,8 +269,9 @@ class KeyMemory(nn.Module):
             scores_NHk, slots_NHk = self.select(self.query(x_ND))
             slots_Nr, weights_Nr = slots_NHk.flatten(1), WEIGHTS[self.scores](scores_NHk).flatten(1)
             if self.activation is not None:
-                weights_Nr = weights_Nr * self.activation(self.inputs.products(x_ND.float(), slots_Nr))
-            out_NV = self.values(slots_Nr, weights_Nr)
+                products_Nr = self.inputs.products(x_ND.float(), slots_Nr).to(x_ND.device)
+                weights_Nr = weights_Nr * self.activation(products_Nr)
+            out_NV = self.values(slots_Nr, weights_Nr).to(x_ND.device)
             if self.gate is not None:
                 out_NV = out_NV * silu(self.gate(x_ND.to(self.gate.weight.dtype)))
             if self.output is not None:

@@ -24,7 +24,7 @@ def random_weights_warning(recipe: Recipe) -> list[str]:
     if recipe.train.only != "all":
         found = f"train.only: {recipe.train.only} without train.init_from"
         return [f"{found}: all other weights stay as they are drawn, random"]
-    if recipe.finetune.background is not None:
+    if recipe.finetune.slots in ("tfidf", "kl"):
         return ["finetune.background without train.init_from: it was counted on another model, with slots of its own"]
     return []
 

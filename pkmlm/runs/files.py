@@ -124,15 +124,22 @@ def locked_folder(temporary: Path, path: Path) -> Iterator[None]:
     Raises:
         UserError: (exit code 1) another process holds it, or has renamed or deleted it meanwhile.
     """
-    descriptor = os.open(temporary, os.O_RDONLY)
     refusal = UserError(f"another process is writing {path}", "wait for it, stop it, or choose another -o", exit_code=1)
+    try:
+        descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        raise refusal from None
     try:
         with suppress(OSError):
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise refusal from None
-        if not temporary.exists() or not os.path.samestat(os.fstat(descriptor), temporary.stat()):
+        try:
+            locked = os.path.samestat(os.fstat(descriptor), temporary.lstat())
+        except FileNotFoundError:
+            locked = False
+        if not locked:
             raise refusal
         yield
     finally:

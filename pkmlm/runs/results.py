@@ -410,7 +410,7 @@ class Altered(Damaged):
     """A file of results is not what was written."""
 
     def __init__(self, path: Path):
-        super().__init__(f"{path} has been altered: its digest is of other content", "measure again", 1)
+        super().__init__(f"{path} has been altered: its digest is missing or of other content", "measure again", 1)
 
 
 def signed(record: dict[str, Any]) -> dict[str, Any]:

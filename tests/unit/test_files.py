@@ -160,6 +160,15 @@ def test_of_two_that_begin_at_once_one_writes(tmp_path, monkeypatch):
     assert not leftovers(tmp_path)
 
 
+def test_a_link_to_a_folder_is_no_leftover(tmp_path):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "a").write_text("theirs")
+    (tmp_path / ".tmp-new-out").symlink_to(tmp_path / "theirs")
+    with pytest.raises(UserError, match="cannot write"), writing_folder(tmp_path / "out"):
+        pass
+    assert (tmp_path / "theirs" / "a").read_text() == "theirs"
+
+
 def test_a_folder_that_is_finished_before_it_is_locked_is_refused(tmp_path, monkeypatch):
     out, real = tmp_path / "out", fcntl.flock
 

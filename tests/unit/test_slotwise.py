@@ -20,7 +20,7 @@ from pkmlm.kernels.row_gradient import RowGradient
 from pkmlm.model.memory.base import usage_taps
 from pkmlm.model.memory.values import tables_of
 from pkmlm.recipe.load import load_recipe
-from pkmlm.runs.results import read_metrics, signed_arrays, write_arrays
+from pkmlm.runs.results import read_metrics, write_arrays
 from pkmlm.train.optim import optimizer_state
 from pkmlm.train.slot_choice import TableBackground, best_rows
 from pkmlm.train.step import TrainState, train_step
@@ -280,7 +280,7 @@ def test_a_file_that_is_no_background_is_refused(trained, background_of, tmp_pat
         altered = {name: array + 1 if name.endswith("read_by") else array for name, array in stored.items()}
     write_arrays(tmp_path / "altered.npz", altered)
     write_arrays(tmp_path / "unsigned.npz", {name: array for name, array in altered.items() if name != "digest"})
-    write_arrays(tmp_path / "other.npz", signed_arrays({"counts": np.arange(3)}))
+    write_arrays(tmp_path / "other.npz", {"counts": np.arange(3)})
     words = ["train", run / "recipe.yaml", *given("train.only=values", "finetune.slots=tfidf"), "--dry-run"]
     for file, code, told in (
         ("altered.npz", 1, "has been altered"),
