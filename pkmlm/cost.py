@@ -441,6 +441,9 @@ def bytes_sent(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> dict
     train, model, memory = recipe.train, recipe.model, recipe.model.memory
     tokens, groups = train.batch_tokens // ranks, ranks // table_ranks
     number = 2 if in_half_precision(recipe) else 4
+    # If only values train, no gradient reaches the queries of the first memory: a read of its (first) table has none.
+    found = [(block, table) for block in cost.blocks for table in block.tables if table.name == "memory"]
+    fixed = found[0] if train.only == "values" else None
     reads = gradients = 0
     for block in cost.blocks:
         for table in block.tables:
@@ -449,7 +452,7 @@ def bytes_sent(recipe: Recipe, cost: Cost, ranks: int, table_ranks: int) -> dict
             last = table is block.tables[-1] and not ngram and not (table.name == "memory" and model.maps_values)
             passes = 2 if train.recompute and not last else 1
             outputs = (1 + passes) * table.outputs * table.width * number // table_ranks
-            numbers = (20 if train.recompute else 12) - 4 * ngram
+            numbers = (20 if train.recompute else 12) - 4 * (ngram or (block, table) == fixed)
             reads += tokens * (table_ranks - 1) * (numbers * table.reads + outputs)
     for table in learnt_tables(recipe, cost.tables):
         read_by, columns = table.layers * table_ranks * tokens * table.outputs, table.width // table_ranks

@@ -92,7 +92,12 @@ def writing_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
                 os.rename(old, path)
             shutil.rmtree(old, ignore_errors=True)
 
-        make_folder(temporary)
+        try:
+            make_folder(temporary)
+        except BaseException:
+            with suppress(OSError):
+                temporary.rmdir()  # not if another process writes in it
+            raise
         stack.enter_context(locked_folder(temporary, path))
         try:
             restore_old()
