@@ -124,7 +124,17 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
 
 
 class Linear(nn.Linear):
-    """`torch.nn.Linear` whose products are those of `linear`."""
+    """`torch.nn.Linear` whose products are those of `linear`.
+
+    Args:
+        dim_in, dim_out: widths of the input and of the output.
+        bias: whether a bias is added.
+        initial_std: the standard deviation of the initial weights; None: `linear_std` of `pkmlm.model.init`.
+    """
+
+    def __init__(self, dim_in: int, dim_out: int, bias: bool = True, initial_std: float | None = None):
+        super().__init__(dim_in, dim_out, bias)
+        self.initial_std = initial_std
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., I) to (..., O)."""

@@ -21,7 +21,6 @@ from pkmlm.model.host_ngrams import HostIds
 from pkmlm.model.init import Constant, InitSpec, initialise
 from pkmlm.model.memory.base import SparseMemory
 from pkmlm.model.memory.ngram import NGramMemory
-from pkmlm.model.memory.query import UnitLinear
 from pkmlm.model.memory.values import Pool
 from pkmlm.model.transformer import KEY_MEMORIES
 from pkmlm.recipe.constraints import Check, check_ngram
@@ -44,7 +43,8 @@ class SwiGLU(nn.Module):
 
     def __init__(self, dim: int, inner: int):
         super().__init__()
-        self.gate, self.up, self.down = UnitLinear(dim, inner), UnitLinear(dim, inner), UnitLinear(inner, dim)
+        self.gate, self.up = (Linear(dim, inner, initial_std=dim**-0.5) for _ in range(2))
+        self.down = Linear(inner, dim, initial_std=inner**-0.5)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """(B, T, D) to (B, T, D)."""

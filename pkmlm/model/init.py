@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pkmlm.kernels.matmul import Linear
 from pkmlm.seeds import generator
 
 
@@ -69,8 +70,9 @@ def init_spec_of(module: nn.Module) -> dict[str, InitSpec]:
         return own()
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return {"weight": Constant(1.0), "bias": Constant(0.0)}
-    if isinstance(module, nn.Linear):
-        return {"weight": Normal(linear_std(module.in_features, module.out_features)), "bias": Constant(0.0)}
+    if isinstance(module, Linear):
+        std = module.initial_std or linear_std(module.in_features, module.out_features)
+        return {"weight": Normal(std), "bias": Constant(0.0)}
     if isinstance(module, nn.Embedding):
         return {"weight": Normal(linear_std(module.embedding_dim, module.embedding_dim))}
     return {}

@@ -13,7 +13,7 @@ from pkmlm.distributed import ProcessGroups
 from pkmlm.errors import memory_errors
 from pkmlm.kernels.matmul import Linear, linear
 from pkmlm.model.attention import Attention, AttentionLayout, KVCache, rotation
-from pkmlm.model.init import Constant, InitSpec, Normal, initialise, linear_std
+from pkmlm.model.init import initialise, linear_std
 from pkmlm.model.loss import summed_loss
 from pkmlm.model.memory.hash_layer import HashLayer, MemoryBlock
 from pkmlm.model.memory.key_memory import FlatKeyMemory, KeyMemory, ProductKeyMemory
@@ -28,37 +28,20 @@ BATCH_NORM_MOMENTUM = 0.1  # of one optimizer step
 KEY_MEMORIES: dict[str, type[KeyMemory]] = {each.kind: each for each in (ProductKeyMemory, FlatKeyMemory, PEER)}
 
 
-class ResidualLinear(Linear):
-    """The last map of a residual branch.
-
-    Args:
-        dim_in, dim_out: widths of the input and of the output.
-        bias: whether a bias is added.
-        share: factor of the initial weights; GPT-2's is one over the root of the number of branches.
-    """
-
-    def __init__(self, dim_in: int, dim_out: int, bias: bool, share: float):
-        super().__init__(dim_in, dim_out, bias)
-        self.share = share
-
-    def init_spec(self) -> dict[str, InitSpec]:
-        std = self.share * linear_std(self.in_features, self.out_features)
-        return {"weight": Normal(std), "bias": Constant(0.0)}
-
-
 class FFN(nn.Module):
     """Two linear maps with an activation between.
 
     Args:
         model: the recipe's section: its `dim`, `ffn_dim` (null: four times `dim`), `bias` and `activation`.
-        share: as for `ResidualLinear`.
+        share: factor of the initial weights of the last map, as of every residual branch; GPT-2's is one over the root
+            of the number of branches.
     """
 
     def __init__(self, model: Model, share: float):
         super().__init__()
         inner = model.ffn_dim or 4 * model.dim
         self.up = Linear(model.dim, inner, bias=model.bias)
-        self.down = ResidualLinear(inner, model.dim, model.bias, share)
+        self.down = Linear(inner, model.dim, model.bias, share * linear_std(inner, model.dim))
         self.activation: Callable[[Tensor], Tensor] = gelu if model.activation == "gelu" else relu
 
     def forward(self, x_BTD: Tensor) -> Tensor:
@@ -231,7 +214,7 @@ def build_block(recipe: Recipe, layer: int, micro_batches: int, pool: Pool | Non
         kind = KEY_MEMORIES[model.memory.kind]
         parts["memory"] = kind(model.dim, **model.memory.arguments, pool=pool, layer=layer, momentum=momentum)
     qkv: nn.Module = Linear(model.dim, 3 * model.dim, bias=model.bias)
-    out: nn.Module | None = ResidualLinear(model.dim, model.dim, model.bias, share)
+    out: nn.Module | None = Linear(model.dim, model.dim, model.bias, share * linear_std(model.dim, model.dim))
     if hashed:
         spec = model.hash
         qkv = HashLayer(model.dim, 3 * model.dim, bits=spec.bits, **spec.arguments, layer=layer, name="qkv")

@@ -17,9 +17,9 @@ from torch.nn.functional import relu, rms_norm, silu
 from pkmlm.device import at_least_fp32, without_autocast
 from pkmlm.kernels import ops
 from pkmlm.kernels.matmul import Linear, linear
-from pkmlm.model.init import Constant, InitSpec, Normal, Uniform
+from pkmlm.model.init import Constant, InitSpec, Uniform
 from pkmlm.model.memory.base import SparseMemory, UsageTap, uncompiled
-from pkmlm.model.memory.query import RMS_EPSILON, Query, UnitLinear
+from pkmlm.model.memory.query import RMS_EPSILON, Query
 from pkmlm.model.memory.values import Pool, Values
 from pkmlm.recipe.schema import Gate, KeyNorm, Memory, QueryMap, QueryNorm, Scores, section
 
@@ -124,8 +124,9 @@ class KeyMemory(SparseMemory):
             self.__dict__.update(pool.named_children())
         self.make_keys(memory)
         self.key_norm = RMSKeyNorm(memory.key_width) if key_norm == "rms" else None
-        self.gate = UnitLinear(dim, width) if gate == "silu" else None
-        self.output = OutputLinear(width, dim) if self.gate is not None or width != dim else None
+        std = dim**-0.5  # of the output, too, whatever the values' width
+        self.gate = Linear(dim, width, initial_std=std) if gate == "silu" else None
+        self.output = Linear(width, dim, initial_std=std) if self.gate is not None or width != dim else None
         self.reset_parameters()
 
     @classmethod
@@ -217,13 +218,6 @@ class RMSKeyNorm(nn.Module):
         width = self.key_gain_f.shape
         q_NHjf = rms_norm(q_NHq.unflatten(-1, (-1, *width)), width, self.query_gain_f, RMS_EPSILON)
         return q_NHjf.flatten(2), rms_norm(keys, width, self.key_gain_f, RMS_EPSILON)
-
-
-class OutputLinear(Linear):
-    """W2: values to the model's width (D), N(0, 1/D) at the start, whatever the values' width."""
-
-    def init_spec(self) -> dict[str, InitSpec]:
-        return {"weight": Normal(self.out_features**-0.5), "bias": Constant(0.0)}
 
 
 class ProductKeyMemory(KeyMemory):

@@ -14,7 +14,7 @@ from torch.nn.functional import batch_norm
 from pkmlm.device import at_least_fp32, without_autocast
 from pkmlm.distributed import World
 from pkmlm.kernels.matmul import Linear
-from pkmlm.model.init import Constant, InitSpec, Normal
+from pkmlm.model.init import Constant, InitSpec
 from pkmlm.recipe.schema import Memory
 
 EPSILON = 1e-5  # of the batch normalisation
@@ -37,8 +37,10 @@ class Query(nn.Module):
         super().__init__()
         self.heads, self.key_dim = memory.heads, memory.key_dim
         features = memory.heads * memory.key_dim
-        last = UnitLinear(dim, features)
-        self.map = last if memory.query == "linear" else nn.Sequential(UnitLinear(dim, dim), nn.ReLU(), last)
+        std = dim**-0.5  # keeps the size of a normalised input, so that queries start alike under any norm
+        self.map: nn.Module = Linear(dim, features, initial_std=std)
+        if memory.query == "mlp":
+            self.map = nn.Sequential(Linear(dim, dim, initial_std=std), nn.ReLU(), self.map)
         self.norm: nn.Module = nn.Identity()
         match memory.query_norm:
             case "batch":
@@ -56,13 +58,6 @@ class Query(nn.Module):
             if isinstance(self.norm, QueryBatchNorm):
                 return self.norm(q_NF).view(-1, self.heads, self.key_dim)
             return self.norm(q_NF.view(-1, self.heads, self.key_dim))
-
-
-class UnitLinear(Linear):
-    """A linear map that at first keeps the size of a normalised input, so that queries start alike under any norm."""
-
-    def init_spec(self) -> dict[str, InitSpec]:
-        return {"weight": Normal(self.in_features**-0.5), "bias": Constant(0.0)}
 
 
 class QueryBatchNorm(nn.Module):
