@@ -236,7 +236,7 @@ def count_block(recipe: Recipe, layer: int, pool: Pool | None) -> BlockCost:
         attention_flops=attention_flops(model),
         paper_flops=paper,
         saved=saved_per_token(block, model),
-        scores=max((memory.scores_per_query() for memory in found), default=0),
+        scores=max((memory.scores_per_query for memory in found), default=0),
     )
 
 

@@ -58,8 +58,10 @@ def source_commit(root: Path | None = None) -> str | None:
     checkout = [f"--git-dir={root / '.git'}", f"--work-tree={root}"]  # never that of a folder above, nor of a hook
     describe = ["describe", "--always", "--dirty", "--abbrev=40", "--match="]  # no tag: the commit's hash
     try:
-        done = subprocess.run(["git", "--no-optional-locks", *checkout, *describe], capture_output=True, text=True)
-    except OSError:
+        done = subprocess.run(
+            ["git", "--no-optional-locks", *checkout, *describe], capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None
 

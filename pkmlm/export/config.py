@@ -127,6 +127,8 @@ def read_config(path: Path) -> tuple[Recipe, Origin, int | None]:
         return check_recipe(recipe, places), origin, table_bits
     except UserError as error:
         raise UserError(error.message, error.hint, exit_code=1) from None
+    except RecursionError:
+        raise UserError(f"{path}: nested too deeply", exit_code=1) from None
 
 
 def node_of(value: Any, place: str) -> Node:

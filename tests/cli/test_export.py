@@ -322,6 +322,7 @@ DAMAGES = {  # what is done, the exit code, what the error names, and whether to
     "another size": (config_with(dim=48), 1, "shape", False),
     "impossible": (config_with(heads=5), 1, "5 heads", False),
     "a wrong type": (config_with(dim="wide"), 1, "model.dim", False),
+    "nested deeply": (config_with(trained={"recipe": {"eval": json.loads("[" * 900 + "]" * 900)}}), 1, "nested", False),
     "a strange origin": (config_with(trained={"step": "x"}), 1, "trained", False),
     "garbage for weights": (text_in("model.safetensors", "garbage", trusted=True), 1, "weights", False),
     "garbage for a tokenizer": (text_in("tokenizer.model", "garbage", trusted=True), 1, "tokenizer.model", False),

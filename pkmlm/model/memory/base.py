@@ -71,6 +71,7 @@ class SparseMemory(nn.Module, ABC):
         reads: rows that one token reads, of each table.
         outputs: sums that are taken of them, each of as many rows.
         weighted: whether reads have weights of their own; otherwise each weighs 1.
+        scores_per_query: scores that a search for slots makes for one query of one head; 0: it does not search.
         sign: that of the factor by which the layer's output reaches the residual stream, 1 or -1.
     """
 
@@ -79,6 +80,7 @@ class SparseMemory(nn.Module, ABC):
     reads: int
     outputs: int = 1
     weighted: bool = True
+    scores_per_query: int = 0
     sign: float = 1.0
 
     def reset_parameters(self) -> None:
@@ -97,7 +99,7 @@ class SparseMemory(nn.Module, ABC):
     @property
     def gated(self) -> bool:
         """Whether the input, by a gate, decides how much of each entry of the values' sum gets through."""
-        return False
+        return getattr(self, "gate", None) is not None
 
     def answer(self, slots_S: Tensor) -> Tensor:
         """What rows of `values`, given by number, add to the layer's output where they are read with weight 1 and no
@@ -112,10 +114,6 @@ class SparseMemory(nn.Module, ABC):
     @abstractmethod
     def saved_per_token(self) -> int:
         """Numbers that autograd keeps for the backward, beside the input and output: an estimate."""
-
-    def scores_per_query(self) -> int:
-        """Scores that a search for the best slots makes for one query of one head; 0: it does not search."""
-        return 0
 
 
 def memories(model: nn.Module) -> list[SparseMemory]:

@@ -110,6 +110,7 @@ class KeyMemory(SparseMemory):
         width = value_dim or dim
         self.topk, self.scores = topk, scores
         self.reads = heads * topk
+        self.scores_per_query = memory.key_rows * (2 if memory.halved else 1)
         self.query = Query(dim, memory, momentum)
         layers = () if pool is None else pool.layers
         self.tap = UsageTap(layer, "memory", self.kind, memory.slots, heads, pool=layers)
@@ -138,11 +139,10 @@ class KeyMemory(SparseMemory):
 
     @abstractmethod
     def make_keys(self, memory: Memory) -> None:
-        """Make the parameters of the keys, with their shapes."""
+        """Make the parameters of the keys, with their shapes; the only parameters that are the layer's own."""
 
-    @property
-    def gated(self) -> bool:
-        return self.gate is not None
+    def init_spec(self) -> dict[str, InitSpec]:
+        return {name: Uniform(keys_f.shape[-1] ** -0.5) for name, keys_f in self.named_parameters(recurse=False)}
 
     @abstractmethod
     def select(self, q_NHq: Tensor) -> tuple[Tensor, Tensor]:
@@ -236,15 +236,9 @@ class ProductKeyMemory(KeyMemory):
             raise ValueError(f"key_dim: found {memory.key_dim} (expected an even number, to be halved)")
         self.subkeys_H2nf = nn.Parameter(torch.empty(memory.heads, 2, memory.num_keys, memory.key_dim // 2))
 
-    def init_spec(self) -> dict[str, InitSpec]:
-        return {"subkeys_H2nf": Uniform(self.subkeys_H2nf.shape[-1] ** -0.5)}
-
     def select(self, q_NHq: Tensor) -> tuple[Tensor, Tensor]:
         """The exact top-k over all n^2 product keys, as `ops.product_key_select`."""
         return ops.product_key_select(*self.normed(q_NHq, self.subkeys_H2nf), self.topk)
-
-    def scores_per_query(self) -> int:
-        return 2 * self.subkeys_H2nf.shape[2]
 
 
 class FlatKeyMemory(KeyMemory):
@@ -260,12 +254,6 @@ class FlatKeyMemory(KeyMemory):
     def make_keys(self, memory: Memory) -> None:
         self.keys_HKq = nn.Parameter(torch.empty(memory.heads, memory.slots, memory.key_dim))
 
-    def init_spec(self) -> dict[str, InitSpec]:
-        return {"keys_HKq": Uniform(self.keys_HKq.shape[-1] ** -0.5)}
-
     def select(self, q_NHq: Tensor) -> tuple[Tensor, Tensor]:
         """The exact top-k over all keys, as `ops.flat_key_select`."""
         return ops.flat_key_select(*self.normed(q_NHq, self.keys_HKq), self.topk)
-
-    def scores_per_query(self) -> int:
-        return self.keys_HKq.shape[1]

@@ -181,10 +181,6 @@ class NGramMemory(SparseMemory):
     def init_spec(self) -> dict[str, InitSpec]:
         return {"multipliers_HG": Multipliers(self.orders_H)}
 
-    @property
-    def gated(self) -> bool:
-        return self.gate is not None
-
     def answer(self, slots_S: Tensor) -> Tensor:
         """What each row makes of the value, without the convolution; of added rows, these times their factor."""
         rows_Se = super().answer(slots_S)
