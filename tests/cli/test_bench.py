@@ -66,9 +66,7 @@ def test_bench_generate_times_models_side_by_side(tmp_path, write_recipe):
     assert "One token" not in said, "a batch of two reads the dense weights for both"
     said = pkmlm("bench", "generate", recipe, *short, "--only", "memory", "--batch", 1).stdout
     (row,) = [line.split() for line in said[said.index("One token") :].splitlines() if line.startswith("memory-")]
-    megabytes, milliseconds, speed = map(float, row[1:4])
-    assert megabytes == round(models["memory-256"]["bytes_read_per_token"] / 1e6, 1) > 0
-    assert speed == pytest.approx(megabytes / milliseconds, abs=0.1)
+    assert float(row[1]) == round(models["memory-256"]["bytes_read_per_token"] / 1e6, 1) > 0
     hashed = write_recipe(tmp_path, "hash")
     assert "model.memory.kind" in pkmlm("bench", "generate", hashed, "--only", "memory", code=2).stderr
     assert "'fast'" in pkmlm("bench", "generate", hashed, "--only", "fast", code=2).stderr

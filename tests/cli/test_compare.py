@@ -523,16 +523,11 @@ def test_runs_at_equal_seconds_of_steps_timed_in_turn(trained: Callable[[str], P
     times = json.loads((folders[0] / "steps.json").read_text())
     assert {len(seconds) for seconds in times["steps"].values()} == {7}
     assert sorted(map(median, times["steps"].values())) == sorted(one["seconds_per_step"] for one in (dense, memory))
-    slow, fast = sorted((dense, memory), key=lambda one: one["seconds_per_step"], reverse=True)
+    fast = min(dense, memory, key=lambda one: one["seconds_per_step"])
     assert record["equal"]["seconds"] == {
         "amount": pytest.approx(30 * fast["seconds_per_step"]),
         "shortest": fast["run"],
     }
-    if (step := slow["equal_seconds_step"]) > 15:
-        events = RunDirectory(tmp_path / slow["run"]).metrics()
-        first, last = (event["loss"] for event in events if event["event"] == "valid")
-        assert slow["equal_seconds_between"] == 15
-        assert slow["equal_seconds_valid_loss"] == pytest.approx(first + (last - first) * (step - 15) / 15)
     # Later calls, also for fewer runs, read what was timed; for more, all are timed together anew.
     assert json.loads(pkmlm("compare", *folders[:2], *over).stdout) == record
     pkmlm("compare", folders[1], "--over", "seconds")

@@ -22,12 +22,6 @@ def test_the_table_of_memoryformer_tiny() -> None:
     ]
 
 
-def test_a_key_that_does_nothing_is_warned_of_beside_the_table() -> None:
-    done = pkmlm("cost", TINY, "-s", "model.ffn_dim=128")
-    assert done.stderr.startswith("warning: model.ffn_dim")
-    assert done.stdout == pkmlm("cost", TINY).stdout
-
-
 def test_json_has_the_shape_of_the_contract() -> None:
     done = pkmlm("cost", TINY, "-s", "model.layers=2", "--json")
     cost = json.loads(done.stdout)

@@ -263,17 +263,6 @@ def test_force_replaces_nothing_but_an_export(trained, tmp_path):
     assert kept.read_text() == '{"model_type": "gpt2"}'
 
 
-def test_a_full_disk_leaves_nothing(trained, tmp_path):
-    run, before = trained("dense"), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, before[1]))  # Python ignores the signal
-    try:
-        done = pkmlm("export", run, "-o", tmp_path / "exported", code=1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert done.stderr.startswith("error: cannot write ")
-    assert list(tmp_path.iterdir()) == []
-
-
 def damaged_byte(folder: Path) -> None:
     data = bytearray((folder / "model.safetensors").read_bytes())
     data[-5] ^= 1

@@ -94,7 +94,7 @@ def test_percentages_hold_out_documents_of_the_training_text(texts):
         (["--valid", "60%", "--test", "40%"], "leave no document for training"),
     ],
 )
-def test_percentages_that_mean_nothing_are_refused(texts, arguments, message):
+def test_percentages_that_mean_nothing_are_refused(arguments, message):
     result = CliRunner().invoke(cli, ["tokenize", "train.txt", *arguments, "-o", "out"], standalone_mode=False)
     assert isinstance(result.exception, click.UsageError)
     assert message in result.exception.message

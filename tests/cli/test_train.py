@@ -164,12 +164,6 @@ def test_resume_rules(tmp_path, write_recipe, trained):
     assert (bare / "metrics.jsonl").read_bytes() == (done / "metrics.jsonl").read_bytes()
 
 
-def test_two_processes_do_not_share_a_run(tmp_path, write_recipe):
-    with RunDirectory(tmp_path / "run").locked():
-        said = pkmlm("train", write_recipe(tmp_path, "dense"), "-o", tmp_path / "run", code=1).stderr
-    assert "is in use by process" in said
-
-
 def test_divergence_exits_3_and_keeps_the_last_checkpoint(tmp_path, write_recipe):
     run, recipe = tmp_path / "run", write_recipe(tmp_path, "dense")
     explode = ["-s", "optim.weight_decay=1e30", "-s", "optim.clip=0", "-s", "checkpoint.every=1"]

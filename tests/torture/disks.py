@@ -10,8 +10,6 @@ from tests.torture.crashes import untold
 from tests.torture.kills import same
 from tests.torture.oracle import Ground
 
-PAGE = 4 << 10
-
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: int) -> Iterator[Path | None]:

@@ -357,8 +357,9 @@ def test_narrower_weights_keep_queries_and_keys(pair, tokenizer, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "dense"])
+@pytest.mark.parametrize(
+    ("kind", "bits"), [("product-key", 8), *((kind, 4) for kind in KINDS if kind != "dense")], ids=str
+)
 def test_tables_in_few_bits_are_read_alike(kind, bits, tokenizer, tmp_path):
     """By our code and by the folder's, as the same model with the rounded entries in fp32 tables."""
     recipe = recipe_of(KINDS[kind])

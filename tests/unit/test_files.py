@@ -311,8 +311,9 @@ def test_a_lock_says_who_holds_it_whatever_stands_in_it(tmp_path):
         pass
 
 
-def test_a_lock_that_is_only_looked_at_is_waited_for(tmp_path):
+def test_a_lock_that_is_only_looked_at_is_waited_for(tmp_path, monkeypatch):
     """As `pkmlm compare` looks at a killed run that is about to be resumed."""
+    monkeypatch.setattr(files, "LOCK_PATIENCE", 5)
     with open(tmp_path / "lock", "wb") as looking:
         fcntl.flock(looking, fcntl.LOCK_SH)
         Timer(0.05, fcntl.flock, (looking, fcntl.LOCK_UN)).start()

@@ -50,9 +50,8 @@ def test_a_later_signal_ends_at_once(monkeypatch):
             send(signal.SIGINT, 10)
 
 
-def test_signals_that_come_together_are_one_request(monkeypatch):
+def test_signals_that_come_together_are_one_request():
     """As when a launcher of many threads is killed (each thread's end sends one); however late they are handled."""
-    monkeypatch.setattr(signals, "SAME_REQUEST", 0.2)
     with stop_on_signals() as request:
         try:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTERM) * 10:
