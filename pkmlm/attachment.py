@@ -322,12 +322,12 @@ class Attachment:
         self._check()
         memory = find_memory(self.module, None if layer is None else str(layer))
         counters = UsageCounters(self.module, [memory.tap], overlap=False)
-        tops = TopContexts(self.module, taps=[memory.tap])
+        kept = TopContexts(memory.tap, next(self.module.parameters()).device)
         with evaluating(self.model):
-            with counters, tops:
-                rows = self._read(batches, counters, tops)
+            with counters, ReadListener([(kept.tap, kept.add)]) as heard:
+                rows = self._read(batches, counters, heard)
             host = Hosted(self.model)
-        usage, (positions,) = counters.memories()[0], tops.positions()
+        usage, positions = counters.memories()[0], kept.positions()
         ends = list(accumulate(map(len, rows)))
 
         def context(position: int, weight: float) -> Context:

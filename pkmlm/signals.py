@@ -22,6 +22,11 @@ Handler = Callable[[int, FrameType | None], None]
 EXIT_CODES: dict[int, int] = {signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGINT: 130}
 
 
+def signal_name(number: int) -> str:
+    """Such as SIGTERM; "signal 35" for one that has no name."""
+    return next((each.name for each in signal.Signals if each == number), f"signal {number}")
+
+
 def interrupt_after_imports() -> None:
     """Let Ctrl-C wait until libraries are imported, which takes seconds for torch. Within an import, some swallow
     KeyboardInterrupt and stay half loaded; others end the process with SIGABRT. SIGINT stays ignored where it is.

@@ -108,8 +108,11 @@ class Look:
         axes.grid(True)
         return figure, axes
 
-    def save(self, folder: Path, name: str, figure: Figure) -> list[Path]:
-        """Write a figure in each format, and return the files."""
+    @drawing
+    def save(self, folder: Path, name: str, figure: Figure | None) -> list[Path]:
+        """Write a figure, if there is one, in each format, and return the files."""
+        if figure is None:
+            return []
         files = [folder / f"{name}.{format}" for format in self.formats]
         make_folder(folder)
         for format, path in zip(self.formats, files, strict=True):
@@ -178,23 +181,8 @@ def draw_curves(
         look: of the files.
         log: whether the axis of that is logarithmic.
     """
-    figure = learning_curves(runs, over, look, log)
     name = "learning-curves" if over == "steps" else f"learning-curves-over-{over}"
-    return look.save(folder, name, figure) if figure else []
-
-
-@drawing
-def draw_over_tokens(
-    folder: Path,
-    runs: Mapping[str, Sequence[Curves]],
-    branches: Mapping[str, Sequence[str]],
-    dense: str | None,
-    comparable: Collection[str],
-    look: Look,
-) -> list[Path]:
-    """Draw `over_tokens` into a folder and return the files: none where no run has two validations."""
-    figure = over_tokens(runs, branches, dense, comparable, look)
-    return look.save(folder, "perplexity-and-use-over-tokens", figure) if figure else []
+    return look.save(folder, name, learning_curves(runs, over, look, log))
 
 
 def probe_bars(record: Mapping[str, Any], memory: Mapping[str, Any], look: Look) -> Figure:
@@ -382,6 +370,7 @@ def learning_curves(runs: Mapping[str, Sequence[Curves]], over: str, look: Look,
     return figure
 
 
+@drawing
 def over_tokens(
     runs: Mapping[str, Sequence[Curves]],
     branches: Mapping[str, Sequence[str]],

@@ -187,6 +187,7 @@ class Means:
         token_N, pair_N: int64, which of the means each position of the text takes.
     """
 
+    @torch.no_grad()
     def __init__(
         self,
         model: Transformer,
@@ -206,26 +207,14 @@ class Means:
         found, counts = np.unique(pairs_PT[pairs_PT >= 0], return_counts=True)
         pairs = np.intersect1d(found[counts >= PAIR_LEAST], pairs_N)
         last = len(tokens) + len(pairs)
-        rows = [(places(tokens, ids_PT), 0), (places(pairs, pairs_PT), len(tokens))]
-        self.means = self._fit(
-            model, group, ids_PT, [np.where(at < 0, -1, at + first) for at, first in rows], last, advance
-        )
+        # Which means a position counts for (-1: none) beside the last one: its token's, and its pair's; (P, T) each.
+        of_pairs = places(pairs, pairs_PT)
+        rows = [places(tokens, ids_PT), np.where(of_pairs < 0, -1, of_pairs + len(tokens))]
         token_N, pair_N = places(tokens, text.tokens_N), places(pairs, pairs_N)
         token_N = np.where(token_N < 0, last, token_N)
         pair_N = np.where(pair_N < 0, token_N, pair_N + len(tokens))
         self.token_N, self.pair_N = (torch.from_numpy(each).to(self.device) for each in (token_N, pair_N))
 
-    @torch.no_grad()
-    def _fit(
-        self,
-        model: Transformer,
-        group: Sequence[SparseMemory],
-        ids_PT: Ints,
-        rows: Sequence[Ints],
-        last: int,
-        advance: Advance,
-    ) -> dict[SparseMemory, Tensor]:
-        """The means; `rows`, each (P, T), say which ones a position counts for (-1: none) beside the last one."""
         sums: dict[SparseMemory, Tensor] = {}
         kinds: dict[SparseMemory, torch.dtype] = {}
         free, needed = free_bytes(self.device), 0
@@ -254,7 +243,7 @@ class Means:
         counts = np.bincount(counted, minlength=last + 1)
         counts[last] = ids_PT.size
         counts_R1 = torch.from_numpy(counts).to(self.device)[:, None]
-        return {memory: sums.pop(memory).div_(counts_R1).to(kinds[memory]) for memory in group}
+        self.means = {memory: sums.pop(memory).div_(counts_R1).to(kinds[memory]) for memory in group}
 
 
 def evenly_spaced(corpus: Corpus, length: int, most: int) -> Ints:
@@ -519,9 +508,16 @@ def probe_run(
             show(done)
 
         means = Means(run.model, found, corpus, text, fit_tokens, advance)
-        scores = score_probes(Probes(Reader(run.model, text), found, means), groups, twins, advance)
-        sums_UC = np.stack([np.add.reduceat(nll_N, starts_U) for nll_N in scores], axis=1)
-    real, *beside = intervals(sums_UC, tokens_U)
+        probes = Probes(Reader(run.model, text), found, means)
+        real_N = probes.real(advance)
+        sums = [np.add.reduceat(real_N, starts_U)]
+        for twin in twins:
+            sums.append(np.add.reduceat(Reader(twin.model, text).nll(advance) - real_N, starts_U))
+        for group in groups:
+            for name in PROBES:
+                with getattr(probes, name)(group.memories):
+                    sums.append(np.add.reduceat(probes.reader.nll(advance) - real_N, starts_U))
+    real, *beside = intervals(np.stack(sums, axis=1), tokens_U)
     for entry in (real, *beside):
         nats = entry["nats"] + (0.0 if entry is real else real["nats"])
         entry["token_ppl"] = perplexity(nats)
@@ -547,23 +543,6 @@ def probe_run(
         ],
     }
     return record, [*warnings, *documents.warnings]
-
-
-def score_probes(
-    probes: Probes, groups: Sequence[Group], twins: Sequence[LoadedRun], advance: Advance
-) -> Iterator[Floats]:
-    """The real -log p of each position, and by how much it is higher with each twin, then with each probe of each group
-    of memories: (N,) each.
-    """
-    real_N = probes.real(advance)
-    yield real_N
-    for twin in twins:
-        yield Reader(twin.model, probes.reader.text).nll(advance) - real_N
-    for group in groups:
-        for name in PROBES:
-            with getattr(probes, name)(group.memories):
-                nll_N = probes.reader.nll(advance)
-            yield nll_N - real_N
 
 
 def with_shares(probes: dict[str, Entry]) -> dict[str, Entry]:

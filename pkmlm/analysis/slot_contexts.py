@@ -12,12 +12,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
-from pkmlm.analysis.counters import ReadListener
 from pkmlm.evaluate.documents import Documents
 from pkmlm.evaluate.load import LoadedRun
-from pkmlm.model.memory.base import UsageTap, usage_taps
+from pkmlm.model.memory.base import UsageTap
 
 JUDGED, LEAST = 10, 3  # contexts in which a pattern is looked for, and how many must share it at least
 BEFORE, AFTER = 14, 6  # tokens shown around the one that reads
@@ -36,34 +35,20 @@ class TopPositions(NamedTuple):
     positions_Kc: NDArray[np.int64]
 
 
-class TopContexts(ReadListener):
-    """Keeps the strongest positions of every slot while the `with` block runs.
+class TopContexts:
+    """Keeps the strongest positions of every slot of a memory, whose reads `add` hears (see `ReadListener`).
 
     Takes 12 bytes for each slot and context kept, however long the text.
-
-    Args:
-        model: whose memories are watched.
-        contexts: kept of each slot.
-        taps: of the memories that are watched; None: all.
     """
 
-    def __init__(self, model: nn.Module, contexts: int = JUDGED, taps: list[UsageTap] | None = None):
-        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        self._tops = [_Top(tap, device, contexts) for tap in (usage_taps(model) if taps is None else taps)]
-        super().__init__([(top.tap, top.add) for top in self._tops])
-
-    def positions(self) -> list[TopPositions]:
-        """What has been found, one entry a tap, in order."""
-        return [TopPositions(top.weights_Kc.cpu().numpy(), top.positions_Kc.cpu().numpy()) for top in self._tops]
-
-
-class _Top:
-    """The strongest positions of one memory."""
-
-    def __init__(self, tap: UsageTap, device: torch.device, contexts: int):
+    def __init__(self, tap: UsageTap, device: torch.device, contexts: int = JUDGED):
         self.tap, self.contexts, self.tokens = tap, contexts, 0
         self.weights_Kc = torch.full((tap.slots, contexts), -math.inf, device=device)
         self.positions_Kc = torch.full((tap.slots, contexts), -1, dtype=torch.int64, device=device)
+
+    def positions(self) -> TopPositions:
+        """What has been found."""
+        return TopPositions(self.weights_Kc.cpu().numpy(), self.positions_Kc.cpu().numpy())
 
     @torch.no_grad()
     def add(self, slots_NHk: Tensor, weights_NHk: Tensor) -> None:

@@ -200,9 +200,11 @@ def index_slots(
     indexed = memories(run.model) if memory is None else [memory]
     taps = [each.tap for each in indexed]
     ngrams = NGrams()
-    with TopContexts(run.model, contexts, taps) as tops:
-        usage = measure_usage(run, documents, advance, None, ngrams, taps, [tops])[: len(indexed)]  # without the pool
-    return [SlotIndex(*found, ngrams) for found in zip(indexed, usage, tops.positions(), strict=True)]
+    tops = [TopContexts(tap, run.device, contexts) for tap in taps]
+    with ReadListener([(top.tap, top.add) for top in tops]) as heard:
+        usage = measure_usage(run, documents, advance, None, ngrams, taps, [heard])[: len(indexed)]  # without the pool
+    positions = [top.positions() for top in tops]
+    return [SlotIndex(*found, ngrams) for found in zip(indexed, usage, positions, strict=True)]
 
 
 class SlotDetails(NamedTuple):

@@ -183,12 +183,9 @@ def compare_tables(
     columns = [*numbers("{:.3f}", *names, "average"), *step]
     rows = []
     for group in groups:
-        found = []
-        for run in group.runs:
-            acc = [run["tasks"].get(name, {}).get("acc") for name in names]
-            found.append([*acc, run["average_acc"], run["tasks_step"]])
-        cells = [_cell(values, column) for values, column in zip(zip(*found, strict=True), columns, strict=False)]
-        rows.append([*start(group), *cells])
+        by_column = [[run["tasks"].get(name, {}).get("acc") for run in group.runs] for name in names]
+        by_column += [[run[key] for run in group.runs] for key in ("average_acc", "tasks_step")]
+        rows.append([*start(group), *map(_cell, by_column, columns)])
     tables.append(noted("Zero-shot accuracy", [Column("Run"), *seeds, *columns], rows, *notes))
 
     step = at_step("usage_step")
@@ -206,9 +203,7 @@ def compare_tables(
                 memories.setdefault((_where(memory), memory["slots"]), []).append(values)
         for where, found in memories.items():
             lacking = [[None] * len(found[0])] * (len(group.runs) - len(found))
-            by_column = zip(*found, *lacking, strict=True)
-            cells = [_cell(values, column) for values, column in zip(by_column, columns, strict=False)]
-            rows.append([group.name, *where, *cells])
+            rows.append([group.name, *where, *map(_cell, zip(*found, *lacking, strict=True), columns)])
     columns = [Column("Run"), Column("Layer"), number("Slots"), *columns]
     tables.append(noted("Memory use on the test split, by mass", columns, rows))
     first = 1 + len(seeds)

@@ -63,12 +63,13 @@ class LazyGroup(click.Group):
             ctx.exit(report_error(error))
 
 
-def remember(context: click.Context, parameter: click.Parameter, value: bool) -> None:
-    """Note -v, which `main` reads when an error has come, or -q, which `options.quiet_option` reads. Commands that show
-    no progress take -q, too: a script may call them all alike.
+def remember(context: click.Context, parameter: click.Parameter, value: bool) -> bool:
+    """Note -v, which `main` reads when an error has come, or -q, and return whether it stands here or before. Commands
+    that show no progress take -q, too: a script may call them all alike.
     """
-    settings = context.ensure_object(dict)
+    settings: dict[str | None, bool] = context.ensure_object(dict)
     settings[parameter.name] = value or settings.get(parameter.name, False)
+    return settings[parameter.name]
 
 
 VERBOSE = click.Option(

@@ -65,7 +65,7 @@ def command(
     dense, comparable = comparison.comparable_with_dense()
     try:  # pictures first, so that they are drawn also if nobody reads the output any more
         if folder is not None:
-            from pkmlm.analysis.plots import Look, draw_curves, draw_over_tokens
+            from pkmlm.analysis.plots import Look, draw_curves, over_tokens
 
             look, branches, drawn = Look(plot_format, plot_width), comparison.branches(), []
             for axis in over or ("steps",):
@@ -75,7 +75,8 @@ def command(
                 }
                 drawn += draw_curves(folder, lines, axis, look, plot_log)
             trunk = next((name for name, ends in branches.items() if dense in (name, *ends)), None)
-            drawn += draw_over_tokens(folder, comparison.curves("tokens"), branches, trunk, comparable, look)
+            figure = over_tokens(comparison.curves("tokens"), branches, trunk, comparable, look)
+            drawn += look.save(folder, "perplexity-and-use-over-tokens", figure)
             if drawn:
                 say_drawn(len(drawn), folder)
             else:

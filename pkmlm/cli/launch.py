@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from pkmlm.environment import collective_timeout, launched_processes, usable_cores
 from pkmlm.errors import UserError
-from pkmlm.signals import EXIT_CODES, handled
+from pkmlm.signals import EXIT_CODES, handled, signal_name
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import ProcessFailure
@@ -116,7 +116,7 @@ def outcome(failures: "Mapping[int, ProcessFailure]", passed: list[int], run: st
         what = f"did not answer after the end of rank {first} (exit code {failures[first].exitcode}), and was ended"
         status, why = "failed", "it hung, or somebody has stopped it"
     else:
-        name = signal.Signals(-killed[rank].exitcode).name
+        name = signal_name(-killed[rank].exitcode)
         status, what = f"killed ({name})", f"was killed ({name}), and the others were ended"
         why = "if nobody did it, memory ran out, or a library gave up, as NCCL does where no rank answers in time"
     note_end(run, rank, status)

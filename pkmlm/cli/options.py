@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from pkmlm.analysis.equal import OVERS
+from pkmlm.cli import remember
 from pkmlm.console import FORMATS
 from pkmlm.errors import UserError
 
@@ -40,16 +41,7 @@ step_option = click.option(
     metavar="latest|best|N",
     help="Which checkpoint of the run to read.",
 )
-
-
-def quiet_anywhere(context: click.Context, parameter: click.Parameter, value: bool) -> bool:
-    """Whether -q stands behind or before the command."""
-    return value or bool((context.obj or {}).get("quiet"))
-
-
-quiet_option = click.option(
-    "-q", "--quiet", is_flag=True, callback=quiet_anywhere, help="No progress on standard error."
-)
+quiet_option = click.option("-q", "--quiet", is_flag=True, callback=remember, help="No progress on standard error.")
 
 
 def given(context: click.Context, name: str) -> bool:

@@ -1,8 +1,7 @@
 """`pkmlm usage-report`: how evenly a trained model reads its memories."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import click
@@ -121,7 +120,13 @@ def command(
     from pkmlm.export.config import is_attached
     from pkmlm.runs.directory import RunDirectory
 
-    with launched() as world:
+    world: World | None = None  # without a launcher: a report that is kept needs no torch
+    with ExitStack() as stack:
+        if launched_processes() > 1:
+            from pkmlm.distributed import init_distributed
+
+            world = stack.enter_context(init_distributed())
+            stack.enter_context(world.errors_on_rank_zero())
         runs = open_runs(run_paths, run_or_export)
         several_reports = len(runs) * len(steps) > 1
         if export_file is not None and several_reports:
@@ -180,15 +185,3 @@ def command(
             tables = [usage_rows(entries)] if format == "csv" else usage_tables(entries)
             click.echo("\n".join(table.render(format) for table in tables), nl=False)
         warn_each(warning for entry in entries for warning in entry.get("warnings") or [])
-
-
-@contextmanager
-def launched() -> "Iterator[World | None]":
-    """The processes of a launcher. None without one: a report that is kept needs no torch."""
-    if launched_processes() == 1:
-        yield None
-        return
-    from pkmlm.distributed import init_distributed
-
-    with init_distributed() as world, world.errors_on_rank_zero():
-        yield world

@@ -5,13 +5,11 @@ diverges harms no other, and a sweep that was stopped continues where it was.
 """
 
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +35,7 @@ from pkmlm.recipe.shipped import find_base
 from pkmlm.runs.directory import RunDirectory
 from pkmlm.runs.files import locked, make_folder, write_text
 from pkmlm.runs.results import altered_results
-from pkmlm.signals import StopRequest, stop_on_signals
+from pkmlm.signals import StopRequest, signal_name, stop_on_signals
 from pkmlm.sweep.cells import WRONG_USAGE, Cell, Cells, Outcome, best, facts_at_end, finished, steps_taken
 from pkmlm.sweep.grid import Point, read_grid
 from pkmlm.sweep.measures import MEASURES, facts_of_cost, tasks_of
@@ -158,13 +156,12 @@ def run_sweep(
         sys.stdout.write("\n".join(table.render() for table in tables))
         if drawn:
             say_drawn(len(drawn), folder.path)
+    for outcome in results.failed if not code else ():
+        print(f"error: {printable(outcome.cell.name)}: {printable(outcome.message)}", file=sys.stderr)
     if problem:
         raise problem
-    if code:
-        return code
-    for outcome in results.failed:
-        print(f"error: {printable(outcome.cell.name)}: {printable(outcome.message)}", file=sys.stderr)
-    return min((outcome.exit_code for outcome in results.failed), default=0)  # 2 if wrong usage explains them all
+    # 2 if wrong usage explains all of them.
+    return code or min((outcome.exit_code for outcome in results.failed), default=0)
 
 
 def run_cells(
@@ -185,7 +182,22 @@ def run_cells(
     total, runs = len(results.cells), folder.runs
     make_folder(runs)
     lock = locked(runs / ".lock", f"the sweep {folder.path}")
-    with lock, stop_on_signals() as stop, cell_progress(folder, quiet) as (say, show_running):
+    progress = progress_bars(quiet, MofNCompleteColumn(), TimeElapsedColumn())
+    bars: dict[str, TaskID] = {}
+    with lock, stop_on_signals() as stop, progress:
+
+        def show_running(running: list[Cell]) -> None:
+            for name in bars.keys() - {cell.name for cell in running}:
+                progress.remove_task(bars.pop(name))
+            for cell in running if not progress.disable else ():
+                if cell.name not in bars:
+                    bars[cell.name] = progress.add_task(cell.name, total=cell.recipe.train.steps)
+                progress.update(bars[cell.name], completed=steps_taken(cell, runs))
+
+        def say(text: str) -> None:
+            if not quiet:
+                wrap = progress.console.is_terminal  # elsewhere a long line stays one line
+                progress.console.print(printable(text), markup=False, emoji=False, highlight=False, soft_wrap=not wrap)
 
         def on_end(outcome: Outcome) -> None:
             chosen = outcome.cell.name in results.outcomes  # it was trained before; now it is measured
@@ -206,29 +218,6 @@ def run_cells(
         if stop.exit_code is not None:
             print("stopped on request; the same command resumes it", file=sys.stderr)
     return stop.exit_code or 0
-
-
-@contextmanager
-def cell_progress(folder: SweepFolder, quiet: bool) -> Iterator[tuple[Say, Callable[[list[Cell]], None]]]:
-    """Yield a function that prints a line, and one that takes the running cells: on a terminal each has a bar."""
-    with progress_bars(quiet, MofNCompleteColumn(), TimeElapsedColumn()) as progress:
-        console = progress.console
-        bars: dict[str, TaskID] = {}
-
-        def show_running(running: list[Cell]) -> None:
-            for name in bars.keys() - {cell.name for cell in running}:
-                progress.remove_task(bars.pop(name))
-            for cell in running if not progress.disable else ():
-                if cell.name not in bars:
-                    bars[cell.name] = progress.add_task(cell.name, total=cell.recipe.train.steps)
-                progress.update(bars[cell.name], completed=steps_taken(cell, folder.runs))
-
-        def say(text: str) -> None:
-            if not quiet:
-                wrap = console.is_terminal  # elsewhere a long line stays one line
-                console.print(printable(text), markup=False, emoji=False, highlight=False, soft_wrap=not wrap)
-
-        yield say, show_running
 
 
 class Runner:
@@ -368,9 +357,7 @@ class Runner:
         errors = [line for line in lines if line.startswith("error: ")] or lines
         last = errors[-1].removeprefix("error: ") if errors else ""
         if child.returncode < 0:  # a signal killed it
-            name = next(
-                (each.name for each in signal.Signals if each == -child.returncode), f"signal {-child.returncode}"
-            )
+            name = signal_name(-child.returncode)
             why = "if nobody did it, memory ran out" if name == "SIGKILL" else last
             last = f"pkmlm {arguments[0]} was killed ({name}): {why}"
         return child.returncode, last

@@ -89,7 +89,13 @@ def open_job(recipe_file: str, overrides: Sequence[str], ranks: int, *, verify: 
     warnings += no_validation_warning(job)
     if recipe.parallel.shard and ranks == 1:
         warnings.append("parallel.shard: without effect in one process")
-    return Job(recipe, corpus, tokenizer, tuple(warnings), background_of(recipe))
+    background = None
+    if recipe.finetune.slots in ("tfidf", "kl"):
+        try:
+            background = Background.read(Path(str(recipe.finetune.background)))
+        except UserError as error:
+            raise UserError(f"finetune.background: {error.message}", error.hint, error.exit_code) from None
+    return Job(recipe, corpus, tokenizer, tuple(warnings), background)
 
 
 def hashes_of(job: Job) -> dict[str, str]:
@@ -100,20 +106,6 @@ def hashes_of(job: Job) -> dict[str, str]:
     if job.recipe.model.ngram.layers:
         found["canonical"] = canonical_sha256(job.canonical_ids)
     return found
-
-
-def background_of(recipe: Recipe) -> Background | None:
-    """The background by which a recipe chooses slots, if it does.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    if recipe.finetune.slots not in ("tfidf", "kl"):
-        return None
-    try:
-        return Background.read(Path(str(recipe.finetune.background)))
-    except UserError as error:
-        raise UserError(f"finetune.background: {error.message}", error.hint, error.exit_code) from None
 
 
 def no_validation_warning(job: Job) -> list[str]:

@@ -35,30 +35,30 @@ class TableBackground:
 
 
 class SlotChoice:
-    """Chooses anew, in each step, the rows of a model's tables of values that may move: of each table, the `top` best.
+    """Chooses anew, in each step, the rows of a model's tables of values that may move: of each table, the best.
 
     Args:
-        slots: "count", "tfidf" or "kl": what makes a row good; see `best_rows`.
-        top: rows of a table.
-        model: whose reads are counted.
-        tables: of values, by path; their optimizer has been made.
-        background: of each; "count" needs none.
+        recipe: its `finetune` says what makes a row good (see `best_rows`), and how many are chosen.
+        model: whose reads are counted; the optimizers of its tables have been made.
+        background: of these tables; "count" needs none.
 
     Attributes:
         counters: open while a step reads, at the positions that are scored, as in a background. (With
             `train.recompute` each read counts twice, which changes no share.)
+
+    Raises:
+        UserError: as `check_background`.
     """
 
-    def __init__(
-        self,
-        slots: SlotScore,
-        top: int,
-        model: nn.Module,
-        tables: dict[str, Values],
-        background: dict[str, TableBackground],
-    ):
-        self.slots, self.top, self.tables, self.background = slots, top, tables, background
-        self.counters = RowCounters(model)
+    def __init__(self, recipe: Recipe, model: nn.Module, background: Background | None):
+        self.slots, self.top = recipe.finetune.slots, recipe.finetune.top
+        self.tables, self.counters = _tables(recipe, model, background), RowCounters(model)
+        self.background: dict[str, TableBackground] = {}
+        if background is not None:
+            on = next(model.parameters()).device
+            for path in self.tables:
+                counts = (torch.from_numpy(each[path]).to(on) for each in (background.read_by, background.reads))
+                self.background[path] = TableBackground(background.batches, *counts)
 
     def choose(self, world: World) -> None:
         """Choose by the step's reads, and drop the gradient of all other rows; all ranks call this."""
@@ -93,25 +93,6 @@ def best_rows(slots: SlotScore, counts_K: Tensor, top: int, background: TableBac
     else:
         score_U = share_U
     return rows_U[score_U.sort(descending=True, stable=True).indices[:top]]
-
-
-def slot_choice(recipe: Recipe, model: nn.Module, background: Background | None) -> SlotChoice | None:
-    """The choice that a recipe asks for, once its optimizers are made; None: all slots may move.
-
-    Raises:
-        UserError: as `check_background`.
-    """
-    spec = recipe.finetune
-    if spec.slots == "all":
-        return None
-    tables = _tables(recipe, model, background)
-    on = next(model.parameters()).device
-    found: dict[str, TableBackground] = {}
-    if background is not None:
-        for path in tables:
-            counts = (torch.from_numpy(each[path]).to(on) for each in (background.read_by, background.reads))
-            found[path] = TableBackground(background.batches, *counts)
-    return SlotChoice(spec.slots, spec.top, model, tables, found)
 
 
 def check_background(job: Job) -> None:

@@ -23,7 +23,7 @@ from pkmlm.seeds import derived_seed
 from pkmlm.train.compile_and_recompute import compile_dense_parts, recompute_activations
 from pkmlm.train.optim import optimizer_state, parameter_groups
 from pkmlm.train.parallel import all_gather_row_gradients, data_parallel_loss, shard_dense_parameters
-from pkmlm.train.slot_choice import slot_choice
+from pkmlm.train.slot_choice import SlotChoice
 
 SCALE_FLOOR = 1.0
 MOST_SKIPS = 20
@@ -71,7 +71,7 @@ class TrainState:
         if recipe.parallel.shard and self.process_groups.world.size > 1:
             shard_dense_parameters(model, self.process_groups.world.size)
         self.param_groups = parameter_groups(model, recipe)  # after sharding, which replaces parameters
-        self.slot_choice = slot_choice(recipe, model, background)
+        self.slot_choice = None if recipe.finetune.slots == "all" else SlotChoice(recipe, model, background)
         if recipe.train.compile:
             compile_dense_parts(model)
         if recipe.train.recompute:

@@ -15,7 +15,6 @@ from pkmlm.evaluate.generate import Sampling, generate, stream_text
 from pkmlm.evaluate.perplexity import score
 from pkmlm.model.memory.query import QueryBatchNorm
 from pkmlm.model.memory.values import Values
-from pkmlm.model.transformer import Transformer
 from pkmlm.signals import StopRequest
 from pkmlm.train.step import TrainState
 
@@ -58,8 +57,10 @@ def validator(
             )
         if result is None:
             return None
-        if recipe.eval.sample is not None:
-            say(f"sample: {sample(model, tokenizer, recipe.eval.sample)}")
+        if (prompt := recipe.eval.sample) is not None:  # the same draws each time
+            ids = [tokenizer.eos, *tokenizer.encode(prompt)]
+            drawn = generate(model, ids, Sampling(temperature=0.8, top_p=0.95), SAMPLE_TOKENS, tokenizer.size)
+            say(f"sample: {prompt}{''.join(stream_text(tokenizer, ids, drawn))}")
         return {
             "loss": result.nats_per_token,
             "token_ppl": result.token_ppl,
@@ -70,14 +71,6 @@ def validator(
         }
 
     return validate
-
-
-@torch.no_grad()
-def sample(model: Transformer, tokenizer: Tokenizer, prompt: str) -> str:
-    """The prompt and a short continuation of it, the same draws each time."""
-    ids = [tokenizer.eos, *tokenizer.encode(prompt)]
-    drawn = generate(model, ids, Sampling(temperature=0.8, top_p=0.95), SAMPLE_TOKENS, tokenizer.size)
-    return prompt + "".join(stream_text(tokenizer, ids, drawn))
 
 
 @torch.no_grad()

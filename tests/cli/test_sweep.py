@@ -287,14 +287,16 @@ def test_other_seeds_run_at_the_best_value(grid, tmp_path, monkeypatch):
 def test_an_error_in_timing_leaves_the_table(grid, tmp_path, tokens, monkeypatch):
     folder, copied = tmp_path / "swept", tmp_path / "tokens"
     shutil.copytree(tokens, copied)
-    grid.write_text(GRID.replace("{none: {model.memory.kind: none}, 64", "{64").replace("dense", "speed"))
+    grid.write_text(GRID.replace("dense", "speed"))
     sweep = ("sweep", grid, "-o", folder, "-q", "-s", "train.steps=2", "-s", f"data.dir={copied}")
     train_cell(grid, folder, "-s", f"data.dir={copied}")
+    (folder / "cells/none_seed-1").write_text("no run")  # this cell fails
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     (copied / "test.documents").unlink()
     said = pkmlm(*sweep, "--device", "3,1", code=1).stderr
     assert f"error: nothing was timed: {copied / 'test.documents'}" in said
+    assert "error: none_seed-1: " in said
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "3,1", "of the process that times, on the first"
     assert cells_in(folder)["256_seed-1"]["status"] == "measured"
 
@@ -306,7 +308,7 @@ def test_an_error_in_timing_leaves_the_table(grid, tmp_path, tokens, monkeypatch
     monkeypatch.setattr("pkmlm.sweep.run.load_run", crowded)
     done = pkmlm(*sweep, code=1)
     assert "error: nothing was timed: memory does not hold all models together" in done.stderr
-    assert done.stdout.startswith("Two memories\n")
+    assert done.stdout.startswith("Two memories: 1 of 2 runs\n")
 
 
 def test_a_stopped_sweep_resumes(grid, tmp_path):

@@ -108,6 +108,7 @@ def test_ranks_agree_on_an_exit_code(ends, passed, code):
     [
         ([(1, 0), (-signal.SIGKILL, 30)], "rank 1 did not answer after the end of rank 0", "failed"),
         ([(-signal.SIGKILL, 30), (-signal.SIGKILL, 0)], r"rank 1 was killed \(SIGKILL\)", "killed (SIGKILL)"),
+        ([(0, 1), (-35, 0)], r"rank 1 was killed \(signal 35\)", "killed (signal 35)"),
     ],
 )
 def test_the_rank_that_ended_all_is_named(tmp_path, ends, message, status):

@@ -53,7 +53,8 @@ def test_the_kept_positions_are_those_of_a_full_sort(contexts: int) -> None:
     random = torch.Generator().manual_seed(0)
     tap = UsageTap(1, "memory", "product-key", 12, 2)
     reads, position = defaultdict(lambda: defaultdict(float)), 0
-    with TopContexts(tap, contexts) as tops:
+    tops = TopContexts(tap, torch.device("cpu"), contexts)
+    with ReadListener([(tap, tops.add)]):
         for tokens in (5, 1, 40, 17):
             slots_NHk = torch.rand(tokens, 2, 12, generator=random).topk(3).indices
             weights_NHk = torch.randint(0, 4, (tokens, 2, 3), generator=random) / 4  # many ties, zeros too
@@ -62,7 +63,7 @@ def test_the_kept_positions_are_those_of_a_full_sort(contexts: int) -> None:
                 for slot, weight in zip(slots_NHk[token].flatten(), weights_NHk[token].flatten(), strict=True):
                     reads[int(slot)][position] += float(weight)
                 position += 1
-    (top,) = tops.positions()
+    top = tops.positions()
     assert top.weights_Kc.shape == top.positions_Kc.shape == (12, contexts), "however long the text"
     for slot in range(12):
         expected = sorted(((-weight, at) for at, weight in reads[slot].items()))[:contexts]
@@ -107,9 +108,10 @@ def test_index_equals_one_forward_a_window(run: LoadedRun) -> None:
 def test_a_read_of_any_weight_has_a_context(run: LoadedRun) -> None:
     """Where scores are weights (`scores: none`), a slot may only be read with weights below -1."""
     tap = memories(run.model)[0].tap
-    with TopContexts(run.model, 2, [tap]) as tops:
+    tops = TopContexts(tap, run.device, 2)
+    with ReadListener([(tap, tops.add)]):
         tap(torch.tensor([[[3, 5]], [[3, 7]]]), torch.tensor([[[-2.0, -1.0]], [[-1.5, 0.5]]]))
-    (top,) = tops.positions()
+    top = tops.positions()
     assert top.positions_Kc[[3, 5, 7, 9]].tolist() == [[1, 0], [0, -1], [1, -1], [-1, -1]]
 
 
