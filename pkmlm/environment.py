@@ -3,7 +3,6 @@
 import ctypes
 import os
 import re
-import subprocess
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -51,19 +50,20 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def source_commit(root: Path | None = None) -> str | None:
-    """The commit of a checkout, by default of this package's, with "-dirty" behind it where tracked files differ from
-    it; None where there is no checkout, no commit, or no git."""
-    root = root or Path(__file__).resolve().parents[1]
-    checkout = [f"--git-dir={root / '.git'}", f"--work-tree={root}"]  # never that of a folder above, nor of a hook
-    describe = ["describe", "--always", "--dirty", "--abbrev=40", "--match="]  # no tag: the commit's hash
+def source_commit(git: Path | None = None) -> str | None:
+    """The commit that a .git folder is at, by default that of this package's checkout; None where there is none."""
+    git = git or Path(__file__).resolve().parents[1] / ".git"
     try:
-        done = subprocess.run(
-            ["git", "--no-optional-locks", *checkout, *describe], capture_output=True, text=True, timeout=10
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        head = os.fsdecode((git / "HEAD").read_bytes()).strip()  # a branch's name is bytes, as that of a file is
+        if not head.startswith("ref: "):
+            return head
+        name = head.removeprefix("ref: ")
+        if (git / name).exists():
+            return (git / name).read_text().strip()
+        packed = os.fsdecode((git / "packed-refs").read_bytes()).splitlines()
+        return next((line.split()[0] for line in packed if line.endswith(f" {name}")), None)
+    except OSError:
         return None
-    return done.stdout.strip() or None
 
 
 def keep_freed_memory() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pkmlm.analysis.usage import MemoryUsage, with_pool
+from pkmlm.analysis.usage import SPREAD, MemoryUsage, with_pool
 from pkmlm.console import token_progress, warn
 from pkmlm.data.corpus import Corpus
 from pkmlm.data.sources import expand_glob, find_source
@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # of modules that import torch
 
 ARRAYS = ("counts_HK", "masses_HK", "squares_H")  # of a MemoryUsage, as its run keeps them
 MAYBE = ("common_HH", "spread_3", "weighing_H")  # that may be missing: of hash tables, and in older reports
+FLOORS = ("uniform", "uniform_mass", "uniform_head")  # of its entry
 
 
 class RunUsage(NamedTuple):
@@ -204,7 +205,7 @@ def save_usage(stem: Path, entry: dict[str, Any], memories: list[MemoryUsage]) -
 def load_usage(stem: Path, source: dict[str, Any]) -> tuple[dict[str, Any], list[MemoryUsage]] | None:
     """What `save_usage` wrote; None where there is nothing whole, or it was measured on another `source`.
 
-    Its numbers are computed anew from its arrays, and kept where they differ, as those of older versions do.
+    Of a report that an older version wrote, the random floors are computed anew, and kept.
     """
     kept_files = read_usage(stem, source)
     if kept_files is None:
@@ -218,7 +219,11 @@ def load_usage(stem: Path, source: dict[str, Any]) -> tuple[dict[str, Any], list
             fields |= {name: arrays.get(f"{number}-{name}") for name in MAYBE}
             memories.append(MemoryUsage(**fields, pool=tuple(facts.get("pool", ()))))
         found = [memory.as_json() for memory in memories]
+        pairs = zip(entry["memories"], found, strict=True)
+        agree = all(dict.fromkeys(SPREAD) | kept | {key: now[key] for key in FLOORS} == now for kept, now in pairs)
     except (ArithmeticError, LookupError, TypeError, ValueError):
+        return None
+    if not agree:
         return None
     if entry["memories"] != found:
         entry["memories"] = found

@@ -3,14 +3,15 @@
 B: sequences; T: positions; D: model width.
 """
 
-import json
+import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from typing import Any, Literal
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
@@ -23,9 +24,7 @@ from pkmlm.model.memory.ngram import NGramMemory
 from pkmlm.model.memory.values import Pool
 from pkmlm.model.transformer import KEY_MEMORIES
 from pkmlm.recipe.constraints import Check, check_ngram
-from pkmlm.recipe.load import bind
-from pkmlm.recipe.nodes import parse
-from pkmlm.recipe.schema import Memory, Model, NGram
+from pkmlm.recipe.schema import Memory, Model, NGram, expectation
 
 Mode = Literal["add", "replace"]
 NAME = "pkmlm"  # of what is attached, among the modules of its network
@@ -195,10 +194,18 @@ def layer_kind(memory: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         raise UserError("memory: query_norm is batch (expected rms, layer or none)", hint)
     if "layers" in given:
         raise UserError("memory: layers stands in it", "give the blocks as the argument `layers`")
-    if kind != NGRAM:
-        given = {"query_norm": "rms", **given, "kind": kind}
-    node = parse(json.dumps(given, default=repr), "memory", lines=False)  # JSON is YAML
-    checked: Memory | NGram = bind(node, NGram if kind == NGRAM else Memory, "", {})
+    checked: Memory | NGram
+    try:
+        checked = ngram_spec(given) if kind == NGRAM else Memory(kind=kind, **{"query_norm": "rms", **given})
+    except ValidationError as problem:
+        error = problem.errors(include_url=False)[0]
+        key = ".".join(map(str, error["loc"]))
+        if error["type"] == "unexpected_keyword_argument":
+            keys = [field.name for field in fields(NGram if kind == NGRAM else Memory) if field.name != "layers"]
+            near = difflib.get_close_matches(key.lower(), keys, n=1)
+            meant = f" (did you mean {near[0]}?)" if near else ""
+            raise UserError(f"memory: unknown key {key}{meant}", f"its keys: {', '.join(keys)}") from None
+        raise UserError(f"memory: {key} is {error['input']!r} (expected {expectation(error)})") from None
     default = asdict(type(checked)())
     chosen = {key: value for key, value in asdict(checked).items() if key != "kind" and value != default[key]}
     return kind, {key: list(value) if isinstance(value, tuple) else value for key, value in chosen.items()}

@@ -416,8 +416,7 @@ class SweepFolder:
         setting += f", scale `{self.scale}`." if self.scale else "."
         if trainers := record["trained_by"]:
             torch = sorted({(facts.get("versions") or {}).get("torch", "unknown") for facts in trainers})
-            commits = {facts.get("commit") or "unknown" for facts in trainers}
-            commits = sorted({commit[:7] + commit[40:] for commit in commits})  # seven digits, and -dirty
+            commits = sorted({(facts.get("commit") or "unknown")[:7] for facts in trainers})
             setting += f" Trained with torch {', '.join(torch)}, commit {', '.join(commits)}."
         shown = {path.stem: path for path in sorted(drawn, key=lambda path: path.suffix)}  # not a .pdf
         plots = [f"{'' if path.suffix == '.pdf' else '!'}[{stem}]({path.name})\n" for stem, path in shown.items()]

@@ -9,38 +9,34 @@ import pytest
 
 from pkmlm.environment import source_commit
 
-
-def git(folder: Path, *arguments: str) -> str:
-    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    done = subprocess.run(
-        ["git", *identity, *arguments], cwd=folder, capture_output=True, text=True, check=True, timeout=60
-    )
-    return done.stdout.strip()
+COMMIT = "9eb039a7d1a1f9b2a7c3b1c6f0d5e4a3b2c1d0e9"
 
 
-def test_a_commit_is_that_of_the_checkout_and_says_whether_files_were_edited(tmp_path: Path) -> None:
-    assert source_commit(tmp_path) is None  # no checkout
-    git(tmp_path, "init", "-q")
+def write(git: Path, name: str, text: str) -> None:
+    (git / name).parent.mkdir(parents=True, exist_ok=True)
+    (git / name).write_text(text)
+
+
+def test_a_commit_is_found_wherever_git_keeps_it(tmp_path: Path) -> None:
+    (tmp_path / ".git").write_text("gitdir: elsewhere\n")  # a worktree's
+    assert source_commit(tmp_path / ".git") is None
+    write(tmp_path, "HEAD", f"{COMMIT}\n")  # detached
+    assert source_commit(tmp_path) == COMMIT
+    write(tmp_path, "HEAD", "ref: refs/heads/main\n")
     assert source_commit(tmp_path) is None  # no commit so far
-    (tmp_path / "code.py").write_text("1\n")
-    git(tmp_path, "add", ".")
-    git(tmp_path, "commit", "-q", "-m", "first")
-    git(tmp_path, "tag", "-a", "-m", "a tag", "v1")
-    commit = git(tmp_path, "rev-parse", "HEAD")
-    assert source_commit(tmp_path) == commit
-    (tmp_path / "code.py").write_text("2\n")
-    assert source_commit(tmp_path) == f"{commit}-dirty"
+    other = f"# pack-refs with: peeled\n{'0' * 40} refs/heads/x/refs/heads/main2\n"
+    write(tmp_path, "packed-refs", f"{other}{COMMIT} refs/heads/main\n")
+    assert source_commit(tmp_path) == COMMIT
+    write(tmp_path, "refs/heads/main", f"{COMMIT[::-1]}\n")  # newer than what was packed
+    assert source_commit(tmp_path) == COMMIT[::-1]
 
 
-def test_a_worktree_has_its_own_commit_and_a_folder_within_a_checkout_has_none(tmp_path: Path) -> None:
-    (checkout := tmp_path / "checkout").mkdir()
-    git(checkout, "init", "-q")
-    git(checkout, "commit", "-q", "--allow-empty", "-m", "first")
-    git(checkout, "worktree", "add", "-q", "--detach", str(tmp_path / "tree"))
-    git(tmp_path / "tree", "commit", "-q", "--allow-empty", "-m", "second")
-    assert source_commit(tmp_path / "tree") == git(tmp_path / "tree", "rev-parse", "HEAD") != source_commit(checkout)
-    (within := checkout / "site-packages").mkdir()
-    assert source_commit(within) is None
+def test_a_branch_may_have_a_name_of_any_bytes(tmp_path: Path) -> None:
+    branch = b"refs/heads/gr\xf6\xdfe"  # as another locale writes it
+    (tmp_path / "HEAD").write_bytes(b"ref: " + branch + b"\n")
+    assert source_commit(tmp_path) is None
+    (tmp_path / "packed-refs").write_bytes(COMMIT.encode() + b" " + branch + b"\n")
+    assert source_commit(tmp_path) == COMMIT
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")

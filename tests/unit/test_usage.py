@@ -435,7 +435,7 @@ def test_files_give_back_what_was_counted(tmp_path: Path) -> None:
         assert load_usage(stem, {"checkpoint": "a"}) is None, text
     twice = [entry["memories"][0] | {"reads": 1}, *entry["memories"][1:]]
     record.write_text(json.dumps(entry | {"memories": twice}))
-    assert load_usage(stem, {"checkpoint": "a"})[0]["memories"] == entry["memories"], "the counts say otherwise"
+    assert load_usage(stem, {"checkpoint": "a"}) is None, "numbers and counts do not agree"
     record.write_text(json.dumps(entry))
     assert load_usage(stem, {"checkpoint": "a"}) is not None
     whole = arrays.read_bytes()
