@@ -39,6 +39,11 @@ class TopContexts:
     """Keeps the strongest positions of every slot of a memory, whose reads `add` hears (see `ReadListener`).
 
     Takes 12 bytes for each slot and context kept, however long the text.
+
+    Args:
+        tap: of the memory.
+        device: where the positions are kept.
+        contexts: kept of each slot.
     """
 
     def __init__(self, tap: UsageTap, device: torch.device, contexts: int = JUDGED):

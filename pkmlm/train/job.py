@@ -62,7 +62,7 @@ def open_job(recipe_file: str, overrides: Sequence[str], ranks: int, *, verify: 
         verify: check every byte of the tokens, not only their sizes and index.
 
     Raises:
-        UserError: the recipe or the tokens are wrong, or do not fit each other or so many processes.
+        UserError: the recipe, the tokens or the background are wrong, or do not fit each other or so many processes.
     """
     recipe = load_recipe(recipe_file, overrides)
     folder = recipe.data.dir

@@ -381,7 +381,11 @@ def test_what_is_no_file_is_refused_in_one_line(ground, monkeypatch, name, words
     if name.startswith("exported"):
         pkmlm("export", "run", "-o", "exported")
         Path("exported/manifest.json").unlink()  # with one, files that are not whole are found before
-    kinds = NO_FILES if name in ("recipe.yaml", "text.txt", "run/metrics.jsonl") else {"pipe": NO_FILES["pipe"]}
+    kinds = (
+        NO_FILES
+        if name in ("recipe.yaml", "text.txt", "run/run.json", "run/metrics.jsonl")
+        else {"pipe": NO_FILES["pipe"]}
+    )
     for kind, make in kinds.items():
         with suppress(FileNotFoundError, IsADirectoryError):
             os.unlink(name)
